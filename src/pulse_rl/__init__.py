@@ -1,0 +1,86 @@
+"""Lossless sparse weight sync for RL post-training: a trainer publishes, workers follow, every sync is verified.
+
+Trainer: ``Publisher(store, stream="policy").publish(model.state_dict())``.
+Worker: ``update = Subscriber(store, stream="policy").sync()``, then `pulse_rl.integrations.torch.apply_`.
+"""
+
+from .checkpoint import Source, as_state
+from .digest import state_digest
+from .errors import (
+    AlreadyExists,
+    ChainGap,
+    CorruptCheckpoint,
+    CorruptManifest,
+    CorruptPatch,
+    DigestMismatch,
+    EmptyStream,
+    FormatError,
+    InputError,
+    IntegrityError,
+    InvalidName,
+    NotFound,
+    PublisherConflict,
+    PulseError,
+    StateMismatch,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    StreamError,
+    SubscriberPoisoned,
+    UnsupportedTensor,
+    WrongBase,
+)
+from .publisher import Publisher
+from .store import LocalStore, MemoryStore, ObjectStore, Store, open_store
+from .subscriber import Subscriber
+from .tensors import Bits, State
+from .update import TensorUpdate, Update
+from .verify import verify_stream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyExists",
+    "Bits",
+    "ChainGap",
+    "CorruptCheckpoint",
+    "CorruptManifest",
+    "CorruptPatch",
+    "DigestMismatch",
+    "EmptyStream",
+    "FormatError",
+    "InputError",
+    "IntegrityError",
+    "InvalidName",
+    "LocalStore",
+    "MemoryStore",
+    "NotFound",
+    "ObjectStore",
+    "Publisher",
+    "PublisherConflict",
+    "PulseError",
+    "Source",
+    "State",
+    "StateMismatch",
+    "Store",
+    "StoreError",
+    "StoreFull",
+    "StoreUnavailable",
+    "StreamError",
+    "Subscriber",
+    "SubscriberPoisoned",
+    "TensorUpdate",
+    "UnsupportedTensor",
+    "Update",
+    "WrongBase",
+    "__version__",
+    "as_state",
+    "open_store",
+    "state_root",
+    "verify_stream",
+]
+
+
+def state_root(source: Source, *, workers: int | None = None) -> str:
+    """The root of any state: a mapping of names to tensors, a `State` or a checkpoint's path; 64 hexadecimal digits."""
+    return state_digest(as_state(source), workers=workers).root

@@ -1,0 +1,64 @@
+"""The registry of codecs, and the choice between them for one block.
+
+To add a codec: write a module with a class that follows `base.Codec`, give it an unused id, add it to ``_CODECS``,
+specify its payload in docs/format.md and add golden bytes to the tests.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import CorruptPatch, InputError
+from ..tensors import DType, UIntArray
+from .base import MAX_BLOCK_ELEMENTS, Changes, Codec
+from .dense import DenseCodec
+from .zstd import ZstdCodec
+
+__all__ = ["DEFAULT", "MAX_BLOCK_ELEMENTS", "SAME", "Changes", "Codec", "Encoded", "by_id", "by_name", "encode_block"]
+
+SAME = 0
+"""The id of a block without changes: its payload is empty."""
+
+_CODECS: tuple[Codec, ...] = (DenseCodec(), ZstdCodec())
+DEFAULT = "zstd"
+
+# A block whose patch exceeds this share of its plain bytes is also tried dense; below it dense never wins, because
+# byte planes save at most about a third of trained weights.
+_TRY_DENSE = 0.5
+
+
+class Encoded(NamedTuple):
+    codec_id: int
+    payload: bytes
+    changed: int
+
+
+def by_name(name: str) -> Codec:
+    """The codec called ``name``; raises InputError."""
+    for codec in _CODECS:
+        if codec.name == name:
+            return codec
+    raise InputError(f"there is no codec {name!r}", hint=f"Choose one of: {', '.join(c.name for c in _CODECS)}.")
+
+
+def by_id(codec_id: int) -> Codec:
+    """The codec of a block in a patch; raises CorruptPatch."""
+    for codec in _CODECS:
+        if codec.id == codec_id:
+            return codec
+    raise CorruptPatch(f"codec {codec_id} is unknown", hint="The patch may come from a newer pulse-rl: upgrade.")
+
+
+def encode_block(codec: Codec, old: UIntArray, new: UIntArray, dtype: DType) -> Encoded:
+    """One block with ``codec``, or dense where that is smaller, or `SAME` where nothing changed."""
+    if not codec.supports(dtype):
+        codec = by_name("zstd")
+    payload, changed = codec.encode(old, new, dtype)
+    if changed == 0:
+        return Encoded(SAME, b"", 0)
+    if len(payload) > _TRY_DENSE * new.nbytes:
+        dense = by_name("dense")
+        whole, _ = dense.encode(old, new, dtype)
+        if len(whole) < len(payload):
+            return Encoded(dense.id, whole, changed)
+    return Encoded(codec.id, payload, changed)

@@ -1,0 +1,150 @@
+"""The exceptions of pulse_rl, one tree.
+
+::
+
+    PulseError
+    ├── InputError              what the caller gave cannot be used
+    │   ├── UnsupportedTensor   a dtype or layout that has no plain bit view
+    │   ├── StateMismatch       names, dtypes or shapes differ from those required
+    │   └── InvalidName         a stream or object name that could escape its place
+    ├── FormatError             bytes that are not a well-formed object
+    │   ├── CorruptPatch
+    │   ├── CorruptManifest
+    │   └── CorruptCheckpoint   a safetensors file (an anchor's shard too)
+    ├── IntegrityError          well-formed, but not what a digest promises
+    │   ├── WrongBase           a patch for another state
+    │   └── DigestMismatch
+    ├── StoreError
+    │   ├── NotFound
+    │   ├── AlreadyExists       a create-if-absent that came second
+    │   ├── StoreUnavailable    unreachable, or failing after retries
+    │   └── StoreFull
+    └── StreamError
+        ├── EmptyStream         no version was committed yet
+        ├── ChainGap            no path of stored objects leads to the version
+        ├── PublisherConflict   another publisher committed to the stream
+        └── SubscriberPoisoned  the host state is not a verified version
+
+Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PulseError(Exception):
+    """Base of all errors raised on purpose by this library.
+
+    ``kind`` is stable across releases. ``str(error)`` says what happened, ``hint`` what to do about it.
+    """
+
+    kind: ClassVar[str] = "error"
+    default_hint: ClassVar[str] = "See the message; if it makes no sense, please report it."
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint if hint is not None else self.default_hint
+
+
+class InputError(PulseError, ValueError):
+    kind = "input"
+    default_hint = "Check the arguments of the call."
+
+
+class UnsupportedTensor(InputError):
+    kind = "unsupported_tensor"
+    default_hint = "Pass dense CPU or device tensors of whole-byte dtypes; gather sharded ones first."
+
+
+class StateMismatch(InputError):
+    kind = "state_mismatch"
+    default_hint = "Both states must hold the same tensor names, dtypes and shapes."
+
+
+class InvalidName(InputError):
+    kind = "invalid_name"
+    default_hint = "Use letters, digits, '.', '_' and '-'; start with a letter or a digit."
+
+
+class FormatError(PulseError):
+    kind = "format"
+    default_hint = "The bytes are damaged or were written by something else; fetch or make them again."
+
+
+class CorruptPatch(FormatError):
+    kind = "corrupt_patch"
+    default_hint = "Fetch the patch again; if it stays like this, restore from an anchor."
+
+
+class CorruptManifest(FormatError):
+    kind = "corrupt_manifest"
+    default_hint = "Run `pulse verify` on the stream to see which versions can still be reached."
+
+
+class CorruptCheckpoint(FormatError):
+    kind = "corrupt_checkpoint"
+    default_hint = "Copy the checkpoint again, or restore from another version's anchor."
+
+
+class IntegrityError(PulseError):
+    kind = "integrity"
+    default_hint = "Nothing wrong was exposed; sync again, or run `pulse verify` on the stream."
+
+
+class WrongBase(IntegrityError):
+    kind = "wrong_base"
+    default_hint = "Apply the patch to the state whose root is the patch's base root (`pulse inspect` shows it)."
+
+
+class DigestMismatch(IntegrityError):
+    kind = "digest_mismatch"
+
+
+class StoreError(PulseError):
+    kind = "store"
+    default_hint = "Check the store's address, credentials and network."
+
+
+class NotFound(StoreError):
+    kind = "not_found"
+    default_hint = "The object is not in the store: check the stream's name and that nothing deleted it."
+
+
+class AlreadyExists(StoreError):
+    kind = "already_exists"
+    default_hint = "Objects are immutable: choose another name, or read the existing object back."
+
+
+class StoreUnavailable(StoreError):
+    kind = "store_unavailable"
+    default_hint = "Nothing was lost; repeat the call when the store can be reached."
+
+
+class StoreFull(StoreError):
+    kind = "store_full"
+    default_hint = "Free some space and repeat the call; nothing was lost."
+
+
+class StreamError(PulseError):
+    kind = "stream"
+
+
+class EmptyStream(StreamError):
+    kind = "empty_stream"
+    default_hint = "Publish a first version, or check the stream's name."
+
+
+class ChainGap(StreamError):
+    kind = "chain_gap"
+    default_hint = "Publish a new version with an anchor, or put the missing object back into the store."
+
+
+class PublisherConflict(StreamError):
+    kind = "publisher_conflict"
+    default_hint = "One stream has one publisher: stop one of the two, then create a new Publisher to continue."
+
+
+class SubscriberPoisoned(StreamError):
+    kind = "subscriber_poisoned"
+    default_hint = "Call sync() again: it restores a verified version from an anchor."

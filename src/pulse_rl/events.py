@@ -1,0 +1,102 @@
+"""What happens, as frozen dataclasses handed to a callback: metrics and progress bars are listeners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .manifest import Metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """``done`` of ``total`` bytes of model went through ``stage`` (diff, apply, digest, upload, restore)."""
+
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version was committed. Bytes are those stored for this version; seconds are wall-clock.
+
+    ``changed`` is None where the version has no patch (the first one, or after a change of the tensor set).
+    """
+
+    stream: str
+    version: int
+    root: str
+    elements: int
+    changed: int | None
+    dense_bytes: int
+    patch_bytes: int
+    anchor_bytes: int
+    seconds: float
+    phases: dict[str, float] = field(repr=False)
+    metadata: Metadata = field(repr=False)
+
+    @property
+    def density(self) -> float | None:
+        """Changed elements / all elements."""
+        return None if self.changed is None else self.changed / max(self.elements, 1)
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes of a full sync / bytes of the patch."""
+        return None if self.changed is None else self.dense_bytes / self.patch_bytes
+
+    @property
+    def anchored(self) -> bool:
+        return self.anchor_bytes > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A publisher found its stream at ``version``; ``how`` it got its baseline: "matched" (the caller's state has the
+    head's root), "restored" (from the store), or "anchored" (the head could not be restored, see ``reason``)."""
+
+    stream: str
+    version: int
+    how: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """A subscriber's host state is now the verified ``version``. ``links`` are the objects' roles, in order."""
+
+    stream: str
+    version: int
+    previous: int | None
+    root: str
+    links: tuple[str, ...]
+    fetched_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathFailed:
+    """A way to a version did not work and another one is tried."""
+
+    stream: str
+    link: str
+    reason: str
+
+
+Event = Progress | Published | Resumed | Synced | PathFailed
+Listener = Callable[[Event], None]
+
+
+def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[int], None] | None:
+    """A callback that adds up bytes and hands `Progress` to the listener; None without one."""
+    if listener is None:
+        return None
+    done = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        listener(Progress(stage, done, total))
+
+    return add

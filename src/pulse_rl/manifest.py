@@ -1,0 +1,99 @@
+"""The manifest: the small object whose creation commits a version (docs/format.md, section 5).
+
+Canonical JSON: keys in the order of the structs below, no white space, UTF-8. The same manifest has the same bytes, so
+that a lost reply to its creation can be resolved by reading it back. This is the only module that imports msgspec.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from .errors import CorruptManifest
+
+FORMAT = "pulse.manifest.1"
+MAX_BYTES = 16 << 20
+
+_HEX64 = re.compile(r"[0-9a-f]{64}")
+
+Metadata = dict[str, str | int | float | bool]
+"""The publisher's own facts about a version (a training step, a reward), small and flat."""
+
+
+class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A stored object: the SHA-256 of its bytes (64 hexadecimal digits), which is also its name, and its length."""
+
+    sha256: str
+    bytes: int
+
+
+class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A patch from version ``base``, whose root is ``base_root``. ``parts`` lists its files: one a trainer rank."""
+
+    base: int
+    base_root: str
+    changed: int
+    parts: tuple[Payload, ...]
+
+
+class AnchorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The full state as safetensors shards; each tensor is in exactly one of them."""
+
+    shards: tuple[Payload, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One committed version of a stream.
+
+    ``publisher`` is a random word of the process that wrote it, so that two publishers never write equal manifests.
+    ``created`` is in Unix seconds and only informs. At least one of ``patch`` and ``anchor`` is present.
+    """
+
+    format: str
+    stream: str
+    version: int
+    root: str
+    elements: int
+    dense_bytes: int
+    publisher: str
+    created: float
+    aliases: dict[str, str]
+    metadata: Metadata
+    patch: PatchRef | None
+    anchor: AnchorRef | None
+
+    def to_bytes(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+_DECODER = msgspec.json.Decoder(Manifest, strict=True)
+
+
+def parse(data: bytes, *, stream: str, version: int) -> Manifest:
+    """The manifest of ``version``; raises CorruptManifest unless it is canonical, complete and where it belongs."""
+    what = f"the manifest of version {version} of {stream!r}"
+    if len(data) > MAX_BYTES:
+        raise CorruptManifest(f"{what} has {len(data)} bytes, more than {MAX_BYTES}")
+    try:
+        manifest = _DECODER.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CorruptManifest(f"{what} does not decode: {error}") from error
+    if manifest.format != FORMAT:
+        raise CorruptManifest(f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it.")
+    if (manifest.stream, manifest.version) != (stream, version):
+        raise CorruptManifest(f"{what} says it is version {manifest.version} of {manifest.stream!r}")
+    if manifest.to_bytes() != data:
+        raise CorruptManifest(f"{what} is not in canonical form")
+    payloads = list(manifest.anchor.shards) if manifest.anchor else []
+    digests = [manifest.root]
+    if manifest.patch:
+        payloads += manifest.patch.parts
+        digests.append(manifest.patch.base_root)
+        if not 0 <= manifest.patch.base < version or not manifest.patch.parts:
+            raise CorruptManifest(f"{what} has a patch from version {manifest.patch.base}")
+    if not payloads or any(p.bytes <= 0 for p in payloads):
+        raise CorruptManifest(f"{what} lists nothing to restore the version from")
+    if not all(_HEX64.fullmatch(d) for d in [*digests, *(p.sha256 for p in payloads)]):
+        raise CorruptManifest(f"{what} has a digest that is not 64 lower-case hexadecimal digits")
+    return manifest

@@ -1,0 +1,253 @@
+"""One patch: build it from two states, parse its header, apply it to a state (docs/format.md, section 3).
+
+Pure functions on bytes and buffers. Blocks are coded and decoded on all cores; new leaves are hashed in the same walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from . import codec as codecs
+from ._pool import ordered_map
+from .blocks import Block
+from .codec import Changes
+from .digest import LEAF_BYTES, StateDigest, leaf_digests
+from .errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
+from .patch_header import BlockEntry, PatchHeader, parse_header
+from .tensors import State, UIntArray
+
+DEFAULT_BLOCK_ELEMENTS = 1 << 22
+
+Progress = Callable[[int], None]
+"""Called with the bytes of model that were worked through since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPatch:
+    """A patch as chunks of bytes in file order, and the digest tree of the state that it produces."""
+
+    header: PatchHeader
+    chunks: tuple[bytes, ...]
+    target: StateDigest
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.chunks))
+
+    def to_bytes(self) -> bytes:
+        return b"".join(self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A parsed patch: the checked header and the blocks' bytes, not yet decoded."""
+
+    header: PatchHeader
+    body: memoryview
+
+    @classmethod
+    def parse(cls, data: bytes | memoryview) -> Patch:
+        """Checks magic, header digest, caps and tiling; raises CorruptPatch. The blocks' own digests are checked when
+        they are decoded."""
+        view = memoryview(data)
+        header, size = parse_header(view)
+        if size + header.body_bytes != len(view):
+            raise CorruptPatch(f"the patch has {len(view)} bytes, its header speaks of {size + header.body_bytes}")
+        return cls(header, view[size:])
+
+
+class TensorChanges(NamedTuple):
+    """Changed elements of one tensor: flat indices, ascending, and the new bits at them."""
+
+    indices: npt.NDArray[np.int64]
+    values: UIntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What `apply_in_place` did: the changes per tensor name and the digest tree of the state now."""
+
+    changes: dict[str, TensorChanges]
+    digest: StateDigest
+
+
+def build(
+    old: State,
+    new: State,
+    old_digest: StateDigest,
+    *,
+    codec: str = codecs.DEFAULT,
+    block_elements: int = DEFAULT_BLOCK_ELEMENTS,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> BuiltPatch:
+    """The patch that turns ``old`` into ``new``. ``old_digest`` is the tree of ``old``.
+
+    Raises StateMismatch unless both hold the same tensors. Blocks without changes are not hashed again.
+    """
+    new.require_specs(old.specs, "the base state")
+    chosen = codecs.by_name(codec)
+
+    def run(block: Block) -> tuple[codecs.Encoded, list[bytes] | None]:
+        before, after = block.read(old), block.read(new)
+        encoded = codecs.encode_block(chosen, before, after, block.dtype)
+        return encoded, None if encoded.codec_id == codecs.SAME else _block_leaves(block, after)
+
+    header = PatchHeader(old_digest.root, "", block_elements, old.specs, ())
+    blocks, entries, payloads = header.cut(), [], []
+    tree = _LeafUpdate(old_digest)
+    for block, (encoded, leaves) in zip(blocks, ordered_map(run, blocks, workers), strict=True):
+        entries.append(
+            BlockEntry(encoded.codec_id, encoded.changed, len(encoded.payload), sha256(encoded.payload).digest())
+        )
+        payloads.append(encoded.payload)
+        tree.add(block, leaves)
+        if progress:
+            progress(block.nbytes)
+    target = tree.finish()
+    header = PatchHeader(old_digest.root, target.root, block_elements, old.specs, tuple(entries))
+    return BuiltPatch(header, (header.to_bytes(), *payloads), target)
+
+
+def apply_in_place(
+    patch: Patch,
+    state: State,
+    digest: StateDigest,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Applied:
+    """Turns ``state`` (host memory, with tree ``digest``) into the patch's target, or leaves it exactly as it was.
+
+    The state's root must be the patch's base root (WrongBase), so that applying twice is refused rather than harmful.
+    Every block's bytes are checked against the header, every changed leaf is hashed again and the root compared with
+    the target root (DigestMismatch). On any failure, cancellation included, what was written is undone first.
+    """
+    header = patch.header
+    if header.base_root != digest.root:
+        raise WrongBase(f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…")
+    state.require_specs(header.specs, "the patch")
+    blocks = header.cut()
+    offsets = np.concatenate([[0], np.cumsum([e.length for e in header.blocks], dtype=np.int64)])
+    journal: dict[int, Changes] = {}
+
+    def run(index: int) -> tuple[Changes, list[bytes] | None]:
+        block, entry = blocks[index], header.blocks[index]
+        payload = patch.body[int(offsets[index]) : int(offsets[index + 1])]
+        before = block.read(state)
+        changes = _decode(index, block, entry, payload, before)
+        if entry.codec_id == codecs.SAME:
+            return changes, None
+        # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
+        journal[index] = Changes(changes.positions, before[changes.positions])
+        _scatter(block, state, changes)
+        return changes, _block_leaves(block, block.read(state))
+
+    tree = _LeafUpdate(digest)
+    per_tensor: dict[str, list[TensorChanges]] = {}
+    try:
+        # closing() ends the calls in flight before the undo below, so that none writes after it.
+        with closing(ordered_map(run, range(len(blocks)), workers)) as results:
+            for index, (changes, leaves) in enumerate(results):
+                tree.add(blocks[index], leaves)
+                _collect(blocks[index], changes, per_tensor)
+                if progress:
+                    progress(blocks[index].nbytes)
+        target = tree.finish()
+        if target.root != header.target_root:
+            raise DigestMismatch(
+                f"the patched state has root {target.root[:16]}…, the patch promises {header.target_root[:16]}…"
+            )
+    except BaseException:
+        for index, undo in journal.items():
+            _scatter(blocks[index], state, undo)
+        raise
+    return Applied({name: _join(pieces) for name, pieces in per_tensor.items()}, target)
+
+
+def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, before: UIntArray) -> Changes:
+    """The changes of one block; every error names the block and its tensors."""
+    where = f"block {index} ({block})"
+    if entry.codec_id == codecs.SAME:
+        return Changes(np.empty(0, np.uint32), np.empty(0, block.dtype.uint))
+    if sha256(payload).digest() != entry.sha256:
+        raise CorruptPatch(f"{where}: its bytes do not match their SHA-256")
+    try:
+        changes = codecs.by_id(entry.codec_id).decode(payload, before, block.dtype)
+    except PulseError as error:
+        raise CorruptPatch(f"{where}: {error}", hint=error.hint) from error
+    if len(changes.positions) != entry.changed:
+        raise CorruptPatch(f"{where}: {len(changes.positions)} changes, the header counts {entry.changed}")
+    return changes
+
+
+def _split(block: Block, changes: Changes) -> list[tuple[str, npt.NDArray[np.int64], UIntArray]]:
+    """Changes of a block as (tensor name, flat indices, values), tensors without changes left out."""
+    if len(block.segments) == 1:
+        segment = block.segments[0]
+        return [(segment.spec.name, changes.positions.astype(np.int64) + segment.start, changes.values)]
+    ends = np.cumsum([s.stop - s.start for s in block.segments])
+    bounds = np.searchsorted(changes.positions, ends)
+    result, first = [], 0
+    for segment, end, last in zip(block.segments, ends, bounds, strict=True):
+        if last > first:
+            indices = changes.positions[first:last].astype(np.int64) - int(end - (segment.stop - segment.start))
+            result.append((segment.spec.name, indices, changes.values[first:last]))
+        first = last
+    return result
+
+
+def _scatter(block: Block, state: State, changes: Changes) -> None:
+    for name, indices, values in _split(block, changes):
+        state.read(name)[indices] = values
+
+
+def _collect(block: Block, changes: Changes, into: dict[str, list[TensorChanges]]) -> None:
+    if len(changes.positions):
+        for name, indices, values in _split(block, changes):
+            into.setdefault(name, []).append(TensorChanges(indices, values))
+
+
+def _join(pieces: list[TensorChanges]) -> TensorChanges:
+    if len(pieces) == 1:
+        return pieces[0]
+    return TensorChanges(np.concatenate([p.indices for p in pieces]), np.concatenate([p.values for p in pieces]))
+
+
+def _block_leaves(block: Block, elements: UIntArray) -> list[bytes]:
+    """Leaf digests per segment of a block whose elements are given one segment after another."""
+    leaves, at = [], 0
+    for segment in block.segments:
+        length = segment.stop - segment.start
+        leaves.append(leaf_digests(elements[at : at + length]))
+        at += length
+    return leaves
+
+
+class _LeafUpdate:
+    """The tree of a new state, block by block in order; blocks without changes keep the old state's leaves."""
+
+    def __init__(self, old: StateDigest) -> None:
+        self._old = old
+        self._pieces: dict[str, list[bytes]] = {}
+
+    def add(self, block: Block, leaves: list[bytes] | None) -> None:
+        for k, segment in enumerate(block.segments):
+            if leaves is not None:
+                piece = leaves[k]
+            else:
+                per_leaf = LEAF_BYTES // segment.spec.dtype.width
+                old = self._old.leaves[segment.spec.name]
+                piece = old[segment.start // per_leaf * 32 : -(-segment.stop // per_leaf) * 32]
+            self._pieces.setdefault(segment.spec.name, []).append(piece)
+
+    def finish(self) -> StateDigest:
+        leaves = {spec.name: b"".join(self._pieces.get(spec.name, ())) for spec in self._old.specs}
+        return StateDigest(self._old.specs, leaves)

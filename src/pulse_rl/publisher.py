@@ -1,0 +1,239 @@
+"""The trainer's side: one process that commits the versions of a stream (docs/protocol.md, section 3)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+
+from . import anchor, patch
+from . import codec as codecs
+from . import manifest as manifests
+from .checkpoint import Source, as_state, serialize
+from .digest import StateDigest, state_digest
+from .errors import ChainGap, FormatError, NotFound, PublisherConflict
+from .events import Listener, Published, Resumed, progress_to
+from .manifest import AnchorRef, Manifest, Metadata, PatchRef, Payload
+from .patch import BuiltPatch, Patch
+from .replica import Replica
+from .store import Store, open_store
+from .stream import PATCH, SHARD, Stream
+from .tensors import State
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A version that is ready to be committed, and how the baseline moves once it is."""
+
+    manifest: Manifest
+    advance: Callable[[], None]
+
+
+class Publisher:
+    """Publishes the states of one policy as versions 0, 1, 2 … of a stream.
+
+    ``store`` is a store or its address. A stream that exists is continued. An anchor is stored along with a patch
+    whenever the patches since the last one exceed ``anchor_ratio`` times the state's bytes. One Publisher at a time may
+    write to a stream: a second one's commit is refused with PublisherConflict and the chain stays whole. Not
+    thread-safe.
+    """
+
+    def __init__(
+        self,
+        store: Store | str,
+        *,
+        stream: str,
+        codec: str = codecs.DEFAULT,
+        anchor_ratio: float = 1.0,
+        shard_bytes: int = anchor.DEFAULT_SHARD_BYTES,
+        workers: int | None = None,
+        on_event: Listener | None = None,
+    ) -> None:
+        codecs.by_name(codec)
+        self._stream = Stream(open_store(store), stream)
+        self._codec = codec
+        self._anchor_ratio = anchor_ratio
+        self._shard_bytes = shard_bytes
+        self._workers = workers
+        self._listener = on_event
+        self._word = secrets.token_hex(8)
+        self._head: int | None = None
+        self._baseline = Replica(self._stream, workers=workers, listener=on_event)
+        self._pending: _Pending | None = None
+        self._refused: str | None = None
+        self._since_anchor = 0
+
+    def head(self) -> Manifest | None:
+        """The newest committed version as the store lists it, None while there is none. Its metadata tells a
+        restarted trainer where it was."""
+        newer = self._stream.versions(self._head)
+        version = newer[-1] if newer else self._head
+        return None if version is None else self._stream.manifest(version)
+
+    def publish(self, source: Source, *, metadata: Metadata | None = None) -> Published:
+        """Commits a state as the next version and returns what it cost.
+
+        ``source`` must not change during the call. The in-memory baseline moves only after the commit is confirmed: if
+        this raises StoreUnavailable or StoreFull, nothing is lost, and whether the version was committed is settled by
+        the next call. A state with other names, dtypes or shapes than the last starts anew with an anchor.
+        Raises also UnsupportedTensor, InputError and PublisherConflict.
+        """
+        started = time.perf_counter()
+        phases: dict[str, float] = {}
+        state = as_state(source)
+        if self._refused:
+            raise PublisherConflict(self._refused)
+        self._settle()
+        if self._baseline.version is None:
+            self._resume(state)
+        phases["resume"] = time.perf_counter() - started
+
+        built = self._build(state, phases)
+        target = built.target if built else None
+        baseline = None
+        if target is None:
+            baseline = state.copy()
+            target = state_digest(
+                baseline, workers=self._workers, progress=progress_to(self._listener, "digest", state.nbytes)
+            )
+        version = 0 if self._head is None else self._head + 1
+        upload = time.perf_counter()
+        patch_ref = self._upload_patch(built) if built else None
+        anchor_ref = self._upload_anchor(baseline or state) if self._wants_anchor(built, state) else None
+        manifest = Manifest(
+            format=manifests.FORMAT,
+            stream=self._stream.name,
+            version=version,
+            root=target.root,
+            elements=state.elements,
+            dense_bytes=state.nbytes,
+            publisher=self._word,
+            created=round(time.time(), 3),
+            aliases=state.aliases,
+            metadata=dict(metadata or {}),
+            patch=patch_ref,
+            anchor=anchor_ref,
+        )
+        manifests.parse(manifest.to_bytes(), stream=self._stream.name, version=version)
+        self._pending = _Pending(manifest, lambda: self._advance(manifest, built, baseline, target))
+        committed = time.perf_counter()
+        phases["upload"] = committed - upload
+        self._settle()
+        phases["commit"] = time.perf_counter() - committed
+        result = Published(
+            stream=self._stream.name,
+            version=version,
+            root=target.root,
+            elements=state.elements,
+            changed=patch_ref.changed if patch_ref else None,
+            dense_bytes=state.nbytes,
+            patch_bytes=sum(p.bytes for p in patch_ref.parts) if patch_ref else 0,
+            anchor_bytes=sum(p.bytes for p in anchor_ref.shards) if anchor_ref else 0,
+            seconds=time.perf_counter() - started,
+            phases=phases,
+            metadata=manifest.metadata,
+        )
+        if self._listener:
+            self._listener(result)
+        return result
+
+    def _build(self, state: State, phases: dict[str, float]) -> BuiltPatch | None:
+        """The patch from the baseline, None where there is no baseline or it holds other tensors."""
+        started = time.perf_counter()
+        if self._baseline.version is None or self._baseline.state.specs != state.specs:
+            return None
+        built = patch.build(
+            self._baseline.state,
+            state,
+            self._baseline.digest,
+            codec=self._codec,
+            workers=self._workers,
+            progress=progress_to(self._listener, "diff", state.nbytes),
+        )
+        phases["build"] = time.perf_counter() - started
+        return built
+
+    def _wants_anchor(self, built: BuiltPatch | None, state: State) -> bool:
+        return built is None or self._since_anchor + built.nbytes > self._anchor_ratio * state.nbytes
+
+    def _upload_patch(self, built: BuiltPatch) -> PatchRef:
+        digest = sha256()
+        for chunk in built.chunks:
+            digest.update(chunk)
+        payload = Payload(digest.hexdigest(), built.nbytes)
+        self._stream.put_payload(payload, PATCH, built.chunks)
+        assert self._baseline.version is not None
+        return PatchRef(self._baseline.version, built.header.base_root, built.header.changed, (payload,))
+
+    def _upload_anchor(self, state: State) -> AnchorRef:
+        shards = anchor.plan_shards(state, self._shard_bytes, self._workers)
+        progress = progress_to(self._listener, "upload", sum(s.payload.bytes for s in shards))
+        for shard in shards:
+            self._stream.put_payload(shard.payload, SHARD, serialize(state, shard.specs))
+            if progress:
+                progress(shard.payload.bytes)
+        return AnchorRef(tuple(shard.payload for shard in shards))
+
+    def _settle(self) -> None:
+        """Commits what is pending. After a lost reply this repeats the same bytes, so it finds its own commit."""
+        if self._pending is None:
+            return
+        manifest = self._pending.manifest
+        if not self._stream.commit(manifest):
+            self._pending = None
+            self._refused = (
+                f"version {manifest.version} of {self._stream.name!r} was committed by another publisher; "
+                "this one has stopped and the chain is whole"
+            )
+            raise PublisherConflict(self._refused)
+        advance = self._pending.advance
+        self._head, self._pending = manifest.version, None
+        try:
+            advance()
+        except BaseException:
+            # The version is committed; a baseline that did not follow is given up, and the next call resumes.
+            self._baseline = Replica(self._stream, workers=self._workers, listener=self._listener)
+            raise
+
+    def _advance(self, manifest: Manifest, built: BuiltPatch | None, baseline: State | None, target: StateDigest) -> None:
+        if built is not None:
+            self._baseline.apply_own(manifest.version, Patch.parse(built.to_bytes()), target)
+            self._baseline.state.aliases = dict(manifest.aliases)
+        elif baseline is not None:
+            self._baseline.adopt(manifest.version, baseline, target)
+        self._since_anchor = 0 if manifest.anchor else self._since_anchor + (built.nbytes if built else 0)
+
+    def _resume(self, state: State) -> None:
+        """Makes the stream's head the baseline, without a download when the caller's state is the head."""
+        newer = self._stream.versions(self._head)
+        if newer:
+            self._head = newer[-1]
+        if self._head is None:
+            return
+        how, reason = "matched", ""
+        try:
+            manifest = self._stream.manifest(self._head)
+            digest = state_digest(state, workers=self._workers)
+            if digest.root == manifest.root:
+                self._baseline.adopt(self._head, state.copy(), digest)
+            else:
+                how = "restored"
+                self._baseline.move_to(self._head)
+            self._since_anchor = self._bytes_since_anchor(self._head)
+        except (ChainGap, NotFound, FormatError) as error:
+            how, reason = "anchored", str(error)
+            self._baseline = Replica(self._stream, workers=self._workers, listener=self._listener)
+        if self._listener:
+            self._listener(Resumed(self._stream.name, self._head, how, reason))
+
+    def _bytes_since_anchor(self, version: int) -> int:
+        """Bytes of the patches that a newcomer replays to ``version`` after its last anchor."""
+        total = 0
+        while True:
+            manifest = self._stream.manifest(version)
+            if manifest.anchor or not manifest.patch:
+                return total
+            total += sum(p.bytes for p in manifest.patch.parts)
+            version = manifest.patch.base

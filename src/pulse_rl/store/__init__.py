@@ -1,0 +1,45 @@
+"""Where a stream lives: six calls on named immutable objects, behind one address.
+
+To add a backend: write a class that follows `base.Store`, add its scheme to `open_store`, and add it to the fixture of
+tests/test_store.py, whose conformance suite it must pass.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from ..errors import InputError
+from .base import Data, ObjectInfo, Store, create_or_confirm
+from .local import LocalStore
+from .memory import MemoryStore
+from .object import ObjectStore
+
+__all__ = ["Data", "LocalStore", "MemoryStore", "ObjectInfo", "ObjectStore", "Store", "create_or_confirm", "open_store"]
+
+_OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
+
+
+def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store:
+    """The store at ``address``: a folder's path, ``file:///folder``, ``memory://`` (new and empty each time),
+    ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``. A store is returned as it is.
+
+    Raises InputError for an address of another kind and StoreError when the store cannot be opened.
+    """
+    if isinstance(address, Store):
+        return address
+    text = os.fspath(address)
+    url = urlparse(text)
+    if "://" not in text:
+        return LocalStore(Path(text).expanduser().absolute())
+    if url.scheme == "file":
+        if url.netloc not in ("", "localhost"):
+            raise InputError(f"{text} names a host", hint="Write three slashes: file:///absolute/path.")
+        return LocalStore(Path(unquote(url.path)))
+    if url.scheme == "memory":
+        return MemoryStore()
+    if url.scheme in _OBJECT_SCHEMES:
+        return ObjectStore(text, **options)
+    raise InputError(f"{text} is not a store", hint="Use a folder's path, file://, memory://, s3://, gs:// or az://.")

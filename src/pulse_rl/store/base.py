@@ -1,0 +1,93 @@
+"""The store: six calls on named immutable objects, all that the rest of the library asks of a backend.
+
+Required of a backend (docs/protocol.md, section 2): `put_new` is atomic, `put` shows an object whole or not at all, and
+`get`, `head` and `list` see every object whose writing call has returned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from ..errors import AlreadyExists, InvalidName, StoreError
+
+Data = bytes | Iterable[bytes | memoryview]
+"""Bytes, or chunks of them in order."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+MAX_NAME = 512
+
+
+class ObjectInfo(NamedTuple):
+    """Name, length in bytes, and time of writing in Unix seconds by the store's clock."""
+
+    name: str
+    nbytes: int
+    modified: float
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Names are relative paths of letters, digits, '.', '_' and '-' (InvalidName).
+
+    Every call may raise StoreUnavailable, after which it is unknown whether a writing call took effect, and StoreError.
+    """
+
+    def put(self, name: str, data: Data) -> None:
+        """Stores an object, replacing one of the same name. Raises StoreFull."""
+        ...
+
+    def put_new(self, name: str, data: bytes) -> None:
+        """Stores an object unless one of this name exists, atomically among all clients. Raises AlreadyExists, also
+        when an earlier try of this very call was carried out and only its reply was lost."""
+        ...
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop) of an object, to its end without ``stop``. Raises NotFound, and StoreError for a range
+        that is not inside the object."""
+        ...
+
+    def head(self, name: str) -> ObjectInfo:
+        """Raises NotFound."""
+        ...
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        """The objects below ``folder`` in order of their names, from the first name greater than ``start_after``."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Removes an object; one that does not exist is no error."""
+        ...
+
+
+def check_name(name: str) -> str:
+    """``name`` itself; raises InvalidName for what could leave the store's folder or hide in it."""
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise InvalidName(f"{name[:80]!r} is not a name for an object")
+    return name
+
+
+def check_range(name: str, nbytes: int, start: int, stop: int | None) -> tuple[int, int]:
+    """The range with its end filled in; raises StoreError unless it lies inside an object of ``nbytes``."""
+    stop = nbytes if stop is None else stop
+    if not 0 <= start <= stop <= nbytes:
+        raise StoreError(f"bytes {start} to {stop} are not inside {name}, which has {nbytes}")
+    return start, stop
+
+
+def joined(data: Data) -> bytes:
+    return data if isinstance(data, bytes) else b"".join(data)
+
+
+def create_or_confirm(store: Store, name: str, data: bytes) -> bool:
+    """Creates an object; True when it now holds ``data``, False when another client's bytes stand there.
+
+    A client that retries by itself after a lost reply meets its own object, so "already exists" is settled by reading
+    it back.
+    """
+    try:
+        store.put_new(name, data)
+    except AlreadyExists:
+        return store.get(name) == data
+    return True

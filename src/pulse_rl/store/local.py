@@ -1,0 +1,84 @@
+"""A store in a local folder (or a network file system that has atomic rename and hard links)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .._disk import create_atomically, disk_error, make_folder, write_atomically
+from ..errors import AlreadyExists, NotFound
+from .base import Data, ObjectInfo, check_name, check_range
+
+_ASIDE = ".unfinished"
+_ABANDONED_SECONDS = 24 * 3600
+
+
+class LocalStore:
+    """Objects are files below ``root``. Unfinished ones live in a hidden folder beside them, are never listed, and are
+    swept away when a store is opened a day later."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._aside = root / _ASIDE
+        try:
+            make_folder(root)
+            for left in self._aside.glob(".*"):
+                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                    left.unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error(error, f"open the store {root}") from error
+
+    def put(self, name: str, data: Data) -> None:
+        chunks = [data] if isinstance(data, bytes) else data
+        write_atomically(self._path(name), chunks, aside=self._aside)
+
+    def put_new(self, name: str, data: bytes) -> None:
+        try:
+            create_atomically(self._path(name), [data], aside=self._aside)
+        except FileExistsError:
+            raise AlreadyExists(f"{name} already exists") from None
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        try:
+            with self._path(name).open("rb") as file:
+                start, stop = check_range(name, file.seek(0, 2), start, stop)
+                file.seek(start)
+                return file.read(stop - start)
+        except (FileNotFoundError, IsADirectoryError):
+            raise NotFound(f"{name} is not in the store {self.root}") from None
+        except OSError as error:
+            raise disk_error(error, f"read {name}") from error
+
+    def head(self, name: str) -> ObjectInfo:
+        path = self._path(name)
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            raise NotFound(f"{name} is not in the store {self.root}") from None
+        except OSError as error:
+            raise disk_error(error, f"read {name}") from error
+        if not path.is_file():
+            raise NotFound(f"{name} is not in the store {self.root}")
+        return ObjectInfo(name, stat.st_size, stat.st_mtime)
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        top = self._path(folder)
+        try:
+            names = [p.relative_to(self.root).as_posix() for p in top.rglob("*") if p.is_file()]
+        except OSError as error:
+            raise disk_error(error, f"list {folder}") from error
+        for name in sorted(n for n in names if start_after is None or n > start_after):
+            try:
+                yield self.head(name)
+            except NotFound:
+                continue  # deleted since the folder was read
+
+    def delete(self, name: str) -> None:
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error(error, f"delete {name}") from error
+
+    def _path(self, name: str) -> Path:
+        return self.root / check_name(name)

@@ -1,0 +1,87 @@
+"""A stream's objects in a store: their names, the listing, manifests and payloads, and the commit.
+
+Names are zero-padded numbers or SHA-256 digests and nothing else, so that no name that was read can lead elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+
+from . import manifest as manifests
+from .errors import CorruptManifest, DigestMismatch, InvalidName, NotFound
+from .manifest import Manifest, Payload
+from .store.base import Data, Store, create_or_confirm
+
+_STREAM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_VERSION = re.compile(r"([0-9]{12})\.json")
+PATCH, SHARD = "patch", "safetensors"
+_KEPT_MANIFESTS = 4096
+
+
+class Stream:
+    """``<name>/versions/<version, 12 digits>.json`` and ``<name>/payloads/<sha256>.<patch|safetensors>``."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        if not _STREAM.fullmatch(name):
+            raise InvalidName(f"{name!r} is not a name for a stream")
+        self.store = store
+        self.name = name
+        self._manifests: dict[int, Manifest] = {}
+
+    def versions(self, after: int | None = None) -> list[int]:
+        """The committed versions greater than ``after``, ascending."""
+        start_after = None if after is None else self._version_name(after)
+        found = []
+        for info in self.store.list(f"{self.name}/versions", start_after):
+            match = _VERSION.fullmatch(info.name.rpartition("/")[2])
+            if match:
+                found.append(int(match[1]))
+        return found
+
+    def manifest(self, version: int) -> Manifest:
+        """Raises NotFound and CorruptManifest. Manifests never change, so they are kept once read."""
+        if version not in self._manifests:
+            name = self._version_name(version)
+            nbytes = self.store.head(name).nbytes
+            if nbytes > manifests.MAX_BYTES:
+                raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
+            while len(self._manifests) >= _KEPT_MANIFESTS:
+                del self._manifests[next(iter(self._manifests))]
+            self._manifests[version] = manifests.parse(self.store.get(name), stream=self.name, version=version)
+        return self._manifests[version]
+
+    def commit(self, manifest: Manifest) -> bool:
+        """Creates the manifest, which commits its version. False when another publisher has taken the version."""
+        return create_or_confirm(self.store, self._version_name(manifest.version), manifest.to_bytes())
+
+    def put_payload(self, payload: Payload, kind: str, data: Data) -> None:
+        """Stores a payload under its digest. Repeating it is harmless."""
+        self.store.put(self.payload_name(payload, kind), data)
+
+    def fetch(self, payload: Payload, kind: str) -> bytes:
+        """A payload's verified bytes. Raises NotFound and DigestMismatch.
+
+        A damaged answer is asked for once more, since a network breaks bytes more often than a disk does.
+        """
+        name = self.payload_name(payload, kind)
+        for _ in range(2):
+            stored = self.store.head(name).nbytes
+            if stored == payload.bytes:
+                data = self.store.get(name)
+                if sha256(data).hexdigest() == payload.sha256:
+                    return data
+        raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
+
+    def payload_name(self, payload: Payload, kind: str) -> str:
+        return f"{self.name}/payloads/{payload.sha256}.{kind}"
+
+    def has(self, version: int) -> bool:
+        try:
+            self.store.head(self._version_name(version))
+        except NotFound:
+            return False
+        return True
+
+    def _version_name(self, version: int) -> str:
+        return f"{self.name}/versions/{version:012d}.json"
