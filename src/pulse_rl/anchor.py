@@ -5,9 +5,11 @@ Every tensor is whole in one shard, so that any engine loads a shard as an ordin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+
+import numpy as np
 
 from ._pool import ordered_map
 from .checkpoint import header_length, parse_header, serialize
@@ -53,7 +55,7 @@ def plan_shards(state: State, shard_bytes: int = DEFAULT_SHARD_BYTES, workers: i
 
 
 def restore(
-    shards: list[tuple[Payload, RangeReader]],
+    shards: Sequence[tuple[Payload, RangeReader]],
     *,
     elements: int,
     dense_bytes: int,
@@ -78,7 +80,7 @@ def restore(
         (payload, read), (placed, head, start) = item
         digest = sha256(head)
         for spec, offset in placed:
-            into = memoryview(state.read(spec.name)).cast("B")
+            into = state.read(spec.name).view(np.uint8).data
             for at in range(0, spec.nbytes, _CHUNK_BYTES):
                 stop = min(at + _CHUNK_BYTES, spec.nbytes)
                 chunk = read(start + offset + at, start + offset + stop)

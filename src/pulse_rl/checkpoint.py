@@ -30,7 +30,7 @@ Source = State | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def as_state(source: Source) -> State:
-    """The state of any `Source`. Checkpoints are mapped into memory, not read. Raises InputError and CorruptCheckpoint."""
+    """The state of any `Source`. Checkpoints are mapped, not read. Raises InputError and CorruptCheckpoint."""
     if isinstance(source, State):
         return source
     if isinstance(source, Mapping):
@@ -54,9 +54,7 @@ def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
     return State(tuple(specs), data), metadata
 
 
-def save(
-    path: str | os.PathLike[str], state: State, metadata: Mapping[str, str] | None = None
-) -> None:
+def save(path: str | os.PathLike[str], state: State, metadata: Mapping[str, str] | None = None) -> None:
     """Writes one safetensors file atomically: aside, fsync, rename. Aliases are not written, as Hugging Face does it.
 
     Raises StoreFull when the disk is full; an existing file is then untouched.
@@ -90,7 +88,7 @@ def serialize(
     for spec in specs:
         step = _COPY_BYTES // spec.dtype.width
         for start in range(0, spec.elements, step):
-            yield memoryview(state.read(spec.name, start, min(start + step, spec.elements))).cast("B")
+            yield state.read(spec.name, start, min(start + step, spec.elements)).view(np.uint8).data
 
 
 def parse_header(

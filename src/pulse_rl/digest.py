@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 
+import numpy as np
+
 from ._pool import ordered_map
 from .tensors import State, TensorSpec, UIntArray
 
@@ -40,7 +42,7 @@ class StateDigest:
 
 def leaf_digests(bits: UIntArray) -> bytes:
     """The leaf digests of a flat array, 32 bytes each, one after another; empty for an empty array."""
-    raw = memoryview(bits).cast("B")
+    raw = bits.view(np.uint8).data
     return b"".join(sha256(raw[i : i + LEAF_BYTES]).digest() for i in range(0, len(raw), LEAF_BYTES))
 
 

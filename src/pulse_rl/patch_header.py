@@ -26,6 +26,7 @@ BLOCK_UNIT = 1 << 20
 _PRELUDE = struct.Struct("<8sIIII32s")  # magic, format, flags (0), stored bytes, plain bytes, SHA-256 of stored
 PRELUDE_BYTES = _PRELUDE.size
 _LEVEL = 9
+_MAX_BLOCK_BYTES = 1 << 40
 _NO_DIGEST = sha256(b"").digest()
 
 
@@ -87,7 +88,7 @@ class PatchHeader:
         previous = b""
         for spec in self.specs:
             name = spec.name.encode()
-            shared = len(os.path.commonprefix([previous, name]))
+            shared = len(os.path.commonprefix([previous, name]))  # noqa: RUF071 (bytes of a name, not a path)
             _put(out, shared)
             _put(out, len(name) - shared)
             out += name[shared:]
@@ -176,11 +177,16 @@ class _Reader:
 
     def _blocks(self, cuts: list[Block]) -> tuple[BlockEntry, ...]:
         ids = self._take(len(cuts))
-        numbers = [(0, 0) if i == SAME else (self._number(c.elements), self._number(1 << 40)) for i, c in zip(ids, cuts)]
-        if any(i != SAME and (changed == 0 or length == 0) for i, (changed, length) in zip(ids, numbers)):
-            raise CorruptPatch("a block is listed as changed but holds nothing")
-        digests = (_NO_DIGEST if i == SAME else self._take(32) for i in ids)
-        return tuple(BlockEntry(i, *n, d) for i, n, d in zip(ids, numbers, digests))
+        entries = [BlockEntry(codec_id, 0, 0) for codec_id in ids]
+        coded = [k for k, codec_id in enumerate(ids) if codec_id != SAME]
+        for k in coded:
+            changed, length = self._number(cuts[k].elements), self._number(_MAX_BLOCK_BYTES)
+            if changed == 0 or length == 0:
+                raise CorruptPatch(f"block {k} is listed as changed but holds nothing")
+            entries[k] = BlockEntry(ids[k], changed, length)
+        for k in coded:
+            entries[k] = entries[k]._replace(sha256=self._take(32))
+        return tuple(entries)
 
     def _take(self, count: int) -> bytes:
         part = self._data[self._at : self._at + count]

@@ -197,7 +197,9 @@ class Publisher:
             self._baseline = Replica(self._stream, workers=self._workers, listener=self._listener)
             raise
 
-    def _advance(self, manifest: Manifest, built: BuiltPatch | None, baseline: State | None, target: StateDigest) -> None:
+    def _advance(
+        self, manifest: Manifest, built: BuiltPatch | None, baseline: State | None, target: StateDigest
+    ) -> None:
         if built is not None:
             self._baseline.apply_own(manifest.version, Patch.parse(built.to_bytes()), target)
             self._baseline.state.aliases = dict(manifest.aliases)

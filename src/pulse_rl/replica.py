@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -185,12 +186,8 @@ class Replica:
         """Replaces the state by an anchor; the difference, where there was a state of the same tensors before."""
         assert manifest.anchor is not None
         store = self.stream.store
-        shards = []
-        for payload in manifest.anchor.shards:
-            name = self.stream.payload_name(payload, SHARD)
-            shards.append((payload, lambda start, stop, name=name: store.get(name, start, stop)))
         fresh = anchor.restore(
-            shards,
+            [(p, partial(store.get, self.stream.payload_name(p, SHARD))) for p in manifest.anchor.shards],
             elements=manifest.elements,
             dense_bytes=manifest.dense_bytes,
             workers=self._workers,

@@ -43,7 +43,7 @@ class Subscriber:
 
     @property
     def status(self) -> str:
-        """"empty" (no version yet), "ready" (the state is the verified `version`) or "poisoned"."""
+        """ "empty" (no version yet), "ready" (the state is the verified `version`) or "poisoned"."""
         if self._replica.poisoned:
             return "poisoned"
         return "empty" if self._replica.version is None else "ready"

@@ -14,7 +14,18 @@ from .base import MAX_BLOCK_ELEMENTS, Changes, Codec
 from .dense import DenseCodec
 from .zstd import ZstdCodec
 
-__all__ = ["DEFAULT", "MAX_BLOCK_ELEMENTS", "SAME", "Changes", "Codec", "Encoded", "by_id", "by_name", "encode_block"]
+__all__ = [
+    "DEFAULT",
+    "MAX_BLOCK_ELEMENTS",
+    "SAME",
+    "Changes",
+    "Codec",
+    "Encoded",
+    "by_id",
+    "by_name",
+    "encode_block",
+    "names",
+]
 
 SAME = 0
 """The id of a block without changes: its payload is empty."""
@@ -33,12 +44,17 @@ class Encoded(NamedTuple):
     changed: int
 
 
+def names() -> list[str]:
+    """The codecs that a user can choose."""
+    return [codec.name for codec in _CODECS]
+
+
 def by_name(name: str) -> Codec:
     """The codec called ``name``; raises InputError."""
     for codec in _CODECS:
         if codec.name == name:
             return codec
-    raise InputError(f"there is no codec {name!r}", hint=f"Choose one of: {', '.join(c.name for c in _CODECS)}.")
+    raise InputError(f"there is no codec {name!r}", hint=f"Choose one of: {', '.join(names())}.")
 
 
 def by_id(codec_id: int) -> Codec:

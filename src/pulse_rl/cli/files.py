@@ -1,0 +1,143 @@
+"""Commands on files: diff, apply, inspect, digest."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import codec as codecs
+from .. import patch
+from .._disk import write_atomically
+from ..checkpoint import FILE_NAME, INDEX_NAME, load, save
+from ..digest import state_digest
+from ..errors import CorruptPatch, InputError
+from ..events import progress_to
+from ..patch import Patch
+from ..patch_header import PatchHeader
+from .output import Console, size
+
+
+def diff(args: argparse.Namespace, console: Console) -> int:
+    started = time.perf_counter()
+    old, new = load(args.old)[0], load(args.new)[0]
+    digest = state_digest(old, workers=args.threads, progress=progress_to(console, "digest", old.nbytes))
+    built = patch.build(
+        old,
+        new,
+        digest,
+        codec=args.codec,
+        workers=args.threads,
+        progress=progress_to(console, "diff", old.nbytes),
+    )
+    write_atomically(Path(args.output), built.chunks)
+    facts = _facts(built.header, built.nbytes) | {
+        "codec": args.codec,
+        "seconds": round(time.perf_counter() - started, 6),
+    }
+    console.result(facts, _lines(facts, args.output))
+    return 0
+
+
+def apply(args: argparse.Namespace, console: Console) -> int:
+    started = time.perf_counter()
+    out = Path(args.output)
+    target = out if out.suffix == ".safetensors" else out / FILE_NAME
+    if target.parent.is_dir() and (target.parent / INDEX_NAME).exists():
+        raise InputError(f"{target.parent} holds a sharded checkpoint", hint="Give another folder or a new file.")
+    parsed = _read(args.patch)
+    base, metadata = load(args.base)
+    digest = state_digest(base, workers=args.threads, progress=progress_to(console, "digest", base.nbytes))
+    if parsed.header.base_root == digest.root:
+        base = base.copy()
+    applied = patch.apply_in_place(
+        parsed, base, digest, workers=args.threads, progress=progress_to(console, "apply", base.nbytes)
+    )
+    save(target, base, {k: v for k, v in metadata.items() if not k.startswith("pulse.")})
+    facts = {
+        "root": applied.digest.root,
+        "changed": sum(len(c.indices) for c in applied.changes.values()),
+        "tensors": len(base.specs),
+        "output": str(target),
+        "seconds": round(time.perf_counter() - started, 6),
+    }
+    console.result(facts, [f"{target}: root {applied.digest.root} verified, {facts['changed']:,} elements changed"])
+    return 0
+
+
+def inspect(args: argparse.Namespace, console: Console) -> int:
+    parsed = _read(args.patch)
+    header = parsed.header
+    facts = _facts(header, Path(args.patch).stat().st_size)
+    facts["tensors"] = len(header.specs)
+    facts["blocks"] = [
+        {
+            "tensors": str(block),
+            "dtype": block.dtype.name,
+            "elements": block.elements,
+            "changed": entry.changed,
+            "codec": "same" if entry.codec_id == codecs.SAME else codecs.by_id(entry.codec_id).name,
+            "bytes": entry.length,
+        }
+        for block, entry in zip(header.cut(), header.blocks, strict=True)
+    ]
+    lines = _lines(facts, args.patch)
+    for b in facts["blocks"]:
+        lines.append(
+            f"  {b['codec']:8} {b['bytes']:>12,} B  {b['changed']:>12,} of {b['elements']:>12,} {b['dtype']:5} {b['tensors']}"
+        )
+    console.result(facts, lines)
+    return 0
+
+
+def digest(args: argparse.Namespace, console: Console) -> int:
+    started = time.perf_counter()
+    state, _ = load(args.checkpoint)
+    tree = state_digest(state, workers=args.threads, progress=progress_to(console, "digest", state.nbytes))
+    facts: dict[str, Any] = {
+        "root": tree.root,
+        "tensors": {s.name: tree.tensor(s).hex() for s in state.specs},
+        "elements": state.elements,
+        "bytes": state.nbytes,
+        "seconds": round(time.perf_counter() - started, 6),
+    }
+    lines = [f"{tree.root}  {args.checkpoint}"]
+    if args.tensors:
+        lines += [f"{facts['tensors'][s.name]}  {s.name}  {s.dtype.name} {list(s.shape)}" for s in state.specs]
+    console.result(facts, lines)
+    return 0
+
+
+def _read(path: str) -> Patch:
+    try:
+        return Patch.parse(Path(path).read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from None
+    except CorruptPatch as error:
+        raise CorruptPatch(f"{path}: {error}", hint=error.hint) from error
+
+
+def _facts(header: PatchHeader, nbytes: int) -> dict[str, Any]:
+    return {
+        "elements": header.elements,
+        "changed": header.changed,
+        "density": header.changed / max(header.elements, 1),
+        "dense_bytes": header.dense_bytes,
+        "patch_bytes": nbytes,
+        "ratio": header.dense_bytes / nbytes,
+        "bytes_per_changed": nbytes / header.changed if header.changed else None,
+        "base_root": header.base_root,
+        "target_root": header.target_root,
+    }
+
+
+def _lines(facts: dict[str, Any], name: str) -> list[str]:
+    per_changed = facts["bytes_per_changed"]
+    cost = f", {per_changed:.3f} bytes per changed element" if per_changed else ""
+    return [
+        f"{name}: {size(facts['patch_bytes'])} for {size(facts['dense_bytes'])}, {facts['ratio']:.1f} times smaller",
+        f"  {facts['changed']:,} of {facts['elements']:,} elements changed (density {facts['density']:.4%}){cost}",
+        f"  from root {facts['base_root']}",
+        f"  to root   {facts['target_root']}",
+    ]

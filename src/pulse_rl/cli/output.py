@@ -1,0 +1,77 @@
+"""What the commands print: one JSON object or readable lines on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from ..errors import PulseError
+from ..events import Event, PathFailed, Progress, Resumed
+
+_BAR = 28
+_REDRAW_SECONDS = 0.1
+_QUIET_SECONDS = 0.5
+
+
+class Console:
+    """One command's output. A progress bar shows only on a terminal, and only for work that takes a while."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._live = sys.stderr.isatty()
+        self._stage = ""
+        self._started = self._drawn = time.monotonic()
+        self._shown = False
+
+    def result(self, facts: dict[str, Any], lines: list[str]) -> None:
+        """The outcome: ``facts`` with --json, else ``lines``."""
+        self._clear()
+        print(json.dumps(facts) if self._as_json else "\n".join(lines), flush=True)
+
+    def error(self, error: PulseError) -> None:
+        self._clear()
+        if self._as_json:
+            print(json.dumps({"error": error.kind, "message": str(error), "hint": error.hint}), flush=True)
+        message = " ".join(str(error).split())
+        print(f"pulse: {message} ({error.hint})", file=sys.stderr, flush=True)
+
+    def __call__(self, event: Event) -> None:
+        """Listens to the library's events."""
+        if isinstance(event, Progress):
+            self._progress(event)
+        elif isinstance(event, PathFailed):
+            self._note(f"trying another path: {event.link} failed: {event.reason}")
+        elif isinstance(event, Resumed) and event.how == "anchored":
+            self._note(f"version {event.version} could not be restored, starting anew with an anchor: {event.reason}")
+
+    def _progress(self, event: Progress) -> None:
+        now = time.monotonic()
+        if event.stage != self._stage or event.done < event.total == 0:
+            self._stage, self._started = event.stage, now
+        if not self._live or now - self._started < _QUIET_SECONDS or now - self._drawn < _REDRAW_SECONDS:
+            return
+        share = event.done / max(event.total, 1)
+        rate = event.done / (now - self._started) / 1e9
+        bar = ("━" * round(share * _BAR)).ljust(_BAR)
+        print(f"\r{event.stage:8} {bar} {share:4.0%}  {rate:.2f} GB/s ", end="", file=sys.stderr, flush=True)
+        self._drawn, self._shown = now, True
+
+    def _note(self, text: str) -> None:
+        self._clear()
+        print(f"pulse: {text}", file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self._shown = False
+
+
+def size(nbytes: float) -> str:
+    """A length in decimal units, as networks count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"

@@ -1,0 +1,117 @@
+"""Commands on streams and stores: publish, follow, verify, store-check."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from ..checkpoint import FILE_NAME, INDEX_NAME, load, save
+from ..errors import EmptyStream, FormatError, InputError
+from ..publisher import Publisher
+from ..store import open_store
+from ..store.check import check_store
+from ..subscriber import Subscriber
+from ..tensors import State
+from ..update import Update
+from ..verify import verify_stream
+from .output import Console, size
+
+
+def publish(args: argparse.Namespace, console: Console) -> int:
+    state, _ = load(args.checkpoint)
+    publisher = Publisher(
+        open_store(args.store), stream=args.stream, codec=args.codec, workers=args.threads, on_event=console
+    )
+    done = publisher.publish(state)
+    facts = {
+        "stream": done.stream,
+        "version": done.version,
+        "root": done.root,
+        "elements": done.elements,
+        "changed": done.changed,
+        "density": done.density,
+        "dense_bytes": done.dense_bytes,
+        "patch_bytes": done.patch_bytes,
+        "anchor_bytes": done.anchor_bytes,
+        "ratio": done.ratio,
+        "seconds": round(done.seconds, 6),
+    }
+    if done.ratio is None:
+        cost = f"an anchor of {size(done.anchor_bytes)}"
+    else:
+        cost = f"{size(done.patch_bytes)} for {size(done.dense_bytes)}, {done.ratio:.1f} times smaller"
+    console.result(facts, [f"version {done.version} of {done.stream}: {cost}, root {done.root}"])
+    return 0
+
+
+def follow(args: argparse.Namespace, console: Console) -> int:
+    out = Path(args.out)
+    if (out / INDEX_NAME).exists():
+        raise InputError(f"{out} holds a sharded checkpoint", hint="Give a folder of its own to --out.")
+    subscriber = Subscriber(
+        open_store(args.store),
+        stream=args.stream,
+        base=_checkpoint_at(out / FILE_NAME),
+        workers=args.threads,
+        on_event=console,
+    )
+    while True:
+        update = subscriber.sync()
+        if update is not None:
+            _write_out(out, subscriber, update, console)
+        elif args.once:
+            if subscriber.version is None:
+                raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store}")
+            facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
+            console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
+        if args.once:
+            return 0
+        time.sleep(args.poll)
+
+
+def verify(args: argparse.Namespace, console: Console) -> int:
+    versions, problems = 0, []
+    for report in verify_stream(open_store(args.store), args.stream, workers=args.threads, on_event=console):
+        versions += 1
+        problems += [{"version": report.version, "problem": p} for p in report.problems]
+    lines = [f"version {p['version']}: {p['problem']}" for p in problems]
+    verdict = f"{len(problems)} problems" if problems else "every link leads to its root"
+    facts = {"stream": args.stream, "versions": versions, "ok": not problems, "problems": problems}
+    console.result(facts, [*lines, f"{versions} versions of {args.stream} verified: {verdict}"])
+    return 1 if problems else 0
+
+
+def store_check(args: argparse.Namespace, console: Console) -> int:
+    findings = check_store(open_store(args.store))
+    safe = all(f.held for f in findings)
+    lines = [f"{'ok  ' if f.held else 'FAIL'} {f.guarantee}: {f.seen}" for f in findings]
+    lines.append(f"{args.store} is {'safe' if safe else 'NOT safe'} to publish to")
+    console.result(
+        {"safe": safe, "findings": [{"guarantee": f.guarantee, "held": f.held, "seen": f.seen} for f in findings]},
+        lines,
+    )
+    return 0 if safe else 1
+
+
+def _checkpoint_at(file: Path) -> State | None:
+    """What an earlier run left, unless it is damaged: then the stream is restored from an anchor."""
+    try:
+        return load(file)[0] if file.exists() else None
+    except FormatError:
+        return None
+
+
+def _write_out(out: Path, subscriber: Subscriber, update: Update, console: Console) -> None:
+    metadata = {"format": "pt", "pulse.version": str(update.version), "pulse.root": update.root}
+    save(out / FILE_NAME, subscriber.state, metadata)
+    facts = {
+        "version": update.version,
+        "previous": update.previous,
+        "root": update.root,
+        "changed": update.changed,
+        "payload_bytes": update.payload_bytes,
+        "seconds": round(update.seconds, 6),
+    }
+    line = f"version {update.version}: {size(update.payload_bytes)} fetched, root {update.root} verified"
+    console.result(facts, [line])
