@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .codec import Layout, Run
 from .digest import LEAF_BYTES
 from .tensors import DType, State, TensorSpec, UIntArray
 
@@ -34,6 +35,14 @@ class Block(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.elements * self.dtype.width
+
+    @property
+    def layout(self) -> Layout:
+        runs = []
+        for spec, start, stop in self.segments:
+            row = spec.shape[-1] if spec.shape else 1
+            runs.append(Run(stop - start, row, start % row))
+        return Layout(self.dtype, tuple(runs))
 
     def read(self, state: State) -> UIntArray:
         """The block's elements one after another: a view where the block is one segment of a host tensor."""

@@ -97,7 +97,7 @@ def build(
 
     def run(block: Block) -> tuple[codecs.Encoded, list[bytes] | None]:
         before, after = block.read(old), block.read(new)
-        encoded = codecs.encode_block(chosen, before, after, block.dtype)
+        encoded = codecs.encode_block(chosen, before, after, block.layout)
         return encoded, None if encoded.codec_id == codecs.SAME else _block_leaves(block, after)
 
     header = PatchHeader(old_digest.root, "", block_elements, old.specs, ())
@@ -180,7 +180,7 @@ def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, be
     if sha256(payload).digest() != entry.sha256:
         raise CorruptPatch(f"{where}: its bytes do not match their SHA-256")
     try:
-        changes = codecs.by_id(entry.codec_id).decode(payload, before, block.dtype)
+        changes = codecs.by_id(entry.codec_id).decode(payload, before, block.layout)
     except PulseError as error:
         raise CorruptPatch(f"{where}: {error}", hint=error.hint) from error
     if len(changes.positions) != entry.changed:

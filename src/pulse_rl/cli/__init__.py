@@ -7,6 +7,7 @@ usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.run(args, console)
     except PulseError as error:
         console.error(error)
+        return 1
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; what is left to flush must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("pulse: interrupted", file=sys.stderr)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import CorruptPatch, InputError
-from ..tensors import DType, UIntArray
-from .base import MAX_BLOCK_ELEMENTS, Changes, Codec
+from ..tensors import UIntArray
+from .base import MAX_BLOCK_ELEMENTS, Changes, Codec, Layout, Run
 from .dense import DenseCodec
 from .zstd import ZstdCodec
 
@@ -21,6 +21,8 @@ __all__ = [
     "Changes",
     "Codec",
     "Encoded",
+    "Layout",
+    "Run",
     "by_id",
     "by_name",
     "encode_block",
@@ -65,16 +67,16 @@ def by_id(codec_id: int) -> Codec:
     raise CorruptPatch(f"codec {codec_id} is unknown", hint="The patch may come from a newer pulse-rl: upgrade.")
 
 
-def encode_block(codec: Codec, old: UIntArray, new: UIntArray, dtype: DType) -> Encoded:
+def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -> Encoded:
     """One block with ``codec``, or dense where that is smaller, or `SAME` where nothing changed."""
-    if not codec.supports(dtype):
+    if not codec.supports(layout.dtype):
         codec = by_name("zstd")
-    payload, changed = codec.encode(old, new, dtype)
+    payload, changed = codec.encode(old, new, layout)
     if changed == 0:
         return Encoded(SAME, b"", 0)
     if len(payload) > _TRY_DENSE * new.nbytes:
         dense = by_name("dense")
-        whole, _ = dense.encode(old, new, dtype)
+        whole, _ = dense.encode(old, new, layout)
         if len(whole) < len(payload):
             return Encoded(dense.id, whole, changed)
     return Encoded(codec.id, payload, changed)

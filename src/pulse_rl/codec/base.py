@@ -13,6 +13,27 @@ MAX_BLOCK_ELEMENTS = 1 << 24
 """Positions in a block fit in 32 bits with room to spare; also the cap on what one block may make a reader allocate."""
 
 
+class Run(NamedTuple):
+    """``elements`` of one tensor in a block. ``row`` is the tensor's last dimension (its length, if it has but one),
+    ``phase`` the place of the run's first element in its row."""
+
+    elements: int
+    row: int
+    phase: int
+
+
+class Layout(NamedTuple):
+    """What both sides know of a block's elements besides the old bits: their dtype, and which tensors' rows they are."""
+
+    dtype: DType
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def flat(cls, dtype: DType, elements: int) -> Layout:
+        """The layout of a block that is one 1-D tensor."""
+        return cls(dtype, (Run(elements, max(elements, 1), 0),))
+
+
 class Changes(NamedTuple):
     """The changed elements of one block: uint32 positions, strictly ascending, and the new bits at them."""
 
@@ -24,7 +45,7 @@ class Codec(Protocol):
     """Codes the changes of one block of elements of one dtype.
 
     ``id`` is the byte in the patch header and never changes its meaning. ``old`` and ``new`` are flat unsigned arrays
-    of the same length, at most `MAX_BLOCK_ELEMENTS`.
+    of the layout's elements, at most `MAX_BLOCK_ELEMENTS`.
     """
 
     id: int
@@ -32,10 +53,10 @@ class Codec(Protocol):
 
     def supports(self, dtype: DType) -> bool: ...
 
-    def encode(self, old: UIntArray, new: UIntArray, dtype: DType) -> tuple[bytes, int]:
+    def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
         """(payload, number of changed elements)."""
         ...
 
-    def decode(self, payload: memoryview, old: UIntArray, dtype: DType) -> Changes:
-        """The changes; raises CorruptPatch on any payload that `encode` would not have made for some input."""
+    def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
+        """The changes. Raises FormatError on a malformed payload; whatever it accepts is in range and in order."""
         ...

@@ -1,13 +1,20 @@
-"""The fallback where a patch would be larger than the elements themselves: all new values in byte planes."""
+"""The fallback where a patch would be larger than the elements themselves: all new values.
+
+Payload: for each byte plane of the values a u32 length and a zstd frame, level 1. The frames are separate because the
+planes of a whole tensor are long, and no entropy table fits two of them.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from .. import _zstd
 from ..errors import CorruptPatch
 from ..tensors import DType, UIntArray
 from . import planes
-from .base import Changes
+from .base import Changes, Layout
+
+_LEVEL = 1
 
 
 class DenseCodec:
@@ -17,12 +24,20 @@ class DenseCodec:
     def supports(self, dtype: DType) -> bool:
         return True
 
-    def encode(self, old: UIntArray, new: UIntArray, dtype: DType) -> tuple[bytes, int]:
-        return planes.pack(new), int(np.count_nonzero(old != new))
+    def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
+        frames = [_zstd.compress(plane, _LEVEL) for plane in planes.split(new)]
+        return b"".join(len(f).to_bytes(4, "little") + f for f in frames), int(np.count_nonzero(old != new))
 
-    def decode(self, payload: memoryview, old: UIntArray, dtype: DType) -> Changes:
-        new, rest = planes.unpack(payload, len(old), dtype.uint)
-        if len(rest):
-            raise CorruptPatch(f"{len(rest)} bytes follow the block's end")
+    def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
+        cut = []
+        for _ in range(layout.dtype.width):
+            length = int.from_bytes(payload[:4], "little")
+            frame, payload = payload[4 : 4 + length], payload[4 + length :]
+            if len(frame) != length:
+                raise CorruptPatch("a byte plane is longer than its block")
+            cut.append(_zstd.decompress(frame, len(old)))
+        if len(payload):
+            raise CorruptPatch(f"{len(payload)} bytes follow the block's end")
+        new = planes.merge(cut, layout.dtype.uint)
         positions = np.flatnonzero(old != new).astype(np.uint32)
         return Changes(positions, new[positions])
