@@ -84,9 +84,8 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
     ]
     lines = _lines(facts, args.patch)
     for b in facts["blocks"]:
-        lines.append(
-            f"  {b['codec']:8} {b['bytes']:>12,} B  {b['changed']:>12,} of {b['elements']:>12,} {b['dtype']:5} {b['tensors']}"
-        )
+        counts = f"{b['bytes']:>12,} B {b['changed']:>12,} of {b['elements']:>12,}"
+        lines.append(f"  {b['codec']:8}{counts} {b['dtype']} {b['tensors']}")
     console.result(facts, lines)
     return 0
 

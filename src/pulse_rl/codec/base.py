@@ -23,7 +23,7 @@ class Run(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What both sides know of a block's elements besides the old bits: their dtype, and which tensors' rows they are."""
+    """What both sides know of a block's elements besides the old bits: dtype and tensors' rows."""
 
     dtype: DType
     runs: tuple[Run, ...]

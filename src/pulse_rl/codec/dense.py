@@ -38,6 +38,6 @@ class DenseCodec:
             cut.append(_zstd.decompress(frame, len(old)))
         if len(payload):
             raise CorruptPatch(f"{len(payload)} bytes follow the block's end")
-        new = planes.merge(cut, layout.dtype.uint)
+        new = planes.merge(b"".join(cut), layout.dtype.uint)
         positions = np.flatnonzero(old != new).astype(np.uint32)
         return Changes(positions, new[positions])

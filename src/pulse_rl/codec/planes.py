@@ -1,7 +1,7 @@
 """Byte planes: the lowest bytes of all elements together, then the next bytes, and so on.
 
-The planes of a weight differ in kind (sign and exponent repeat, mantissas look random), so a byte compressor does better
-on one plane after another than on whole elements.
+The planes of a weight differ in kind (sign and exponent repeat, mantissas look random), so a byte compressor does
+better on one plane after another than on whole elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def split(values: UIntArray) -> list[bytes]:
     return [np.ascontiguousarray(plane).tobytes() for plane in raw.T]
 
 
-def merge(planes: list[bytes], dtype: np.dtype[np.unsignedinteger]) -> UIntArray:
-    """The elements of ``split``'s planes."""
-    raw = np.stack([np.frombuffer(plane, np.uint8) for plane in planes], axis=1)
-    return raw.reshape(-1).view(dtype)
+def merge(planes: bytes, dtype: np.dtype[np.unsignedinteger]) -> UIntArray:
+    """The elements of ``split``'s planes, given one after another."""
+    raw = np.frombuffer(planes, np.uint8).reshape(dtype.itemsize, -1)
+    return np.ascontiguousarray(raw.T).reshape(-1).view(dtype)
