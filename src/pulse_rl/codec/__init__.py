@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..errors import CorruptPatch, InputError
 from ..tensors import UIntArray
 from .base import MAX_BLOCK_ELEMENTS, Changes, Codec, Layout, Run
+from .context import ContextCodec
 from .dense import DenseCodec
 from .zstd import ZstdCodec
 
@@ -32,8 +33,8 @@ __all__ = [
 SAME = 0
 """The id of a block without changes: its payload is empty."""
 
-_CODECS: tuple[Codec, ...] = (DenseCodec(), ZstdCodec())
-DEFAULT = "zstd"
+_CODECS: tuple[Codec, ...] = (DenseCodec(), ZstdCodec(), ContextCodec())
+DEFAULT = "context"
 
 # A block whose patch exceeds this share of its plain bytes is also tried dense; below it dense never wins, because
 # byte planes save at most about a third of trained weights.

@@ -1,0 +1,47 @@
+// The `context` codec: the changes of one block, coded against its old elements (docs/format.md, section 3.6).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace pulse {
+
+// What both sides know of the elements. `floating`: sign and magnitude; else a two's complement integer. The class of an
+// element is (bits >> shift) & mask; mask is at most 255.
+struct Elements {
+    int width;  // bytes: 1, 2 or 4
+    int shift;
+    uint32_t mask;
+    bool floating;
+};
+
+// `elements` of one tensor, whose rows have `row` elements; the first one is at place `phase` of its row.
+struct Run {
+    uint64_t elements, row, phase;
+};
+
+struct Encoded {
+    std::vector<uint8_t> payload;
+    size_t changed;
+};
+
+struct Decoded {
+    std::vector<uint32_t> positions;  // ascending
+    std::vector<uint8_t> values;      // the new elements, `width` bytes each
+};
+
+struct Malformed : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// The runs cover the arrays, which are aligned to `width` and have at most 2^24 elements.
+Encoded encode_block(const void* old, const void* now, const Elements& kind, const std::vector<Run>& runs);
+
+// Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
+Decoded decode_block(const uint8_t* payload, size_t size, const void* old, const Elements& kind,
+                     const std::vector<Run>& runs);
+
+}  // namespace pulse

@@ -1,0 +1,94 @@
+// How long until the next change? Waiting times in units of hazard, not of elements (docs/format.md, section 3.6.2).
+//
+// Each element has a weight that stands for its chance to change. The weight that passes between two changes has nearly
+// the same distribution everywhere, whatever the mix of elements: exponential, with a rate that drifts. One adaptive
+// parameter describes it, and a change costs one interval of the range coder; an unchanged element costs an addition.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "range_coder.h"
+
+namespace pulse {
+
+constexpr uint64_t kNat = uint64_t(1) << 24;  // weight of an element that changes with probability 1 - 1/e
+constexpr int kMostLevel = 44;                // level h stands for the weight 2^(26 - h/2)
+constexpr uint8_t kAbsent = 63;               // no element of the class changes: weight 0
+constexpr uint64_t kMostWeight = uint64_t(1) << 26;
+
+inline uint32_t weight_of_level(int level) {
+    if (level > kMostLevel) return 0;
+    const uint32_t base = (level & 1) ? 47453133u : 67108864u;  // 2^25.5, 2^26
+    return base >> (level / 2);
+}
+
+// The waiting time H since the last change: P(waiting > H) = (1 + H / beta)^-16, up to H = beta / 2. A longer wait is
+// coded in pieces ("escapes"). beta / 16 follows the mean of the last 16 waiting times or so.
+class WaitingTime {
+public:
+    static constexpr int kAlphaBits = 4, kFractionBits = 28, kStepBits = 10, kSteps = 512;
+
+    uint64_t half() const { return (beta_ + 1) >> 1; }
+    static uint64_t escape_top() { return tables().survival[kSteps]; }
+
+    // P(waiting > h) in units of 2^-40. Strictly falling in steps of the weights that exist.
+    uint64_t survival(uint64_t h) const {
+        const Tables& t = tables();
+        const uint64_t share = h >= beta_ ? uint64_t(1) << kFractionBits : (h << kFractionBits) / beta_;
+        if (share >= uint64_t(1) << (kFractionBits - 1)) return t.survival[kSteps];
+        const size_t i = size_t(share >> kRestBits);
+        const uint64_t rest = share & ((uint64_t(1) << kRestBits) - 1);
+        return t.survival[i] - (((t.survival[i] - t.survival[i + 1]) * rest) >> kRestBits);
+    }
+
+    // The smallest h with survival(h) <= place, for place >= escape_top().
+    uint64_t reach(uint64_t place) const {
+        const Tables& t = tables();
+        size_t i = t.start[size_t(place >> 30)];
+        while (t.survival[i + 1] > place) i++;
+        const uint64_t missing = t.survival[i] - place, step = t.survival[i] - t.survival[i + 1];
+        const uint64_t rest = ((missing << kRestBits) + step - 1) / step;
+        const uint64_t share = (uint64_t(i) << kRestBits) + rest;
+        return (share * beta_ + (uint64_t(1) << kFractionBits) - 1) >> kFractionBits;
+    }
+
+    void escaped() { beta_ = std::min(beta_ + (beta_ >> 1), kMostBeta); }
+
+    // After a change of an element of `weight` that came `h` past the last escape.
+    void changed(uint64_t h, uint64_t weight) {
+        beta_ = std::clamp(beta_ - (beta_ >> kAlphaBits) + h + (weight >> 2), kLeastBeta, kMostBeta);
+    }
+
+private:
+    static constexpr int kRestBits = kFractionBits - kStepBits;
+    static constexpr uint64_t kFirstBeta = kNat << kAlphaBits, kLeastBeta = kFirstBeta >> 3;
+    static constexpr uint64_t kMostBeta = uint64_t(1) << 31;
+
+    struct Tables {
+        std::array<uint64_t, kSteps + 1> survival;  // of H = beta i / 1024
+        std::array<uint16_t, 1024> start;           // where to look for a place, by its top 10 bits
+        Tables() {
+            for (uint64_t i = 0; i <= kSteps; i++) {
+                uint64_t s = kScale;
+                for (int k = 0; k < 1 << kAlphaBits; k++) s = s * 1024 / (1024 + i);
+                survival[i] = s;
+            }
+            for (uint64_t g = 0; g < 1024; g++) {
+                const uint64_t top = ((g + 1) << 30) - 1;
+                uint16_t i = 0;
+                while (i < kSteps - 1 && survival[i + 1] > top) i++;
+                start[g] = i;
+            }
+        }
+    };
+    static const Tables& tables() {
+        static const Tables t;
+        return t;
+    }
+
+    uint64_t beta_ = kFirstBeta;
+};
+
+}  // namespace pulse

@@ -1,0 +1,204 @@
+// A binary range coder with 64-bit state: adaptive bits, intervals of a 2^40 scale, and plain bits.
+// docs/format.md, section 3.6.1, specifies every operation; tests/context_oracle.py is the same in plain Python.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace pulse {
+
+constexpr int kScaleBits = 40;
+constexpr uint64_t kScale = uint64_t(1) << kScaleBits;
+constexpr uint16_t kLeastP = 32, kMostP = 65504;
+constexpr int kMostSeen = 126;
+
+// P(bit = 1) = p / 2^16, moved by 2 / (2 seen + 3) of the error: fast at first, then by 1/128.
+struct AdaptiveBit {
+    uint16_t p = 32768;
+    uint16_t seen = 0;
+
+    void adapt(bool bit) {
+        const uint32_t rate = rates()[seen];
+        const uint32_t moved = bit ? p + (((65535u - p) * rate) >> 16) : p - ((p * rate) >> 16);
+        p = uint16_t(moved < kLeastP ? kLeastP : moved > kMostP ? kMostP : moved);
+        if (seen < kMostSeen) seen++;
+    }
+
+private:
+    static const std::array<uint32_t, kMostSeen + 1>& rates() {
+        static const auto table = [] {
+            std::array<uint32_t, kMostSeen + 1> t{};
+            for (int n = 0; n <= kMostSeen; n++) t[n] = uint32_t(65536 * 2 / (2 * n + 3));
+            return t;
+        }();
+        return table;
+    }
+};
+
+inline uint64_t big_endian(uint64_t x) {
+#if defined(__GNUC__)
+    return __builtin_bswap64(x);
+#else
+    uint64_t y = 0;
+    for (int i = 0; i < 8; i++) y = y << 8 | (x >> (8 * i) & 255);
+    return y;
+#endif
+}
+
+// Bits of `range` that are settled, in whole bytes: 0 to 56, as range is never 0.
+inline int settled_bits(uint64_t range) { return __builtin_clzll(range) & 56; }
+
+class Encoder {
+public:
+    // No symbol takes more than this many bytes, nor any group of symbols between two calls of `make_room`.
+    static constexpr size_t kRoom = 256;
+
+    Encoder() : buffer_(1 << 12), at_(1) {}  // one byte in front takes a carry
+
+    void make_room() {
+        if (buffer_.size() - at_ < kRoom) buffer_.resize(buffer_.size() * 2);
+    }
+
+    void bit(AdaptiveBit& model, bool value) {
+        const uint64_t one = (range_ >> 16) * model.p;
+        if (value) {
+            range_ = one;
+        } else {
+            add(one);
+            range_ -= one;
+        }
+        model.adapt(value);
+        settle();
+    }
+
+    // The part [low, high) of 2^40, low < high.
+    void interval(uint64_t low, uint64_t high) {
+        const uint64_t unit = range_ >> kScaleBits;
+        add(unit * low);
+        range_ = unit * (high - low);
+        settle();
+    }
+
+    // `count` bits of equal probability, at most 16.
+    void plain(uint32_t value, int count) {
+        range_ >>= count;
+        add(range_ * value);
+        settle();
+    }
+
+    // The shortest bytes that lead a decoder to this place: 1 to 8 more than are settled.
+    std::vector<uint8_t> finish() {
+        make_room();
+        for (int bytes = 1; bytes <= 8; bytes++) {
+            const uint64_t below = bytes == 8 ? 0 : ~uint64_t(0) >> (8 * bytes);
+            const uint64_t value = (low_ + below) & ~below;  // may wrap: then a carry is due
+            if (value - low_ < range_) {
+                if (value < low_) carry();
+                const uint64_t stored = big_endian(value);
+                std::memcpy(&buffer_[at_], &stored, 8);
+                at_ += bytes;
+                break;
+            }
+        }
+        return std::vector<uint8_t>(buffer_.begin() + 1, buffer_.begin() + ptrdiff_t(at_));
+    }
+
+private:
+    void add(uint64_t x) {
+        low_ += x;
+        if (low_ < x) carry();
+    }
+
+    void carry() {
+        size_t i = at_ - 1;
+        while (++buffer_[i] == 0) i--;
+    }
+
+    void settle() {
+        const int bits = settled_bits(range_);
+        const uint64_t stored = big_endian(low_);
+        std::memcpy(&buffer_[at_], &stored, 8);
+        at_ += size_t(bits) >> 3;
+        low_ <<= bits;
+        range_ <<= bits;
+    }
+
+    std::vector<uint8_t> buffer_;
+    size_t at_;
+    uint64_t low_ = 0, range_ = ~uint64_t(0);
+};
+
+class Decoder {
+public:
+    Decoder(const uint8_t* data, size_t size) : data_(data), size_(size) { code_ = next(); at_ = 8; }
+
+    bool bit(AdaptiveBit& model) {
+        const uint64_t one = (range_ >> 16) * model.p;
+        const bool value = code_ < one;
+        if (value) {
+            range_ = one;
+        } else {
+            code_ -= one;
+            range_ -= one;
+        }
+        model.adapt(value);
+        settle();
+        return value;
+    }
+
+    // The place in 2^40 that the code points to.
+    uint64_t place() const {
+        const uint64_t v = code_ / (range_ >> kScaleBits);
+        return v < kScale ? v : kScale - 1;
+    }
+
+    // Accepts [low, high), which must hold `place()`.
+    void take(uint64_t low, uint64_t high) {
+        const uint64_t unit = range_ >> kScaleBits;
+        code_ -= unit * low;
+        range_ = unit * (high - low);
+        settle();
+    }
+
+    uint32_t plain(int count) {
+        range_ >>= count;
+        const uint64_t most = (uint64_t(1) << count) - 1, v = code_ / range_, value = v < most ? v : most;
+        code_ -= value * range_;
+        settle();
+        return uint32_t(value);
+    }
+
+    // Whether the data are as long as an encoder would have made them: 1 to 8 bytes past what is settled.
+    bool finished() const { return size_ + 8 > at_ && size_ <= at_; }
+
+    // False once more was read than any encoder's output holds; a hostile stream could otherwise go on for ever.
+    bool within() const { return at_ < size_ + 8; }
+
+private:
+    // Eight bytes from `at_`; zeros follow the last one.
+    uint64_t next() const {
+        uint64_t x = 0;
+        if (at_ + 8 <= size_) {
+            std::memcpy(&x, data_ + at_, 8);
+            return big_endian(x);
+        }
+        for (size_t i = at_; i < at_ + 8; i++) x = x << 8 | (i < size_ ? data_[i] : 0);
+        return x;
+    }
+
+    void settle() {
+        const int bits = settled_bits(range_);
+        code_ = code_ << bits | next() >> 1 >> (63 - bits);
+        at_ += size_t(bits) >> 3;
+        range_ <<= bits;
+    }
+
+    const uint8_t* data_;
+    size_t size_, at_ = 0;
+    uint64_t code_, range_ = ~uint64_t(0);
+};
+
+}  // namespace pulse

@@ -1,0 +1,42 @@
+"""Our codec: positions and steps, coded against the old elements by the native kernels (docs/format.md, section 3.6).
+
+A weight's chance to change depends on its exponent, since the rounding step does, and the receiver has the old weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import _native
+from ..errors import CorruptPatch
+from ..tensors import DType, UIntArray
+from .base import Changes, Layout
+
+
+class ContextCodec:
+    id = 3
+    name = "context"
+
+    def supports(self, dtype: DType) -> bool:
+        return dtype.width <= 4
+
+    def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
+        return _native.context_encode(old.view(np.uint8), new.view(np.uint8), *_kind(layout.dtype), list(layout.runs))
+
+    def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
+        data = np.frombuffer(payload, np.uint8)
+        try:
+            positions, values = _native.context_decode(
+                data, old.view(np.uint8), *_kind(layout.dtype), list(layout.runs)
+            )
+        except _native.Malformed as error:
+            raise CorruptPatch(str(error)) from None
+        return Changes(positions, values.view(layout.dtype.uint))
+
+
+def _kind(dtype: DType) -> tuple[int, int, int, bool]:
+    """(width, shift, mask, floating): the class of an element is its exponent field; integers are all of one class."""
+    if dtype.exponent is None:
+        return dtype.width, 0, 0, False
+    shift, bits = dtype.exponent
+    return dtype.width, shift, (1 << bits) - 1, True
