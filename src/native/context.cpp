@@ -127,63 +127,86 @@ struct Weights {
     }
 };
 
+// What is coded at the head of a block.
 struct Plan {
     int boost = 0, first = 0, count = 0;
     std::array<uint8_t, kClasses> levels;
 };
 
-// Chooses levels and boost from how many elements and changes each class has. The choice affects the size only.
+// The changes of a block, and how many elements and changes each class has.
 template <class U>
-Plan plan_block(const U* old, const std::vector<Run>& runs, const std::vector<uint32_t>& positions, ClassOf cls) {
+struct Survey {
+    std::vector<uint32_t> positions;
+    std::vector<U> values;
     std::array<uint32_t, kClasses> changes{}, seen[2]{};
-    uint64_t total = 0, sampled = 0, live_elements = 0, live_changes = 0, base = 0;
+    uint64_t total = 0, sampled = 0, live_elements = 0, live_changes = 0;
+};
+
+// One walk over old and new, in tiles that stay in the first-level cache: a second look at the new values of the changes
+// would miss the cache once a change.
+template <class U>
+Survey<U> survey_block(const U* old, const U* now, uint64_t total, const std::vector<Run>& runs, ClassOf cls) {
+    constexpr size_t kTile = 1 << 13, kGroup = 64;
+    Survey<U> s;
+    s.total = total;
+    const size_t stride = total > (1 << 18) ? 8 : 1;  // a sample of the groups tells enough of a large block
+    for (size_t tile = 0, group = 0; tile < total; tile += kTile) {
+        const size_t end = std::min<size_t>(tile + kTile, total), known = s.positions.size();
+        differing(reinterpret_cast<const uint8_t*>(old + tile), reinterpret_cast<const uint8_t*>(now + tile),
+                  (end - tile) * sizeof(U), int(sizeof(U)), uint32_t(tile), s.positions);
+        for (size_t i = known; i < s.positions.size(); i++) {
+            s.values.push_back(now[s.positions[i]]);
+            s.changes[cls(old[s.positions[i]])]++;
+        }
+        for (size_t at = tile; at < end; at += kGroup * stride, group++) {
+            const size_t from = std::min(at + kGroup * (group % stride), end), to = std::min(from + kGroup, end);
+            for (size_t k = from; k + 2 <= to; k += 2) {
+                s.seen[0][cls(old[k])]++;
+                s.seen[1][cls(old[k + 1])]++;
+            }
+            s.sampled += (to - from) & ~size_t(1);
+        }
+    }
+    uint64_t base = 0;
     size_t i = 0;
     for (const Run& run : runs) {
         const Rows rows{run.row, run.phase, run.elements};
-        size_t end = 0;
-        for (; i < positions.size() && positions[i] < base + run.elements; i++) {
-            const size_t p = positions[i] - base;
-            changes[cls(old[positions[i]])]++;
-            if (p >= end) {
-                end = rows.end_after(p);
-                live_elements += end - p - 1;
+        for (size_t row_end = 0; i < s.positions.size() && s.positions[i] < base + run.elements; i++) {
+            const size_t p = s.positions[i] - base;
+            if (p < row_end) {
+                s.live_changes++;
             } else {
-                live_changes++;
+                row_end = rows.end_after(p);
+                s.live_elements += row_end - p - 1;
             }
         }
         base += run.elements;
     }
-    total = base;
-    const size_t stride = total > (1 << 18) ? 8 : 1;  // of 64 elements each: a sample tells enough of a large block
-    for (size_t group = 0; group < total; group += 64 * stride) {
-        const size_t from = std::min<size_t>(group + 64 * ((group >> 9) % stride), total);
-        const size_t to = std::min<size_t>(from + 64, total);
-        for (size_t k = from; k + 2 <= to; k += 2) {
-            seen[0][cls(old[k])]++;
-            seen[1][cls(old[k + 1])]++;
-        }
-        sampled += (to - from) & ~size_t(1);
-    }
+    return s;
+}
 
+// Levels and boost from a survey. The choice affects the size of the payload only.
+template <class U>
+Plan plan_block(const Survey<U>& s) {
     Plan plan;
     plan.levels.fill(kAbsent);
-    if (live_changes > 8) {
-        const double there = double(live_changes) / double(live_elements + 1);
-        const double elsewhere = double(positions.size() - live_changes) / double(total - live_elements + 1);
-        if (there > 3 * elsewhere) {
+    if (s.live_changes > 8) {
+        const double there = double(s.live_changes) / double(s.live_elements + 1);
+        const double elsewhere = double(s.positions.size() - s.live_changes) / double(s.total - s.live_elements + 1);
+        if (there > 3 * elsewhere) {  // below that it may be the mix of tensors in the block, and a boost would cost
             while (plan.boost < kMostBoost && there / elsewhere > 1.4142 * double(1 << plan.boost)) plan.boost++;
         }
     }
-    const double live = double(live_elements) / double(total);
+    const double live = double(s.live_elements) / double(s.total);
     const double scale = 1 - live + live * double(1 << plan.boost);
-    int last = -1;
+    const double per_sample = double(s.total) / double(std::max<uint64_t>(s.sampled, 1));
+    int last = 0;
     for (int c = kClasses - 1; c >= 0; c--) {
-        if (!changes[c]) continue;
+        if (!s.changes[c]) continue;
         last = std::max(last, c);
         plan.first = c;
-        const double guess = double(seen[0][c] + seen[1][c]) * double(total) / double(std::max<uint64_t>(sampled, 1));
-        const double chance = std::min(double(changes[c]) / std::max<double>(changes[c], guess), 0.98);
-        const double hazard = -std::log(1 - chance) / scale;
+        const double elements = std::max<double>(s.changes[c], double(s.seen[0][c] + s.seen[1][c]) * per_sample);
+        const double hazard = -std::log(1 - std::min(s.changes[c] / elements, 0.98)) / scale;
         plan.levels[c] = uint8_t(std::clamp(int(2 * (2 - std::log2(hazard)) + 0.5), 0, kMostLevel));
     }
     plan.count = last - plan.first + 1;
@@ -200,14 +223,13 @@ Encoded encode(const U* old, const U* now, const Elements& kind, const std::vect
     const ClassOf cls{kind.shift, kind.mask};
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
-    std::vector<uint32_t> positions;
-    differing(reinterpret_cast<const uint8_t*>(old), reinterpret_cast<const uint8_t*>(now), total * sizeof(U),
-              int(sizeof(U)), 0, positions);
+    const Survey<U> survey = survey_block(old, now, total, runs, cls);
+    const std::vector<uint32_t>& positions = survey.positions;
     Encoded result{{}, positions.size()};
     put_varint(result.payload, positions.size());
     if (positions.empty()) return result;
 
-    Plan plan = plan_block(old, runs, positions, cls);
+    Plan plan = plan_block(survey);
     for (int x : {plan.boost, plan.first, plan.count - 1}) result.payload.push_back(uint8_t(x));
     Writer side;
     Models models;
@@ -220,7 +242,7 @@ Encoded encode(const U* old, const U* now, const Elements& kind, const std::vect
     size_t i = 0, base = 0;
     for (size_t r = 0; r < runs.size(); r++) {
         const Run& run = runs[r];
-        const U *before = old + base, *after = now + base;
+        const U* before = old + base;
         const Rows rows{run.row, run.phase, run.elements};
         size_t at = 0, row_end = 0;
         int tally = 0;
@@ -252,7 +274,7 @@ Encoded encode(const U* old, const U* now, const Elements& kind, const std::vect
             waiting.changed(waited, weight);
             waited = 0;
 
-            const U step = U(ordered(after[p], kind.floating) - ordered(before[p], kind.floating));
+            const U step = U(ordered(survey.values[i], kind.floating) - ordered(before[p], kind.floating));
             const bool down = step >> (8 * sizeof(U) - 1);
             side.bit(models.against[std::min(std::abs(tally), 3)], down != (tally < 0));
             tally += down ? -1 : 1;

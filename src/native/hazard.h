@@ -28,16 +28,14 @@ inline uint32_t weight_of_level(int level) {
 // coded in pieces ("escapes"). beta / 16 follows the mean of the last 16 waiting times or so.
 class WaitingTime {
 public:
-    static constexpr int kAlphaBits = 4, kFractionBits = 28, kStepBits = 10, kSteps = 512;
-
     uint64_t half() const { return (beta_ + 1) >> 1; }
     static uint64_t escape_top() { return tables().survival[kSteps]; }
 
-    // P(waiting > h) in units of 2^-40. Strictly falling in steps of the weights that exist.
+    // P(waiting > h) in units of 2^-40: falls strictly from one reachable weight to the next, up to half().
     uint64_t survival(uint64_t h) const {
         const Tables& t = tables();
-        const uint64_t share = h >= beta_ ? uint64_t(1) << kFractionBits : (h << kFractionBits) / beta_;
-        if (share >= uint64_t(1) << (kFractionBits - 1)) return t.survival[kSteps];
+        if (h >= half()) return t.survival[kSteps];
+        const uint64_t share = (h * inverse_) >> kShareShift;
         const size_t i = size_t(share >> kRestBits);
         const uint64_t rest = share & ((uint64_t(1) << kRestBits) - 1);
         return t.survival[i] - (((t.survival[i] - t.survival[i + 1]) * rest) >> kRestBits);
@@ -51,20 +49,24 @@ public:
         const uint64_t missing = t.survival[i] - place, step = t.survival[i] - t.survival[i + 1];
         const uint64_t rest = ((missing << kRestBits) + step - 1) / step;
         const uint64_t share = (uint64_t(i) << kRestBits) + rest;
-        return (share * beta_ + (uint64_t(1) << kFractionBits) - 1) >> kFractionBits;
+        return std::min(half(), ((share << kShareShift) + inverse_ - 1) / inverse_);
     }
 
-    void escaped() { beta_ = std::min(beta_ + (beta_ >> 1), kMostBeta); }
+    void escaped() { set(beta_ + (beta_ >> 1)); }
 
     // After a change of an element of `weight` that came `h` past the last escape.
-    void changed(uint64_t h, uint64_t weight) {
-        beta_ = std::clamp(beta_ - (beta_ >> kAlphaBits) + h + (weight >> 2), kLeastBeta, kMostBeta);
-    }
+    void changed(uint64_t h, uint64_t weight) { set(beta_ - (beta_ >> 4) + h + (weight >> 2)); }
 
 private:
-    static constexpr int kRestBits = kFractionBits - kStepBits;
-    static constexpr uint64_t kFirstBeta = kNat << kAlphaBits, kLeastBeta = kFirstBeta >> 3;
-    static constexpr uint64_t kMostBeta = uint64_t(1) << 31;
+    // h / beta is a share in units of 2^-28; the table has a step every 2^-10, straight lines between.
+    static constexpr int kRestBits = 18, kShareShift = 29, kSteps = 512, kAlpha = 16;
+    static constexpr uint64_t kFirstBeta = kNat * kAlpha, kLeastBeta = kFirstBeta >> 3;
+    static constexpr uint64_t kMostBeta = uint64_t(1) << 31, kInverseOf = uint64_t(1) << 57;
+
+    void set(uint64_t beta) {
+        beta_ = std::clamp(beta, kLeastBeta, kMostBeta);
+        inverse_ = kInverseOf / beta_;
+    }
 
     struct Tables {
         std::array<uint64_t, kSteps + 1> survival;  // of H = beta i / 1024
@@ -72,7 +74,7 @@ private:
         Tables() {
             for (uint64_t i = 0; i <= kSteps; i++) {
                 uint64_t s = kScale;
-                for (int k = 0; k < 1 << kAlphaBits; k++) s = s * 1024 / (1024 + i);
+                for (int k = 0; k < kAlpha; k++) s = s * 1024 / (1024 + i);
                 survival[i] = s;
             }
             for (uint64_t g = 0; g < 1024; g++) {
@@ -88,7 +90,7 @@ private:
         return t;
     }
 
-    uint64_t beta_ = kFirstBeta;
+    uint64_t beta_ = kFirstBeta, inverse_ = kInverseOf / kFirstBeta;
 };
 
 }  // namespace pulse

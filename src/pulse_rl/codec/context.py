@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import _native
+from .._native import Malformed, context_decode, context_encode
 from ..errors import CorruptPatch
 from ..tensors import DType, UIntArray
 from .base import Changes, Layout
@@ -21,15 +21,15 @@ class ContextCodec:
         return dtype.width <= 4
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
-        return _native.context_encode(old.view(np.uint8), new.view(np.uint8), *_kind(layout.dtype), list(layout.runs))
+        return context_encode(old.view(np.uint8), new.view(np.uint8), *_kind(layout.dtype), list(layout.runs))
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)
         try:
-            positions, values = _native.context_decode(
+            positions, values = context_decode(
                 data, old.view(np.uint8), *_kind(layout.dtype), list(layout.runs)
             )
-        except _native.Malformed as error:
+        except Malformed as error:
             raise CorruptPatch(str(error)) from None
         return Changes(positions, values.view(layout.dtype.uint))
 
