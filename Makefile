@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*)
 
-.PHONY: demo test check lint types imports bench clean
+.PHONY: demo test check lint types imports bench fuzz clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -40,3 +40,13 @@ $(VENV)/.bench: $(VENV)/.ready
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+# Fuzzes the native codec under the address and undefined-behaviour sanitizers for FUZZ_SECONDS.
+FUZZ_SECONDS ?= 60
+fuzz: build/fuzz_context
+	./build/fuzz_context $(FUZZ_SECONDS) $(SEED)
+
+build/fuzz_context: tests/fuzz_context.cpp $(wildcard src/native/*.h) src/native/context.cpp src/native/scan.cpp
+	mkdir -p build
+	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all -DPULSE_NO_CLONES \
+	  tests/fuzz_context.cpp src/native/context.cpp src/native/scan.cpp -o $@
