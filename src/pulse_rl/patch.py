@@ -19,11 +19,15 @@ from ._pool import ordered_map
 from .blocks import Block
 from .codec import Changes
 from .digest import LEAF_BYTES, StateDigest, leaf_digests
-from .errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
+from .errors import CorruptPatch, DigestMismatch, IntegrityError, PulseError, WrongBase
 from .patch_header import BlockEntry, PatchHeader, parse_header
 from .tensors import State, UIntArray
 
 DEFAULT_BLOCK_ELEMENTS = 1 << 22
+
+# Changes of a built patch are kept for `advance_in_place` up to this density; above it they would outweigh the saving
+# and are decoded again.
+_KEPT_DENSITY = 1 / 32
 
 Progress = Callable[[int], None]
 """Called with the bytes of model that were worked through since the last call."""
@@ -31,11 +35,13 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class BuiltPatch:
-    """A patch as chunks of bytes in file order, and the digest tree of the state that it produces."""
+    """A patch as chunks of bytes in file order (header, then a payload a block), and the digest tree of the state that
+    it produces. ``changes`` holds the decoded blocks, None where they were too many to keep."""
 
     header: PatchHeader
     chunks: tuple[bytes, ...]
     target: StateDigest
+    changes: tuple[Changes | None, ...]
 
     @property
     def nbytes(self) -> int:
@@ -90,30 +96,59 @@ def build(
 ) -> BuiltPatch:
     """The patch that turns ``old`` into ``new``. ``old_digest`` is the tree of ``old``.
 
-    Raises StateMismatch unless both hold the same tensors. Blocks without changes are not hashed again.
+    One walk over both: each block is compared, coded, decoded again to prove it, and hashed. Blocks without changes are
+    not hashed again. Raises StateMismatch unless both hold the same tensors, and IntegrityError where a block does not
+    decode to the new elements, which means that they changed during the call.
     """
     new.require_specs(old.specs, "the base state")
     chosen = codecs.by_name(codec)
 
-    def run(block: Block) -> tuple[codecs.Encoded, list[bytes] | None]:
+    def run(block: Block) -> tuple[codecs.Encoded, Changes | None, list[bytes] | None]:
         before, after = block.read(old), block.read(new)
         encoded = codecs.encode_block(chosen, before, after, block.layout)
-        return encoded, None if encoded.codec_id == codecs.SAME else _block_leaves(block, after)
+        if encoded.codec_id == codecs.SAME:
+            return encoded, None, None
+        changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, block.layout)
+        if len(changes.positions) != encoded.changed or not np.array_equal(after[changes.positions], changes.values):
+            raise IntegrityError(
+                f"{block} does not decode to what was encoded", hint="Do not change tensors while they are published."
+            )
+        leaves = _block_leaves(block, after)
+        return encoded, changes if encoded.changed <= _KEPT_DENSITY * block.elements else None, leaves
 
     header = PatchHeader(old_digest.root, "", block_elements, old.specs, ())
-    blocks, entries, payloads = header.cut(), [], []
+    blocks, entries, payloads, kept = header.cut(), [], [], []
     tree = _LeafUpdate(old_digest)
-    for block, (encoded, leaves) in zip(blocks, ordered_map(run, blocks, workers), strict=True):
+    for block, (encoded, changes, leaves) in zip(blocks, ordered_map(run, blocks, workers), strict=True):
         entries.append(
             BlockEntry(encoded.codec_id, encoded.changed, len(encoded.payload), sha256(encoded.payload).digest())
         )
         payloads.append(encoded.payload)
+        kept.append(changes)
         tree.add(block, leaves)
         if progress:
             progress(block.nbytes)
     target = tree.finish()
     header = PatchHeader(old_digest.root, target.root, block_elements, old.specs, tuple(entries))
-    return BuiltPatch(header, (header.to_bytes(), *payloads), target)
+    return BuiltPatch(header, (header.to_bytes(), *payloads), target, tuple(kept))
+
+
+def advance_in_place(built: BuiltPatch, state: State, *, workers: int | None = None) -> None:
+    """Turns the state that a patch was built from into its target. Nothing is hashed: `build` has proved each block and
+    knows the target's tree. A state in which this was interrupted must be given up."""
+    blocks = built.header.cut()
+
+    def run(index: int) -> None:
+        block, entry, changes = blocks[index], built.header.blocks[index], built.changes[index]
+        if entry.codec_id == codecs.SAME:
+            return
+        if changes is None:
+            payload = memoryview(built.chunks[1 + index])
+            changes = codecs.by_id(entry.codec_id).decode(payload, block.read(state), block.layout)
+        _scatter(block, state, changes)
+
+    for _ in ordered_map(run, range(len(blocks)), workers):
+        pass
 
 
 def apply_in_place(

@@ -16,7 +16,7 @@ from .digest import StateDigest, state_digest
 from .errors import ChainGap, FormatError, NotFound, PublisherConflict
 from .events import Listener, Published, Resumed, progress_to
 from .manifest import AnchorRef, Manifest, Metadata, PatchRef, Payload
-from .patch import BuiltPatch, Patch
+from .patch import BuiltPatch
 from .replica import Replica
 from .store import Store, open_store
 from .stream import PATCH, SHARD, Stream
@@ -201,7 +201,7 @@ class Publisher:
         self, manifest: Manifest, built: BuiltPatch | None, baseline: State | None, target: StateDigest
     ) -> None:
         if built is not None:
-            self._baseline.apply_own(manifest.version, Patch.parse(built.to_bytes()), target)
+            self._baseline.advance(manifest.version, built)
             self._baseline.state.aliases = dict(manifest.aliases)
         elif baseline is not None:
             self._baseline.adopt(manifest.version, baseline, target)

@@ -19,7 +19,7 @@ from .digest import StateDigest, state_digest
 from .errors import ChainGap, DigestMismatch, FormatError, IntegrityError, NotFound, StateMismatch
 from .events import Listener, PathFailed, progress_to
 from .manifest import Manifest
-from .patch import Patch, TensorChanges
+from .patch import BuiltPatch, Patch, TensorChanges
 from .stream import PATCH, SHARD, Stream
 from .tensors import State
 
@@ -71,10 +71,11 @@ class Replica:
         self.version, self._state, self._digest, self.poisoned = version, state, digest, False
         self._told, self._passed, self._untold = version, [], []
 
-    def apply_own(self, version: int, own: Patch, target: StateDigest) -> None:
-        """Moves to a version whose patch this process built, by decoding it into the state in place."""
-        self._apply(own, version)
-        assert self.digest.root == target.root
+    def advance(self, version: int, built: BuiltPatch) -> None:
+        """Moves to a version whose patch was built from this very state."""
+        self.poisoned = True
+        patch.advance_in_place(built, self.state, workers=self._workers)
+        self.adopt(version, self.state, built.target)
 
     def recover(self) -> None:
         """Leaves `poisoned`: the state is hashed, and given up unless it is the version it was."""

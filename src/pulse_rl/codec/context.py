@@ -26,9 +26,7 @@ class ContextCodec:
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)
         try:
-            positions, values = context_decode(
-                data, old.view(np.uint8), *_kind(layout.dtype), list(layout.runs)
-            )
+            positions, values = context_decode(data, old.view(np.uint8), *_kind(layout.dtype), list(layout.runs))
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
         return Changes(positions, values.view(layout.dtype.uint))
