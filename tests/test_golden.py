@@ -1,0 +1,59 @@
+"""What was written once is read for ever: the files of every format, and literal roots and bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pulse_rl
+from pulse_rl import MemoryStore, Subscriber, codec, patch
+from pulse_rl.checkpoint import load
+from pulse_rl.digest import state_digest
+from pulse_rl.patch import Patch
+
+GOLDEN = Path(__file__).parent / "golden" / "format-1"
+OLD_ROOT = "c365318b7a56004f0309e5a7de77910a8c7e6556b8bcc883a054a194f8d3065c"
+NEW_ROOT = "48ad83900ff7ff4b9ee9e8792f01b613c75af044b56401d13eafb90a8a1aa4ae"
+
+
+def test_roots() -> None:
+    assert pulse_rl.state_root(GOLDEN / "old.safetensors") == OLD_ROOT
+    assert pulse_rl.state_root(GOLDEN / "new.safetensors") == NEW_ROOT
+
+
+@pytest.mark.parametrize("name", ["context", "dense", "zstd"])
+def test_patches_decode(name: str) -> None:
+    parsed = Patch.parse((GOLDEN / f"{name}.patch").read_bytes())
+    assert (parsed.header.base_root, parsed.header.target_root) == (OLD_ROOT, NEW_ROOT)
+    assert codec.by_name(name).id in {entry.codec_id for entry in parsed.header.blocks}
+    state = load(GOLDEN / "old.safetensors")[0].copy()
+    patch.apply_in_place(parsed, state, state_digest(state))
+    new = load(GOLDEN / "new.safetensors")[0]
+    for spec in new.specs:
+        np.testing.assert_array_equal(state.read(spec.name), new.read(spec.name))
+
+
+def test_a_stream_is_followed() -> None:
+    store = MemoryStore()
+    for file in sorted((GOLDEN / "store").rglob("*")):
+        if file.is_file():
+            store.put(file.relative_to(GOLDEN / "store").as_posix(), file.read_bytes())
+    subscriber = Subscriber(store, stream="golden")
+    first = subscriber.sync(target=0)
+    assert first is not None
+    assert (first.root, first.metadata) == (OLD_ROOT, {"step": 0, "reward": 0.5, "note": "é"})
+    second = subscriber.sync()
+    assert second is not None
+    assert (second.root, second.previous, second.changed) == (NEW_ROOT, 0, 243)
+
+
+def test_an_unchanged_state_gives_this_header() -> None:
+    """The plain header, byte by byte as docs/format.md has it."""
+    state = pulse_rl.State.of({"a.x": np.zeros((2, 3), np.float32), "a.y": np.uint8(1)})
+    built = patch.build(state, state, state_digest(state))
+    root = state_digest(state).root
+    expected = bytes.fromhex(root + root) + bytes([4, 2, 0, 3]) + b"a.x" + bytes([2, 1]) + b"y"
+    assert built.header._plain() == expected + bytes([15, 2, 2, 2, 3, 0, 0, 0])
+    assert built.chunks[0][:16] == b"\x89PULSE\r\n" + (1).to_bytes(4, "little") + bytes(4)
