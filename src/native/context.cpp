@@ -328,7 +328,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const Elements& k
     result.positions.reserve(left);
     result.values.resize(left * sizeof(U));
     WaitingTime waiting;
-    uint64_t waited = 0, escaped = 0, target = 0;
+    uint64_t waited = 0, escaped = 0, place = 0, target = 0;
     const uint64_t most = total * kMostWeight;
     bool searching = false;
     size_t base = 0, found = 0;
@@ -341,7 +341,6 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const Elements& k
         bool live = false;
         while (left) {
             if (!searching) {
-                uint64_t place;
                 while ((place = side.coder.place()) < WaitingTime::escape_top()) {
                     side.next_symbol();
                     if (escaped > most) throw Malformed("a change lies past the block's end");
@@ -373,7 +372,6 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const Elements& k
             }
             if (waited < escaped || weight == 0) throw Malformed("a change at an element that cannot change");
             const uint64_t high = waiting.survival(waited - escaped), low = waiting.survival(waited - escaped + weight);
-            const uint64_t place = side.coder.place();
             if (place < low || place >= high) throw Malformed("a change outside its interval");
             side.next_symbol();
             side.coder.take(low, high);

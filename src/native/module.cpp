@@ -7,7 +7,9 @@
 #include <memory>
 #include <tuple>
 
+#include "apply.h"
 #include "context.h"
+#include "scan.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -35,6 +37,27 @@ std::vector<pulse::Run> checked_runs(const std::vector<RunTuple>& runs, const pu
         throw nb::value_error("the runs do not cover the array");
     }
     return result;
+}
+
+using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Positions = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Calls `f` with a null pointer to the unsigned type of that width.
+template <class F>
+void for_width(int width, F&& f) {
+    switch (width) {
+        case 1: return f(static_cast<uint8_t*>(nullptr));
+        case 2: return f(static_cast<uint16_t*>(nullptr));
+        case 4: return f(static_cast<uint32_t*>(nullptr));
+        case 8: return f(static_cast<uint64_t*>(nullptr));
+        default: throw nb::value_error("width is out of range");
+    }
+}
+
+void check_positions(const Positions& positions, uint32_t base, size_t bytes, int width) {
+    if (!pulse::all_within(positions.data(), positions.size(), base, bytes / size_t(width))) {
+        throw nb::index_error("a position is outside the tensor");
+    }
 }
 
 template <class T>
@@ -82,4 +105,49 @@ NB_MODULE(_native, m) {
         },
         "payload"_a, "old"_a, "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
         "(uint32 positions, uint8 bytes of the new elements) of one block; raises Malformed.");
+
+    m.def(
+        "scan",
+        [](Bytes old, Bytes now, int width) {
+            if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
+            if (old.size() / size_t(width < 1 ? 1 : width) > UINT32_MAX) throw nb::value_error("the array is too long");
+            std::vector<uint32_t> positions;
+            for_width(width, [&](auto*) {
+                nb::gil_scoped_release release;
+                const size_t bytes = old.size() - old.size() % size_t(width);
+                pulse::differing(old.data(), now.data(), bytes, width, 0, positions);
+            });
+            return to_numpy(std::move(positions));
+        },
+        "old"_a, "new"_a, "width"_a, "The uint32 positions at which the elements of two arrays differ.");
+
+    m.def(
+        "gather",
+        [](Bytes elements, int width, Positions positions, uint32_t base) {
+            std::vector<uint8_t> out;
+            for_width(width, [&](auto* type) {
+                using U = std::remove_pointer_t<decltype(type)>;
+                nb::gil_scoped_release release;
+                check_positions(positions, base, elements.size(), width);
+                out.resize(positions.size() * sizeof(U));
+                pulse::gather(reinterpret_cast<const U*>(elements.data()), positions.data(), positions.size(), base,
+                              reinterpret_cast<U*>(out.data()));
+            });
+            return to_numpy(std::move(out));
+        },
+        "elements"_a, "width"_a, "positions"_a, "base"_a, "The bytes of the elements at positions - base.");
+
+    m.def(
+        "scatter",
+        [](MutableBytes elements, int width, Positions positions, uint32_t base, Bytes values) {
+            for_width(width, [&](auto* type) {
+                using U = std::remove_pointer_t<decltype(type)>;
+                if (values.size() != positions.size() * sizeof(U)) throw nb::value_error("values and positions differ");
+                nb::gil_scoped_release release;
+                check_positions(positions, base, elements.size(), width);
+                pulse::scatter(reinterpret_cast<U*>(elements.data()), positions.data(), positions.size(), base,
+                               reinterpret_cast<const U*>(values.data()));
+            });
+        },
+        "elements"_a, "width"_a, "positions"_a, "base"_a, "values"_a, "Writes values at positions - base, in place.");
 }

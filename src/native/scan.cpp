@@ -26,11 +26,13 @@ PULSE_CLONES void differing_chunks(const uint8_t* a, const uint8_t* b, size_t by
             any |= x[j];
         }
         if (!any) continue;
-        for (size_t j = 0; j < kChunk / 8; j++) {
-            uint64_t word = x[j];
-            while (word) {
+        uint32_t words = 0;
+        for (size_t j = 0; j < kChunk / 8; j++) words |= uint32_t(x[j] != 0) << j;
+        for (; words; words &= words - 1) {
+            const int j = __builtin_ctz(words);
+            for (uint64_t word = x[j]; word;) {
                 const int lane = __builtin_ctzll(word) / bits;
-                out.push_back(base + uint32_t((i + 8 * j) / size_t(width)) + uint32_t(lane));
+                out.push_back(base + uint32_t((i + 8 * size_t(j)) / size_t(width)) + uint32_t(lane));
                 word &= ~(element << (lane * bits));
             }
         }

@@ -21,3 +21,14 @@ def context_decode(
     floating: bool,
     runs: list[tuple[int, int, int]],
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]: ...
+def scan(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint32]: ...
+def gather(
+    elements: npt.NDArray[np.uint8], width: int, positions: npt.NDArray[np.uint32], base: int
+) -> npt.NDArray[np.uint8]: ...
+def scatter(
+    elements: npt.NDArray[np.uint8],
+    width: int,
+    positions: npt.NDArray[np.uint32],
+    base: int,
+    values: npt.NDArray[np.uint8],
+) -> None: ...

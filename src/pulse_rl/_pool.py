@@ -18,7 +18,7 @@ def default_workers() -> int:
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int | None = None) -> Generator[R, None, None]:
-    """``function`` over ``items`` in threads; results in order, at most two items a worker in flight.
+    """``function`` over ``items`` in threads; results in order, at most one item more than workers in flight.
 
     The bound keeps peak memory at "blocks in flight" however long ``items`` is. An exception of any item is raised at
     its place, after the calls in flight have ended, so that the caller never races with a thread it started.
@@ -32,7 +32,7 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int | N
         try:
             for item in items:
                 pending.append(pool.submit(function, item))
-                if len(pending) >= 2 * workers:
+                if len(pending) > workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()

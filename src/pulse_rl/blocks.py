@@ -21,6 +21,11 @@ class Segment(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """The arguments of `State.read`."""
+        return self.spec.name, self.start, self.stop
+
 
 class Block(NamedTuple):
     """A run of elements of one tensor, or several whole small tensors of one dtype, in name order."""
@@ -46,7 +51,7 @@ class Block(NamedTuple):
 
     def read(self, state: State) -> UIntArray:
         """The block's elements one after another: a view where the block is one segment of a host tensor."""
-        parts = [state.read(s.spec.name, s.start, s.stop) for s in self.segments]
+        parts = [state.read(*s.place) for s in self.segments]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@ Pure functions on bytes and buffers. Blocks are coded and decoded on all cores; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from . import bits
 from . import codec as codecs
 from ._pool import ordered_map
-from .blocks import Block
+from .blocks import Block, Segment
 from .codec import Changes
 from .digest import LEAF_BYTES, StateDigest, leaf_digests
 from .errors import CorruptPatch, DigestMismatch, IntegrityError, PulseError, WrongBase
@@ -109,7 +110,9 @@ def build(
         if encoded.codec_id == codecs.SAME:
             return encoded, None, None
         changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, block.layout)
-        if len(changes.positions) != encoded.changed or not np.array_equal(after[changes.positions], changes.values):
+        if len(changes.positions) != encoded.changed or not np.array_equal(
+            bits.take(after, changes.positions), changes.values
+        ):
             raise IntegrityError(
                 f"{block} does not decode to what was encoded", hint="Do not change tensors while they are published."
             )
@@ -181,7 +184,7 @@ def apply_in_place(
         if entry.codec_id == codecs.SAME:
             return changes, None
         # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
-        journal[index] = Changes(changes.positions, before[changes.positions])
+        journal[index] = Changes(changes.positions, bits.take(before, changes.positions))
         _scatter(block, state, changes)
         return changes, _block_leaves(block, block.read(state))
 
@@ -223,31 +226,26 @@ def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, be
     return changes
 
 
-def _split(block: Block, changes: Changes) -> list[tuple[str, npt.NDArray[np.int64], UIntArray]]:
-    """Changes of a block as (tensor name, flat indices, values), tensors without changes left out."""
-    if len(block.segments) == 1:
-        segment = block.segments[0]
-        return [(segment.spec.name, changes.positions.astype(np.int64) + segment.start, changes.values)]
-    ends = np.cumsum([s.stop - s.start for s in block.segments])
-    bounds = np.searchsorted(changes.positions, ends)
-    result, first = [], 0
-    for segment, end, last in zip(block.segments, ends, bounds, strict=True):
+def _pieces(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Changes]]:
+    """The changes of a block by segment: (segment, place of its first element in the block, its changes)."""
+    base = first = 0
+    for segment in block.segments:
+        end = base + segment.stop - segment.start
+        last = int(np.searchsorted(changes.positions, end))
         if last > first:
-            indices = changes.positions[first:last].astype(np.int64) - int(end - (segment.stop - segment.start))
-            result.append((segment.spec.name, indices, changes.values[first:last]))
-        first = last
-    return result
+            yield segment, base, Changes(changes.positions[first:last], changes.values[first:last])
+        base, first = end, last
 
 
 def _scatter(block: Block, state: State, changes: Changes) -> None:
-    for name, indices, values in _split(block, changes):
-        state.read(name)[indices] = values
+    for segment, base, piece in _pieces(block, changes):
+        bits.put(state.read(*segment.place), piece.positions, piece.values, base)
 
 
 def _collect(block: Block, changes: Changes, into: dict[str, list[TensorChanges]]) -> None:
-    if len(changes.positions):
-        for name, indices, values in _split(block, changes):
-            into.setdefault(name, []).append(TensorChanges(indices, values))
+    for segment, base, piece in _pieces(block, changes):
+        indices = piece.positions.astype(np.int64) + (segment.start - base)
+        into.setdefault(segment.spec.name, []).append(TensorChanges(indices, piece.values))
 
 
 def _join(pieces: list[TensorChanges]) -> TensorChanges:

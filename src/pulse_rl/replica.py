@@ -218,7 +218,7 @@ class Replica:
 def _difference(old: State, new: State) -> dict[str, TensorChanges]:
     changes = {}
     for spec in new.specs:
-        indices = np.flatnonzero(old.read(spec.name) != new.read(spec.name))
+        indices = np.flatnonzero(old.read(spec.name) != new.read(spec.name))  # a tensor may exceed 32-bit positions
         if len(indices):
             changes[spec.name] = TensorChanges(indices, new.read(spec.name)[indices])
     return changes

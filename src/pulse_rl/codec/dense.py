@@ -6,9 +6,7 @@ planes of a whole tensor are long, and no entropy table fits two of them.
 
 from __future__ import annotations
 
-import numpy as np
-
-from .. import _zstd
+from .. import _zstd, bits
 from ..errors import CorruptPatch
 from ..tensors import DType, UIntArray
 from . import planes
@@ -26,7 +24,7 @@ class DenseCodec:
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
         frames = [_zstd.compress(plane, _LEVEL) for plane in planes.split(new)]
-        return b"".join(len(f).to_bytes(4, "little") + f for f in frames), int(np.count_nonzero(old != new))
+        return b"".join(len(f).to_bytes(4, "little") + f for f in frames), len(bits.differing(old, new))
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         cut = []
@@ -39,5 +37,5 @@ class DenseCodec:
         if len(payload):
             raise CorruptPatch(f"{len(payload)} bytes follow the block's end")
         new = planes.merge(b"".join(cut), layout.dtype.uint)
-        positions = np.flatnonzero(old != new).astype(np.uint32)
+        positions = bits.differing(old, new)
         return Changes(positions, new[positions])

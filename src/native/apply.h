@@ -1,0 +1,30 @@
+// The in-place apply of a block's changes, and what undoes it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace pulse {
+
+// Whether all positions, less `base`, are below `count`.
+inline bool all_within(const uint32_t* positions, size_t n, uint32_t base, size_t count) {
+    bool good = true;
+    for (size_t i = 0; i < n; i++) good &= positions[i] >= base && positions[i] - base < count;
+    return good;
+}
+
+// The elements at the positions: the old bits, to be kept until the apply is confirmed.
+template <class U>
+void gather(const U* elements, const uint32_t* positions, size_t n, uint32_t base, U* out) {
+    for (size_t i = 0; i < n; i++) out[i] = elements[positions[i] - base];
+}
+
+// Writes values at the positions. Repeating it changes nothing, and scattering the gathered old bits undoes it, even if
+// only a part of it was done.
+template <class U>
+void scatter(U* elements, const uint32_t* positions, size_t n, uint32_t base, const U* values) {
+    for (size_t i = 0; i < n; i++) elements[positions[i] - base] = values[i];
+}
+
+}  // namespace pulse
