@@ -30,6 +30,8 @@ from .errors import (
     UnsupportedTensor,
     WrongBase,
 )
+from .events import Event, PathFailed, Progress, Published, Resumed, Synced
+from .manifest import Manifest
 from .publisher import Publisher
 from .store import LocalStore, MemoryStore, ObjectStore, Store, open_store
 from .subscriber import Subscriber
@@ -48,17 +50,23 @@ __all__ = [
     "CorruptPatch",
     "DigestMismatch",
     "EmptyStream",
+    "Event",
     "FormatError",
     "InputError",
     "IntegrityError",
     "InvalidName",
     "LocalStore",
+    "Manifest",
     "MemoryStore",
     "NotFound",
     "ObjectStore",
+    "PathFailed",
+    "Progress",
+    "Published",
     "Publisher",
     "PublisherConflict",
     "PulseError",
+    "Resumed",
     "Source",
     "State",
     "StateMismatch",
@@ -69,6 +77,7 @@ __all__ = [
     "StreamError",
     "Subscriber",
     "SubscriberPoisoned",
+    "Synced",
     "TensorUpdate",
     "UnsupportedTensor",
     "Update",

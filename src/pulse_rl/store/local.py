@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,9 +64,11 @@ class LocalStore:
         return ObjectInfo(name, stat.st_size, stat.st_mtime)
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        top = self._path(folder)
+        names: list[str] = []
         try:
-            names = [p.relative_to(self.root).as_posix() for p in top.rglob("*") if p.is_file()]
+            for parent, _, files in os.walk(self._path(folder)):
+                prefix = Path(parent).relative_to(self.root).as_posix()
+                names += [f"{prefix}/{file}" for file in files]
         except OSError as error:
             raise disk_error(error, f"list {folder}") from error
         for name in sorted(n for n in names if start_after is None or n > start_after):
