@@ -4,6 +4,7 @@ Trainer: ``Publisher(store, stream="policy").publish(model.state_dict())``.
 Worker: ``update = Subscriber(store, stream="policy").sync()``, then `pulse_rl.integrations.torch.apply_`.
 """
 
+from .audit import AuditReport, audit
 from .checkpoint import Source, as_state
 from .digest import state_digest
 from .errors import (
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyExists",
+    "AuditReport",
     "Bits",
     "ChainGap",
     "CorruptCheckpoint",
@@ -84,6 +86,7 @@ __all__ = [
     "WrongBase",
     "__version__",
     "as_state",
+    "audit",
     "open_store",
     "state_root",
     "verify_stream",

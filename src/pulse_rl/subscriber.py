@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from .checkpoint import Source, as_state
-from .digest import state_digest
+from .digest import StateDigest, state_digest
 from .errors import EmptyStream, FormatError, NotFound, SubscriberPoisoned
 from .events import Listener, Synced
 from .manifest import Manifest
@@ -56,6 +56,11 @@ class Subscriber:
     def root(self) -> str:
         """The verified root of `state`, 64 hexadecimal digits."""
         return self._ready().digest.root
+
+    @property
+    def digest(self) -> StateDigest:
+        """The digest tree of `state`, with which `pulse_rl.audit` compares a live model."""
+        return self._ready().digest
 
     @property
     def manifest(self) -> Manifest:
