@@ -17,12 +17,13 @@ import numpy.typing as npt
 from . import bits
 from . import codec as codecs
 from ._pool import ordered_map
-from .blocks import Block, Segment
+from .blocks import Block, Segment, cut
 from .codec import Changes
 from .digest import LEAF_BYTES, StateDigest, leaf_digests
 from .errors import CorruptPatch, DigestMismatch, IntegrityError, PulseError, WrongBase
 from .patch_header import BlockEntry, PatchHeader, parse_header
 from .tensors import State, UIntArray
+from .undo import UndoLog
 
 DEFAULT_BLOCK_ELEMENTS = 1 << 22
 
@@ -79,10 +80,12 @@ class TensorChanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What `apply_in_place` did: the changes per tensor name and the digest tree of the state now."""
+    """What `apply_in_place` did: the changes per tensor name, the digest tree of the state now, and the old bits by
+    block index."""
 
     changes: dict[str, TensorChanges]
     digest: StateDigest
+    undo: dict[int, Changes]
 
 
 def build(
@@ -106,52 +109,87 @@ def build(
 
     def run(block: Block) -> tuple[codecs.Encoded, Changes | None, list[bytes] | None]:
         before, after = block.read(old), block.read(new)
-        encoded = codecs.encode_block(chosen, before, after, block.layout)
-        if encoded.codec_id == codecs.SAME:
-            return encoded, None, None
-        changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, block.layout)
-        if len(changes.positions) != encoded.changed or not np.array_equal(
-            bits.take(after, changes.positions), changes.values
-        ):
-            raise IntegrityError(
-                f"{block} does not decode to what was encoded", hint="Do not change tensors while they are published."
-            )
-        leaves = _block_leaves(block, after)
-        return encoded, changes if encoded.changed <= _KEPT_DENSITY * block.elements else None, leaves
+        encoded, changes = _encode(chosen, block, before, after)
+        return encoded, changes, None if encoded.codec_id == codecs.SAME else _block_leaves(block, after)
 
-    header = PatchHeader(old_digest.root, "", block_elements, old.specs, ())
-    blocks, entries, payloads, kept = header.cut(), [], [], []
+    blocks = cut(old.specs, block_elements)
     tree = _LeafUpdate(old_digest)
+    coded, kept = [], []
     for block, (encoded, changes, leaves) in zip(blocks, ordered_map(run, blocks, workers), strict=True):
-        entries.append(
-            BlockEntry(encoded.codec_id, encoded.changed, len(encoded.payload), sha256(encoded.payload).digest())
-        )
-        payloads.append(encoded.payload)
+        coded.append(encoded)
         kept.append(changes)
         tree.add(block, leaves)
         if progress:
             progress(block.nbytes)
-    target = tree.finish()
-    header = PatchHeader(old_digest.root, target.root, block_elements, old.specs, tuple(entries))
-    return BuiltPatch(header, (header.to_bytes(), *payloads), target, tuple(kept))
+    return _assemble(old_digest.root, tree.finish(), block_elements, coded, kept)
 
 
-def advance_in_place(built: BuiltPatch, state: State, *, workers: int | None = None) -> None:
-    """Turns the state that a patch was built from into its target. Nothing is hashed: `build` has proved each block and
-    knows the target's tree. A state in which this was interrupted must be given up."""
+def fold(
+    log: UndoLog, state: State, digest: StateDigest, *, codec: str = codecs.DEFAULT, workers: int | None = None
+) -> BuiltPatch:
+    """The patch from the version that ``log`` leads back to, to ``state`` with its tree ``digest``. Hashes nothing."""
+    chosen = codecs.by_name(codec)
+    blocks = cut(state.specs, DEFAULT_BLOCK_ELEMENTS)
+
+    def run(index: int) -> codecs.Encoded:
+        after = blocks[index].read(state)
+        return _encode(chosen, blocks[index], log.rewind(index, after), after)[0]
+
+    coded = list(ordered_map(run, range(len(blocks)), workers))
+    return _assemble(log.base_root, digest, DEFAULT_BLOCK_ELEMENTS, coded, [None] * len(coded))
+
+
+def _encode(
+    chosen: codecs.Codec, block: Block, before: UIntArray, after: UIntArray
+) -> tuple[codecs.Encoded, Changes | None]:
+    """One block, proved by decoding it, and its changes where they are few enough to keep."""
+    encoded = codecs.encode_block(chosen, before, after, block.layout)
+    if encoded.codec_id == codecs.SAME:
+        return encoded, None
+    changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, block.layout)
+    same = len(changes.positions) == encoded.changed
+    if not same or not np.array_equal(bits.take(after, changes.positions), changes.values):
+        raise IntegrityError(
+            f"{block} does not decode to what was encoded", hint="Do not change tensors while they are published."
+        )
+    return encoded, changes if encoded.changed <= _KEPT_DENSITY * block.elements else None
+
+
+def _assemble(
+    base_root: str,
+    target: StateDigest,
+    block_elements: int,
+    coded: list[codecs.Encoded],
+    kept: list[Changes | None],
+) -> BuiltPatch:
+    entries = tuple(BlockEntry(e.codec_id, e.changed, len(e.payload), sha256(e.payload).digest()) for e in coded)
+    header = PatchHeader(base_root, target.root, block_elements, target.specs, entries)
+    return BuiltPatch(header, (header.to_bytes(), *(e.payload for e in coded)), target, tuple(kept))
+
+
+def advance_in_place(built: BuiltPatch, state: State, *, workers: int | None = None) -> dict[int, Changes]:
+    """Turns the state that a patch was built from into its target; returns the old bits by block index.
+
+    Nothing is hashed: `build` has proved each block and knows the target's tree. A state in which this was interrupted
+    must be given up.
+    """
     blocks = built.header.cut()
+    undo: dict[int, Changes] = {}
 
     def run(index: int) -> None:
         block, entry, changes = blocks[index], built.header.blocks[index], built.changes[index]
         if entry.codec_id == codecs.SAME:
             return
+        before = block.read(state)
         if changes is None:
             payload = memoryview(built.chunks[1 + index])
-            changes = codecs.by_id(entry.codec_id).decode(payload, block.read(state), block.layout)
+            changes = codecs.by_id(entry.codec_id).decode(payload, before, block.layout)
+        undo[index] = Changes(changes.positions, bits.take(before, changes.positions))
         _scatter(block, state, changes)
 
     for _ in ordered_map(run, range(len(blocks)), workers):
         pass
+    return undo
 
 
 def apply_in_place(
@@ -207,7 +245,7 @@ def apply_in_place(
         for index, undo in journal.items():
             _scatter(blocks[index], state, undo)
         raise
-    return Applied({name: _join(pieces) for name, pieces in per_tensor.items()}, target)
+    return Applied({name: _join(pieces) for name, pieces in per_tensor.items()}, target, journal)
 
 
 def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, before: UIntArray) -> Changes:
