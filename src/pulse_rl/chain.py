@@ -1,7 +1,7 @@
 """Planning on a stream's links, without any input or output.
 
-A link is a way to reach a version: an anchor reaches it from nothing, a patch from an earlier version. What to fetch is
-the cheapest path by bytes; a gap is an error that says what is missing on which side.
+A link is a way to reach a version: an anchor reaches it from nothing, a patch from the version before, a fold from an
+earlier one. What to fetch is the cheapest path by bytes; a gap is an error that says what is missing on which side.
 """
 
 from __future__ import annotations
@@ -14,30 +14,42 @@ from .manifest import Manifest, Payload
 
 
 class Link(NamedTuple):
-    """``base`` is None for an anchor. ``payloads`` are the objects to fetch."""
+    """``base`` is None for an anchor. ``payloads`` are the objects to fetch, None while only their size is known or
+    guessed: the manifest of ``version`` lists them."""
 
     base: int | None
     version: int
-    payloads: tuple[Payload, ...]
+    nbytes: int
+    payloads: tuple[Payload, ...] | None = None
 
     @property
-    def nbytes(self) -> int:
-        return sum(p.bytes for p in self.payloads)
+    def key(self) -> tuple[int | None, int]:
+        return self.base, self.version
 
     def __str__(self) -> str:
         if self.base is None:
             return f"the anchor of version {self.version}"
-        return f"the patch {self.base}->{self.version}"
+        return f"the {'patch' if self.version - self.base == 1 else 'fold'} {self.base}->{self.version}"
 
 
 def links_of(manifest: Manifest) -> list[Link]:
-    """The ways to reach a manifest's version."""
+    """The ways to reach a manifest's version that the manifest itself names."""
     links = []
     if manifest.patch:
-        links.append(Link(manifest.patch.base, manifest.version, manifest.patch.parts))
+        links.append(_link(manifest.patch.base, manifest.version, manifest.patch.parts))
     if manifest.anchor:
-        links.append(Link(None, manifest.version, manifest.anchor.shards))
+        links.append(_link(None, manifest.version, manifest.anchor.shards))
     return links
+
+
+def resolved(link: Link, manifest: Manifest) -> Link:
+    """``link`` with its payloads; raises ChainGap where the manifest has no such link."""
+    if link.payloads is not None:
+        return link
+    for found in links_of(manifest):
+        if found.key == link.key:
+            return found
+    raise ChainGap(f"{link} is not in the manifest of version {manifest.version}")
 
 
 def cheapest_path(links: Iterable[Link], have: int | None, target: int) -> list[Link]:
@@ -45,17 +57,27 @@ def cheapest_path(links: Iterable[Link], have: int | None, target: int) -> list[
 
     Raises ChainGap that names both sides of the gap.
     """
-    best: dict[int | None, tuple[int, list[Link]]] = {None: (0, [])}
+    # Of each version the cheapest way there: bytes in all, and the last link.
+    best: dict[int | None, tuple[int, Link | None]] = {None: (0, None)}
     if have is not None:
-        best[have] = (0, [])
+        best[have] = (0, None)
     # Every link leads to a higher version than its base, so in this order each base is final before it is used.
     for link in sorted(links, key=lambda x: (x.version, x.nbytes)):
         if link.base in best and link.version != have:
-            cost, path = best[link.base]
-            if link.version not in best or cost + link.nbytes < best[link.version][0]:
-                best[link.version] = (cost + link.nbytes, [*path, link])
+            cost = best[link.base][0] + link.nbytes
+            if link.version not in best or cost < best[link.version][0]:
+                best[link.version] = (cost, link)
     if target not in best:
         reached = max((v for v in best if v is not None and v < target), default=None)
         lower = "nothing below it can be reached" if reached is None else f"the chain reaches version {reached}"
         raise ChainGap(f"no path leads to version {target}: {lower}")
-    return best[target][1]
+    path: list[Link] = []
+    last = best[target][1]
+    while last is not None:
+        path.append(last)
+        last = best[last.base][1]
+    return path[::-1]
+
+
+def _link(base: int | None, version: int, payloads: tuple[Payload, ...]) -> Link:
+    return Link(base, version, sum(p.bytes for p in payloads), payloads)

@@ -84,7 +84,29 @@ class PathFailed:
     reason: str
 
 
-Event = Progress | Published | Resumed | Synced | PathFailed
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A fold over the versions from ``base`` to ``version`` was made: stored, unless ``nbytes`` is not less than the
+    ``patch_bytes`` that it spans."""
+
+    stream: str
+    base: int
+    version: int
+    nbytes: int
+    patch_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoldFailed:
+    """A fold could not be made or stored. Readers take the patches instead."""
+
+    stream: str
+    base: int
+    version: int
+    reason: str
+
+
+Event = Progress | Published | Resumed | Synced | PathFailed | Folded | FoldFailed
 Listener = Callable[[Event], None]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -13,8 +14,9 @@ from . import codec as codecs
 from . import manifest as manifests
 from .checkpoint import Source, as_state, serialize
 from .digest import StateDigest, state_digest
-from .errors import ChainGap, FormatError, NotFound, PublisherConflict
+from .errors import ChainGap, FormatError, NotFound, PublisherConflict, StoreError
 from .events import Listener, Published, Resumed, progress_to
+from .folds import FoldMaker
 from .manifest import AnchorRef, Manifest, Metadata, PatchRef, Payload
 from .patch import BuiltPatch
 from .replica import Replica
@@ -35,9 +37,10 @@ class Publisher:
     """Publishes the states of one policy as versions 0, 1, 2 … of a stream.
 
     ``store`` is a store or its address. A stream that exists is continued. An anchor is stored along with a patch
-    whenever the patches since the last one exceed ``anchor_ratio`` times the state's bytes. One Publisher at a time may
-    write to a stream: a second one's commit is refused with PublisherConflict and the chain stays whole. Not
-    thread-safe.
+    whenever the patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``folds`` are the spans
+    over which folds are made in the background (`folds.FoldMaker` says what that costs in memory; `pulse fold` makes
+    them on any machine). One Publisher at a time may write to a stream: a second one's commit is refused with
+    PublisherConflict and the chain stays whole. Not thread-safe.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Publisher:
         codec: str = codecs.DEFAULT,
         anchor_ratio: float = 1.0,
         shard_bytes: int = anchor.DEFAULT_SHARD_BYTES,
+        folds: Collection[int] = (),
         workers: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
@@ -60,7 +64,8 @@ class Publisher:
         self._listener = on_event
         self._word = secrets.token_hex(8)
         self._head: int | None = None
-        self._baseline = Replica(self._stream, workers=workers, listener=on_event)
+        self._folds = FoldMaker(self._stream, folds, codec=codec, workers=workers, listener=on_event)
+        self._baseline = self._new_baseline()
         self._pending: _Pending | None = None
         self._refused: str | None = None
         self._since_anchor = 0
@@ -71,6 +76,10 @@ class Publisher:
         newer = self._stream.versions(self._head)
         version = newer[-1] if newer else self._head
         return None if version is None else self._stream.manifest(version)
+
+    def wait(self) -> None:
+        """Returns when the folds that are being made in the background are stored."""
+        self._folds.wait()
 
     def publish(self, source: Source, *, metadata: Metadata | None = None) -> Published:
         """Commits a state as the next version and returns what it cost.
@@ -139,6 +148,11 @@ class Publisher:
             self._listener(result)
         return result
 
+    def _new_baseline(self) -> Replica:
+        baseline = Replica(self._stream, workers=self._workers, listener=self._listener)
+        baseline.watcher = self._folds
+        return baseline
+
     def _build(self, state: State, phases: dict[str, float]) -> BuiltPatch | None:
         """The patch from the baseline, None where there is no baseline or it holds other tensors."""
         started = time.perf_counter()
@@ -190,12 +204,19 @@ class Publisher:
             raise PublisherConflict(self._refused)
         advance = self._pending.advance
         self._head, self._pending = manifest.version, None
+        self._list_anchor(manifest)
         try:
             advance()
         except BaseException:
             # The version is committed; a baseline that did not follow is given up, and the next call resumes.
-            self._baseline = Replica(self._stream, workers=self._workers, listener=self._listener)
+            self._baseline = self._new_baseline()
             raise
+
+    def _list_anchor(self, manifest: Manifest) -> None:
+        """Lists the anchor for newcomers. It is in the manifest, too, so failing to is no failure to publish."""
+        if manifest.anchor:
+            with suppress(StoreError):
+                self._stream.put_anchor_link(manifest.version, sum(p.bytes for p in manifest.anchor.shards))
 
     def _advance(
         self, manifest: Manifest, built: BuiltPatch | None, baseline: State | None, target: StateDigest
@@ -226,7 +247,7 @@ class Publisher:
             self._since_anchor = self._bytes_since_anchor(self._head)
         except (ChainGap, NotFound, FormatError) as error:
             how, reason = "anchored", str(error)
-            self._baseline = Replica(self._stream, workers=self._workers, listener=self._listener)
+            self._baseline = self._new_baseline()
         if self._listener:
             self._listener(Resumed(self._stream.name, self._head, how, reason))
 

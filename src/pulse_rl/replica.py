@@ -5,27 +5,44 @@ The publisher's baseline and the subscriber's host state are both replicas: rest
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from . import anchor, patch
 from ._pool import ordered_map
-from .chain import Link, cheapest_path, links_of
+from .chain import Link, cheapest_path, links_of, resolved
+from .codec import Changes
 from .digest import StateDigest, state_digest
 from .errors import ChainGap, DigestMismatch, FormatError, IntegrityError, NotFound, StateMismatch
 from .events import Listener, PathFailed, progress_to
 from .manifest import Manifest
 from .patch import BuiltPatch, Patch, TensorChanges
+from .patch_header import MAX_HEADER_BYTES
 from .stream import PATCH, SHARD, Stream
 from .tensors import State
 
 _PREFETCH = 4
-_BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch)
+_FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
+_BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
 """What makes one link unusable and another path worth trying; a store that is away is neither."""
+
+
+class Watcher(Protocol):
+    """Follows a replica's moves."""
+
+    def wait(self) -> None:
+        """Called before the state moves: returns when the watcher has stopped reading it."""
+
+    def moved(self, link: Link, base_root: str, undo: Mapping[int, Changes], state: State, digest: StateDigest) -> None:
+        """The state went along a patch; ``undo`` holds the old bits by block index, the rest is how it is now."""
+
+    def broken(self) -> None:
+        """The state was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +65,7 @@ class Replica:
         self.poisoned = False
         self._state: State | None = None
         self._digest: StateDigest | None = None
+        self.watcher: Watcher | None = None
         self._workers = workers
         self._listener = listener
         # The moves since the last Step was handed out. They outlive a move that failed on its way, so that the next
@@ -68,14 +86,24 @@ class Replica:
 
     def adopt(self, version: int, state: State, digest: StateDigest) -> None:
         """Takes over ``state``, in writable host memory, as the given version."""
+        if self.watcher:
+            self.watcher.broken()
+        self._set(version, state, digest)
+
+    def _set(self, version: int, state: State, digest: StateDigest) -> None:
         self.version, self._state, self._digest, self.poisoned = version, state, digest, False
         self._told, self._passed, self._untold = version, [], []
 
     def advance(self, version: int, built: BuiltPatch) -> None:
         """Moves to a version whose patch was built from this very state."""
+        link, base_root = Link(self.version, version, built.nbytes), self.digest.root
+        if self.watcher:
+            self.watcher.wait()
         self.poisoned = True
-        patch.advance_in_place(built, self.state, workers=self._workers)
-        self.adopt(version, self.state, built.target)
+        undo = patch.advance_in_place(built, self.state, workers=self._workers)
+        self._set(version, self.state, built.target)
+        if self.watcher:
+            self.watcher.moved(link, base_root, undo, self.state, self.digest)
 
     def recover(self) -> None:
         """Leaves `poisoned`: the state is hashed, and given up unless it is the version it was."""
@@ -92,20 +120,14 @@ class Replica:
         left; the replica then rests at the last version it verified. StoreUnavailable passes through.
         """
         self.recover()
-        avoid: dict[Link, Exception] = {}
+        avoid: dict[tuple[int | None, int], str] = {}
         while self.version != target:
-            links, reasons = self._links_down_from(target, set(avoid))
-            try:
-                path = cheapest_path(links, self.version, target)
-            except ChainGap as gap:
-                broken = [f"{link}: {error}" for link, error in avoid.items()] + reasons
-                raise ChainGap("; ".join([f"{self.stream.name}: {gap}", *broken]), hint=gap.hint) from gap
-            with closing(self._prefetch(path)) as fetched:
-                for link in path:
+            with closing(self._prefetch(self._plan(target, avoid))) as fetched:
+                for link, parts in fetched:
                     try:
-                        changes = self._follow(link, fetched)
+                        changes = self._follow(link, parts)
                     except _BROKEN_LINK as error:
-                        avoid[link] = error
+                        avoid[link.key] = f"{link}: {error}"
                         if self._listener:
                             self._listener(PathFailed(self.stream.name, str(link), str(error)))
                         break
@@ -122,15 +144,44 @@ class Replica:
     def follow(self, link: Link) -> None:
         """Follows one link, whatever else leads to its version; raises what is wrong with it."""
         with closing(self._prefetch([link])) as fetched:
-            self._follow(link, fetched)
+            for found, parts in fetched:
+                self._follow(found, parts)
 
-    def _links_down_from(self, target: int, avoid: set[Link]) -> tuple[list[Link], list[str]]:
-        """The usable links from the target down to the replica's version or to an anchor that can be used."""
+    def _plan(self, target: int, avoid: dict[tuple[int | None, int], str]) -> list[Link]:
+        """The path to try. Raises ChainGap, with what was wrong with the links that are avoided."""
+        try:
+            return cheapest_path(self._listed(target, avoid), self.version, target)
+        except _BROKEN_LINK:
+            links, reasons = self._walk_down(target, set(avoid))
+        try:
+            return cheapest_path(links, self.version, target)
+        except ChainGap as gap:
+            raise ChainGap("; ".join([f"{self.stream.name}: {gap}", *avoid.values(), *reasons]), hint=gap.hint) from gap
+
+    def _listed(self, target: int, avoid: Collection[tuple[int | None, int]]) -> list[Link]:
+        """Links as the listings show them. The size of a patch is not listed: the target's stands for all.
+
+        From close by, no listing is needed: the patches in between are the way.
+        """
+        last = self.stream.manifest(target).patch
+        guess = sum(p.bytes for p in last.parts) if last else 0
+        if self.version is not None and target - self.version < _FAR:
+            links, versions = [], list(range(self.version + 1, target + 1))
+        else:
+            links = [link for link in self.stream.links(self.version) if link.version <= target]
+            starts = [link.version for link in links if link.base is None] if self.version is None else [self.version]
+            versions = [v for v in self.stream.versions(min(starts)) if v <= target] if starts else []
+        links += [Link(v - 1, v, guess) for v in versions]
+        return [link for link in links if link.key not in avoid]
+
+    def _walk_down(self, target: int, avoid: set[tuple[int | None, int]]) -> tuple[list[Link], list[str]]:
+        """The links that manifests name, from the target down to the replica's version or to an anchor: for streams
+        whose listed links are lost or lead nowhere."""
         links: list[Link] = []
         version = target
         while True:
             try:
-                found = [link for link in links_of(self.stream.manifest(version)) if link not in avoid]
+                found = [link for link in links_of(self.stream.manifest(version)) if link.key not in avoid]
             except (NotFound, FormatError) as error:
                 return links, [str(error)]
             links += found
@@ -140,34 +191,42 @@ class Replica:
                 return links, []
             version = bases[0]
 
-    def _prefetch(self, path: list[Link]) -> Generator[list[bytes] | Exception, None, None]:
-        """The payloads of the path's patches, a few ahead of their use; errors are handed over, not raised."""
+    def _prefetch(self, path: list[Link]) -> Generator[tuple[Link, list[bytes] | Exception], None, None]:
+        """The path's links with the bytes of patches, a few ahead of their use; errors are handed over, not raised."""
 
-        def fetch(link: Link) -> list[bytes] | Exception:
+        def fetch(link: Link) -> tuple[Link, list[bytes] | Exception]:
             try:
-                return [self.stream.fetch(p, PATCH) for p in link.payloads]
+                manifest = self.stream.manifest(link.version)
+                link = resolved(link, manifest)
+                if link.base is None:
+                    return link, []
+                if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
+                    raise FormatError(f"{link} has {link.nbytes} bytes for a state of {manifest.dense_bytes}")
+                return link, [self.stream.fetch(p, PATCH) for p in link.payloads or ()]
             except _BROKEN_LINK as error:
-                return error
+                return link, error
 
-        return ordered_map(fetch, [link for link in path if link.base is not None], _PREFETCH)
+        return ordered_map(fetch, path, _PREFETCH)
 
-    def _follow(self, link: Link, fetched: Iterator[list[bytes] | Exception]) -> dict[str, TensorChanges] | None:
+    def _follow(self, link: Link, parts: list[bytes] | Exception) -> dict[str, TensorChanges] | None:
+        if isinstance(parts, Exception):
+            raise parts
         manifest = self.stream.manifest(link.version)
         if link.base is None:
             return self._restore(manifest)
-        parts = next(fetched)
-        if isinstance(parts, Exception):
-            raise parts
         if len(parts) != 1:
             raise FormatError(f"{link} has {len(parts)} parts", hint="Upgrade pulse-rl to read it.")
         own = Patch.parse(parts[0])
         if own.header.target_root != manifest.root:
             raise DigestMismatch(f"{link} leads to root {own.header.target_root[:16]}…, not to its manifest's root")
-        changes = self._apply(own, link.version)
+        changes = self._apply(own, link)
         self.state.aliases = dict(manifest.aliases)
         return changes
 
-    def _apply(self, own: Patch, version: int) -> dict[str, TensorChanges]:
+    def _apply(self, own: Patch, link: Link) -> dict[str, TensorChanges]:
+        base_root = self.digest.root
+        if self.watcher:
+            self.watcher.wait()
         self.poisoned = True
         try:
             applied = patch.apply_in_place(
@@ -180,7 +239,9 @@ class Replica:
         except (FormatError, IntegrityError, StateMismatch):
             self.poisoned = False  # refused, or undone to the last bit
             raise
-        self._digest, self.version, self.poisoned = applied.digest, version, False
+        self._digest, self.version, self.poisoned = applied.digest, link.version, False
+        if self.watcher:
+            self.watcher.moved(link, base_root, applied.undo, self.state, self.digest)
         return applied.changes
 
     def _restore(self, manifest: Manifest) -> dict[str, TensorChanges] | None:
@@ -200,6 +261,8 @@ class Replica:
             raise DigestMismatch(
                 f"the anchor of version {manifest.version} has root {digest.root[:16]}…, not {manifest.root[:16]}…"
             )
+        if self.watcher:
+            self.watcher.broken()
         before = self._state
         self.version, self._state, self._digest = manifest.version, fresh, digest
         return None if before is None or before.specs != fresh.specs else _difference(before, fresh)

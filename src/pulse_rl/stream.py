@@ -9,18 +9,21 @@ import re
 from hashlib import sha256
 
 from . import manifest as manifests
-from .errors import CorruptManifest, DigestMismatch, InvalidName, NotFound
+from .chain import Link
+from .errors import CorruptManifest, DigestMismatch, InvalidName
 from .manifest import Manifest, Payload
 from .store.base import Data, Store, create_or_confirm
 
 _STREAM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _VERSION = re.compile(r"([0-9]{12})\.json")
+_FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
+_ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 PATCH, SHARD = "patch", "safetensors"
 _KEPT_MANIFESTS = 4096
 
 
 class Stream:
-    """``<name>/versions/<version, 12 digits>.json`` and ``<name>/payloads/<sha256>.<patch|safetensors>``."""
+    """Versions, payloads, and links: empty objects whose names say all that planning needs (docs/format.md, 6)."""
 
     def __init__(self, store: Store, name: str) -> None:
         if not _STREAM.fullmatch(name):
@@ -55,6 +58,26 @@ class Stream:
         """Creates the manifest, which commits its version. False when another publisher has taken the version."""
         return create_or_confirm(self.store, self._version_name(manifest.version), manifest.to_bytes())
 
+    def links(self, after: int | None = None) -> list[Link]:
+        """The folds and anchors that are listed as such, of versions greater than ``after``. One listing, no reads."""
+        start_after = None if after is None else f"{self.name}/links/{after + 1:012d}"
+        found = []
+        for info in self.store.list(f"{self.name}/links", start_after):
+            name = info.name.rpartition("/")[2]
+            if match := _FOLD.fullmatch(name):
+                version, base, nbytes = int(match[1]), int(match[2]), int(match[3])
+                if base < version and nbytes > 0:
+                    found.append(Link(base, version, nbytes, (Payload(match[4], nbytes),)))
+            elif match := _ANCHOR.fullmatch(name):
+                found.append(Link(None, int(match[1]), int(match[2])))
+        return found
+
+    def put_fold_link(self, base: int, version: int, payload: Payload) -> None:
+        self.store.put(f"{self.name}/links/{version:012d}-{base:012d}-{payload.bytes:015d}-{payload.sha256}", b"")
+
+    def put_anchor_link(self, version: int, nbytes: int) -> None:
+        self.store.put(f"{self.name}/links/{version:012d}-anchor-{nbytes:015d}", b"")
+
     def put_payload(self, payload: Payload, kind: str, data: Data) -> None:
         """Stores a payload under its digest. Repeating it is harmless."""
         self.store.put(self.payload_name(payload, kind), data)
@@ -75,13 +98,6 @@ class Stream:
 
     def payload_name(self, payload: Payload, kind: str) -> str:
         return f"{self.name}/payloads/{payload.sha256}.{kind}"
-
-    def has(self, version: int) -> bool:
-        try:
-            self.store.head(self._version_name(version))
-        except NotFound:
-            return False
-        return True
 
     def _version_name(self, version: int) -> str:
         return f"{self.name}/versions/{version:012d}.json"

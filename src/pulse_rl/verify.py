@@ -49,6 +49,8 @@ def verify_stream(
             yield VersionReport(version, None, (), (str(error),))
             continue
         for link in links_of(manifest):
+            if link.base is not None and link.base < versions[0]:
+                continue  # retention took the base; the anchor leads here
             replica = Replica(where, workers=workers, listener=on_event) if link.base is None else chain
             try:
                 if link.base is not None and chain.version != link.base:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from .. import __version__
 from .. import codec as codecs
 from ..errors import PulseError
+from ..folds import SPANS
+from ..retention import DEFAULT_GRACE_SECONDS
 from . import files, streams
 from .output import Console
 
@@ -84,6 +86,22 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("verify", parents=[common, stream], help="replay and check a whole stream")
     command.set_defaults(run=streams.verify)
+
+    command = commands.add_parser("fold", parents=[common, stream], help="make patches over many versions")
+    command.add_argument("--spans", type=_positive, nargs="+", default=list(SPANS), metavar="N", help="default: 8 64")
+    command.set_defaults(run=streams.fold)
+
+    command = commands.add_parser("gc", parents=[common, stream], help="delete what kept versions do not need")
+    command.add_argument("--keep", type=_positive, required=True, metavar="N", help="versions to keep, from the newest")
+    command.add_argument(
+        "--grace",
+        type=float,
+        default=DEFAULT_GRACE_SECONDS,
+        metavar="SECONDS",
+        help="payloads written since stay, named or not (default 3600)",
+    )
+    command.add_argument("--dry-run", action="store_true", help="only say what would go")
+    command.set_defaults(run=streams.gc)
 
     command = commands.add_parser("store-check", parents=[common], help="is a store safe to publish to?")
     command.add_argument("store", metavar="STORE")

@@ -6,8 +6,10 @@ import argparse
 import time
 from pathlib import Path
 
+from .. import retention
 from ..checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..errors import EmptyStream, FormatError, InputError
+from ..folds import fold_stream
 from ..publisher import Publisher
 from ..store import open_store
 from ..store.check import check_store
@@ -80,6 +82,36 @@ def verify(args: argparse.Namespace, console: Console) -> int:
     facts = {"stream": args.stream, "versions": versions, "ok": not problems, "problems": problems}
     console.result(facts, [*lines, f"{versions} versions of {args.stream} verified: {verdict}"])
     return 1 if problems else 0
+
+
+def fold(args: argparse.Namespace, console: Console) -> int:
+    made = list(
+        fold_stream(open_store(args.store), args.stream, tuple(args.spans), workers=args.threads, on_event=console)
+    )
+    lines = [f"fold {base}->{version}" for base, version in made]
+    console.result(
+        {"stream": args.stream, "folds": [{"base": b, "version": v} for b, v in made]},
+        [*lines, f"{len(made)} folds made"],
+    )
+    return 0
+
+
+def gc(args: argparse.Namespace, console: Console) -> int:
+    plan = retention.collect(
+        open_store(args.store), args.stream, keep=args.keep, grace_seconds=args.grace, dry_run=args.dry_run
+    )
+    facts = {
+        "stream": args.stream,
+        "oldest": plan.oldest,
+        "versions": len(plan.versions),
+        "objects": len(plan.names),
+        "bytes": plan.nbytes,
+        "dry_run": args.dry_run,
+    }
+    verb = "would go" if args.dry_run else "deleted"
+    line = f"{len(plan.names)} objects {verb}, {size(plan.nbytes)}, {len(plan.versions)} versions"
+    console.result(facts, [f"{line}; version {plan.oldest} is the oldest left"])
+    return 0
 
 
 def store_check(args: argparse.Namespace, console: Console) -> int:

@@ -1,0 +1,177 @@
+"""Folds: made in the background or afterwards, never larger than their patches, and taken by who is far behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pulse_rl import Bits, ChainGap, MemoryStore, Publisher, StoreUnavailable, Subscriber, state_root, verify_stream
+from pulse_rl.codec import Changes
+from pulse_rl.events import Event, FoldFailed, Synced
+from pulse_rl.folds import fold_stream
+from pulse_rl.stream import Stream
+from pulse_rl.undo import UndoLog
+
+
+class Trainer:
+    """A state of two BF16 tensors and a few versions of it: each step flips the lowest bit of some elements."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        bits = (self.rng.normal(0, 0.02, (2, 60_000)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        self.state = {"a": Bits(bits[0].reshape(200, 300), "BF16"), "b": Bits(bits[1], "BF16")}
+
+    def step(self, density: float = 0.003) -> None:
+        for tensor in self.state.values():
+            tensor.array[self.rng.random(tensor.array.shape) < density] ^= 1
+
+
+def published(store: MemoryStore, versions: int, **options: object) -> Trainer:
+    trainer = Trainer()
+    publisher = Publisher(store, stream="s", workers=1, **options)  # type: ignore[arg-type]
+    for _ in range(versions):
+        trainer.step()
+        publisher.publish(trainer.state)
+    publisher.wait()
+    return trainer
+
+
+def links_of_sync(store: MemoryStore, subscriber: Subscriber, seen: list[Event]) -> tuple[str, ...]:
+    seen.clear()
+    subscriber.sync()
+    return next(e for e in seen if isinstance(e, Synced)).links
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_who_is_far_behind_takes_the_folds(background: bool) -> None:
+    store, seen = MemoryStore(), []
+    trainer = published(store, 23, folds=(4, 16) if background else ())
+    if not background:
+        made = list(fold_stream(store, "s", (4, 16), workers=1))
+        assert made == [(0, 4), (0, 16), (4, 8), (8, 12), (12, 16), (16, 20)]
+        assert list(fold_stream(store, "s", (4, 16), workers=1)) == []
+    late = Subscriber(store, stream="s", workers=1, on_event=seen.append)
+    assert links_of_sync(store, late, seen) == (
+        "the anchor of version 0",
+        "the fold 0->16",
+        "the fold 16->20",
+        "the patch 20->21",
+        "the patch 21->22",
+    )
+    assert late.root == state_root(trainer.state)
+    assert all(report.ok for report in verify_stream(store, "s"))
+
+
+def test_an_update_over_folds_tells_each_change_once() -> None:
+    store, seen = MemoryStore(), []
+    published(store, 6, folds=(4, 16))
+    subscriber = Subscriber(store, stream="s", workers=1, on_event=seen.append)
+    subscriber.sync()
+    live = {name: values.copy() for name, _, values in subscriber.full_update()}
+    trainer = Trainer()
+    publisher = Publisher(store, stream="s", folds=(4, 16), workers=1)
+    for k in range(20):
+        trainer.step()
+        publisher.publish(trainer.state, metadata={"k": k})
+    publisher.wait()
+    update = subscriber.sync()
+    assert update is not None
+    assert any("fold" in link for e in seen if isinstance(e, Synced) for link in e.links)
+    for name, indices, values in update:
+        assert indices is not None
+        assert np.all(np.diff(indices) > 0)
+        live[name][indices] = values
+    for name, tensor in trainer.state.items():
+        np.testing.assert_array_equal(live[name], tensor.array.reshape(-1))
+
+
+def test_a_damaged_fold_is_avoided() -> None:
+    store, seen = MemoryStore(), []
+    trainer = published(store, 18, folds=(4, 16))
+    fold = next(link for link in Stream(store, "s").links() if link.key == (0, 16))
+    assert fold.payloads is not None
+    store.put(f"s/payloads/{fold.payloads[0].sha256}.patch", b"damaged")
+    late = Subscriber(store, stream="s", workers=1, on_event=seen.append)
+    links = links_of_sync(store, late, seen)
+    assert links[:3] == ("the anchor of version 0", "the fold 0->4", "the fold 4->8")
+    assert late.root == state_root(trainer.state)
+
+
+def test_a_link_that_lies_is_avoided() -> None:
+    """Links are hints: a fold that leads elsewhere, or to no object, costs a detour and nothing else."""
+    store = MemoryStore()
+    trainer = published(store, 12, folds=())
+    store.put(f"s/links/{8:012d}-{0:012d}-{5:015d}-{'0' * 64}", b"")
+    wrong = Stream(store, "s").manifest(3).patch
+    assert wrong is not None
+    payload = wrong.parts[0]
+    store.put(f"s/links/{11:012d}-{2:012d}-{payload.bytes:015d}-{payload.sha256}", b"")
+    store.put("s/links/nonsense", b"")
+    store.put(f"s/links/{7:012d}-anchor-{1:015d}", b"")
+    late = Subscriber(store, stream="s", workers=1)
+    late.sync()
+    assert late.root == state_root(trainer.state)
+
+
+def test_without_listed_links_the_manifests_lead_to_an_anchor() -> None:
+    store = MemoryStore()
+    trainer = published(store, 12, folds=(4,))
+    for info in list(store.list("s/links")):
+        store.delete(info.name)
+    late = Subscriber(store, stream="s", workers=1)
+    late.sync()
+    assert late.root == state_root(trainer.state)
+
+
+def test_a_fold_that_saves_nothing_is_not_stored() -> None:
+    """Two rewrites of everything: the fold over both is about as large as either, and must be below their sum."""
+    store = MemoryStore()
+    trainer = Trainer()
+    publisher = Publisher(store, stream="s", folds=(2,), workers=1)
+    publisher.publish(trainer.state)
+    for _ in range(2):
+        for tensor in trainer.state.values():
+            tensor.array[...] = trainer.rng.integers(0, 1 << 16, tensor.array.shape, dtype=np.uint16)
+        publisher.publish(trainer.state)
+    publisher.wait()
+    stream = Stream(store, "s")
+    stored = [link for link in stream.links() if link.base is not None]
+    spanned = sum(p.bytes for v in (1, 2) for p in stream.manifest(v).patch.parts)  # type: ignore[union-attr]
+    assert all(link.nbytes < spanned for link in stored)
+
+
+def test_a_fold_that_cannot_be_stored_does_not_fail_the_publisher() -> None:
+    class NoLinks(MemoryStore):
+        def put(self, name: str, data: object) -> None:
+            if "/links/" in name:
+                raise StoreUnavailable("away")
+            super().put(name, data)  # type: ignore[arg-type]
+
+    store, seen = NoLinks(), []
+    trainer = published(store, 10, folds=(4,), on_event=seen.append)
+    assert [e.version for e in seen if isinstance(e, FoldFailed)] == [4, 8]
+    late = Subscriber(store, stream="s", workers=1)
+    late.sync()
+    assert late.root == state_root(trainer.state)
+
+
+def test_fold_of_a_stream_with_a_gap_says_so() -> None:
+    store = MemoryStore()
+    published(store, 6)
+    patch = Stream(store, "s").manifest(2).patch
+    assert patch is not None
+    store.delete(f"s/payloads/{patch.parts[0].sha256}.patch")
+    with pytest.raises(ChainGap, match="1->2"):
+        list(fold_stream(store, "s", (4,), workers=1))
+
+
+def test_an_undo_log_keeps_the_oldest_bits() -> None:
+    rng = np.random.default_rng(2)
+    first = rng.integers(0, 1 << 16, 5000, dtype=np.uint16)
+    now, log = first.copy(), UndoLog(0, "")
+    for _ in range(30):
+        positions = np.flatnonzero(rng.random(5000) < 0.05).astype(np.uint32)
+        log.record({0: Changes(positions, now[positions])})
+        now[positions] = rng.integers(0, 1 << 16, len(positions), dtype=np.uint16)
+    np.testing.assert_array_equal(log.rewind(0, now), first)
+    assert log.rewind(1, now) is now
