@@ -29,11 +29,14 @@ from .errors import (
     StreamError,
     SubscriberPoisoned,
     UnsupportedTensor,
+    Untrusted,
     WrongBase,
 )
 from .events import Event, PathFailed, Progress, Published, Resumed, Synced
+from .group import Member
 from .manifest import Manifest
 from .publisher import Publisher
+from .signing import Signer
 from .store import LocalStore, MemoryStore, ObjectStore, Store, open_store
 from .subscriber import Subscriber
 from .tensors import Bits, State
@@ -59,6 +62,7 @@ __all__ = [
     "InvalidName",
     "LocalStore",
     "Manifest",
+    "Member",
     "MemoryStore",
     "NotFound",
     "ObjectStore",
@@ -69,6 +73,7 @@ __all__ = [
     "PublisherConflict",
     "PulseError",
     "Resumed",
+    "Signer",
     "Source",
     "State",
     "StateMismatch",
@@ -82,6 +87,7 @@ __all__ = [
     "Synced",
     "TensorUpdate",
     "UnsupportedTensor",
+    "Untrusted",
     "Update",
     "WrongBase",
     "__version__",

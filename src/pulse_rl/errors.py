@@ -13,7 +13,8 @@
     │   └── CorruptCheckpoint   a safetensors file (an anchor's shard too)
     ├── IntegrityError          well-formed, but not what a digest promises
     │   ├── WrongBase           a patch for another state
-    │   └── DigestMismatch
+    │   ├── DigestMismatch
+    │   └── Untrusted           a manifest that no trusted key has signed
     ├── StoreError
     │   ├── NotFound
     │   ├── AlreadyExists       a create-if-absent that came second
@@ -99,6 +100,11 @@ class WrongBase(IntegrityError):
 
 class DigestMismatch(IntegrityError):
     kind = "digest_mismatch"
+
+
+class Untrusted(IntegrityError):
+    kind = "untrusted"
+    default_hint = "Check the trusted keys; if they are right, someone else wrote to the stream."
 
 
 class StoreError(PulseError):

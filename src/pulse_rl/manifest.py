@@ -43,16 +43,25 @@ class AnchorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: tuple[Payload, ...]
 
 
+class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ed25519 over the manifest's bytes with ``signature`` null: public key (32 bytes) and signature (64) in hex."""
+
+    key: str
+    value: str
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One committed version of a stream.
 
-    ``publisher`` is a random word of the process that wrote it, so that two publishers never write equal manifests.
+    ``epoch`` is the publisher's claim to the stream, ``publisher`` a random word of the process that wrote the
+    manifest: two publishers never write equal ones.
     ``created`` is in Unix seconds and only informs. At least one of ``patch`` and ``anchor`` is present.
     """
 
     format: str
     stream: str
     version: int
+    epoch: int
     root: str
     elements: int
     dense_bytes: int
@@ -62,9 +71,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: Metadata
     patch: PatchRef | None
     anchor: AnchorRef | None
+    signature: Signature | None
 
     def to_bytes(self) -> bytes:
         return msgspec.json.encode(self)
+
+    def with_signature(self, signature: Signature | None) -> Manifest:
+        return msgspec.structs.replace(self, signature=signature)
 
 
 _DECODER = msgspec.json.Decoder(Manifest, strict=True)
@@ -92,6 +105,8 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         digests.append(manifest.patch.base_root)
         if not 0 <= manifest.patch.base < version or not manifest.patch.parts:
             raise CorruptManifest(f"{what} has a patch from version {manifest.patch.base}")
+    if manifest.epoch < 1:
+        raise CorruptManifest(f"{what} has epoch {manifest.epoch}")
     if not payloads or any(p.bytes <= 0 for p in payloads):
         raise CorruptManifest(f"{what} lists nothing to restore the version from")
     if not all(_HEX64.fullmatch(d) for d in [*digests, *(p.sha256 for p in payloads)]):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NoReturn
 
 from . import anchor, patch
 from . import codec as codecs
@@ -20,9 +21,12 @@ from .folds import FoldMaker
 from .manifest import AnchorRef, Manifest, Metadata, PatchRef, Payload
 from .patch import BuiltPatch
 from .replica import Replica
+from .signing import Signer
 from .store import Store, open_store
 from .stream import PATCH, SHARD, Stream
 from .tensors import State
+
+_STRAGGLERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,9 @@ class Publisher:
     ``store`` is a store or its address. A stream that exists is continued. An anchor is stored along with a patch
     whenever the patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``folds`` are the spans
     over which folds are made in the background (`folds.FoldMaker` says what that costs in memory; `pulse fold` makes
-    them on any machine). One Publisher at a time may write to a stream: a second one's commit is refused with
-    PublisherConflict and the chain stays whole. Not thread-safe.
+    them on any machine). With a ``signer`` every manifest is signed. A stream has one Publisher at a time: a new one
+    takes over when it first publishes, and the one before is refused with PublisherConflict at its next commit; the
+    chain stays whole. Not thread-safe.
     """
 
     def __init__(
@@ -52,18 +57,21 @@ class Publisher:
         anchor_ratio: float = 1.0,
         shard_bytes: int = anchor.DEFAULT_SHARD_BYTES,
         folds: Collection[int] = (),
+        signer: Signer | None = None,
         workers: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
         codecs.by_name(codec)
         self._stream = Stream(open_store(store), stream)
         self._codec = codec
+        self._signer = signer
         self._anchor_ratio = anchor_ratio
         self._shard_bytes = shard_bytes
         self._workers = workers
         self._listener = on_event
         self._word = secrets.token_hex(8)
         self._head: int | None = None
+        self._epoch = 0
         self._folds = FoldMaker(self._stream, folds, codec=codec, workers=workers, listener=on_event)
         self._baseline = self._new_baseline()
         self._pending: _Pending | None = None
@@ -90,8 +98,18 @@ class Publisher:
         Raises also UnsupportedTensor, InputError and PublisherConflict.
         """
         started = time.perf_counter()
-        phases: dict[str, float] = {}
         state = as_state(source)
+        for _ in range(_STRAGGLERS):
+            published = self._publish(state, dict(metadata or {}), started)
+            if published:
+                if self._listener:
+                    self._listener(published)
+                return published
+        raise PublisherConflict(f"{_STRAGGLERS} commits of older publishers came between")
+
+    def _publish(self, state: State, metadata: Metadata, started: float) -> Published | None:
+        """One try; None if an older publisher, which did not know yet that it was superseded, took the version."""
+        phases: dict[str, float] = {}
         if self._refused:
             raise PublisherConflict(self._refused)
         self._settle()
@@ -107,31 +125,36 @@ class Publisher:
             target = state_digest(
                 baseline, workers=self._workers, progress=progress_to(self._listener, "digest", state.nbytes)
             )
-        version = 0 if self._head is None else self._head + 1
         upload = time.perf_counter()
         patch_ref = self._upload_patch(built) if built else None
         anchor_ref = self._upload_anchor(baseline or state) if self._wants_anchor(built, state) else None
+        version = 0 if self._head is None else self._head + 1
         manifest = Manifest(
             format=manifests.FORMAT,
             stream=self._stream.name,
             version=version,
+            epoch=self._epoch,
             root=target.root,
             elements=state.elements,
             dense_bytes=state.nbytes,
             publisher=self._word,
             created=round(time.time(), 3),
             aliases=state.aliases,
-            metadata=dict(metadata or {}),
+            metadata=metadata,
             patch=patch_ref,
             anchor=anchor_ref,
+            signature=None,
         )
+        if self._signer:
+            manifest = self._signer.sign(manifest)
         manifests.parse(manifest.to_bytes(), stream=self._stream.name, version=version)
         self._pending = _Pending(manifest, lambda: self._advance(manifest, built, baseline, target))
         committed = time.perf_counter()
         phases["upload"] = committed - upload
-        self._settle()
+        if not self._settle():
+            return None
         phases["commit"] = time.perf_counter() - committed
-        result = Published(
+        return Published(
             stream=self._stream.name,
             version=version,
             root=target.root,
@@ -144,9 +167,6 @@ class Publisher:
             phases=phases,
             metadata=manifest.metadata,
         )
-        if self._listener:
-            self._listener(result)
-        return result
 
     def _new_baseline(self) -> Replica:
         baseline = Replica(self._stream, workers=self._workers, listener=self._listener)
@@ -190,18 +210,25 @@ class Publisher:
                 progress(shard.payload.bytes)
         return AnchorRef(tuple(shard.payload for shard in shards))
 
-    def _settle(self) -> None:
-        """Commits what is pending. After a lost reply this repeats the same bytes, so it finds its own commit."""
+    def _settle(self) -> bool:
+        """Commits what is pending. After a lost reply this repeats the same bytes, so it finds its own commit.
+
+        False if an older publisher has taken the version. Raises PublisherConflict, and from then on always, once a
+        newer publisher has claimed the stream.
+        """
         if self._pending is None:
-            return
+            return True
         manifest = self._pending.manifest
+        newer = self._stream.epochs(self._epoch)
+        if newer:
+            self._stop(f"another publisher has taken over {self._stream.name!r} with epoch {newer[-1]}")
         if not self._stream.commit(manifest):
+            winner = self._stream.manifest(manifest.version)
+            if winner.epoch > self._epoch:
+                self._stop(f"version {manifest.version} was committed by a publisher with epoch {winner.epoch}")
             self._pending = None
-            self._refused = (
-                f"version {manifest.version} of {self._stream.name!r} was committed by another publisher; "
-                "this one has stopped and the chain is whole"
-            )
-            raise PublisherConflict(self._refused)
+            self._baseline = self._new_baseline()
+            return False
         advance = self._pending.advance
         self._head, self._pending = manifest.version, None
         self._list_anchor(manifest)
@@ -211,6 +238,12 @@ class Publisher:
             # The version is committed; a baseline that did not follow is given up, and the next call resumes.
             self._baseline = self._new_baseline()
             raise
+        return True
+
+    def _stop(self, reason: str) -> NoReturn:
+        self._pending = None
+        self._refused = f"{reason}; this one (epoch {self._epoch}) has stopped, and the chain is whole"
+        raise PublisherConflict(self._refused)
 
     def _list_anchor(self, manifest: Manifest) -> None:
         """Lists the anchor for newcomers. It is in the manifest, too, so failing to is no failure to publish."""
@@ -229,7 +262,9 @@ class Publisher:
         self._since_anchor = 0 if manifest.anchor else self._since_anchor + (built.nbytes if built else 0)
 
     def _resume(self, state: State) -> None:
-        """Makes the stream's head the baseline, without a download when the caller's state is the head."""
+        """Claims the stream and makes its head the baseline, without a download when the caller's state is the head."""
+        if self._epoch == 0:
+            self._epoch = self._stream.claim(self._word)
         newer = self._stream.versions(self._head)
         if newer:
             self._head = newer[-1]

@@ -18,7 +18,7 @@ from ._pool import ordered_map
 from .chain import Link, cheapest_path, links_of, resolved
 from .codec import Changes
 from .digest import StateDigest, state_digest
-from .errors import ChainGap, DigestMismatch, FormatError, IntegrityError, NotFound, StateMismatch
+from .errors import ChainGap, DigestMismatch, FormatError, IntegrityError, NotFound, StateMismatch, Untrusted
 from .events import Listener, PathFailed, progress_to
 from .manifest import Manifest
 from .patch import BuiltPatch, Patch, TensorChanges
@@ -182,7 +182,7 @@ class Replica:
         while True:
             try:
                 found = [link for link in links_of(self.stream.manifest(version)) if link.key not in avoid]
-            except (NotFound, FormatError) as error:
+            except (NotFound, FormatError, Untrusted) as error:
                 return links, [str(error)]
             links += found
             bases = [link.base for link in found if link.base is not None]

@@ -95,12 +95,14 @@ def collect(
     versions = where.versions()
     keep = min(keep, len(versions))
     objects = [info for kind in ("links", "versions", "payloads") for info in where.store.list(f"{stream}/{kind}")]
+    # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.
+    newest = max((info.modified for info in objects), default=0.0) + 1
     found = plan(
         (where.manifest(v) for v in reversed(versions)),
         versions,
         objects,
         keep=keep,
-        before=time.time() - grace_seconds,
+        before=min(time.time(), newest) - grace_seconds,
     )
     if not dry_run:
         seen = {info.name: info.modified for info in objects}

@@ -10,8 +10,9 @@ from hashlib import sha256
 
 from . import manifest as manifests
 from .chain import Link
-from .errors import CorruptManifest, DigestMismatch, InvalidName
+from .errors import CorruptManifest, DigestMismatch, InvalidName, PublisherConflict
 from .manifest import Manifest, Payload
+from .signing import TrustedKeys
 from .store.base import Data, Store, create_or_confirm
 
 _STREAM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -19,17 +20,20 @@ _VERSION = re.compile(r"([0-9]{12})\.json")
 _FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 PATCH, SHARD = "patch", "safetensors"
+_EPOCH = re.compile(r"[0-9]{12}")
 _KEPT_MANIFESTS = 4096
+_CLAIM_TRIES = 100
 
 
 class Stream:
     """Versions, payloads, and links: empty objects whose names say all that planning needs (docs/format.md, 6)."""
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: Store, name: str, trusted: TrustedKeys | None = None) -> None:
         if not _STREAM.fullmatch(name):
             raise InvalidName(f"{name!r} is not a name for a stream")
         self.store = store
         self.name = name
+        self._trusted = trusted
         self._manifests: dict[int, Manifest] = {}
 
     def versions(self, after: int | None = None) -> list[int]:
@@ -43,7 +47,7 @@ class Stream:
         return found
 
     def manifest(self, version: int) -> Manifest:
-        """Raises NotFound and CorruptManifest. Manifests never change, so they are kept once read."""
+        """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are kept once read."""
         if version not in self._manifests:
             name = self._version_name(version)
             nbytes = self.store.head(name).nbytes
@@ -51,12 +55,30 @@ class Stream:
                 raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
             while len(self._manifests) >= _KEPT_MANIFESTS:
                 del self._manifests[next(iter(self._manifests))]
-            self._manifests[version] = manifests.parse(self.store.get(name), stream=self.name, version=version)
+            manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
+            if self._trusted:
+                self._trusted.check(manifest)
+            self._manifests[version] = manifest
         return self._manifests[version]
 
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest, which commits its version. False when another publisher has taken the version."""
         return create_or_confirm(self.store, self._version_name(manifest.version), manifest.to_bytes())
+
+    def claim(self, publisher: str) -> int:
+        """Creates the next epoch of the stream for this publisher and returns it; older publishers then stop."""
+        epoch = max(self.epochs(0), default=0)
+        for _ in range(_CLAIM_TRIES):
+            epoch += 1
+            if create_or_confirm(self.store, self._epoch_name(epoch), publisher.encode()):
+                return epoch
+        raise PublisherConflict(f"{_CLAIM_TRIES} other publishers claimed {self.name!r} at the same time")
+
+    def epochs(self, after: int) -> list[int]:
+        """The claimed epochs greater than ``after``, ascending."""
+        listed = self.store.list(f"{self.name}/epochs", self._epoch_name(after))
+        names = [info.name.rpartition("/")[2] for info in listed]
+        return [int(name) for name in names if _EPOCH.fullmatch(name)]
 
     def links(self, after: int | None = None) -> list[Link]:
         """The folds and anchors that are listed as such, of versions greater than ``after``. One listing, no reads."""
@@ -98,6 +120,9 @@ class Stream:
 
     def payload_name(self, payload: Payload, kind: str) -> str:
         return f"{self.name}/payloads/{payload.sha256}.{kind}"
+
+    def _epoch_name(self, epoch: int) -> str:
+        return f"{self.name}/epochs/{epoch:012d}"
 
     def _version_name(self, version: int) -> str:
         return f"{self.name}/versions/{version:012d}.json"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from .checkpoint import Source, as_state
 from .digest import StateDigest, state_digest
-from .errors import EmptyStream, FormatError, NotFound, SubscriberPoisoned
+from .errors import EmptyStream, FormatError, NotFound, SubscriberPoisoned, Untrusted
 from .events import Listener, Synced
 from .manifest import Manifest
 from .replica import Replica
-from .store import Store, open_store
+from .signing import TrustedKeys
+from .store import CachedStore, Store, open_store
 from .stream import Stream
 from .tensors import State
 from .update import TensorUpdate, Update
@@ -23,7 +25,10 @@ class Subscriber:
     """Holds one version of a stream in host memory and moves it forward on `sync`.
 
     ``store`` is a store or its address. ``base`` is a state that the worker has already, such as its checkpoint: where
-    its root is that of a version of the stream, syncing starts there instead of from an anchor. Not thread-safe.
+    its root is that of a version of the stream, syncing starts there instead of from an anchor. Payloads are
+    kept in the folder ``cache``, if given, and not downloaded again after a restart. With ``trusted_keys``
+    (Ed25519 public keys, 64 hexadecimal digits each; extra ``[sign]``) only manifests that one of them has signed are
+    accepted. Not thread-safe.
     """
 
     def __init__(
@@ -32,18 +37,22 @@ class Subscriber:
         *,
         stream: str,
         base: Source | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        trusted_keys: Collection[str] | None = None,
         workers: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
-        self._stream = Stream(open_store(store), stream)
-        self._replica = Replica(self._stream, workers=workers, listener=on_event)
+        trusted = None if trusted_keys is None else TrustedKeys(trusted_keys)
+        opened = open_store(store)
+        self.stream = Stream(opened if cache is None else CachedStore(opened, cache), stream, trusted)
+        self._replica = Replica(self.stream, workers=workers, listener=on_event)
         self._base = base
         self._workers = workers
         self._listener = on_event
 
     @property
     def status(self) -> str:
-        """ "empty" (no version yet), "ready" (the state is the verified `version`) or "poisoned"."""
+        """One of "empty" (no version yet), "ready" (the state is the verified `version`) and "poisoned"."""
         if self._replica.poisoned:
             return "poisoned"
         return "empty" if self._replica.version is None else "ready"
@@ -67,7 +76,7 @@ class Subscriber:
         """What the publisher said of the current version."""
         version = self._ready().version
         assert version is not None
-        return self._stream.manifest(version)
+        return self.stream.manifest(version)
 
     @property
     def state(self) -> State:
@@ -90,18 +99,18 @@ class Subscriber:
             self._adopt_base(self._base)
             self._base = None
         if target is None:
-            newer = self._stream.versions(self._replica.version)
+            newer = self.stream.versions(self._replica.version)
             target = newer[-1] if newer else None
         if target is None or (self._replica.version is not None and target <= self._replica.version):
             return None
         step = self._replica.move_to(target)
-        manifest = self._stream.manifest(target)
+        manifest = self.stream.manifest(target)
         payload_bytes = sum(link.nbytes for link in step.links)
         if self._listener:
             links = tuple(str(link) for link in step.links)
             self._listener(
                 Synced(
-                    self._stream.name,
+                    self.stream.name,
                     target,
                     step.previous,
                     manifest.root,
@@ -144,7 +153,7 @@ class Subscriber:
         if self._replica.poisoned:
             raise SubscriberPoisoned("the last sync was interrupted while it applied a patch")
         if self._replica.version is None:
-            raise EmptyStream(f"nothing was synced from {self._stream.name!r} yet", hint="Call sync() first.")
+            raise EmptyStream(f"nothing was synced from {self.stream.name!r} yet", hint="Call sync() first.")
         return self._replica
 
     def _full(self, started: float, payload_bytes: int = 0) -> Update:
@@ -164,10 +173,10 @@ class Subscriber:
         """Starts from the caller's state where its root is that of a recent version."""
         state = as_state(base)
         digest = state_digest(state, workers=self._workers)
-        for version in reversed(self._stream.versions()[-_SEARCHED_FOR_BASE:]):
+        for version in reversed(self.stream.versions()[-_SEARCHED_FOR_BASE:]):
             try:
-                manifest = self._stream.manifest(version)
-            except (NotFound, FormatError):
+                manifest = self.stream.manifest(version)
+            except (NotFound, FormatError, Untrusted):
                 continue
             if manifest.root == digest.root:
                 copy = state.copy()

@@ -13,11 +13,22 @@ from urllib.parse import unquote, urlparse
 
 from ..errors import InputError
 from .base import Data, ObjectInfo, Store, create_or_confirm
+from .cached import CachedStore
 from .local import LocalStore
 from .memory import MemoryStore
 from .object import ObjectStore
 
-__all__ = ["Data", "LocalStore", "MemoryStore", "ObjectInfo", "ObjectStore", "Store", "create_or_confirm", "open_store"]
+__all__ = [
+    "CachedStore",
+    "Data",
+    "LocalStore",
+    "MemoryStore",
+    "ObjectInfo",
+    "ObjectStore",
+    "Store",
+    "create_or_confirm",
+    "open_store",
+]
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 

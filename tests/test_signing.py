@@ -1,0 +1,83 @@
+"""A subscriber that is given trusted keys accepts nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from pulse_rl import ChainGap, InputError, MemoryStore, Publisher, PulseError, Signer, Subscriber, Untrusted, state_root
+from pulse_rl.signing import TrustedKeys
+from pulse_rl.stream import Stream
+
+STATE = {"w": np.arange(1000, dtype=np.float32)}
+
+
+def test_signed_versions_are_followed() -> None:
+    store, signer = MemoryStore(), Signer.generate()
+    publisher = Publisher(store, stream="s", signer=signer)
+    subscriber = Subscriber(store, stream="s", trusted_keys=[Signer.generate().public_key, signer.public_key])
+    for k in range(12):
+        publisher.publish({"w": STATE["w"] + k})
+        subscriber.sync()
+    assert subscriber.root == state_root({"w": STATE["w"] + 11})
+
+
+@pytest.mark.parametrize("signer", [None, Signer.generate()])
+def test_unsigned_and_strange_signatures_are_refused(signer: Signer | None) -> None:
+    store, trusted = MemoryStore(), Signer.generate()
+    Publisher(store, stream="s", signer=trusted).publish(STATE)
+    subscriber = Subscriber(store, stream="s", trusted_keys=[trusted.public_key])
+    subscriber.sync()
+    Publisher(store, stream="s", signer=signer).publish({"w": STATE["w"] * 2})
+    with pytest.raises((Untrusted, ChainGap), match=r"not signed|unknown key"):
+        subscriber.sync()
+    assert subscriber.root == state_root(STATE)
+
+
+def test_a_changed_manifest_loses_its_signature() -> None:
+    store, signer = MemoryStore(), Signer.generate()
+    Publisher(store, stream="s", signer=signer).publish(STATE)
+    manifest = Stream(store, "s").manifest(0)
+    keys = TrustedKeys([signer.public_key])
+    keys.check(manifest)
+    for change in ({"root": "0" * 64}, {"version": 1}, {"aliases": {"a": "w"}}, {"created": 0.0}, {"stream": "t"}):
+        with pytest.raises(Untrusted):
+            keys.check(msgspec.structs.replace(manifest, **change))
+    assert manifest.signature is not None
+    forged = msgspec.structs.replace(manifest.signature, value="zz")
+    with pytest.raises(Untrusted):
+        keys.check(manifest.with_signature(forged))
+
+
+def test_a_payload_of_the_attacker_leads_nowhere() -> None:
+    """The manifest is signed and names the root: another payload, under whatever name, is refused."""
+    store, signer = MemoryStore(), Signer.generate()
+    publisher = Publisher(store, stream="s", signer=signer)
+    publisher.publish(STATE)
+    publisher.publish({"w": STATE["w"] + 1})
+    payload = Stream(store, "s").manifest(1).patch
+    assert payload is not None
+    store.put(
+        f"s/payloads/{payload.parts[0].sha256}.patch", store.get(f"s/payloads/{payload.parts[0].sha256}.patch")[::-1]
+    )
+    subscriber = Subscriber(store, stream="s", trusted_keys=[signer.public_key])
+    with pytest.raises(PulseError):
+        subscriber.sync()
+    assert subscriber.status == "empty" or subscriber.root == state_root(STATE)
+
+
+def test_keys_are_kept_in_files(tmp_path: Path) -> None:
+    signer = Signer.generate()
+    signer.save(tmp_path / "key")
+    assert (tmp_path / "key").stat().st_mode & 0o077 == 0
+    assert Signer.load(tmp_path / "key").public_key == signer.public_key
+    (tmp_path / "bad").write_text("not a key")
+    for path in ("bad", "missing"):
+        with pytest.raises(InputError):
+            Signer.load(tmp_path / path)
+    for keys in ([], ["abc"], ["zz" * 32], signer.public_key):
+        with pytest.raises(InputError):
+            TrustedKeys(keys)
