@@ -307,6 +307,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const Elements& k
         const uint8_t byte = take_byte(data, size, at_byte);
         if (shift > 28) throw Malformed("the number of changes is too long");
         left |= uint64_t(byte & 127) << shift;
+        if (byte == 0 && shift > 0) throw Malformed("the number of changes is padded");
         if (byte < 128) break;
     }
     if (left == 0 || left > total) throw Malformed("the number of changes is 0 or exceeds the elements");

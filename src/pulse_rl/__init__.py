@@ -39,7 +39,7 @@ from .publisher import Publisher
 from .signing import Signer
 from .store import LocalStore, MemoryStore, ObjectStore, Store, open_store
 from .subscriber import Subscriber
-from .tensors import Bits, State
+from .tensors import Bits, State, round_to_bf16
 from .update import TensorUpdate, Update
 from .verify import verify_stream
 
@@ -94,6 +94,7 @@ __all__ = [
     "as_state",
     "audit",
     "open_store",
+    "round_to_bf16",
     "state_root",
     "verify_stream",
 ]

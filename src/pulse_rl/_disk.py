@@ -13,18 +13,17 @@ from .errors import PulseError, StoreError, StoreFull
 Chunks = Iterable[bytes | memoryview]
 
 
-def write_atomically(path: Path, chunks: Chunks, *, aside: Path | None = None, durable: bool = True) -> None:
+def write_atomically(path: Path, chunks: Chunks, *, aside: Path | None = None) -> None:
     """Puts a file at ``path`` whole or not at all, replacing what was there. ``aside`` is the folder for the unfinished
     file (``path``'s own by default; it must be on the same file system). Raises StoreFull and StoreError."""
     try:
         make_folder(path.parent)
-        unfinished = _write_aside(aside or path.parent, path.name, chunks, durable)
+        unfinished = _write_aside(aside or path.parent, path.name, chunks)
         try:
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
-        if durable:
-            sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise disk_error(error, f"write {path}") from error
 
@@ -33,7 +32,7 @@ def create_atomically(path: Path, chunks: Chunks, *, aside: Path) -> None:
     """Like `write_atomically`, but raises FileExistsError, atomically, where ``path`` already exists."""
     try:
         make_folder(path.parent)
-        unfinished = _write_aside(aside, path.name, chunks, True)
+        unfinished = _write_aside(aside, path.name, chunks)
         try:
             os.link(unfinished, path)
         finally:
@@ -69,17 +68,30 @@ def disk_error(error: OSError, doing: str) -> PulseError:
     return StoreError(f"cannot {doing}: {error.strerror or error}", hint="Check the path and its permissions.")
 
 
-def _write_aside(folder: Path, name: str, chunks: Chunks, durable: bool) -> Path:
+def _write_aside(folder: Path, name: str, chunks: Chunks) -> Path:
     make_folder(folder)
     handle, unfinished = tempfile.mkstemp(dir=folder, prefix=f".{name[:64]}.")
     try:
         with os.fdopen(handle, "wb") as file:
+            # mkstemp makes it private; other users' workers read it where the umask lets them.
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
             for chunk in chunks:
                 file.write(chunk)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
     except BaseException:
         Path(unfinished).unlink(missing_ok=True)
         raise
     return Path(unfinished)
+
+
+def _umask() -> int:
+    """The process's umask. It can only be read by setting it, which is done once, before threads write."""
+    global _known_umask
+    if _known_umask is None:
+        _known_umask = os.umask(0o022)
+        os.umask(_known_umask)
+    return _known_umask
+
+
+_known_umask: int | None = None

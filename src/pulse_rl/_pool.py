@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from .errors import InputError
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -21,21 +23,39 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int | N
     """``function`` over ``items`` in threads; results in order, at most one item more than workers in flight.
 
     The bound keeps peak memory at "blocks in flight" however long ``items`` is. An exception of any item is raised at
-    its place, after the calls in flight have ended, so that the caller never races with a thread it started.
+    its place. When this ends, in whatever way, no call is running any more: a caller that undoes what they did never
+    races with one. Raises InputError for less than one worker.
     """
-    workers = workers or default_workers()
+    workers = default_workers() if workers is None else workers
+    if workers < 1:
+        raise InputError(f"{workers} threads cannot work", hint="Give at least 1, or None for all cores.")
     if workers == 1:
         yield from map(function, items)
         return
-    with ThreadPoolExecutor(workers, thread_name_prefix="pulse") as pool:
-        pending: deque[Future[R]] = deque()
-        try:
-            for item in items:
-                pending.append(pool.submit(function, item))
-                if len(pending) > workers:
-                    yield pending.popleft().result()
-            while pending:
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="pulse")
+    pending: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > workers:
                 yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
+        _join(pool)
+
+
+def _join(pool: ThreadPoolExecutor) -> None:
+    """Waits for the pool's threads, through any number of interrupts; the last one is raised afterwards."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            pool.shutdown(wait=True)
+        except KeyboardInterrupt as error:
+            interrupt = error
+        else:
+            break
+    if interrupt is not None:
+        raise interrupt

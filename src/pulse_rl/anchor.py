@@ -5,7 +5,7 @@ Every tensor is whole in one shard, so that any engine loads a shard as an ordin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from ._pool import ordered_map
 from .checkpoint import header_length, parse_header, serialize
-from .errors import CorruptCheckpoint, DigestMismatch, PulseError
+from .digest import StateDigest, leaf_digests
+from .errors import CorruptCheckpoint, DigestMismatch, IntegrityError, PulseError, StoreError
 from .manifest import Payload
 from .tensors import State, TensorSpec
 
@@ -33,8 +34,14 @@ class Shard:
     payload: Payload
 
 
-def plan_shards(state: State, shard_bytes: int = DEFAULT_SHARD_BYTES, workers: int | None = None) -> list[Shard]:
-    """Cuts a state into shards of about ``shard_bytes`` (a larger tensor has one to itself) and hashes them."""
+def plan_shards(
+    state: State, digest: StateDigest, shard_bytes: int = DEFAULT_SHARD_BYTES, workers: int | None = None
+) -> list[Shard]:
+    """Cuts a state into shards of about ``shard_bytes`` (a larger tensor has one to itself) and hashes them.
+
+    ``digest`` is what the state's tree must be: an anchor that is read later than its root was computed would be
+    useless if a trainer had written to the tensors in between (IntegrityError).
+    """
     groups: list[list[TensorSpec]] = [[]]
     room = shard_bytes
     for spec in state.specs:
@@ -45,13 +52,30 @@ def plan_shards(state: State, shard_bytes: int = DEFAULT_SHARD_BYTES, workers: i
         room -= spec.nbytes
 
     def run(group: list[TensorSpec]) -> Shard:
-        digest, length = sha256(), 0
+        for spec in group:
+            if leaf_digests(state.read(spec.name)) != digest.leaves[spec.name]:
+                raise _changed(spec.name)
+        running, length = sha256(), 0
         for chunk in serialize(state, tuple(group)):
-            digest.update(chunk)
+            running.update(chunk)
             length += len(chunk)
-        return Shard(tuple(group), Payload(digest.hexdigest(), length))
+        return Shard(tuple(group), Payload(running.hexdigest(), length))
 
     return list(ordered_map(run, groups, workers))
+
+
+def proved(state: State, shard: Shard) -> Iterator[bytes | memoryview]:
+    """The shard's chunks, for one pass. Raises IntegrityError at the end unless they are what was planned."""
+    running = sha256()
+    for chunk in serialize(state, shard.specs):
+        running.update(chunk)
+        yield chunk
+    if running.hexdigest() != shard.payload.sha256:
+        raise _changed(shard.specs[0].name)
+
+
+def _changed(name: str) -> IntegrityError:
+    return IntegrityError(f"{name} changed while it was published", hint="Do not write to tensors during publish().")
 
 
 def restore(
@@ -84,6 +108,8 @@ def restore(
             for at in range(0, spec.nbytes, _CHUNK_BYTES):
                 stop = min(at + _CHUNK_BYTES, spec.nbytes)
                 chunk = read(start + offset + at, start + offset + stop)
+                if len(chunk) != stop - at:
+                    raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}… ends too early")
                 digest.update(chunk)
                 into[at:stop] = chunk
                 if progress:
@@ -106,7 +132,7 @@ def _read_header(shard: tuple[Payload, RangeReader]) -> tuple[list[tuple[TensorS
             head += read(len(head), end)
         placed, _, start = parse_header(head, payload.bytes)
     except PulseError as error:
-        if not isinstance(error, CorruptCheckpoint):
+        if isinstance(error, StoreError):
             raise
         raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}…: {error}") from error
     return placed, head[:start], start

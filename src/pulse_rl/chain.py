@@ -12,6 +12,9 @@ from typing import NamedTuple
 from .errors import ChainGap
 from .manifest import Manifest, Payload
 
+Key = tuple[int | None, int, str]
+"""What tells two links apart: base, version, and the first payload's digest ("" while it is not known)."""
+
 
 class Link(NamedTuple):
     """``base`` is None for an anchor. ``payloads`` are the objects to fetch, None while only their size is known or
@@ -23,8 +26,8 @@ class Link(NamedTuple):
     payloads: tuple[Payload, ...] | None = None
 
     @property
-    def key(self) -> tuple[int | None, int]:
-        return self.base, self.version
+    def key(self) -> Key:
+        return self.base, self.version, self.payloads[0].sha256 if self.payloads else ""
 
     def __str__(self) -> str:
         if self.base is None:
@@ -47,7 +50,7 @@ def resolved(link: Link, manifest: Manifest) -> Link:
     if link.payloads is not None:
         return link
     for found in links_of(manifest):
-        if found.key == link.key:
+        if (found.base, found.version) == (link.base, link.version):
             return found
     raise ChainGap(f"{link} is not in the manifest of version {manifest.version}")
 

@@ -24,6 +24,7 @@ INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
 _SAFE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _COPY_BYTES = 64 << 20
+_READ_HINT = "Check the path and its permissions."
 
 Source = State | Mapping[str, Any] | str | os.PathLike[str]
 """What can be taken for a state: a `State`, a mapping of names to tensors, or the path of a checkpoint."""
@@ -45,12 +46,15 @@ def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
     data: dict[str, UIntArray] = {}
     specs: list[TensorSpec] = []
     metadata: dict[str, str] = {}
-    for file in _files(Path(path)):
+    files, listed = _files(Path(path))
+    for file in files:
         for spec, bits in _map_file(file, metadata):
             if spec.name in data:
                 raise CorruptCheckpoint(f"tensor {spec.name!r} is in two files of {path}")
             data[spec.name] = bits
             specs.append(spec)
+    for name in sorted(listed - data.keys()):
+        raise CorruptCheckpoint(f"the index of {path} lists tensor {name!r}, which its files do not hold")
     return State(tuple(specs), data), metadata
 
 
@@ -101,7 +105,7 @@ def parse_header(
     length = header_length(prefix, file_bytes)
     try:
         header = json.loads(bytes(prefix[8 : 8 + length]).decode(), object_pairs_hook=_no_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of a number with thousands of digits, too
         raise CorruptCheckpoint(f"the safetensors header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise CorruptCheckpoint("the safetensors header is not an object")
@@ -127,26 +131,37 @@ def header_length(prefix: bytes | memoryview, file_bytes: int) -> int:
     return length
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if (path / INDEX_NAME).is_file():
-        try:
-            names = sorted(set(json.loads((path / INDEX_NAME).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CorruptCheckpoint(f"{path / INDEX_NAME} is not an index of shards: {error}") from None
-        for name in names:
-            if not _SAFE_FILE.fullmatch(name):
-                raise CorruptCheckpoint(f"{path / INDEX_NAME} names the file {name!r}")
-        return [path / name for name in names]
-    if (path / FILE_NAME).is_file():
-        return [path / FILE_NAME]
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+def _files(path: Path) -> tuple[list[Path], set[str]]:
+    """(the checkpoint's files, the names that its index lists, if it has one)."""
+    try:
+        if path.is_file():
+            return [path], set()
+        if (path / INDEX_NAME).is_file():
+            return _indexed(path / INDEX_NAME)
+        if (path / FILE_NAME).is_file():
+            return [path / FILE_NAME], set()
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {str(path)[:200]!r}: {error}", hint=_READ_HINT) from None
     if not files:
         raise InputError(
             f"no checkpoint at {path}", hint=f"Give a .safetensors file, or a folder with {FILE_NAME} or {INDEX_NAME}."
         )
-    return files
+    return files, set()
+
+
+def _indexed(index: Path) -> tuple[list[Path], set[str]]:
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(places.values()))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{index} is not an index of shards: {error}") from None
+    if not names:
+        raise CorruptCheckpoint(f"{index} lists no tensors")
+    for name in names:
+        if not isinstance(name, str) or not _SAFE_FILE.fullmatch(name):
+            raise CorruptCheckpoint(f"{index} names the file {name!r}")
+    return [index.parent / name for name in names], set(places)
 
 
 def _map_file(file: Path, metadata: dict[str, str]) -> Iterator[tuple[TensorSpec, UIntArray]]:
@@ -155,7 +170,7 @@ def _map_file(file: Path, metadata: dict[str, str]) -> Iterator[tuple[TensorSpec
             size = os.fstat(handle.fileno()).st_size
             view = memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
     except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from None
+        raise InputError(f"cannot read {file}: {error.strerror}", hint=_READ_HINT) from None
     try:
         placed, file_metadata, start = parse_header(view, size)
     except PulseError as error:
@@ -170,12 +185,15 @@ def _map_file(file: Path, metadata: dict[str, str]) -> Iterator[tuple[TensorSpec
 def _entry(name: str, entry: Any) -> tuple[TensorSpec, int]:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not all(type(n) is int and n >= 0 for n in [*shape, start, stop]):
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in [*shape, start, stop]):
             raise ValueError("negative or non-integer number")
     except (TypeError, KeyError, ValueError) as error:
         raise CorruptCheckpoint(f"the entry of tensor {name!r} is malformed: {error}") from None
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise UnsupportedTensor(f"tensor {name!r} has dtype {dtype!r}, which is not supported")
+        raise UnsupportedTensor(
+            f"tensor {name!r} has dtype {str(dtype)[:40]!r}, which is not supported",
+            hint="The file is damaged, or holds a type that pulse does not know.",
+        )
     try:
         spec = TensorSpec(name, dtype_of(dtype), tuple(shape))
     except InputError as error:

@@ -79,10 +79,10 @@ def state_digest(
     def run(task: list[tuple[str, int, int]]) -> list[bytes]:
         return [leaf_digests(state.read(*piece)) for piece in task]
 
-    leaves = {spec.name: b"" for spec in state.specs}
+    leaves: dict[str, list[bytes]] = {spec.name: [] for spec in state.specs}
     for task, digests in zip(tasks, ordered_map(run, tasks, workers), strict=True):
         for (name, start, stop), digest in zip(task, digests, strict=True):
-            leaves[name] += digest
+            leaves[name].append(digest)
             if progress:
                 progress((stop - start) * state.spec(name).dtype.width)
-    return StateDigest(state.specs, leaves)
+    return StateDigest(state.specs, {name: b"".join(pieces) for name, pieces in leaves.items()})

@@ -85,7 +85,7 @@ class CorruptManifest(FormatError):
 
 class CorruptCheckpoint(FormatError):
     kind = "corrupt_checkpoint"
-    default_hint = "Copy the checkpoint again, or restore from another version's anchor."
+    default_hint = "The file is damaged or incomplete: copy or write it again."
 
 
 class IntegrityError(PulseError):

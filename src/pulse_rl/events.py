@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -108,17 +109,21 @@ class FoldFailed:
 
 Event = Progress | Published | Resumed | Synced | PathFailed | Folded | FoldFailed
 Listener = Callable[[Event], None]
+"""Called from the thread that publishes or syncs, but with `Progress`, `Folded` and `FoldFailed` also from others."""
 
 
 def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[int], None] | None:
-    """A callback that adds up bytes and hands `Progress` to the listener; None without one."""
+    """A callback that adds up bytes and hands `Progress` to the listener, from several threads one after another; None
+    without a listener."""
     if listener is None:
         return None
     done = 0
+    lock = threading.Lock()
 
     def add(nbytes: int) -> None:
         nonlocal done
-        done += nbytes
-        listener(Progress(stage, done, total))
+        with lock:
+            done += nbytes
+            listener(Progress(stage, done, total))
 
     return add

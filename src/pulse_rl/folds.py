@@ -118,7 +118,7 @@ def fold_stream(
     version cannot be reached.
     """
     where = Stream(open_store(store), stream)
-    listed = {link.key for link in where.links()}
+    listed = {(link.base, link.version) for link in where.links()}
     versions = where.versions()
     there = set(versions)
     missing = {(v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there} - listed
@@ -132,4 +132,5 @@ def fold_stream(
         if first <= version <= last:
             replica.move_to(version)
     maker.wait()
-    yield from sorted(missing & {link.key for link in where.links()})
+    there_now = {(link.base, link.version) for link in where.links()}
+    yield from sorted(missing & there_now)

@@ -6,11 +6,14 @@ that a lost reply to its creation can be resolved by reading it back. This is th
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 
 import msgspec
+import numpy as np
 
-from .errors import CorruptManifest
+from .errors import CorruptManifest, InputError
 
 FORMAT = "pulse.manifest.1"
 MAX_BYTES = 16 << 20
@@ -90,7 +93,7 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         raise CorruptManifest(f"{what} has {len(data)} bytes, more than {MAX_BYTES}")
     try:
         manifest = _DECODER.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptManifest(f"{what} does not decode: {error}") from error
     if manifest.format != FORMAT:
         raise CorruptManifest(f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it.")
@@ -105,6 +108,10 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         digests.append(manifest.patch.base_root)
         if not 0 <= manifest.patch.base < version or not manifest.patch.parts:
             raise CorruptManifest(f"{what} has a patch from version {manifest.patch.base}")
+    if min(manifest.elements, manifest.dense_bytes, manifest.patch.changed if manifest.patch else 0) < 0:
+        raise CorruptManifest(f"{what} has a negative count")
+    if manifest.patch and manifest.patch.changed > manifest.elements:
+        raise CorruptManifest(f"{what} counts {manifest.patch.changed} changes of {manifest.elements} elements")
     if manifest.epoch < 1:
         raise CorruptManifest(f"{what} has epoch {manifest.epoch}")
     if not payloads or any(p.bytes <= 0 for p in payloads):
@@ -112,3 +119,25 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
     if not all(_HEX64.fullmatch(d) for d in [*digests, *(p.sha256 for p in payloads)]):
         raise CorruptManifest(f"{what} has a digest that is not 64 lower-case hexadecimal digits")
     return manifest
+
+
+def checked_metadata(metadata: Mapping[str, object]) -> Metadata:
+    """A copy with plain values; numpy scalars become Python's. Raises InputError for what JSON cannot hold exactly."""
+    if not isinstance(metadata, Mapping):
+        raise InputError(f"metadata must be a mapping, not a {type(metadata).__name__}")
+    checked: Metadata = {}
+    for key, given in metadata.items():
+        value = given.item() if isinstance(given, np.generic) else given
+        good = isinstance(value, str | bool) or (isinstance(value, int) and abs(value) < 1 << 63)
+        if not good and not (isinstance(value, float) and math.isfinite(value)):
+            raise InputError(f"metadata {key!r} is {given!r}: strings, finite numbers and booleans can be kept")
+        for text in (key, value):
+            if text is key and not isinstance(text, str):
+                raise InputError(f"a key of the metadata is {key!r}, not a string")
+            if isinstance(text, str) and not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise InputError(f"metadata {key!r} is not valid Unicode") from None
+        checked[key] = value  # type: ignore[assignment]
+    return checked

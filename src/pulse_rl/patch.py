@@ -21,7 +21,7 @@ from .blocks import Block, Segment, cut
 from .codec import Changes
 from .digest import LEAF_BYTES, StateDigest, leaf_digests
 from .errors import CorruptPatch, DigestMismatch, IntegrityError, PulseError, WrongBase
-from .patch_header import BlockEntry, PatchHeader, parse_header
+from .patch_header import BlockEntry, PatchHeader, check_block_elements, parse_header
 from .tensors import State, UIntArray
 from .undo import UndoLog
 
@@ -105,6 +105,7 @@ def build(
     decode to the new elements, which means that they changed during the call.
     """
     new.require_specs(old.specs, "the base state")
+    check_block_elements(block_elements)
     chosen = codecs.by_name(codec)
 
     def run(block: Block) -> tuple[codecs.Encoded, Changes | None, list[bytes] | None]:
@@ -256,7 +257,10 @@ def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, be
     if sha256(payload).digest() != entry.sha256:
         raise CorruptPatch(f"{where}: its bytes do not match their SHA-256")
     try:
-        changes = codecs.by_id(entry.codec_id).decode(payload, before, block.layout)
+        codec = codecs.by_id(entry.codec_id)
+        if not codec.supports(block.dtype):
+            raise CorruptPatch(f"codec {codec.name} does not code {block.dtype.name}")
+        changes = codec.decode(payload, before, block.layout)
     except PulseError as error:
         raise CorruptPatch(f"{where}: {error}", hint=error.hint) from error
     if len(changes.positions) != entry.changed:

@@ -21,6 +21,8 @@ MAGIC = b"\x89PULSE\r\n"
 FORMAT = 1
 MAX_HEADER_BYTES = 128 << 20
 MAX_BLOCKS = 1 << 20
+MAX_NAMES_BYTES = 1 << 25
+"""Of all names together, before front-coding: a small header must not unfold into gigabytes."""
 BLOCK_UNIT = 1 << 20
 """``block_elements`` is a multiple of this: of a digest leaf's elements for every dtype."""
 _PRELUDE = struct.Struct("<8sIIII32s")  # magic, format, flags (0), stored bytes, plain bytes, SHA-256 of stored
@@ -71,10 +73,9 @@ class PatchHeader:
 
     def to_bytes(self) -> bytes:
         """Prelude and header; raises InputError past the caps."""
-        if not 0 < self.block_elements <= MAX_BLOCK_ELEMENTS or self.block_elements % BLOCK_UNIT:
-            raise InputError(f"block_elements must be a multiple of {BLOCK_UNIT} up to {MAX_BLOCK_ELEMENTS}")
-        if len(self.blocks) > MAX_BLOCKS:
-            raise InputError(f"the patch has {len(self.blocks)} blocks, more than {MAX_BLOCKS}")
+        check_block_elements(self.block_elements)
+        if len(self.blocks) > MAX_BLOCKS or sum(len(s.name.encode()) for s in self.specs) > MAX_NAMES_BYTES:
+            raise InputError(f"a patch holds at most {MAX_BLOCKS} blocks and {MAX_NAMES_BYTES} bytes of names")
         plain = self._plain()
         if len(plain) > MAX_HEADER_BYTES:
             raise InputError(f"the patch header has {len(plain)} bytes, more than {MAX_HEADER_BYTES}")
@@ -107,6 +108,11 @@ class PatchHeader:
             if entry.codec_id != SAME:
                 out += entry.sha256
         return bytes(out)
+
+
+def check_block_elements(block_elements: int) -> None:
+    if not 0 < block_elements <= MAX_BLOCK_ELEMENTS or block_elements % BLOCK_UNIT:
+        raise InputError(f"block_elements must be a multiple of {BLOCK_UNIT} up to {MAX_BLOCK_ELEMENTS}")
 
 
 def parse_header(data: memoryview) -> tuple[PatchHeader, int]:
@@ -148,6 +154,8 @@ class _Reader:
         if fewest > min(MAX_BLOCKS, len(self._data) - self._at):
             raise CorruptPatch(f"the shapes need at least {fewest} blocks, more than the header lists")
         cuts = cut(specs, block_elements)
+        if len(cuts) > MAX_BLOCKS:
+            raise CorruptPatch(f"the shapes need {len(cuts)} blocks, more than {MAX_BLOCKS}")
         blocks = self._blocks(cuts)
         if self._at != len(self._data):
             raise CorruptPatch(f"{len(self._data) - self._at} bytes follow the header's end")
@@ -155,14 +163,19 @@ class _Reader:
 
     def _specs(self) -> tuple[TensorSpec, ...]:
         names: list[bytes] = []
-        previous = b""
+        previous, total = b"", 0
         for _ in range(self._number(MAX_TENSORS)):
             shared, length = self._number(len(previous)), self._number(MAX_NAME_BYTES)
+            if shared + length > MAX_NAME_BYTES:
+                raise CorruptPatch(f"a tensor name has {shared + length} bytes, more than {MAX_NAME_BYTES}")
             name = previous[:shared] + self._take(length)
             if names and name <= previous:
                 raise CorruptPatch("tensor names are not sorted")
             names.append(name)
             previous = name
+            total += len(name)
+            if total > MAX_NAMES_BYTES:
+                raise CorruptPatch(f"the names have more than {MAX_NAMES_BYTES} bytes")
         ids = self._take(len(names))
         specs = []
         for name, dtype_id in zip(names, ids, strict=True):

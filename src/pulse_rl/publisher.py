@@ -13,12 +13,12 @@ from typing import NoReturn
 from . import anchor, patch
 from . import codec as codecs
 from . import manifest as manifests
-from .checkpoint import Source, as_state, serialize
+from .checkpoint import Source, as_state
 from .digest import StateDigest, state_digest
 from .errors import ChainGap, FormatError, NotFound, PublisherConflict, StoreError
 from .events import Listener, Published, Resumed, progress_to
 from .folds import FoldMaker
-from .manifest import AnchorRef, Manifest, Metadata, PatchRef, Payload
+from .manifest import AnchorRef, Manifest, Metadata, PatchRef, Payload, checked_metadata
 from .patch import BuiltPatch
 from .replica import Replica
 from .signing import Signer
@@ -98,9 +98,10 @@ class Publisher:
         Raises also UnsupportedTensor, InputError and PublisherConflict.
         """
         started = time.perf_counter()
+        facts = checked_metadata(metadata or {})
         state = as_state(source)
         for _ in range(_STRAGGLERS):
-            published = self._publish(state, dict(metadata or {}), started)
+            published = self._publish(state, facts, started)
             if published:
                 if self._listener:
                     self._listener(published)
@@ -113,7 +114,7 @@ class Publisher:
         if self._refused:
             raise PublisherConflict(self._refused)
         self._settle()
-        if self._baseline.version is None:
+        if self._baseline.version is None or self._baseline.version != self._head or self._baseline.poisoned:
             self._resume(state)
         phases["resume"] = time.perf_counter() - started
 
@@ -127,7 +128,7 @@ class Publisher:
             )
         upload = time.perf_counter()
         patch_ref = self._upload_patch(built) if built else None
-        anchor_ref = self._upload_anchor(baseline or state) if self._wants_anchor(built, state) else None
+        anchor_ref = self._upload_anchor(baseline or state, target) if self._wants_anchor(built, state) else None
         version = 0 if self._head is None else self._head + 1
         manifest = Manifest(
             format=manifests.FORMAT,
@@ -201,11 +202,12 @@ class Publisher:
         assert self._baseline.version is not None
         return PatchRef(self._baseline.version, built.header.base_root, built.header.changed, (payload,))
 
-    def _upload_anchor(self, state: State) -> AnchorRef:
-        shards = anchor.plan_shards(state, self._shard_bytes, self._workers)
+    def _upload_anchor(self, state: State, target: StateDigest) -> AnchorRef:
+        """Stores the anchor of a state whose tree is ``target``; raises IntegrityError if it changes meanwhile."""
+        shards = anchor.plan_shards(state, target, self._shard_bytes, self._workers)
         progress = progress_to(self._listener, "upload", sum(s.payload.bytes for s in shards))
         for shard in shards:
-            self._stream.put_payload(shard.payload, SHARD, serialize(state, shard.specs))
+            self._stream.put_payload(shard.payload, SHARD, anchor.proved(state, shard))
             if progress:
                 progress(shard.payload.bytes)
         return AnchorRef(tuple(shard.payload for shard in shards))
@@ -255,8 +257,7 @@ class Publisher:
         self, manifest: Manifest, built: BuiltPatch | None, baseline: State | None, target: StateDigest
     ) -> None:
         if built is not None:
-            self._baseline.advance(manifest.version, built)
-            self._baseline.state.aliases = dict(manifest.aliases)
+            self._baseline.advance(manifest.version, built, manifest.aliases)
         elif baseline is not None:
             self._baseline.adopt(manifest.version, baseline, target)
         self._since_anchor = 0 if manifest.anchor else self._since_anchor + (built.nbytes if built else 0)
@@ -272,6 +273,7 @@ class Publisher:
             return
         how, reason = "matched", ""
         try:
+            self._since_anchor = self._bytes_since_anchor(self._head)
             manifest = self._stream.manifest(self._head)
             digest = state_digest(state, workers=self._workers)
             if digest.root == manifest.root:
@@ -279,7 +281,7 @@ class Publisher:
             else:
                 how = "restored"
                 self._baseline.move_to(self._head)
-            self._since_anchor = self._bytes_since_anchor(self._head)
+                self._baseline.tell()
         except (ChainGap, NotFound, FormatError) as error:
             how, reason = "anchored", str(error)
             self._baseline = self._new_baseline()

@@ -5,9 +5,10 @@ The publisher's baseline and the subscriber's host state are both replicas: rest
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -15,21 +16,51 @@ import numpy as np
 
 from . import anchor, patch
 from ._pool import ordered_map
-from .chain import Link, cheapest_path, links_of, resolved
+from .chain import Key, Link, cheapest_path, links_of, resolved
 from .codec import Changes
 from .digest import StateDigest, state_digest
-from .errors import ChainGap, DigestMismatch, FormatError, IntegrityError, NotFound, StateMismatch, Untrusted
+from .errors import (
+    ChainGap,
+    CorruptCheckpoint,
+    CorruptManifest,
+    DigestMismatch,
+    FormatError,
+    InputError,
+    IntegrityError,
+    NotFound,
+    StateMismatch,
+    Untrusted,
+)
 from .events import Listener, PathFailed, progress_to
-from .manifest import Manifest
+from .manifest import Manifest, Payload
 from .patch import BuiltPatch, Patch, TensorChanges
 from .patch_header import MAX_HEADER_BYTES
 from .stream import PATCH, SHARD, Stream
-from .tensors import State
+from .tensors import State, check_tensor_name
+from .update import Update
 
 _PREFETCH = 4
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
+_MOST_BAD_LINKS = 8  # after so many the listed links are not worth another try
 _BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
 """What makes one link unusable and another path worth trying; a store that is away is neither."""
+
+Moves = dict[str, TensorChanges]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How a replica moved since its owner was last told: from ``previous`` to ``version``.
+
+    ``changes`` holds the bits now, per tensor; it and ``previous`` are None where everything is new. ``renamed`` names
+    tensors that have another name since, under which a live model may hold them apart.
+    """
+
+    previous: int | None
+    version: int
+    links: tuple[Link, ...]
+    changes: Moves | None
+    renamed: frozenset[str]
 
 
 class Watcher(Protocol):
@@ -42,139 +73,158 @@ class Watcher(Protocol):
         """The state went along a patch; ``undo`` holds the old bits by block index, the rest is how it is now."""
 
     def broken(self) -> None:
-        """The state was replaced."""
+        """The state was replaced, or moved in a way that ``undo`` does not describe."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """How a replica moved from ``previous`` to ``version``: ``changes`` per tensor with the bits after the move. Both
-    are None where everything is new."""
+class _Position:
+    """Where a replica is, and what its owner has not been told. Replaced as one, so that an interrupt between two
+    assignments can neither lose a change nor tell one that is not there."""
 
-    previous: int | None
     version: int
-    links: tuple[Link, ...]
-    changes: dict[str, TensorChanges] | None
+    state: State
+    digest: StateDigest
+    told: int | None = None
+    told_aliases: Mapping[str, str] | None = None
+    passed: tuple[Link, ...] = ()
+    untold: tuple[Moves, ...] | None = None
 
 
 class Replica:
-    """``version`` is None while there is no state. ``poisoned`` is set while the state may be half-way."""
+    """``poisoned`` is set while the state in memory may be half-way between two versions."""
 
     def __init__(self, stream: Stream, *, workers: int | None = None, listener: Listener | None = None) -> None:
         self.stream = stream
-        self.version: int | None = None
         self.poisoned = False
-        self._state: State | None = None
-        self._digest: StateDigest | None = None
         self.watcher: Watcher | None = None
+        self._at: _Position | None = None
+        self._lent: weakref.ref[Update] | None = None
         self._workers = workers
         self._listener = listener
-        # The moves since the last Step was handed out. They outlive a move that failed on its way, so that the next
-        # Step still tells a live model everything that it missed.
-        self._told: int | None = None
-        self._passed: list[Link] = []
-        self._untold: list[dict[str, TensorChanges]] | None = None
+
+    @property
+    def version(self) -> int | None:
+        return self._at.version if self._at else None
 
     @property
     def state(self) -> State:
-        assert self._state is not None
-        return self._state
+        assert self._at is not None
+        return self._at.state
 
     @property
     def digest(self) -> StateDigest:
-        assert self._digest is not None
-        return self._digest
+        assert self._at is not None
+        return self._at.digest
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the owner knows of every move."""
+        return self._at is None or self._at.told == self._at.version
 
     def adopt(self, version: int, state: State, digest: StateDigest) -> None:
-        """Takes over ``state``, in writable host memory, as the given version."""
+        """Takes over ``state``, in writable host memory, as the given version, of which the owner knows."""
         if self.watcher:
             self.watcher.broken()
-        self._set(version, state, digest)
+        self._at = _Position(version, state, digest, version, state.aliases, (), ())
+        self.poisoned = False
 
-    def _set(self, version: int, state: State, digest: StateDigest) -> None:
-        self.version, self._state, self._digest, self.poisoned = version, state, digest, False
-        self._told, self._passed, self._untold = version, [], []
+    def tell(self) -> None:
+        """The owner has been told of every move so far."""
+        assert self._at is not None
+        at = self._at
+        self._at = _Position(at.version, at.state, at.digest, at.version, at.state.aliases, (), ())
 
-    def advance(self, version: int, built: BuiltPatch) -> None:
+    def lend(self, update: Update) -> None:
+        """Remembers an update whose values are views of the state: while it is alive, the state moves in a copy."""
+        self._lent = weakref.ref(update)
+
+    def recover(self) -> None:
+        """Leaves `poisoned`: the state is hashed, and given up unless it is the version it was."""
+        at = self._at
+        if self.poisoned and at and state_digest(at.state, workers=self._workers).root != at.digest.root:
+            self._at = None
+        self.poisoned = False
+
+    def advance(self, version: int, built: BuiltPatch, aliases: Mapping[str, str]) -> None:
         """Moves to a version whose patch was built from this very state."""
         link, base_root = Link(self.version, version, built.nbytes), self.digest.root
         if self.watcher:
             self.watcher.wait()
         self.poisoned = True
         undo = patch.advance_in_place(built, self.state, workers=self._workers)
-        self._set(version, self.state, built.target)
+        state = self.state.with_aliases(aliases)
+        self._at = _Position(version, state, built.target, version, state.aliases, (), ())
+        self.poisoned = False
         if self.watcher:
-            self.watcher.moved(link, base_root, undo, self.state, self.digest)
-
-    def recover(self) -> None:
-        """Leaves `poisoned`: the state is hashed, and given up unless it is the version it was."""
-        if self.poisoned and self._state is not None:
-            digest = state_digest(self._state, workers=self._workers)
-            if digest.root != self.digest.root:
-                self.version = self._state = self._digest = self._untold = None
-            self.poisoned = False
+            self.watcher.moved(link, base_root, undo, state, built.target)
 
     def move_to(self, target: int) -> Step:
-        """Follows the cheapest working path of links to ``target``.
+        """Follows the cheapest working path of links to ``target`` and says what changed since `tell`.
 
         A link whose object is missing or damaged is avoided and the path planned again. Raises ChainGap when none is
         left; the replica then rests at the last version it verified. StoreUnavailable passes through.
         """
         self.recover()
-        avoid: dict[tuple[int | None, int], str] = {}
+        avoid: dict[Key, str] = {}
+        listed: list[Link] | None = None
         while self.version != target:
-            with closing(self._prefetch(self._plan(target, avoid))) as fetched:
-                for link, parts in fetched:
+            if listed is None:
+                listed = self._listed(target)
+            with closing(self._prefetch(self._plan(target, listed, avoid))) as fetched:
+                for planned, link, parts in fetched:
                     try:
-                        changes = self._follow(link, parts)
+                        self._follow(link, parts)
                     except _BROKEN_LINK as error:
-                        avoid[link.key] = f"{link}: {error}"
+                        avoid[planned.key] = avoid[link.key] = f"{link}: {error}"
                         if self._listener:
                             self._listener(PathFailed(self.stream.name, str(link), str(error)))
                         break
-                    self._passed.append(link)
-                    if changes is None:
-                        self._untold = None
-                    elif self._untold is not None:
-                        self._untold.append(changes)
-        changes = None if self._untold is None else self._merge(self._untold)
-        step = Step(None if changes is None else self._told, target, tuple(self._passed), changes)
-        self._told, self._passed, self._untold = target, [], []
-        return step
+        assert self._at is not None
+        at = self._at
+        known = at.told_aliases or {}
+        renamed = frozenset(name for alias, name in at.state.aliases.items() if known.get(alias) != name)
+        if at.untold is None:
+            return Step(None, target, at.passed, None, renamed)
+        return Step(at.told, target, at.passed, _merge(at.untold, at.state), renamed)
 
     def follow(self, link: Link) -> None:
         """Follows one link, whatever else leads to its version; raises what is wrong with it."""
         with closing(self._prefetch([link])) as fetched:
-            for found, parts in fetched:
+            for _, found, parts in fetched:
                 self._follow(found, parts)
 
-    def _plan(self, target: int, avoid: dict[tuple[int | None, int], str]) -> list[Link]:
+    def _plan(self, target: int, listed: list[Link], avoid: Mapping[Key, str]) -> list[Link]:
         """The path to try. Raises ChainGap, with what was wrong with the links that are avoided."""
         try:
-            return cheapest_path(self._listed(target, avoid), self.version, target)
-        except _BROKEN_LINK:
-            links, reasons = self._walk_down(target, set(avoid))
+            if len(avoid) > _MOST_BAD_LINKS:
+                raise ChainGap("too many of the listed links lead nowhere")
+            return cheapest_path([link for link in listed if link.key not in avoid], self.version, target)
+        except ChainGap:
+            links, reasons = self._walk_down(target, avoid)
         try:
             return cheapest_path(links, self.version, target)
         except ChainGap as gap:
-            raise ChainGap("; ".join([f"{self.stream.name}: {gap}", *avoid.values(), *reasons]), hint=gap.hint) from gap
+            broken = list(dict.fromkeys(avoid.values()))
+            raise ChainGap("; ".join([f"{self.stream.name}: {gap}", *broken, *reasons]), hint=gap.hint) from gap
 
-    def _listed(self, target: int, avoid: Collection[tuple[int | None, int]]) -> list[Link]:
+    def _listed(self, target: int) -> list[Link]:
         """Links as the listings show them. The size of a patch is not listed: the target's stands for all.
 
         From close by, no listing is needed: the patches in between are the way.
         """
-        last = self.stream.manifest(target).patch
+        try:
+            last = self.stream.manifest(target).patch
+        except _BROKEN_LINK:
+            return []
         guess = sum(p.bytes for p in last.parts) if last else 0
         if self.version is not None and target - self.version < _FAR:
-            links, versions = [], list(range(self.version + 1, target + 1))
-        else:
-            links = [link for link in self.stream.links(self.version) if link.version <= target]
-            starts = [link.version for link in links if link.base is None] if self.version is None else [self.version]
-            versions = [v for v in self.stream.versions(min(starts)) if v <= target] if starts else []
-        links += [Link(v - 1, v, guess) for v in versions]
-        return [link for link in links if link.key not in avoid]
+            return [Link(v - 1, v, guess) for v in range(self.version + 1, target + 1)]
+        links = [link for link in self.stream.links(self.version) if link.version <= target]
+        starts = [link.version for link in links if link.base is None] if self.version is None else [self.version]
+        versions = [v for v in self.stream.versions(min(starts)) if v <= target] if starts else []
+        return [*links, *(Link(v - 1, v, guess) for v in versions)]
 
-    def _walk_down(self, target: int, avoid: set[tuple[int | None, int]]) -> tuple[list[Link], list[str]]:
+    def _walk_down(self, target: int, avoid: Collection[Key]) -> tuple[list[Link], list[str]]:
         """The links that manifests name, from the target down to the replica's version or to an anchor: for streams
         whose listed links are lost or lead nowhere."""
         links: list[Link] = []
@@ -191,97 +241,146 @@ class Replica:
                 return links, []
             version = bases[0]
 
-    def _prefetch(self, path: list[Link]) -> Generator[tuple[Link, list[bytes] | Exception], None, None]:
-        """The path's links with the bytes of patches, a few ahead of their use; errors are handed over, not raised."""
+    def _prefetch(self, path: list[Link]) -> Generator[tuple[Link, Link, list[bytes] | Exception], None, None]:
+        """The path's links as planned and as their manifests have them, with the bytes of patches, a few ahead of their
+        use; errors are handed over, not raised."""
 
-        def fetch(link: Link) -> tuple[Link, list[bytes] | Exception]:
+        def fetch(planned: Link) -> tuple[Link, Link, list[bytes] | Exception]:
+            link = planned
             try:
-                manifest = self.stream.manifest(link.version)
-                link = resolved(link, manifest)
+                manifest = self.stream.manifest(planned.version)
+                link = resolved(planned, manifest)
                 if link.base is None:
-                    return link, []
+                    return planned, link, []
                 if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
                     raise FormatError(f"{link} has {link.nbytes} bytes for a state of {manifest.dense_bytes}")
-                return link, [self.stream.fetch(p, PATCH) for p in link.payloads or ()]
+                return planned, link, [self.stream.fetch(p, PATCH) for p in link.payloads or ()]
             except _BROKEN_LINK as error:
-                return link, error
+                return planned, link, error
 
         return ordered_map(fetch, path, _PREFETCH)
 
-    def _follow(self, link: Link, parts: list[bytes] | Exception) -> dict[str, TensorChanges] | None:
+    def _follow(self, link: Link, parts: list[bytes] | Exception) -> None:
         if isinstance(parts, Exception):
             raise parts
         manifest = self.stream.manifest(link.version)
         if link.base is None:
-            return self._restore(manifest)
+            self._restore(link, manifest)
+            return
         if len(parts) != 1:
             raise FormatError(f"{link} has {len(parts)} parts", hint="Upgrade pulse-rl to read it.")
         own = Patch.parse(parts[0])
         if own.header.target_root != manifest.root:
             raise DigestMismatch(f"{link} leads to root {own.header.target_root[:16]}…, not to its manifest's root")
-        changes = self._apply(own, link)
-        self.state.aliases = dict(manifest.aliases)
-        return changes
+        if link.base != self.version:
+            raise ChainGap(f"{link} starts from version {link.base}, the state is {self.version}")
+        self._apply(link, own, manifest)
 
-    def _apply(self, own: Patch, link: Link) -> dict[str, TensorChanges]:
-        base_root = self.digest.root
+    def _apply(self, link: Link, own: Patch, manifest: Manifest) -> None:
         if self.watcher:
             self.watcher.wait()
+        if self._lent is not None and self._lent() is not None:
+            at = self._at
+            assert at is not None
+            self._at = replace(at, state=at.state.copy())
+            self._lent = None
+        at = self._at
+        assert at is not None
+        _check_aliases(manifest, at.state)
         self.poisoned = True
         try:
             applied = patch.apply_in_place(
                 own,
-                self.state,
-                self.digest,
+                at.state,
+                at.digest,
                 workers=self._workers,
-                progress=progress_to(self._listener, "apply", self.state.nbytes),
+                progress=progress_to(self._listener, "apply", at.state.nbytes),
             )
         except (FormatError, IntegrityError, StateMismatch):
             self.poisoned = False  # refused, or undone to the last bit
             raise
-        self._digest, self.version, self.poisoned = applied.digest, link.version, False
+        self._at = replace(
+            at,
+            version=link.version,
+            state=at.state.with_aliases(manifest.aliases),
+            digest=applied.digest,
+            passed=(*at.passed, link),
+            untold=None if at.untold is None else (*at.untold, applied.changes),
+        )
+        self.poisoned = False
         if self.watcher:
-            self.watcher.moved(link, base_root, applied.undo, self.state, self.digest)
-        return applied.changes
+            if own.header.block_elements == patch.DEFAULT_BLOCK_ELEMENTS:
+                self.watcher.moved(link, at.digest.root, applied.undo, self.state, self.digest)
+            else:
+                self.watcher.broken()
 
-    def _restore(self, manifest: Manifest) -> dict[str, TensorChanges] | None:
-        """Replaces the state by an anchor; the difference, where there was a state of the same tensors before."""
+    def _restore(self, link: Link, manifest: Manifest) -> None:
+        """Replaces the state by an anchor, beside the old one."""
         assert manifest.anchor is not None
-        store = self.stream.store
         fresh = anchor.restore(
-            [(p, partial(store.get, self.stream.payload_name(p, SHARD))) for p in manifest.anchor.shards],
+            [(p, self._reader(p)) for p in manifest.anchor.shards],
             elements=manifest.elements,
             dense_bytes=manifest.dense_bytes,
             workers=self._workers,
             progress=progress_to(self._listener, "restore", manifest.dense_bytes),
         )
-        fresh = State(fresh.specs, {s.name: fresh.read(s.name) for s in fresh.specs}, manifest.aliases)
+        _check_aliases(manifest, fresh)
         digest = state_digest(fresh, workers=self._workers)
         if digest.root != manifest.root:
             raise DigestMismatch(
                 f"the anchor of version {manifest.version} has root {digest.root[:16]}…, not {manifest.root[:16]}…"
             )
+        fresh = fresh.with_aliases(manifest.aliases)
+        at = self._at
+        known = at is not None and at.untold is not None and at.state.specs == fresh.specs
         if self.watcher:
             self.watcher.broken()
-        before = self._state
-        self.version, self._state, self._digest = manifest.version, fresh, digest
-        return None if before is None or before.specs != fresh.specs else _difference(before, fresh)
+        self._at = _Position(
+            manifest.version,
+            fresh,
+            digest,
+            told=at.told if at and known else None,
+            told_aliases=at.told_aliases if at and known else None,
+            passed=(*at.passed, link) if at else (link,),
+            untold=(*(at.untold or ()), _difference(at.state, fresh)) if at and known else None,
+        )
+        self.poisoned = False
 
-    def _merge(self, moves: list[dict[str, TensorChanges]]) -> dict[str, TensorChanges]:
-        """One change per element over several moves, with the bits of the state now."""
-        if len(moves) == 1:
-            return moves[0]
-        merged: dict[str, TensorChanges] = {}
-        for name in sorted({name for move in moves for name in move}):
-            indices = np.unique(np.concatenate([move[name].indices for move in moves if name in move]))
-            merged[name] = TensorChanges(indices, self.state.read(name)[indices])
-        return merged
+    def _reader(self, payload: Payload) -> anchor.RangeReader:
+        name = self.stream.payload_name(payload, SHARD)
+        stored = self.stream.store.head(name).nbytes
+        if stored != payload.bytes:
+            raise CorruptCheckpoint(f"the anchor's shard {name} has {stored} bytes, its manifest says {payload.bytes}")
+        return partial(self.stream.store.get, name)
 
 
-def _difference(old: State, new: State) -> dict[str, TensorChanges]:
+def _check_aliases(manifest: Manifest, state: State) -> None:
+    """Raises CorruptManifest unless the aliases fit the tensors."""
+    stored = {spec.name for spec in state.specs}
+    for alias, name in manifest.aliases.items():
+        try:
+            check_tensor_name(alias)
+        except InputError as error:
+            raise CorruptManifest(f"an alias of version {manifest.version}: {error}") from None
+        if alias in stored or name not in stored:
+            raise CorruptManifest(f"version {manifest.version} has an alias {alias!r} of {name!r} that fits no tensor")
+
+
+def _merge(moves: tuple[Moves, ...], state: State) -> Moves:
+    """One change per element over several moves, with the bits of the state now."""
+    if len(moves) == 1:
+        return moves[0]
+    merged: Moves = {}
+    for name in sorted({name for move in moves for name in move}):
+        indices = np.unique(np.concatenate([move[name].indices for move in moves if name in move]))
+        merged[name] = TensorChanges(indices, state.read(name)[indices])
+    return merged
+
+
+def _difference(old: State, new: State) -> Moves:
     changes = {}
     for spec in new.specs:
-        indices = np.flatnonzero(old.read(spec.name) != new.read(spec.name))  # a tensor may exceed 32-bit positions
+        indices = np.flatnonzero(old.read(spec.name) != new.read(spec.name))  # may exceed 32-bit positions
         if len(indices):
             changes[spec.name] = TensorChanges(indices, new.read(spec.name)[indices])
     return changes

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .errors import EmptyStream, InputError, NotFound
-from .manifest import Manifest
+from .manifest import Manifest, Payload
 from .store import Store, open_store
 from .store.base import ObjectInfo
 from .stream import Stream
 
+_LINK = re.compile(r"(?P<version>[0-9]{12})-(?P<base>[0-9]{12}|anchor)-[0-9]{15}(?:-(?P<sha256>[0-9a-f]{64}))?")
+_VERSION = re.compile(r"([0-9]{12})\.json")
 DEFAULT_GRACE_SECONDS = 3600.0
 
 
@@ -35,44 +39,49 @@ def plan(
 ) -> Plan:
     """What may be deleted so that the last ``keep`` of ``versions`` stay restorable. Pure.
 
-    ``manifests`` are read from the newest down, only as far as needed: to the newest anchor at or below the oldest kept
-    version. ``objects`` are the stream's, with times; of payloads that no manifest left names, those written after
+    ``manifests`` come from the newest down and are read only as far as needed: to the anchors from which the kept
+    versions are restored. ``objects`` are the stream's, with times; of payloads that no manifest left names, those written after
     ``before`` (Unix seconds) stay, since their manifest may be on its way.
     """
     if not versions:
         raise EmptyStream("the stream has no versions")
-    wanted = versions[-keep]
-    named: set[str] = set()
-    oldest = versions[0]
+    needed = set(versions[-keep:])
+    read: list[Manifest] = []
     for manifest in manifests:
-        payloads = [*(manifest.anchor.shards if manifest.anchor else ())]
-        if manifest.version <= wanted and manifest.anchor:
-            oldest = manifest.version
-            named |= {p.sha256 for p in payloads}
+        if manifest.version < min(needed):
             break
-        payloads += manifest.patch.parts if manifest.patch else ()
-        named |= {p.sha256 for p in payloads}
-    gone = [v for v in versions if v < oldest]
-    first, second, third = [], [], []
+        read.append(manifest)
+        if manifest.version in needed and not manifest.anchor and manifest.patch:
+            needed.add(manifest.patch.base)
+    oldest = min(needed)
+    named = {p.sha256 for m in read for p in _payloads(m, oldest)}
+
+    links, old, unnamed = [], [], []
     for info in objects:
-        folder, _, name = info.name.rpartition("/")
-        kind = folder.rpartition("/")[2]
-        if kind == "links":
-            version, base = name.split("-")[:2]
-            kept = int(version) >= oldest and (base == "anchor" or int(base) >= oldest)
-            if not kept:
-                first.append(info)
-            elif base != "anchor":
-                named.add(name.rpartition("-")[2])
-        elif kind == "versions" and int(name.partition(".")[0]) < oldest:
-            second.append(info)
+        kind, _, name = info.name.rpartition("/")
+        if kind.endswith("/links") and (match := _LINK.fullmatch(name)):
+            if int(match["version"]) < oldest or (match["base"] != "anchor" and int(match["base"]) < oldest):
+                links.append(info)
+            else:
+                named.add(match["sha256"] or "")
+        elif kind.endswith("/versions") and (match := _VERSION.fullmatch(name)) and int(match[1]) < oldest:
+            old.append(info)
     for info in objects:
-        folder, _, name = info.name.rpartition("/")
-        if folder.endswith("/payloads") and name.partition(".")[0] not in named and info.modified < before:
-            third.append(info)
+        kind, _, name = info.name.rpartition("/")
+        if kind.endswith("/payloads") and name.partition(".")[0] not in named and info.modified < before:
+            unnamed.append(info)
     # Links before manifests before payloads: whoever stops in between leaves nothing that names what is gone.
-    doomed = [*first, *sorted(second), *third]
-    return Plan(oldest, tuple(gone), tuple(i.name for i in doomed), sum(i.nbytes for i in doomed))
+    doomed = [*links, *sorted(old), *unnamed]
+    return Plan(
+        oldest, tuple(v for v in versions if v < oldest), tuple(i.name for i in doomed), sum(i.nbytes for i in doomed)
+    )
+
+
+def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
+    """What a kept manifest names and can still be used: not a patch whose base is gone."""
+    anchor = list(manifest.anchor.shards) if manifest.anchor else []
+    patch = list(manifest.patch.parts) if manifest.patch and manifest.patch.base >= oldest else []
+    return anchor + patch
 
 
 def collect(
@@ -91,6 +100,8 @@ def collect(
     """
     if keep < 1:
         raise InputError(f"keep must be at least 1, not {keep}", hint="The newest version is always kept.")
+    if not 0 <= grace_seconds < math.inf:
+        raise InputError(f"grace_seconds must be a number from 0 on, not {grace_seconds}")
     where = Stream(open_store(store), stream)
     versions = where.versions()
     keep = min(keep, len(versions))

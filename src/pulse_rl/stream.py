@@ -29,7 +29,7 @@ class Stream:
     """Versions, payloads, and links: empty objects whose names say all that planning needs (docs/format.md, 6)."""
 
     def __init__(self, store: Store, name: str, trusted: TrustedKeys | None = None) -> None:
-        if not _STREAM.fullmatch(name):
+        if not isinstance(name, str) or not _STREAM.fullmatch(name):
             raise InvalidName(f"{name!r} is not a name for a stream")
         self.store = store
         self.name = name
@@ -41,7 +41,7 @@ class Stream:
         start_after = None if after is None else self._version_name(after)
         found = []
         for info in self.store.list(f"{self.name}/versions", start_after):
-            match = _VERSION.fullmatch(info.name.rpartition("/")[2])
+            match = _VERSION.fullmatch(info.name.removeprefix(f"{self.name}/versions/"))
             if match:
                 found.append(int(match[1]))
         return found
@@ -85,10 +85,10 @@ class Stream:
         start_after = None if after is None else f"{self.name}/links/{after + 1:012d}"
         found = []
         for info in self.store.list(f"{self.name}/links", start_after):
-            name = info.name.rpartition("/")[2]
+            name = info.name.removeprefix(f"{self.name}/links/")
             if match := _FOLD.fullmatch(name):
                 version, base, nbytes = int(match[1]), int(match[2]), int(match[3])
-                if base < version and nbytes > 0:
+                if version - base > 1 and nbytes > 0:
                     found.append(Link(base, version, nbytes, (Payload(match[4], nbytes),)))
             elif match := _ANCHOR.fullmatch(name):
                 found.append(Link(None, int(match[1]), int(match[2])))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection, Iterator
 
 from .checkpoint import Source, as_state
 from .digest import StateDigest, state_digest
-from .errors import EmptyStream, FormatError, NotFound, SubscriberPoisoned, Untrusted
+from .errors import EmptyStream, FormatError, InputError, NotFound, SubscriberPoisoned, Untrusted
 from .events import Listener, Synced
 from .manifest import Manifest
-from .replica import Replica
+from .replica import Replica, Step
 from .signing import TrustedKeys
 from .store import CachedStore, Store, open_store
 from .stream import Stream
@@ -94,53 +95,41 @@ class Subscriber:
         the state rests at a verified version, at which a repeated call goes on.
         """
         started = time.perf_counter()
-        self._replica.recover()
+        replica = self._replica
+        replica.recover()
         if self._base is not None:
-            self._adopt_base(self._base)
-            self._base = None
+            if self._adopt_base(self._base):
+                self._base = None
         if target is None:
-            newer = self.stream.versions(self._replica.version)
-            target = newer[-1] if newer else None
-        if target is None or (self._replica.version is not None and target <= self._replica.version):
+            newer = self.stream.versions(replica.version)
+            target = newer[-1] if newer else replica.version
+        if target is None or (replica.version is not None and target < replica.version):
             return None
-        step = self._replica.move_to(target)
-        manifest = self.stream.manifest(target)
-        payload_bytes = sum(link.nbytes for link in step.links)
+        if target == replica.version and replica.is_told:
+            return None
+        step = replica.move_to(target)
+        update = self._update(step, started)
         if self._listener:
             links = tuple(str(link) for link in step.links)
             self._listener(
                 Synced(
-                    self.stream.name,
-                    target,
-                    step.previous,
-                    manifest.root,
-                    links,
-                    payload_bytes,
-                    time.perf_counter() - started,
+                    self.stream.name, target, step.previous, update.root, links, update.payload_bytes, update.seconds
                 )
             )
-        if step.changes is None:
-            return self._full(started, payload_bytes)
-        state = self._replica.state
-        tensors = tuple(TensorUpdate(state.spec(n), c.indices, c.values) for n, c in step.changes.items())
-        return Update(
-            version=target,
-            previous=step.previous,
-            root=manifest.root,
-            tensors=tensors,
-            aliases=state.aliases,
-            metadata=manifest.metadata,
-            payload_bytes=payload_bytes,
-            seconds=time.perf_counter() - started,
-        )
+        # Last: whatever fails before, the next call tells the caller the same once more.
+        replica.tell()
+        return update
 
     def full_update(self) -> Update:
         """The whole current state as an update, for a model that is new or missed one."""
-        return self._full(time.perf_counter())
+        started = time.perf_counter()
+        return self._update(Step(None, self.manifest.version, (), None, frozenset()), started)
 
     def updates(self, *, poll_seconds: float = 1.0, timeout: float | None = None) -> Iterator[Update]:
         """Yields updates as versions appear; ends when none has appeared for ``timeout`` seconds (None: never)."""
         last = time.monotonic()
+        if not (0 <= poll_seconds < math.inf):
+            raise InputError(f"poll_seconds must be a number from 0 on, not {poll_seconds}")
         while timeout is None or time.monotonic() - last < timeout:
             update = self.sync()
             if update is None:
@@ -156,30 +145,46 @@ class Subscriber:
             raise EmptyStream(f"nothing was synced from {self.stream.name!r} yet", hint="Call sync() first.")
         return self._replica
 
-    def _full(self, started: float, payload_bytes: int = 0) -> Update:
-        state, manifest = self.state, self.manifest
-        return Update(
-            version=manifest.version,
-            previous=None,
+    def _update(self, step: Step, started: float) -> Update:
+        manifest, state = self.stream.manifest(step.version), self._ready().state.readonly()
+        if step.changes is None:
+            tensors = [TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs]
+        else:
+            tensors = [
+                TensorUpdate(state.spec(name), changed.indices, changed.values)
+                for name, changed in step.changes.items()
+                if name not in step.renamed
+            ]
+            tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in sorted(step.renamed)]
+        update = Update(
+            version=step.version,
+            previous=step.previous,
             root=manifest.root,
-            tensors=tuple(TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs),
-            aliases=state.aliases,
+            tensors=tuple(tensors),
+            aliases=dict(state.aliases),
             metadata=manifest.metadata,
-            payload_bytes=payload_bytes,
+            payload_bytes=sum(link.nbytes for link in step.links),
             seconds=time.perf_counter() - started,
         )
+        if any(tensor.indices is None for tensor in tensors):
+            self._replica.lend(update)
+        return update
 
-    def _adopt_base(self, base: Source) -> None:
-        """Starts from the caller's state where its root is that of a recent version."""
+    def _adopt_base(self, base: Source) -> bool:
+        """Starts from the caller's state where its root is that of a recent version. False while there are none."""
+        versions = self.stream.versions()
+        if not versions:
+            return False
         state = as_state(base)
         digest = state_digest(state, workers=self._workers)
-        for version in reversed(self.stream.versions()[-_SEARCHED_FOR_BASE:]):
+        for version in reversed(versions[-_SEARCHED_FOR_BASE:]):
             try:
                 manifest = self.stream.manifest(version)
             except (NotFound, FormatError, Untrusted):
                 continue
             if manifest.root == digest.root:
-                copy = state.copy()
-                copy.aliases = dict(manifest.aliases)
-                self._replica.adopt(version, copy, digest)
-                return
+                # What the worker has is what it loaded, under the names that it knows: aliases that the version adds
+                # are told with the next update.
+                self._replica.adopt(version, state.copy(), digest)
+                break
+        return True

@@ -26,7 +26,7 @@ if sys.byteorder != "little":  # pragma: no cover
 
 MAX_NAME_BYTES = 1024
 MAX_DIMS = 16
-MAX_TENSORS = 1 << 20
+MAX_TENSORS = 1 << 18
 MAX_TENSOR_ELEMENTS = 1 << 48
 
 _UINT: dict[int, np.dtype[Any]] = {w: np.dtype(f"<u{w}") for w in (1, 2, 4, 8)}
@@ -102,10 +102,23 @@ _FROM_NAME = {
 
 def dtype_of(name: str) -> DType:
     """The `DType` that safetensors calls ``name``; raises UnsupportedTensor."""
+    if not isinstance(name, str) or name not in DTYPES:
+        raise UnsupportedTensor(f"dtype {name!r} is not supported", hint=f"Supported: {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def check_tensor_name(name: object) -> None:
+    """Raises InputError for what cannot name a tensor or an alias."""
+    if not isinstance(name, str):
+        raise InputError(f"a tensor name must be a string, not {name!r}")
     try:
-        return DTYPES[name]
-    except KeyError:
-        raise UnsupportedTensor(f"dtype {name!r} is not supported", hint=f"Supported: {', '.join(DTYPES)}.") from None
+        nbytes = len(name.encode())
+    except UnicodeEncodeError:
+        raise InputError(f"tensor name {name!r} is not valid Unicode") from None
+    if not 0 < nbytes <= MAX_NAME_BYTES:
+        raise InputError(f"a tensor name must have 1 to {MAX_NAME_BYTES} bytes, got {nbytes}")
+    if name == "__metadata__":
+        raise InputError("no tensor can be called __metadata__: safetensors keeps that name for itself")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +130,10 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        try:
-            encoded = self.name.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"tensor name {self.name!r} is not valid Unicode") from None
-        if not 0 < len(encoded) <= MAX_NAME_BYTES:
-            raise InputError(f"a tensor name must have 1 to {MAX_NAME_BYTES} bytes, got {len(encoded)}")
+        check_tensor_name(self.name)
         if len(self.shape) > MAX_DIMS:
             raise InputError(f"tensor {self.name!r} has {len(self.shape)} dimensions, more than {MAX_DIMS}")
-        if any(d < 0 for d in self.shape) or self.elements > MAX_TENSOR_ELEMENTS:
+        if any(not 0 <= d <= MAX_TENSOR_ELEMENTS for d in self.shape) or self.elements > MAX_TENSOR_ELEMENTS:
             raise InputError(f"tensor {self.name!r} has an impossible shape {self.shape}")
 
     @property
@@ -177,10 +185,11 @@ class State:
         if len(specs) > MAX_TENSORS:
             raise InputError(f"a state of {len(specs)} tensors is more than {MAX_TENSORS}")
         self.specs = tuple(sorted(specs, key=lambda s: s.name.encode()))
-        self.aliases = dict(sorted((aliases or {}).items()))
+        self.aliases = dict(aliases or {})
         self._data = data
         self._spec = {s.name: s for s in self.specs}
         for alias, name in self.aliases.items():
+            check_tensor_name(alias)
             if name not in self._spec or alias in self._spec:
                 raise InputError(f"alias {alias!r} of {name!r} does not fit the tensors of the state")
 
@@ -196,7 +205,11 @@ class State:
         data: dict[str, UIntArray | _DeviceTensor] = {}
         aliases: dict[str, str] = {}
         seen: dict[object, str] = {}
+        # All values stay referenced until the end: a mapping may make them on the fly, and the memory of one that was
+        # freed could come back as the next one's, which would then look tied to it.
+        held = []
         for name, value in tensors.items():
+            held.append(value)
             dtype, shape, flat, storage = _ingest(name, value)
             key = (storage, dtype.name, shape)
             if storage is not None and key in seen:
@@ -252,6 +265,10 @@ class State:
             fresh.read(spec.name)[:] = self.read(spec.name)
         return fresh
 
+    def with_aliases(self, aliases: Mapping[str, str]) -> State:
+        """The same memory under other aliases. Raises InputError."""
+        return State(self.specs, self._data, aliases)
+
     def readonly(self) -> State:
         """The same memory, not writable through the result."""
         views = {}
@@ -290,9 +307,11 @@ def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | 
         dtype = _dtype_from(name, array.dtype.name)
     else:
         raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__}, not a torch tensor or a numpy array")
-    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    storage = (array.__array_interface__["data"][0], array.strides) if array.size else None
-    flat = np.ascontiguousarray(array).reshape(-1).view(dtype.uint)
+    # Of the caller's own memory, before any conversion: a converted copy has an address of its own.
+    owned = isinstance(value, np.ndarray | Bits) and array.size > 0
+    storage = (array.__array_interface__["data"][0], array.strides) if owned else None
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    flat = np.require(little, requirements=["C", "A"]).reshape(-1).view(dtype.uint)
     return dtype, array.shape, flat, storage
 
 
@@ -303,8 +322,8 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
     if value.layout != torch.strided or value.is_meta or value.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} has no plain storage (layout {value.layout}, device {value.device})")
     dtype = _dtype_from(name, str(value.dtype).removeprefix("torch."))
+    storage = (str(value.device), value.data_ptr(), value.stride()) if value.numel() else None
     tensor = value.detach().resolve_conj().resolve_neg()
-    storage = (str(tensor.device), tensor.data_ptr(), tensor.stride()) if tensor.numel() else None
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     shape = tuple(tensor.shape)
     if tensor.device.type != "cpu":
@@ -320,11 +339,11 @@ def _dtype_from(name: str, library_name: str) -> DType:
 
 
 def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """FP32 values to BF16 bits, rounding to nearest, ties to even, as torch and accelerators do.
+    """FP32 values to BF16 bits of the same shape, rounding to nearest, ties to even.
 
     Overflow becomes Inf. NaN stays NaN: the top bits of its payload are kept and the quiet bit is set.
     """
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    bits = np.asarray(values, np.float32).view(np.uint32)
     with np.errstate(over="ignore"):
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)

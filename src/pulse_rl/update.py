@@ -21,12 +21,13 @@ class TensorUpdate:
     values: UIntArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Update:
     """The step from version ``previous`` (None: from nothing) to ``version``, verified against ``root``.
 
     Iterating yields (name, flat indices or None, values as unsigned integers of the element's width). Updates have to
-    be applied in order, each once; `Subscriber.full_update` gives a model that missed one the whole state.
+    be applied in order, each once; `Subscriber.full_update` gives a model that missed one the whole state. Full values
+    are read-only views of the host state, which moves on in a copy while the update is alive: let it go after use.
     ``aliases`` maps the other names of tied tensors to the name that the update uses.
     """
 

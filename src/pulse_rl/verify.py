@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .chain import links_of
-from .errors import EmptyStream, PulseError
+from .errors import EmptyStream, PulseError, StoreUnavailable
 from .events import Listener
 from .replica import Replica
 from .store import Store, open_store
@@ -45,6 +45,8 @@ def verify_stream(
         try:
             manifest = where.manifest(version)
             root = manifest.root
+        except StoreUnavailable:
+            raise
         except PulseError as error:
             yield VersionReport(version, None, (), (str(error),))
             continue
@@ -54,11 +56,14 @@ def verify_stream(
             replica = Replica(where, workers=workers, listener=on_event) if link.base is None else chain
             try:
                 if link.base is not None and chain.version != link.base:
-                    raise EmptyStream(f"version {link.base} could not be restored")
+                    replica = chain = Replica(where, workers=workers, listener=on_event)
+                    chain.move_to(link.base)
                 replica.follow(link)
                 good.append(str(link))
                 if chain.version != version:
                     chain = replica
+            except StoreUnavailable:
+                raise
             except PulseError as error:
                 problems.append(f"{link}: {error}")
         yield VersionReport(version, root, tuple(good), tuple(problems))

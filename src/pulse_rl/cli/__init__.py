@@ -7,6 +7,7 @@ usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from ..folds import SPANS
 from ..retention import DEFAULT_GRACE_SECONDS
 from . import files, streams
 from .output import Console
+
+_MOST_SECONDS = 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pulse {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON")
-    common.add_argument("--threads", type=_positive, default=None, metavar="N", help="threads (default: all cores)")
+    common.add_argument("--threads", type=_count, default=None, metavar="N", help="threads (default: all cores)")
     coding = argparse.ArgumentParser(add_help=False)
     coding.add_argument("--codec", choices=codecs.names(), default=codecs.DEFAULT)
     stream = argparse.ArgumentParser(add_help=False)
@@ -81,21 +84,21 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("follow", parents=[common, stream], help="keep a checkpoint at the newest version")
     command.add_argument("--out", required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
     command.add_argument("--once", action="store_true", help="sync once and end")
-    command.add_argument("--poll", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
+    command.add_argument("--poll", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
     command.set_defaults(run=streams.follow)
 
     command = commands.add_parser("verify", parents=[common, stream], help="replay and check a whole stream")
     command.set_defaults(run=streams.verify)
 
     command = commands.add_parser("fold", parents=[common, stream], help="make patches over many versions")
-    command.add_argument("--spans", type=_positive, nargs="+", default=list(SPANS), metavar="N", help="default: 8 64")
+    command.add_argument("--spans", type=_count, nargs="+", default=list(SPANS), metavar="N", help="default: 8 64")
     command.set_defaults(run=streams.fold)
 
     command = commands.add_parser("gc", parents=[common, stream], help="delete what kept versions do not need")
-    command.add_argument("--keep", type=_positive, required=True, metavar="N", help="versions to keep, from the newest")
+    command.add_argument("--keep", type=_count, required=True, metavar="N", help="versions to keep, from the newest")
     command.add_argument(
         "--grace",
-        type=float,
+        type=_seconds,
         default=DEFAULT_GRACE_SECONDS,
         metavar="SECONDS",
         help="payloads written since stay, named or not (default 3600)",
@@ -109,8 +112,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return value

@@ -15,7 +15,7 @@ from ..digest import state_digest
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
 from ..patch import Patch
-from ..patch_header import PatchHeader
+from ..patch_header import MAGIC, PatchHeader
 from .output import Console, size
 
 
@@ -110,9 +110,13 @@ def digest(args: argparse.Namespace, console: Console) -> int:
 
 def _read(path: str) -> Patch:
     try:
-        return Patch.parse(Path(path).read_bytes())
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from None
+        with Path(path).open("rb") as file:
+            start = file.read(len(MAGIC))
+            if start != MAGIC:  # before all of a file that may be anything is read
+                raise CorruptPatch("this is not a pulse patch: its first bytes are not the magic")
+            return Patch.parse(start + file.read())
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}", hint="Check the path.") from None
     except CorruptPatch as error:
         raise CorruptPatch(f"{path}: {error}", hint=error.hint) from error
 

@@ -42,13 +42,13 @@ class Console:
         if isinstance(event, Progress):
             self._progress(event)
         elif isinstance(event, PathFailed):
-            self._note(f"trying another path: {event.link} failed: {event.reason}")
+            self.note(f"trying another path: {event.link} failed: {event.reason}")
         elif isinstance(event, Resumed) and event.how == "anchored":
-            self._note(f"version {event.version} could not be restored, starting anew with an anchor: {event.reason}")
+            self.note(f"version {event.version} could not be restored, starting anew with an anchor: {event.reason}")
 
     def _progress(self, event: Progress) -> None:
         now = time.monotonic()
-        if event.stage != self._stage or event.done < event.total == 0:
+        if event.stage != self._stage:
             self._stage, self._started = event.stage, now
         if not self._live or now - self._started < _QUIET_SECONDS or now - self._drawn < _REDRAW_SECONDS:
             return
@@ -58,7 +58,7 @@ class Console:
         print(f"\r{event.stage:8} {bar} {share:4.0%}  {rate:.2f} GB/s ", end="", file=sys.stderr, flush=True)
         self._drawn, self._shown = now, True
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self._clear()
         print(f"pulse: {text}", file=sys.stderr, flush=True)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from .. import retention
 from ..checkpoint import FILE_NAME, INDEX_NAME, load, save
-from ..errors import EmptyStream, FormatError, InputError
+from ..errors import EmptyStream, FormatError, InputError, StoreUnavailable, UnsupportedTensor
 from ..folds import fold_stream
 from ..publisher import Publisher
-from ..store import open_store
+from ..store import Store, open_store
 from ..store.check import check_store
 from ..subscriber import Subscriber
 from ..tensors import State
@@ -23,7 +23,7 @@ from .output import Console, size
 def publish(args: argparse.Namespace, console: Console) -> int:
     state, _ = load(args.checkpoint)
     publisher = Publisher(
-        open_store(args.store), stream=args.stream, codec=args.codec, workers=args.threads, on_event=console
+        _store(args.store), stream=args.stream, codec=args.codec, workers=args.threads, on_event=console
     )
     done = publisher.publish(state)
     facts = {
@@ -52,14 +52,23 @@ def follow(args: argparse.Namespace, console: Console) -> int:
     if (out / INDEX_NAME).exists():
         raise InputError(f"{out} holds a sharded checkpoint", hint="Give a folder of its own to --out.")
     subscriber = Subscriber(
-        open_store(args.store),
+        _store(args.store),
         stream=args.stream,
         base=_checkpoint_at(out / FILE_NAME),
         workers=args.threads,
         on_event=console,
     )
+    for left in out.glob(f".{FILE_NAME}.*"):  # of an earlier run that was killed while it wrote
+        left.unlink(missing_ok=True)
     while True:
-        update = subscriber.sync()
+        try:
+            update = subscriber.sync()
+        except StoreUnavailable as error:
+            if args.once:
+                raise
+            console.note(f"{error}; trying again")
+            time.sleep(args.poll)
+            continue
         if update is not None:
             _write_out(out, subscriber, update, console)
         elif args.once:
@@ -74,7 +83,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
 
 def verify(args: argparse.Namespace, console: Console) -> int:
     versions, problems = 0, []
-    for report in verify_stream(open_store(args.store), args.stream, workers=args.threads, on_event=console):
+    for report in verify_stream(_store(args.store), args.stream, workers=args.threads, on_event=console):
         versions += 1
         problems += [{"version": report.version, "problem": p} for p in report.problems]
     lines = [f"version {p['version']}: {p['problem']}" for p in problems]
@@ -85,9 +94,7 @@ def verify(args: argparse.Namespace, console: Console) -> int:
 
 
 def fold(args: argparse.Namespace, console: Console) -> int:
-    made = list(
-        fold_stream(open_store(args.store), args.stream, tuple(args.spans), workers=args.threads, on_event=console)
-    )
+    made = list(fold_stream(_store(args.store), args.stream, tuple(args.spans), workers=args.threads, on_event=console))
     lines = [f"fold {base}->{version}" for base, version in made]
     console.result(
         {"stream": args.stream, "folds": [{"base": b, "version": v} for b, v in made]},
@@ -98,7 +105,7 @@ def fold(args: argparse.Namespace, console: Console) -> int:
 
 def gc(args: argparse.Namespace, console: Console) -> int:
     plan = retention.collect(
-        open_store(args.store), args.stream, keep=args.keep, grace_seconds=args.grace, dry_run=args.dry_run
+        _store(args.store), args.stream, keep=args.keep, grace_seconds=args.grace, dry_run=args.dry_run
     )
     facts = {
         "stream": args.stream,
@@ -115,7 +122,7 @@ def gc(args: argparse.Namespace, console: Console) -> int:
 
 
 def store_check(args: argparse.Namespace, console: Console) -> int:
-    findings = check_store(open_store(args.store))
+    findings = check_store(_store(args.store))
     safe = all(f.held for f in findings)
     lines = [f"{'ok  ' if f.held else 'FAIL'} {f.guarantee}: {f.seen}" for f in findings]
     lines.append(f"{args.store} is {'safe' if safe else 'NOT safe'} to publish to")
@@ -126,11 +133,17 @@ def store_check(args: argparse.Namespace, console: Console) -> int:
     return 0 if safe else 1
 
 
+def _store(address: str) -> Store:
+    if address.startswith("memory:"):
+        raise InputError("a memory store ends with the command", hint="Give a folder or an object store.")
+    return open_store(address)
+
+
 def _checkpoint_at(file: Path) -> State | None:
     """What an earlier run left, unless it is damaged: then the stream is restored from an anchor."""
     try:
         return load(file)[0] if file.exists() else None
-    except FormatError:
+    except (FormatError, UnsupportedTensor):
         return None
 
 

@@ -7,6 +7,7 @@ tests/test_store.py, whose conformance suite it must pass.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -30,6 +31,7 @@ __all__ = [
     "open_store",
 ]
 
+_ONE_SLASH = re.compile(r"(file|memory|s3a?|gs|az|abfss?):/?(?!/)")
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
@@ -41,12 +43,18 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
     """
     if isinstance(address, Store):
         return address
-    text = os.fspath(address)
-    url = urlparse(text)
+    if not isinstance(address, str | os.PathLike) or not isinstance(text := os.fspath(address), str):
+        raise InputError(f"a {type(address).__name__} is not the address of a store")
+    if not text or "\0" in text or _ONE_SLASH.match(text):
+        raise InputError(f"{text!r} is not the address of a store", hint="Write a path, or scheme://bucket/prefix.")
     if "://" not in text:
         return LocalStore(Path(text).expanduser().absolute())
+    try:
+        url = urlparse(text)
+    except ValueError as error:
+        raise InputError(f"{text} is not an address: {error}") from None
     if url.scheme == "file":
-        if url.netloc not in ("", "localhost"):
+        if url.netloc not in ("", "localhost") or not url.path:
             raise InputError(f"{text} names a host", hint="Write three slashes: file:///absolute/path.")
         return LocalStore(Path(unquote(url.path)))
     if url.scheme == "memory":

@@ -61,9 +61,13 @@ class Store(Protocol):
         ...
 
 
+def is_name(name: str) -> bool:
+    return len(name) <= MAX_NAME and _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str) -> str:
     """``name`` itself; raises InvalidName for what could leave the store's folder or hide in it."""
-    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+    if not is_name(name):
         raise InvalidName(f"{name[:80]!r} is not a name for an object")
     return name
 

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 from hashlib import sha256
-from pathlib import Path
 
 from ..errors import NotFound, StoreFull
 from .base import Data, ObjectInfo, Store
@@ -23,7 +22,7 @@ class CachedStore:
 
     def __init__(self, store: Store, folder: str | os.PathLike[str], max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._store = store
-        self._kept = LocalStore(Path(folder))
+        self._kept = LocalStore(folder)
         self._max_bytes = max_bytes
         self._checked: set[str] = set()
 
@@ -96,6 +95,8 @@ class CachedStore:
             self._drop(name)
 
     def _make_room(self, nbytes: int) -> None:
+        if not self._kept.root.is_dir():
+            return
         kept = [
             info
             for folder in self._kept.root.iterdir()

@@ -5,30 +5,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from .._disk import create_atomically, disk_error, make_folder, write_atomically
+from .._disk import create_atomically, disk_error, write_atomically
 from ..errors import AlreadyExists, NotFound
-from .base import Data, ObjectInfo, check_name, check_range
+from .base import Data, ObjectInfo, check_name, check_range, is_name
 
 _ASIDE = ".unfinished"
 _ABANDONED_SECONDS = 24 * 3600
 
 
 class LocalStore:
-    """Objects are files below ``root``. Unfinished ones live in a hidden folder beside them, are never listed, and are
-    swept away when a store is opened a day later."""
+    """Objects are files below ``root``, which the first write makes. Unfinished ones live in a hidden folder beside
+    them, are never listed, and are swept away when a store is opened a day later."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._aside = root / _ASIDE
-        try:
-            make_folder(root)
-            for left in self._aside.glob(".*"):
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        self._aside = self.root / _ASIDE
+        for left in self._aside.glob(".*"):
+            with suppress(OSError):  # another process sweeps, or finishes it, at the same time
                 if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                    left.unlink(missing_ok=True)
-        except OSError as error:
-            raise disk_error(error, f"open the store {root}") from error
+                    left.unlink()
 
     def put(self, name: str, data: Data) -> None:
         chunks = [data] if isinstance(data, bytes) else data
@@ -65,12 +63,14 @@ class LocalStore:
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         names: list[str] = []
-        try:
-            for parent, _, files in os.walk(self._path(folder)):
-                prefix = Path(parent).relative_to(self.root).as_posix()
-                names += [f"{prefix}/{file}" for file in files]
-        except OSError as error:
-            raise disk_error(error, f"list {folder}") from error
+
+        def fail(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise disk_error(error, f"list {folder}") from error
+
+        for parent, _, files in os.walk(self._path(folder), onerror=fail):
+            prefix = Path(parent).relative_to(self.root).as_posix()
+            names += [f"{prefix}/{file}" for file in files if is_name(f"{prefix}/{file}")]  # .DS_Store, .nfs…
         for name in sorted(n for n in names if start_after is None or n > start_after):
             try:
                 yield self.head(name)
@@ -80,6 +80,9 @@ class LocalStore:
     def delete(self, name: str) -> None:
         try:
             self._path(name).unlink(missing_ok=True)
+        except (IsADirectoryError, PermissionError) as error:
+            if not self._path(name).is_dir():
+                raise disk_error(error, f"delete {name}") from error
         except OSError as error:
             raise disk_error(error, f"delete {name}") from error
 

@@ -1,0 +1,41 @@
+"""Settings and fixtures that all tests share."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples on every machine and run: a red suite stays red until it is repaired. More examples, and new ones:
+# pytest --hypothesis-profile=search
+settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("search", deadline=None, max_examples=2000)
+settings.load_profile("suite")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20260203)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The address of an S3 server on loopback with one bucket, "bucket"."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+    yield f"http://{host}:{port}"
+    server.stop()

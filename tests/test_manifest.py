@@ -1,0 +1,219 @@
+"""The manifest's bytes: one form for one content, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pulse_rl import CorruptManifest
+from pulse_rl import manifest as manifests
+from pulse_rl.manifest import FORMAT, AnchorRef, Manifest, Metadata, PatchRef, Payload, parse
+
+FULL = Manifest(
+    format=FORMAT,
+    stream="policy",
+    version=7,
+    epoch=2,
+    root="0123456789abcdef" * 4,
+    elements=1000,
+    dense_bytes=2000,
+    publisher="00ff00ff00ff00ff",
+    created=1764000000.125,
+    aliases={"lm_head.weight": "model.embed_tokens.weight"},
+    metadata={"step": 7, "reward": 0.5, "note": "größe", "kept": True},
+    patch=PatchRef(6, "a" * 64, 12, (Payload("b" * 64, 99),)),
+    anchor=AnchorRef((Payload("c" * 64, 1500), Payload("d" * 64, 700))),
+    signature=None,
+)
+
+# These bytes never change: stored streams are compared with them.
+GOLDEN = (
+    '{"format":"pulse.manifest.1","stream":"policy","version":7,"epoch":2,'
+    '"root":"0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",'
+    '"elements":1000,"dense_bytes":2000,"publisher":"00ff00ff00ff00ff","created":1764000000.125,'
+    '"aliases":{"lm_head.weight":"model.embed_tokens.weight"},'
+    '"metadata":{"step":7,"reward":0.5,"note":"größe","kept":true},'
+    f'"patch":{{"base":6,"base_root":"{"a" * 64}","changed":12,"parts":[{{"sha256":"{"b" * 64}","bytes":99}}]}},'
+    f'"anchor":{{"shards":[{{"sha256":"{"c" * 64}","bytes":1500}},{{"sha256":"{"d" * 64}","bytes":700}}]}},'
+    '"signature":null}'
+).encode()
+
+
+def read(data: bytes, stream: str = "policy", version: int = 7) -> Manifest:
+    return parse(data, stream=stream, version=version)
+
+
+def test_golden_bytes() -> None:
+    assert FULL.to_bytes() == GOLDEN
+    assert read(GOLDEN) == FULL
+
+
+def edited(edit: Callable[[dict[str, Any]], None]) -> bytes:
+    """The golden manifest with a change, in canonical spacing."""
+    value = json.loads(GOLDEN)
+    edit(value)
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def test_an_edit_of_nothing_is_canonical() -> None:
+    assert edited(lambda m: None) == GOLDEN
+
+
+def put(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def edit(manifest: Any) -> None:
+        for key in path[:-1]:
+            manifest = manifest[key]
+        manifest[path[-1]] = value
+
+    return edit
+
+
+def drop(*path: str | int) -> Callable[[dict[str, Any]], None]:
+    def edit(manifest: Any) -> None:
+        for key in path[:-1]:
+            manifest = manifest[key]
+        del manifest[path[-1]]
+
+    return edit
+
+
+SHARD = ("anchor", "shards", 0)
+PART = ("patch", "parts", 0)
+EDITS = {
+    "unknown field": put("extra", value=1),
+    "unknown field of the patch": put("patch", "extra", value=1),
+    "unknown field of a payload": put(*SHARD, "path", value="../../x"),
+    "another format": put("format", value="pulse.manifest.2"),
+    "another stream": put("stream", value="other"),
+    "another version": put("version", value=8),
+    "version a string": put("version", value="7"),
+    "version a float": put("version", value=7.0),
+    "version true": put("version", value=True),
+    "epoch 0": put("epoch", value=0),
+    "epoch null": put("epoch", value=None),
+    "signature a string": put("signature", value="x"),
+    "root a number": put("root", value=1),
+    "root null": put("root", value=None),
+    "short root": put("root", value="a" * 63),
+    "long root": put("root", value="a" * 65),
+    "upper-case root": put("root", value="A" * 64),
+    "root with a line's end": put("root", value="a" * 63 + "\n"),
+    "digest that is a path": put(*SHARD, "sha256", value="../" * 21 + "x"),
+    "digest of other letters": put(*PART, "sha256", value="g" * 64),
+    "digest of other digits": put(*PART, "sha256", value="\u0661" * 64),
+    "bad base root": put("patch", "base_root", value="x"),
+    "patch from itself": put("patch", "base", value=7),
+    "patch from the future": put("patch", "base", value=9),
+    "patch from a negative version": put("patch", "base", value=-1),
+    "patch without parts": put("patch", "parts", value=[]),
+    "anchor without shards": lambda m: m.update(patch=None, anchor={"shards": []}),
+    "neither patch nor anchor": lambda m: m.update(patch=None, anchor=None),
+    "payload without bytes": put(*PART, "bytes", value=0),
+    "payload of negative bytes": put(*SHARD, "bytes", value=-1),
+    "payload of half a byte": put(*SHARD, "bytes", value=1.5),
+    "negative elements": put("elements", value=-1),
+    "negative bytes of the state": put("dense_bytes", value=-1),
+    "negative changes": put("patch", "changed", value=-1),
+    "parts an object": put("patch", "parts", value={}),
+    "aliases a list": put("aliases", value=[]),
+    "alias of a number": put("aliases", "x", value=1),
+    "nested metadata": put("metadata", "x", value={"y": 1}),
+    "metadata null": put("metadata", "x", value=None),
+    "created a string": put("created", value="now"),
+    "created without fraction": put("created", value=1764000000),
+} | {f"without {key}": drop(key) for key in json.loads(GOLDEN)}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_wrong_contents_are_refused(edit: Callable[[dict[str, Any]], None]) -> None:
+    data = edited(edit)
+    assert data != GOLDEN
+    with pytest.raises(CorruptManifest, match=r"version 7 of 'policy'"):
+        read(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"null", id="null"),
+        pytest.param(b"[]", id="list"),
+        pytest.param(GOLDEN[:-1], id="cut"),
+        pytest.param(GOLDEN + b"}", id="leftover"),
+        pytest.param(GOLDEN + b"\n", id="line-end"),
+        pytest.param(b" " + GOLDEN, id="space-before"),
+        pytest.param(GOLDEN.replace(b'"version":7', b'"version": 7'), id="space-inside"),
+        pytest.param(GOLDEN.replace(b'"version":7', b'"version":07'), id="leading-zero"),
+        pytest.param(GOLDEN.replace(b'"version":7', b'"version":7,"version":7'), id="same-key-twice"),
+        pytest.param(GOLDEN.replace("ö".encode(), b"\\u00f6"), id="escaped-letter"),
+        pytest.param(GOLDEN.replace("ö".encode(), b"\xf6"), id="not-utf8"),
+        pytest.param(GOLDEN.replace(b"1764000000.125", b"1764000000.1250"), id="padded-float"),
+        pytest.param(GOLDEN.replace(b"1764000000.125", b"1.764000000125e9"), id="other-float"),
+        pytest.param(b"[" * 100_000, id="deep"),
+    ],
+)
+def test_other_spellings_are_refused(data: bytes) -> None:
+    assert data != GOLDEN
+    with pytest.raises(CorruptManifest):
+        read(data)
+
+
+def test_keys_in_another_order_are_refused() -> None:
+    value = json.loads(GOLDEN)
+    swapped = {"stream": value.pop("stream"), **value}
+    with pytest.raises(CorruptManifest, match="canonical"):
+        read(json.dumps(swapped, separators=(",", ":"), ensure_ascii=False).encode())
+
+
+def test_a_manifest_of_another_place_is_refused() -> None:
+    for place in ({"version": 8}, {"stream": "other"}):
+        with pytest.raises(CorruptManifest, match="says it is version 7 of 'policy'"):
+            read(GOLDEN, **place)
+
+
+def test_an_oversized_manifest_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert manifests.MAX_BYTES == 16 << 20
+    monkeypatch.setattr(manifests, "MAX_BYTES", len(GOLDEN))
+    assert read(GOLDEN) == FULL
+    monkeypatch.setattr(manifests, "MAX_BYTES", len(GOLDEN) - 1)
+    with pytest.raises(CorruptManifest, match="more than"):
+        read(GOLDEN)
+
+
+def test_every_flipped_bit_is_refused_or_gives_another_canonical_manifest() -> None:
+    """A manifest has no digest of its own, so a flip in a digit may pass, but never as another kind of error, as
+    another version or in another spelling."""
+    passed = 0
+    for flip in range(8 * len(GOLDEN)):
+        broken = bytearray(GOLDEN)
+        broken[flip // 8] ^= 1 << flip % 8
+        try:
+            found = read(bytes(broken))
+        except CorruptManifest:
+            continue
+        passed += 1
+        assert (found.stream, found.version, found.to_bytes()) == ("policy", 7, bytes(broken))
+        assert found != FULL
+    assert passed < 3 * len(GOLDEN)
+
+
+values = st.one_of(
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+)
+
+
+@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), values, max_size=5), st.floats(0, 1e12))
+def test_any_metadata_comes_back(metadata: Metadata, created: float) -> None:
+    given_manifest = msgspec.structs.replace(FULL, created=created, metadata=metadata)
+    found = read(given_manifest.to_bytes())
+    assert found == given_manifest
+    assert {k: type(v) for k, v in found.metadata.items()} == {k: type(v) for k, v in metadata.items()}
