@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks import library, synthetic
 from benchmarks.entropy import Bound, bound
 from benchmarks.peers import Peer, peers
-from pulse_rl._pool import default_workers
+from pulse_rl._pool import default_threads
 from pulse_rl.digest import state_digest
 from pulse_rl.patch import build
 
@@ -126,7 +126,7 @@ class Measure:
 
 def core_counts(parallel: bool = True) -> dict[str, int]:
     """Workers per kind of column: one, and all cores where that is more and applies."""
-    return {"": 1} | ({"_all": default_workers()} if parallel and default_workers() > 1 else {})
+    return {"": 1} | ({"_all": default_threads()} if parallel and default_threads() > 1 else {})
 
 
 def measure_peer(peer: Peer, old: list[np.ndarray], new: list[np.ndarray], times: int, into: Measure) -> None:
@@ -269,7 +269,7 @@ def machine() -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": model,
-        "cores": default_workers(),
+        "cores": default_threads(),
         "python": platform.python_version(),
         "numpy": np.__version__,
     }

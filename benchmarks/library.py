@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.synthetic import SHAPES, pair
 from pulse_rl import codec as codecs
-from pulse_rl._pool import default_workers, ordered_map
+from pulse_rl._pool import default_threads, ordered_map
 from pulse_rl.blocks import Block, cut
 from pulse_rl.digest import state_digest
 from pulse_rl.patch import DEFAULT_BLOCK_ELEMENTS, Patch, apply_in_place, build
@@ -111,7 +111,7 @@ def kernels(old: Mapping16, new: Mapping16, codec: str, workers: int, times: int
     a, b = state_of(old), state_of(new)
     coder = LibraryCodec(codec, a)
     seconds: dict[str, float] = {}
-    seconds["digest"], base = best_of(times, lambda: state_digest(a, workers=workers))
+    seconds["digest"], base = best_of(times, lambda: state_digest(a, threads=workers))
     seconds["diff+encode"], encoded = best_of(times, lambda: coder.encode(a, b, workers))
     target = a.copy()
 
@@ -121,10 +121,10 @@ def kernels(old: Mapping16, new: Mapping16, codec: str, workers: int, times: int
 
     seconds["decode+apply"], _ = best_of(times, lambda: coder.decode(target, encoded, workers), rewind)
     assert all(np.array_equal(target.read(s.name), b.read(s.name)) for s in b.specs), "decoded state differs"
-    seconds["publish"], built = best_of(times, lambda: build(a, b, base, codec=codec, workers=workers))
+    seconds["publish"], built = best_of(times, lambda: build(a, b, base, codec=codec, threads=workers))
     patch = Patch.parse(built.to_bytes())
-    seconds["consume"], applied = best_of(times, lambda: apply_in_place(patch, target, base, workers=workers), rewind)
-    assert applied.digest.root == state_digest(b, workers=workers).root
+    seconds["consume"], applied = best_of(times, lambda: apply_in_place(patch, target, base, threads=workers), rewind)
+    assert applied.digest.root == state_digest(b, threads=workers).root
     return {**seconds, "patch_bytes": built.nbytes, "changed": built.header.changed}
 
 
@@ -137,7 +137,7 @@ def end_to_end(old: Mapping16, new: Mapping16, codec: str, workers: int, empty: 
     nbytes = sum(v.nbytes for v in old.values())
     result: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        publisher = Publisher(f"file://{folder}", stream="bench", codec=codec, workers=workers)
+        publisher = Publisher(f"file://{folder}", stream="bench", codec=codec, threads=workers)
         publisher.publish(state_of(old))
         for name in list(new):
             old[name][...] = new.pop(name)
@@ -146,7 +146,7 @@ def end_to_end(old: Mapping16, new: Mapping16, codec: str, workers: int, empty: 
         result["publish_peak_states"] = (_memory("VmHWM") - empty - nbytes) / nbytes
         del publisher
         old.clear()
-        subscriber = Subscriber(f"file://{folder}", stream="bench", workers=workers)
+        subscriber = Subscriber(f"file://{folder}", stream="bench", threads=workers)
         subscriber.sync(0)
         _reset_peak()
         result["sync from folder"], _ = best_of(1, partial(subscriber.sync, 1))
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-6)
     parser.add_argument("--bf16", action="store_true", help="pure BF16 weights, no FP32 masters")
     parser.add_argument("--codec", default=codecs.DEFAULT)
-    parser.add_argument("--workers", type=int, default=default_workers())
+    parser.add_argument("--workers", type=int, default=default_threads())
     parser.add_argument("--times", type=int, default=3)
     args = parser.parse_args()
     json.dump(measure(args.shape, args.lr, not args.bf16, args.codec, args.workers, args.times), sys.stdout)

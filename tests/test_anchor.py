@@ -14,11 +14,12 @@ from test_checkpoint import HOSTILE
 from pulse_rl import CorruptCheckpoint, DigestMismatch, FormatError, State
 from pulse_rl.anchor import RangeReader, plan_shards, restore
 from pulse_rl.checkpoint import serialize
+from pulse_rl.digest import state_digest
 from pulse_rl.manifest import Payload
 
 
 def shards_of(state: State, shard_bytes: int = 1 << 30) -> list[tuple[Payload, bytes]]:
-    planned = plan_shards(state, shard_bytes)
+    planned = plan_shards(state, state_digest(state), shard_bytes)
     return [(s.payload, b"".join(map(bytes, serialize(state, s.specs)))) for s in planned]
 
 
@@ -30,16 +31,16 @@ def reader(data: bytes) -> RangeReader:
     return read
 
 
-def restored(shards: list[tuple[Payload, bytes]], state: State, workers: int | None = None) -> State:
+def restored(shards: list[tuple[Payload, bytes]], state: State, threads: int | None = None) -> State:
     readers = [(payload, reader(data)) for payload, data in shards]
-    return restore(readers, elements=state.elements, dense_bytes=state.nbytes, workers=workers)
+    return restore(readers, elements=state.elements, dense_bytes=state.nbytes, threads=threads)
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 300, 1 << 30])
-@pytest.mark.parametrize("workers", [1, 4])
-def test_a_restored_anchor_is_the_state(shard_bytes: int, workers: int, rng: Rng) -> None:
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_restored_anchor_is_the_state(shard_bytes: int, threads: int, rng: Rng) -> None:
     state = State.of(all_dtypes(rng))
-    assert snapshot(restored(shards_of(state, shard_bytes), state, workers)) == snapshot(state)
+    assert snapshot(restored(shards_of(state, shard_bytes), state, threads)) == snapshot(state)
 
 
 def test_payloads_tell_digest_and_length_before_they_are_stored(rng: Rng) -> None:
@@ -49,7 +50,7 @@ def test_payloads_tell_digest_and_length_before_they_are_stored(rng: Rng) -> Non
 
 def test_shards_hold_whole_tensors_of_about_the_size_asked_for(rng: Rng) -> None:
     state = State.of({f"w{k}": weights(rng, 500) for k in range(10)} | {"w5.large": weights(rng, 5000)})
-    groups = [s.specs for s in plan_shards(state, 3000)]
+    groups = [s.specs for s in plan_shards(state, state_digest(state), 3000)]
     assert [spec for group in groups for spec in group] == list(state.specs)
     assert [[s.name for s in g] for g in groups] == [
         ["w0", "w1", "w2"],
@@ -89,7 +90,7 @@ def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
     state = State.of(policy(rng))
     seen: list[int] = []
     readers = [(payload, reader(data)) for payload, data in shards_of(state, 3000)]
-    restore(readers, elements=state.elements, dense_bytes=state.nbytes, workers=1, progress=seen.append)
+    restore(readers, elements=state.elements, dense_bytes=state.nbytes, threads=1, progress=seen.append)
     assert sum(seen) == state.nbytes
 
 

@@ -27,7 +27,7 @@ class Counted(MemoryStore):
 
 def stream(versions: int = 5) -> tuple[Counted, Trainer, Publisher]:
     store, trainer = Counted(), Trainer()
-    publisher = Publisher(store, stream="s", workers=1)
+    publisher = Publisher(store, stream="s", threads=1)
     for _ in range(versions):
         trainer.step()
         publisher.publish(trainer.state)
@@ -37,11 +37,11 @@ def stream(versions: int = 5) -> tuple[Counted, Trainer, Publisher]:
 
 def test_a_restart_downloads_only_what_is_new(tmp_path: Path) -> None:
     store, trainer, publisher = stream()
-    Subscriber(store, stream="s", cache=tmp_path, workers=1).sync()
+    Subscriber(store, stream="s", cache=tmp_path, threads=1).sync()
     once = store.payload_bytes()
     trainer.step()
     new = publisher.publish(trainer.state).patch_bytes
-    again = Subscriber(store, stream="s", cache=tmp_path, workers=1)
+    again = Subscriber(store, stream="s", cache=tmp_path, threads=1)
     again.sync()
     assert again.root == state_root(trainer.state)
     assert store.payload_bytes() == once + new
@@ -49,13 +49,13 @@ def test_a_restart_downloads_only_what_is_new(tmp_path: Path) -> None:
 
 def test_a_damaged_copy_is_fetched_again(tmp_path: Path) -> None:
     store, trainer, _ = stream()
-    Subscriber(store, stream="s", cache=tmp_path, workers=1).sync()
+    Subscriber(store, stream="s", cache=tmp_path, threads=1).sync()
     once = store.payload_bytes()
     damaged = sorted((tmp_path / "s/payloads").iterdir())
     damaged[0].write_bytes(damaged[0].read_bytes()[:-1] + b"?")
     damaged[1].write_bytes(b"")
     sizes = sum(store.head(f"s/payloads/{path.name}").nbytes for path in damaged[:2])
-    again = Subscriber(store, stream="s", cache=tmp_path, workers=1)
+    again = Subscriber(store, stream="s", cache=tmp_path, threads=1)
     again.sync()
     assert again.root == state_root(trainer.state)
     assert store.payload_bytes() == once + sizes

@@ -89,7 +89,7 @@ damages = pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
 def follow(store: FaultyStore, start: int | None = None) -> tuple[Live, Subscriber, list[Event]]:
     """A subscriber with a live model, synced to ``start`` where given; what it is told from then on."""
     seen: list[Event] = []
-    subscriber, live = Subscriber(store, stream="policy", workers=1, on_event=seen.append), Live()
+    subscriber, live = Subscriber(store, stream="policy", threads=1, on_event=seen.append), Live()
     if start is not None:
         live.apply(subscriber.sync(start))
     seen.clear()
@@ -200,7 +200,7 @@ def test_a_pruned_middle_link_is_an_error_and_never_wrong_weights(rng: Rng) -> N
         store = stream_of(states, anchors={3})
         store.inner.delete(names(store, "policy")[k])
         for target in range(5):
-            subscriber = Subscriber(store, stream="policy", workers=1)
+            subscriber = Subscriber(store, stream="policy", threads=1)
             try:
                 subscriber.sync(target)
             except ChainGap:

@@ -35,8 +35,8 @@ def oracle(tensors: dict[str, Bits]) -> str:
     return root.hexdigest()
 
 
-def tree(tensors: dict[str, Bits], workers: int | None = None) -> StateDigest:
-    return state_digest(State.of(tensors), workers=workers)
+def tree(tensors: dict[str, Bits], threads: int | None = None) -> StateDigest:
+    return state_digest(State.of(tensors), threads=threads)
 
 
 def golden_states() -> dict[str, dict[str, Bits]]:
@@ -70,7 +70,7 @@ def test_golden_roots(name: str, root: str) -> None:
 @given(seed=st.integers(0, 2**32), elements=st.integers(0, 300))
 def test_any_state_has_the_oracles_root(seed: int, elements: int) -> None:
     tensors = all_dtypes(np.random.default_rng(seed), 2 * elements)
-    assert tree(tensors, workers=1).root == oracle(tensors)
+    assert tree(tensors, threads=1).root == oracle(tensors)
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
@@ -90,7 +90,7 @@ def test_sizes_around_leaves_and_tasks(dtype: str, extra: int, rng: np.random.Ge
 
 def test_any_number_of_threads_gives_one_root(rng: np.random.Generator) -> None:
     tensors = policy(rng) | {"big": bits(rng, "BF16", 9, MIB), "wide": bits(rng, "F64", 1000)}
-    assert {tree(tensors, workers).root for workers in (None, 1, 2, 3, 8)} == {oracle(tensors)}
+    assert {tree(tensors, threads).root for threads in (None, 1, 2, 3, 8)} == {oracle(tensors)}
 
 
 def test_the_mapping_order_does_not_matter(rng: np.random.Generator) -> None:
@@ -163,4 +163,4 @@ def test_one_root_for_every_source(tmp_path: Path, rng: np.random.Generator) -> 
     checkpoint.save(tmp_path / "model.safetensors", State.of(tensors))
     expected = oracle(tensors)
     assert state_root(tensors) == state_root(State.of(tensors)) == expected
-    assert state_root(tmp_path) == state_root(str(tmp_path / "model.safetensors"), workers=1) == expected
+    assert state_root(tmp_path) == state_root(str(tmp_path / "model.safetensors"), threads=1) == expected

@@ -323,7 +323,7 @@ def test_an_old_reader_never_sees_half_a_version(rng: Rng) -> None:
     """A subscriber that syncs after each single store call of a publisher sees the old version or the new one."""
     states = history(rng, 4, elements=500)
     inner = MemoryStore()
-    follower, seen = Subscriber(inner, stream="policy", workers=1), []
+    follower, seen = Subscriber(inner, stream="policy", threads=1), []
 
     class Watched(FaultyStore):
         def _call(self, call: str, name: str, act: Any) -> Any:
@@ -333,7 +333,7 @@ def test_an_old_reader_never_sees_half_a_version(rng: Rng) -> None:
                 seen.append((follower.version, follower.root))
             return result
 
-    publisher = Publisher(Watched(inner), stream="policy", anchor_ratio=0.0, shard_bytes=2000, workers=1)
+    publisher = Publisher(Watched(inner), stream="policy", anchor_ratio=0.0, shard_bytes=2000, threads=1)
     for state in states:
         publisher.publish(state)
     assert set(seen) == set(enumerate(roots(states)))

@@ -28,7 +28,7 @@ class Trainer:
 
 def published(store: MemoryStore, versions: int, **options: object) -> Trainer:
     trainer = Trainer()
-    publisher = Publisher(store, stream="s", workers=1, **options)  # type: ignore[arg-type]
+    publisher = Publisher(store, stream="s", threads=1, **options)  # type: ignore[arg-type]
     for _ in range(versions):
         trainer.step()
         publisher.publish(trainer.state)
@@ -47,10 +47,10 @@ def test_who_is_far_behind_takes_the_folds(background: bool) -> None:
     store, seen = MemoryStore(), []
     trainer = published(store, 23, folds=(4, 16) if background else ())
     if not background:
-        made = list(fold_stream(store, "s", (4, 16), workers=1))
+        made = list(fold_stream(store, "s", (4, 16), threads=1))
         assert made == [(0, 4), (0, 16), (4, 8), (8, 12), (12, 16), (16, 20)]
-        assert list(fold_stream(store, "s", (4, 16), workers=1)) == []
-    late = Subscriber(store, stream="s", workers=1, on_event=seen.append)
+        assert list(fold_stream(store, "s", (4, 16), threads=1)) == []
+    late = Subscriber(store, stream="s", threads=1, on_event=seen.append)
     assert links_of_sync(store, late, seen) == (
         "the anchor of version 0",
         "the fold 0->16",
@@ -65,11 +65,11 @@ def test_who_is_far_behind_takes_the_folds(background: bool) -> None:
 def test_an_update_over_folds_tells_each_change_once() -> None:
     store, seen = MemoryStore(), []
     published(store, 6, folds=(4, 16))
-    subscriber = Subscriber(store, stream="s", workers=1, on_event=seen.append)
+    subscriber = Subscriber(store, stream="s", threads=1, on_event=seen.append)
     subscriber.sync()
     live = {name: values.copy() for name, _, values in subscriber.full_update()}
     trainer = Trainer()
-    publisher = Publisher(store, stream="s", folds=(4, 16), workers=1)
+    publisher = Publisher(store, stream="s", folds=(4, 16), threads=1)
     for k in range(20):
         trainer.step()
         publisher.publish(trainer.state, metadata={"k": k})
@@ -88,10 +88,10 @@ def test_an_update_over_folds_tells_each_change_once() -> None:
 def test_a_damaged_fold_is_avoided() -> None:
     store, seen = MemoryStore(), []
     trainer = published(store, 18, folds=(4, 16))
-    fold = next(link for link in Stream(store, "s").links() if link.key == (0, 16))
+    fold = next(link for link in Stream(store, "s").links() if (link.base, link.version) == (0, 16))
     assert fold.payloads is not None
     store.put(f"s/payloads/{fold.payloads[0].sha256}.patch", b"damaged")
-    late = Subscriber(store, stream="s", workers=1, on_event=seen.append)
+    late = Subscriber(store, stream="s", threads=1, on_event=seen.append)
     links = links_of_sync(store, late, seen)
     assert links[:3] == ("the anchor of version 0", "the fold 0->4", "the fold 4->8")
     assert late.root == state_root(trainer.state)
@@ -108,7 +108,7 @@ def test_a_link_that_lies_is_avoided() -> None:
     store.put(f"s/links/{11:012d}-{2:012d}-{payload.bytes:015d}-{payload.sha256}", b"")
     store.put("s/links/nonsense", b"")
     store.put(f"s/links/{7:012d}-anchor-{1:015d}", b"")
-    late = Subscriber(store, stream="s", workers=1)
+    late = Subscriber(store, stream="s", threads=1)
     late.sync()
     assert late.root == state_root(trainer.state)
 
@@ -118,7 +118,7 @@ def test_without_listed_links_the_manifests_lead_to_an_anchor() -> None:
     trainer = published(store, 12, folds=(4,))
     for info in list(store.list("s/links")):
         store.delete(info.name)
-    late = Subscriber(store, stream="s", workers=1)
+    late = Subscriber(store, stream="s", threads=1)
     late.sync()
     assert late.root == state_root(trainer.state)
 
@@ -127,7 +127,7 @@ def test_a_fold_that_saves_nothing_is_not_stored() -> None:
     """Two rewrites of everything: the fold over both is about as large as either, and must be below their sum."""
     store = MemoryStore()
     trainer = Trainer()
-    publisher = Publisher(store, stream="s", folds=(2,), workers=1)
+    publisher = Publisher(store, stream="s", folds=(2,), threads=1)
     publisher.publish(trainer.state)
     for _ in range(2):
         for tensor in trainer.state.values():
@@ -150,7 +150,7 @@ def test_a_fold_that_cannot_be_stored_does_not_fail_the_publisher() -> None:
     store, seen = NoLinks(), []
     trainer = published(store, 10, folds=(4,), on_event=seen.append)
     assert [e.version for e in seen if isinstance(e, FoldFailed)] == [4, 8]
-    late = Subscriber(store, stream="s", workers=1)
+    late = Subscriber(store, stream="s", threads=1)
     late.sync()
     assert late.root == state_root(trainer.state)
 
@@ -162,7 +162,7 @@ def test_fold_of_a_stream_with_a_gap_says_so() -> None:
     assert patch is not None
     store.delete(f"s/payloads/{patch.parts[0].sha256}.patch")
     with pytest.raises(ChainGap, match="1->2"):
-        list(fold_stream(store, "s", (4,), workers=1))
+        list(fold_stream(store, "s", (4,), threads=1))
 
 
 def test_an_undo_log_keeps_the_oldest_bits() -> None:

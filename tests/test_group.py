@@ -23,12 +23,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def member(store: MemoryStore, name: str) -> Member:
-    return Member(Subscriber(store, stream="s", workers=1), group="g", name=name, timeout_seconds=60)
+    return Member(Subscriber(store, stream="s", threads=1), group="g", name=name, timeout_seconds=60)
 
 
 def test_nobody_switches_before_all_have_staged(clock: Clock) -> None:
     store, trainer = MemoryStore(), Trainer()
-    publisher = Publisher(store, stream="s", workers=1)
+    publisher = Publisher(store, stream="s", threads=1)
     first, second = member(store, "first"), member(store, "second")
     assert first.poll() is None
     assert second.poll() is None
@@ -48,7 +48,7 @@ def test_nobody_switches_before_all_have_staged(clock: Clock) -> None:
 
 def test_a_version_that_comes_later_waits_for_the_next_round(clock: Clock) -> None:
     store, trainer = MemoryStore(), Trainer()
-    publisher = Publisher(store, stream="s", workers=1)
+    publisher = Publisher(store, stream="s", threads=1)
     publisher.publish(trainer.state)
     one, two = member(store, "one"), member(store, "two")
     assert two.poll() is not None, "alone in the group"
@@ -68,7 +68,7 @@ def test_a_version_that_comes_later_waits_for_the_next_round(clock: Clock) -> No
 
 def test_a_member_that_vanishes_holds_the_others_for_the_timeout_only(clock: Clock) -> None:
     store, trainer = MemoryStore(), Trainer()
-    publisher = Publisher(store, stream="s", workers=1)
+    publisher = Publisher(store, stream="s", threads=1)
     publisher.publish(trainer.state)
     stays, vanishes = member(store, "stays"), member(store, "vanishes")
     stays.poll()
@@ -93,7 +93,7 @@ def test_a_member_that_vanishes_holds_the_others_for_the_timeout_only(clock: Clo
 
 def test_a_newcomer_joins_at_the_groups_version(clock: Clock) -> None:
     store, trainer = MemoryStore(), Trainer()
-    publisher = Publisher(store, stream="s", workers=1)
+    publisher = Publisher(store, stream="s", threads=1)
     publisher.publish(trainer.state)
     old = member(store, "old")
     old.poll()
@@ -119,7 +119,7 @@ def test_a_member_that_cannot_stage_is_not_waited_for(clock: Clock) -> None:
             return super().get(name, start, stop)
 
     store, trainer = Broken(), Trainer()
-    publisher = Publisher(store, stream="s", workers=1)
+    publisher = Publisher(store, stream="s", threads=1)
     publisher.publish(trainer.state)
     good, bad = member(store, "good"), member(store, "bad")
     good.poll()
@@ -137,7 +137,7 @@ def test_a_member_that_cannot_stage_is_not_waited_for(clock: Clock) -> None:
 
 def test_old_rounds_are_tidied(clock: Clock) -> None:
     store, trainer = MemoryStore(), Trainer()
-    publisher = Publisher(store, stream="s", workers=1)
+    publisher = Publisher(store, stream="s", threads=1)
     alone = member(store, "alone")
     for _ in range(20):
         publisher.publish(trainer.state)

@@ -39,7 +39,7 @@ def policy(step):
 PUBLISHER = (
     COMMON
     + """
-publisher = Publisher(store, stream="policy", anchor_ratio=0.5, shard_bytes=60_000, workers=2)
+publisher = Publisher(store, stream="policy", anchor_ratio=0.5, shard_bytes=60_000, threads=2)
 head = publisher.head()
 step = head.metadata["step"] if head else 0
 state = policy(step)
@@ -59,7 +59,7 @@ SUBSCRIBER = (
     COMMON
     + """
 base = load(out)[0] if out.exists() else None
-subscriber = Subscriber(store, stream="policy", base=base, workers=2)
+subscriber = Subscriber(store, stream="policy", base=base, threads=2)
 print("ready", flush=True)
 while True:
     done = stop.exists()

@@ -69,11 +69,11 @@ def test_publish_at_every_call(warm: bool, again: str, options: Options, after: 
 
     def setup() -> FaultyStore:
         store = FaultyStore(MemoryStore())
-        publisher = Publisher(store, stream="policy", workers=1, **options)  # type: ignore[arg-type]
+        publisher = Publisher(store, stream="policy", threads=1, **options)  # type: ignore[arg-type]
         for state in states[:2]:
             publisher.publish(state)
         if not warm:
-            publisher = Publisher(store, stream="policy", workers=1, **options)  # type: ignore[arg-type]
+            publisher = Publisher(store, stream="policy", threads=1, **options)  # type: ignore[arg-type]
         ready["publisher"] = publisher
         return store
 
@@ -86,7 +86,7 @@ def test_publish_at_every_call(warm: bool, again: str, options: Options, after: 
 def test_the_first_publish_at_every_call(after: bool, rng: Rng) -> None:
     states = history(rng, 2, elements=1000)
     for store in every_call(lambda: FaultyStore(MemoryStore()), after, least=3):
-        publisher = Publisher(store, stream="policy", workers=1)
+        publisher = Publisher(store, stream="policy", threads=1)
         assert_nothing_lost(store, try_then_go_on(store, publisher, *states), states[1])
 
 
@@ -99,7 +99,7 @@ def test_publishing_another_set_of_tensors_at_every_call(after: bool, rng: Rng) 
 
     def setup() -> FaultyStore:
         store = FaultyStore(MemoryStore())
-        ready["publisher"] = Publisher(store, stream="policy", workers=1)
+        ready["publisher"] = Publisher(store, stream="policy", threads=1)
         for state in states[:2]:
             ready["publisher"].publish(state)
         return store
@@ -148,7 +148,7 @@ def test_sync_at_every_call(case: str, rng: Rng) -> None:
 
     def setup() -> FaultyStore:
         store = FaultyStore(inner)
-        subscriber, live = ready["it"] = Subscriber(store, stream="policy", workers=1), Live()
+        subscriber, live = ready["it"] = Subscriber(store, stream="policy", threads=1), Live()
         if start is not None:
             live.apply(subscriber.sync(start))
         return store
@@ -219,7 +219,7 @@ def test_sync_interrupted_at_every_event(case: str, error: type[BaseException], 
     expected = [publisher.publish(s).root for s in states]
     for at in itertools.count():
         listener = Interrupts(error)
-        subscriber, live = Subscriber(inner, stream="policy", workers=1, on_event=listener), Live()
+        subscriber, live = Subscriber(inner, stream="policy", threads=1, on_event=listener), Live()
         if start is not None:
             live.apply(subscriber.sync(start))
         listener.at = at
@@ -242,11 +242,11 @@ def test_publish_interrupted_at_every_event(warm: bool, error: type[BaseExceptio
     states = history(rng, 5, elements=1000)
     for at in itertools.count():
         store, listener = FaultyStore(MemoryStore()), Interrupts(error)
-        publisher = Publisher(store, stream="policy", workers=1, on_event=listener)
+        publisher = Publisher(store, stream="policy", threads=1, on_event=listener)
         for state in states[:3]:
             publisher.publish(state)
         if not warm:
-            publisher = Publisher(store, stream="policy", workers=1, on_event=listener)
+            publisher = Publisher(store, stream="policy", threads=1, on_event=listener)
         listener.at = at
         try:
             publisher.publish(states[3])
@@ -265,7 +265,7 @@ def test_an_interrupted_apply_poisons_until_the_state_is_verified(rng: Rng) -> N
     states = history(rng, 2, elements=1000)
     inner, listener = MemoryStore(), Interrupts(KeyboardInterrupt)
     publisher = Publisher(inner, stream="policy")
-    subscriber = Subscriber(inner, stream="policy", workers=1, on_event=listener)
+    subscriber = Subscriber(inner, stream="policy", threads=1, on_event=listener)
     publisher.publish(states[0])
     subscriber.sync()
     publisher.publish(states[1])
@@ -287,7 +287,7 @@ def test_a_state_left_half_way_is_given_up_and_restored(rng: Rng) -> None:
     states = history(rng, 2, elements=1000)
     inner, listener = MemoryStore(), Interrupts(KeyboardInterrupt)
     publisher = Publisher(inner, stream="policy")
-    subscriber, live = Subscriber(inner, stream="policy", workers=1, on_event=listener), Live()
+    subscriber, live = Subscriber(inner, stream="policy", threads=1, on_event=listener), Live()
     publisher.publish(states[0])
     live.apply(subscriber.sync())
     publisher.publish(states[1])
@@ -311,7 +311,7 @@ def test_a_replaced_publisher_is_told_at_every_call(after: bool, rng: Rng) -> No
     def setup() -> FaultyStore:
         store = FaultyStore(MemoryStore())
         for name in ("one", "two"):
-            ready[name] = Publisher(store, stream="policy", workers=1)
+            ready[name] = Publisher(store, stream="policy", threads=1)
         ready["one"].publish(states[0])
         ready["two"].publish(states[1])
         return store

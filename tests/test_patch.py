@@ -110,7 +110,7 @@ def test_random_states(seed: int, density: float, name: str) -> None:
 def test_a_patch_is_the_same_whatever_the_number_of_threads(rng: Rng) -> None:
     old = policy(rng) | {"big": weights(rng, 3, MIB)}
     new = mutated(rng, old)
-    assert len({built(old, new, workers=n, block_elements=MIB).to_bytes() for n in (1, 2, 5)}) == 1
+    assert len({built(old, new, threads=n, block_elements=MIB).to_bytes() for n in (1, 2, 5)}) == 1
 
 
 def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
@@ -194,8 +194,8 @@ def test_applying_twice_is_refused(rng: Rng) -> None:
     assert snapshot(state) == snapshot(new)
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_cancelling_at_any_block_leaves_the_state_as_it_was(workers: int, rng: Rng) -> None:
+@pytest.mark.parametrize("threads", [1, 4])
+def test_cancelling_at_any_block_leaves_the_state_as_it_was(threads: int, rng: Rng) -> None:
     old = {f"{dtype}.{k}": bits(rng, dtype, 50) for k in range(3) for dtype in ("BF16", "F32", "U8")}
     new = mutated(rng, old, 0.3)
     made = built(old, new)
@@ -210,9 +210,9 @@ def test_cancelling_at_any_block_leaves_the_state_as_it_was(workers: int, rng: R
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            apply_in_place(parsed, state, digest, workers=workers, progress=cancel)
+            apply_in_place(parsed, state, digest, threads=threads, progress=cancel)
         assert snapshot(state) == snapshot(old)
-    apply_in_place(parsed, state, digest, workers=workers)
+    apply_in_place(parsed, state, digest, threads=threads)
     assert snapshot(state) == snapshot(new)
 
 
@@ -257,7 +257,7 @@ def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(codec_id: 
     lying = dataclasses.replace(made.header, blocks=(made.header.blocks[0], entry))
     state, digest = digested(old)
     with pytest.raises((CorruptPatch, DigestMismatch)) as caught:
-        apply_in_place(Patch.parse(lying.to_bytes() + made.chunks[1] + junk), state, digest, workers=1)
+        apply_in_place(Patch.parse(lying.to_bytes() + made.chunks[1] + junk), state, digest, threads=1)
     if isinstance(caught.value, CorruptPatch):
         assert "block 1 (b[0:500])" in str(caught.value)
     assert snapshot(state) == snapshot(old)

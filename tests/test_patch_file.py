@@ -24,7 +24,7 @@ MIB = 1 << 20
 def refused_and_unchanged(broken: bytes, base: State) -> Exception:
     before = snapshot(base)
     with pytest.raises((CorruptPatch, WrongBase)) as caught:
-        apply_in_place(Patch.parse(broken), base, state_digest(base), workers=1)
+        apply_in_place(Patch.parse(broken), base, state_digest(base), threads=1)
     assert snapshot(base) == before
     return caught.value
 

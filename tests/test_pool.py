@@ -9,23 +9,23 @@ from contextlib import closing
 
 import pytest
 
-from pulse_rl._pool import default_workers, ordered_map
+from pulse_rl._pool import default_threads, ordered_map
 
-workers = pytest.mark.parametrize("workers", [None, 1, 2, 5])
+threads = pytest.mark.parametrize("threads", [None, 1, 2, 5])
 
 
-@workers
-def test_results_come_in_order(workers: int | None) -> None:
+@threads
+def test_results_come_in_order(threads: int | None) -> None:
     def slow_first(k: int) -> int:
         time.sleep(0.01 if k == 0 else 0)
         return k * k
 
-    assert list(ordered_map(slow_first, range(50), workers)) == [k * k for k in range(50)]
-    assert list(ordered_map(slow_first, [], workers)) == []
+    assert list(ordered_map(slow_first, range(50), threads)) == [k * k for k in range(50)]
+    assert list(ordered_map(slow_first, [], threads)) == []
 
 
-@workers
-def test_few_items_are_taken_ahead(workers: int | None) -> None:
+@threads
+def test_few_items_are_taken_ahead(threads: int | None) -> None:
     """Peak memory is what is in flight, however long the list of blocks is."""
     taken: list[int] = []
 
@@ -34,16 +34,16 @@ def test_few_items_are_taken_ahead(workers: int | None) -> None:
             taken.append(k)
             yield k
 
-    results = ordered_map(lambda k: k, items(), workers)
+    results = ordered_map(lambda k: k, items(), threads)
     for done in range(20):
         assert next(results) == done
-        assert len(taken) <= done + 2 * (workers or default_workers()) + 1
+        assert len(taken) <= done + 2 * (threads or default_threads()) + 1
     results.close()
     assert len(taken) < 50
 
 
-@workers
-def test_an_exception_is_raised_at_its_place(workers: int | None) -> None:
+@threads
+def test_an_exception_is_raised_at_its_place(threads: int | None) -> None:
     def refuse(k: int) -> int:
         if k >= 3:
             raise ValueError(f"item {k}")
@@ -51,13 +51,13 @@ def test_an_exception_is_raised_at_its_place(workers: int | None) -> None:
 
     seen = []
     with pytest.raises(ValueError, match="item 3"):  # noqa: PT012
-        for result in ordered_map(refuse, range(10), workers):
+        for result in ordered_map(refuse, range(10), threads):
             seen.append(result)
     assert seen == [0, 1, 2]
 
 
-@workers
-def test_nothing_runs_after_it_was_closed(workers: int | None) -> None:
+@threads
+def test_nothing_runs_after_it_was_closed(threads: int | None) -> None:
     """Undo relies on it: a thread that writes after the undo would leave the state half-way."""
     running, lock = [0], threading.Lock()
 
@@ -69,7 +69,7 @@ def test_nothing_runs_after_it_was_closed(workers: int | None) -> None:
             running[0] -= 1
         return k
 
-    with closing(ordered_map(work, range(100), workers)) as results:
+    with closing(ordered_map(work, range(100), threads)) as results:
         next(results)
     assert running == [0]
     assert not [t for t in threading.enumerate() if t.name.startswith("pulse")]

@@ -11,7 +11,7 @@ from pulse_rl.retention import collect
 
 def stream_with_anchors(store: MemoryStore | LocalStore, versions: int = 30) -> tuple[Publisher, Trainer, list[str]]:
     trainer = Trainer()
-    publisher = Publisher(store, stream="s", folds=(4, 16), anchor_ratio=0.02, workers=1)
+    publisher = Publisher(store, stream="s", folds=(4, 16), anchor_ratio=0.02, threads=1)
     roots = []
     for _ in range(versions):
         trainer.step()
@@ -26,7 +26,7 @@ def test_every_kept_version_is_still_restored(keep: int) -> None:
     _, _, roots = stream_with_anchors(store)
     collect(store, "s", keep=keep, grace_seconds=0)
     for version in range(max(0, 30 - keep), 30):
-        subscriber = Subscriber(store, stream="s", workers=1)
+        subscriber = Subscriber(store, stream="s", threads=1)
         subscriber.sync(target=version)
         assert subscriber.root == roots[version]
     assert all(report.ok for report in verify_stream(store, "s"))
@@ -48,7 +48,7 @@ def test_what_goes_is_what_nothing_names() -> None:
 def test_the_publisher_and_an_old_reader_go_on() -> None:
     store = MemoryStore()
     publisher, trainer, _ = stream_with_anchors(store)
-    reader = Subscriber(store, stream="s", workers=1)
+    reader = Subscriber(store, stream="s", threads=1)
     reader.sync(target=2)
     collect(store, "s", keep=1, grace_seconds=0)
     trainer.step()
@@ -79,11 +79,11 @@ def test_a_reader_in_mid_restore_finds_another_path() -> None:
 
     store = Collected()
     trainer = Trainer()
-    publisher = Publisher(store, stream="s", anchor_ratio=0.02, workers=1)
+    publisher = Publisher(store, stream="s", anchor_ratio=0.02, threads=1)
     for _ in range(30):
         trainer.step()
         publisher.publish(trainer.state)
-    reader = Subscriber(store, stream="s", workers=1)
+    reader = Subscriber(store, stream="s", threads=1)
     reader.sync(target=1)
     store.armed = True
     reader.sync()

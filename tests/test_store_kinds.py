@@ -178,7 +178,7 @@ def test_files_that_are_no_objects_do_not_stop_a_list(tmp_path: Path, stray: str
 
 
 def test_objects_are_readable_by_other_users_as_the_umask_says(tmp_path: Path) -> None:
-    """Trainer and workers often run under different users on one shared folder."""
+    """Trainer and threads often run under different users on one shared folder."""
     before = os.umask(0o022)
     try:
         store = LocalStore(tmp_path)

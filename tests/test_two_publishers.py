@@ -66,12 +66,12 @@ def test_publishers_that_race_from_threads_leave_a_whole_chain(tmp_path: Path, r
     won: list[str] = []
 
     def run(mine: list[Any]) -> None:
-        publisher = Publisher(store, stream="policy", workers=1)
+        publisher = Publisher(store, stream="policy", threads=1)
         for state in mine:
             try:
                 won.append(publisher.publish(state).root)
             except PublisherConflict:
-                publisher = Publisher(store, stream="policy", workers=1)
+                publisher = Publisher(store, stream="policy", threads=1)
 
     threads = [threading.Thread(target=run, args=(states[k::3],)) for k in range(3)]
     for thread in threads:

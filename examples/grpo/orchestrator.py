@@ -155,7 +155,7 @@ class Orchestrator:
             restarts = sum(child.restarts for child in self.children)
             print_summary(rows, self.settings, seconds=time.monotonic() - self.started, restarts=restarts)
             print(f"  plot      {self.folder.plot}")
-        newcomer = pulse_rl.Subscriber(self.folder.store_address, stream=STREAM, workers=1)
+        newcomer = pulse_rl.Subscriber(self.folder.store_address, stream=STREAM, threads=1)
         newcomer.sync()
         roots = {**result["workers"], "newcomer": pulse_rl.state_root(newcomer.state)}
         print(f"\n  trainer    {result['root']}  version {result['version']}")

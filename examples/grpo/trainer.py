@@ -50,7 +50,7 @@ class Trainer:
         self.model = policy.build_model(settings.seed)
         self.weights = policy.MasterWeights(self.model)
         self.store = pulse_rl.open_store(folder.store_address)
-        self.publisher = pulse_rl.Publisher(self.store, stream=STREAM, workers=1, on_event=self._on_event)
+        self.publisher = pulse_rl.Publisher(self.store, stream=STREAM, threads=1, on_event=self._on_event)
         self.roots: dict[int, str] = {}
         self.newest = -1
         self.taken = 0

@@ -29,7 +29,7 @@ class Worker:
         self.name = name
         self.alarm = Alarm(settings.patience, parent)
         self.store = pulse_rl.open_store(folder.store_address)
-        self.subscriber = pulse_rl.Subscriber(self.store, stream=STREAM, workers=1)
+        self.subscriber = pulse_rl.Subscriber(self.store, stream=STREAM, threads=1)
         self.model = policy.build_model(settings.seed + 1)
         self.origin = Origin(worker=name, stream=STREAM, version=-1, root="", sync_ms=0.0, pause_ms=0.0)
         self.sequence = 1 + max((sequence_of(i.name) for i in self.store.list(folder_of(name))), default=-1)

@@ -100,6 +100,6 @@ __all__ = [
 ]
 
 
-def state_root(source: Source, *, workers: int | None = None) -> str:
+def state_root(source: Source, *, threads: int | None = None) -> str:
     """The root of any state: a mapping of names to tensors, a `State` or a checkpoint's path; 64 hexadecimal digits."""
-    return state_digest(as_state(source), workers=workers).root
+    return state_digest(as_state(source), threads=threads).root

@@ -14,30 +14,30 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def default_workers() -> int:
+def default_threads() -> int:
     """The number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int | None = None) -> Generator[R, None, None]:
-    """``function`` over ``items`` in threads; results in order, at most one item more than workers in flight.
+def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Generator[R, None, None]:
+    """``function`` over ``items`` in threads; results in order, at most one item more than threads in flight.
 
     The bound keeps peak memory at "blocks in flight" however long ``items`` is. An exception of any item is raised at
     its place. When this ends, in whatever way, no call is running any more: a caller that undoes what they did never
     races with one. Raises InputError for less than one worker.
     """
-    workers = default_workers() if workers is None else workers
-    if workers < 1:
-        raise InputError(f"{workers} threads cannot work", hint="Give at least 1, or None for all cores.")
-    if workers == 1:
+    threads = default_threads() if threads is None else threads
+    if threads < 1:
+        raise InputError(f"{threads} threads cannot work", hint="Give at least 1, or None for all cores.")
+    if threads == 1:
         yield from map(function, items)
         return
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="pulse")
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="pulse")
     pending: deque[Future[R]] = deque()
     try:
         for item in items:
             pending.append(pool.submit(function, item))
-            if len(pending) > workers:
+            if len(pending) > threads:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()

@@ -35,7 +35,7 @@ class Shard:
 
 
 def plan_shards(
-    state: State, digest: StateDigest, shard_bytes: int = DEFAULT_SHARD_BYTES, workers: int | None = None
+    state: State, digest: StateDigest, shard_bytes: int = DEFAULT_SHARD_BYTES, threads: int | None = None
 ) -> list[Shard]:
     """Cuts a state into shards of about ``shard_bytes`` (a larger tensor has one to itself) and hashes them.
 
@@ -61,7 +61,7 @@ def plan_shards(
             length += len(chunk)
         return Shard(tuple(group), Payload(running.hexdigest(), length))
 
-    return list(ordered_map(run, groups, workers))
+    return list(ordered_map(run, groups, threads))
 
 
 def proved(state: State, shard: Shard) -> Iterator[bytes | memoryview]:
@@ -83,7 +83,7 @@ def restore(
     *,
     elements: int,
     dense_bytes: int,
-    workers: int | None = None,
+    threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> State:
     """The state of an anchor, read in ranges into its final place.
@@ -92,7 +92,7 @@ def restore(
     shard's SHA-256 is checked (DigestMismatch); the caller still has to compare the state's root.
     Raises CorruptCheckpoint.
     """
-    headers = list(ordered_map(_read_header, shards, workers))
+    headers = list(ordered_map(_read_header, shards, threads))
     specs = [spec for placed, _, _ in headers for spec, _ in placed]
     if len({s.name for s in specs}) != len(specs):
         raise CorruptCheckpoint("the anchor's shards hold the same tensor twice")
@@ -117,7 +117,7 @@ def restore(
         if digest.hexdigest() != payload.sha256:
             raise DigestMismatch(f"the anchor's shard {payload.sha256[:16]}… does not match its SHA-256")
 
-    for _ in ordered_map(fill, list(zip(shards, headers, strict=True)), workers):
+    for _ in ordered_map(fill, list(zip(shards, headers, strict=True)), threads):
         pass
     return state
 

@@ -33,7 +33,7 @@ class AuditReport:
 
 
 def audit(
-    model: Module | Mapping[str, Any] | State, version: StateDigest | Manifest | str, *, workers: int | None = None
+    model: Module | Mapping[str, Any] | State, version: StateDigest | Manifest | str, *, threads: int | None = None
 ) -> AuditReport:
     """Reads all live weights again and compares them with a version.
 
@@ -41,7 +41,7 @@ def audit(
     manifest or a root, which only tells whether any does. Tied tensors are compared once. Raises InputError.
     """
     state = as_state(model.state_dict() if hasattr(model, "state_dict") else model)
-    live = state_digest(state, workers=workers)
+    live = state_digest(state, threads=threads)
     if isinstance(version, StateDigest):
         return _compare(live, version, state.aliases)
     if not isinstance(version, Manifest | str):

@@ -60,7 +60,7 @@ def root_of(tensor_digests: list[bytes]) -> str:
 
 
 def state_digest(
-    state: State, *, workers: int | None = None, progress: Callable[[int], None] | None = None
+    state: State, *, threads: int | None = None, progress: Callable[[int], None] | None = None
 ) -> StateDigest:
     """Hashes a whole state in threads. ``progress`` is called with the number of bytes done since the last call."""
     tasks: list[list[tuple[str, int, int]]] = []
@@ -80,7 +80,7 @@ def state_digest(
         return [leaf_digests(state.read(*piece)) for piece in task]
 
     leaves: dict[str, list[bytes]] = {spec.name: [] for spec in state.specs}
-    for task, digests in zip(tasks, ordered_map(run, tasks, workers), strict=True):
+    for task, digests in zip(tasks, ordered_map(run, tasks, threads), strict=True):
         for (name, start, stop), digest in zip(task, digests, strict=True):
             leaves[name].append(digest)
             if progress:

@@ -40,14 +40,14 @@ class FoldMaker:
         *,
         codec: str = codecs.DEFAULT,
         skip: Collection[tuple[int | None, int]] = (),
-        workers: int | None = None,
+        threads: int | None = None,
         listener: Listener | None = None,
     ) -> None:
         self._stream = stream
         self._spans = sorted(spans)
         self._codec = codec
         self._skip = skip
-        self._workers = workers
+        self._threads = threads
         self._listener = listener
         self._logs: dict[int, UndoLog] = {}
         self._patch_bytes: dict[int, int] = {}
@@ -90,7 +90,7 @@ class FoldMaker:
     def _make(self, due: list[tuple[UndoLog, int]], version: int, state: State, digest: StateDigest) -> None:
         for log, patch_bytes in due:
             try:
-                built = patch.fold(log, state, digest, codec=self._codec, workers=self._workers)
+                built = patch.fold(log, state, digest, codec=self._codec, threads=self._threads)
                 if built.nbytes < patch_bytes:
                     payload = Payload(sha256(built.to_bytes()).hexdigest(), built.nbytes)
                     self._stream.put_payload(payload, PATCH, built.chunks)
@@ -109,7 +109,7 @@ def fold_stream(
     spans: Collection[int] = SPANS,
     *,
     codec: str = codecs.DEFAULT,
-    workers: int | None = None,
+    threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Makes the folds that a stream lacks, on any machine, and yields (base, version) of each that is there then.
@@ -124,8 +124,8 @@ def fold_stream(
     missing = {(v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there} - listed
     if not missing:
         return
-    maker = FoldMaker(where, spans, codec=codec, skip=listed, workers=workers, listener=on_event)
-    replica = Replica(where, workers=workers, listener=on_event)
+    maker = FoldMaker(where, spans, codec=codec, skip=listed, threads=threads, listener=on_event)
+    replica = Replica(where, threads=threads, listener=on_event)
     replica.watcher = maker
     first, last = min(b for b, _ in missing), max(v for _, v in missing)
     for version in versions:

@@ -95,7 +95,7 @@ def build(
     *,
     codec: str = codecs.DEFAULT,
     block_elements: int = DEFAULT_BLOCK_ELEMENTS,
-    workers: int | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> BuiltPatch:
     """The patch that turns ``old`` into ``new``. ``old_digest`` is the tree of ``old``.
@@ -116,7 +116,7 @@ def build(
     blocks = cut(old.specs, block_elements)
     tree = _LeafUpdate(old_digest)
     coded, kept = [], []
-    for block, (encoded, changes, leaves) in zip(blocks, ordered_map(run, blocks, workers), strict=True):
+    for block, (encoded, changes, leaves) in zip(blocks, ordered_map(run, blocks, threads), strict=True):
         coded.append(encoded)
         kept.append(changes)
         tree.add(block, leaves)
@@ -126,7 +126,7 @@ def build(
 
 
 def fold(
-    log: UndoLog, state: State, digest: StateDigest, *, codec: str = codecs.DEFAULT, workers: int | None = None
+    log: UndoLog, state: State, digest: StateDigest, *, codec: str = codecs.DEFAULT, threads: int | None = None
 ) -> BuiltPatch:
     """The patch from the version that ``log`` leads back to, to ``state`` with its tree ``digest``. Hashes nothing."""
     chosen = codecs.by_name(codec)
@@ -136,7 +136,7 @@ def fold(
         after = blocks[index].read(state)
         return _encode(chosen, blocks[index], log.rewind(index, after), after)[0]
 
-    coded = list(ordered_map(run, range(len(blocks)), workers))
+    coded = list(ordered_map(run, range(len(blocks)), threads))
     return _assemble(log.base_root, digest, DEFAULT_BLOCK_ELEMENTS, coded, [None] * len(coded))
 
 
@@ -168,7 +168,7 @@ def _assemble(
     return BuiltPatch(header, (header.to_bytes(), *(e.payload for e in coded)), target, tuple(kept))
 
 
-def advance_in_place(built: BuiltPatch, state: State, *, workers: int | None = None) -> dict[int, Changes]:
+def advance_in_place(built: BuiltPatch, state: State, *, threads: int | None = None) -> dict[int, Changes]:
     """Turns the state that a patch was built from into its target; returns the old bits by block index.
 
     Nothing is hashed: `build` has proved each block and knows the target's tree. A state in which this was interrupted
@@ -188,7 +188,7 @@ def advance_in_place(built: BuiltPatch, state: State, *, workers: int | None = N
         undo[index] = Changes(changes.positions, bits.take(before, changes.positions))
         _scatter(block, state, changes)
 
-    for _ in ordered_map(run, range(len(blocks)), workers):
+    for _ in ordered_map(run, range(len(blocks)), threads):
         pass
     return undo
 
@@ -198,7 +198,7 @@ def apply_in_place(
     state: State,
     digest: StateDigest,
     *,
-    workers: int | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Applied:
     """Turns ``state`` (host memory, with tree ``digest``) into the patch's target, or leaves it exactly as it was.
@@ -231,7 +231,7 @@ def apply_in_place(
     per_tensor: dict[str, list[TensorChanges]] = {}
     try:
         # closing() ends the calls in flight before the undo below, so that none writes after it.
-        with closing(ordered_map(run, range(len(blocks)), workers)) as results:
+        with closing(ordered_map(run, range(len(blocks)), threads)) as results:
             for index, (changes, leaves) in enumerate(results):
                 tree.add(blocks[index], leaves)
                 _collect(blocks[index], changes, per_tensor)

@@ -58,7 +58,7 @@ class Publisher:
         shard_bytes: int = anchor.DEFAULT_SHARD_BYTES,
         folds: Collection[int] = (),
         signer: Signer | None = None,
-        workers: int | None = None,
+        threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
         codecs.by_name(codec)
@@ -67,12 +67,12 @@ class Publisher:
         self._signer = signer
         self._anchor_ratio = anchor_ratio
         self._shard_bytes = shard_bytes
-        self._workers = workers
+        self._threads = threads
         self._listener = on_event
         self._word = secrets.token_hex(8)
         self._head: int | None = None
         self._epoch = 0
-        self._folds = FoldMaker(self._stream, folds, codec=codec, workers=workers, listener=on_event)
+        self._folds = FoldMaker(self._stream, folds, codec=codec, threads=threads, listener=on_event)
         self._baseline = self._new_baseline()
         self._pending: _Pending | None = None
         self._refused: str | None = None
@@ -124,7 +124,7 @@ class Publisher:
         if target is None:
             baseline = state.copy()
             target = state_digest(
-                baseline, workers=self._workers, progress=progress_to(self._listener, "digest", state.nbytes)
+                baseline, threads=self._threads, progress=progress_to(self._listener, "digest", state.nbytes)
             )
         upload = time.perf_counter()
         patch_ref = self._upload_patch(built) if built else None
@@ -170,7 +170,7 @@ class Publisher:
         )
 
     def _new_baseline(self) -> Replica:
-        baseline = Replica(self._stream, workers=self._workers, listener=self._listener)
+        baseline = Replica(self._stream, threads=self._threads, listener=self._listener)
         baseline.watcher = self._folds
         return baseline
 
@@ -184,7 +184,7 @@ class Publisher:
             state,
             self._baseline.digest,
             codec=self._codec,
-            workers=self._workers,
+            threads=self._threads,
             progress=progress_to(self._listener, "diff", state.nbytes),
         )
         phases["build"] = time.perf_counter() - started
@@ -204,7 +204,7 @@ class Publisher:
 
     def _upload_anchor(self, state: State, target: StateDigest) -> AnchorRef:
         """Stores the anchor of a state whose tree is ``target``; raises IntegrityError if it changes meanwhile."""
-        shards = anchor.plan_shards(state, target, self._shard_bytes, self._workers)
+        shards = anchor.plan_shards(state, target, self._shard_bytes, self._threads)
         progress = progress_to(self._listener, "upload", sum(s.payload.bytes for s in shards))
         for shard in shards:
             self._stream.put_payload(shard.payload, SHARD, anchor.proved(state, shard))
@@ -275,7 +275,7 @@ class Publisher:
         try:
             self._since_anchor = self._bytes_since_anchor(self._head)
             manifest = self._stream.manifest(self._head)
-            digest = state_digest(state, workers=self._workers)
+            digest = state_digest(state, threads=self._threads)
             if digest.root == manifest.root:
                 self._baseline.adopt(self._head, state.copy(), digest)
             else:

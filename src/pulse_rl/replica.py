@@ -93,13 +93,13 @@ class _Position:
 class Replica:
     """``poisoned`` is set while the state in memory may be half-way between two versions."""
 
-    def __init__(self, stream: Stream, *, workers: int | None = None, listener: Listener | None = None) -> None:
+    def __init__(self, stream: Stream, *, threads: int | None = None, listener: Listener | None = None) -> None:
         self.stream = stream
         self.poisoned = False
         self.watcher: Watcher | None = None
         self._at: _Position | None = None
         self._lent: weakref.ref[Update] | None = None
-        self._workers = workers
+        self._threads = threads
         self._listener = listener
 
     @property
@@ -141,7 +141,7 @@ class Replica:
     def recover(self) -> None:
         """Leaves `poisoned`: the state is hashed, and given up unless it is the version it was."""
         at = self._at
-        if self.poisoned and at and state_digest(at.state, workers=self._workers).root != at.digest.root:
+        if self.poisoned and at and state_digest(at.state, threads=self._threads).root != at.digest.root:
             self._at = None
         self.poisoned = False
 
@@ -151,7 +151,7 @@ class Replica:
         if self.watcher:
             self.watcher.wait()
         self.poisoned = True
-        undo = patch.advance_in_place(built, self.state, workers=self._workers)
+        undo = patch.advance_in_place(built, self.state, threads=self._threads)
         state = self.state.with_aliases(aliases)
         self._at = _Position(version, state, built.target, version, state.aliases, (), ())
         self.poisoned = False
@@ -293,7 +293,7 @@ class Replica:
                 own,
                 at.state,
                 at.digest,
-                workers=self._workers,
+                threads=self._threads,
                 progress=progress_to(self._listener, "apply", at.state.nbytes),
             )
         except (FormatError, IntegrityError, StateMismatch):
@@ -321,11 +321,11 @@ class Replica:
             [(p, self._reader(p)) for p in manifest.anchor.shards],
             elements=manifest.elements,
             dense_bytes=manifest.dense_bytes,
-            workers=self._workers,
+            threads=self._threads,
             progress=progress_to(self._listener, "restore", manifest.dense_bytes),
         )
         _check_aliases(manifest, fresh)
-        digest = state_digest(fresh, workers=self._workers)
+        digest = state_digest(fresh, threads=self._threads)
         if digest.root != manifest.root:
             raise DigestMismatch(
                 f"the anchor of version {manifest.version} has root {digest.root[:16]}…, not {manifest.root[:16]}…"

@@ -40,8 +40,8 @@ def plan(
     """What may be deleted so that the last ``keep`` of ``versions`` stay restorable. Pure.
 
     ``manifests`` come from the newest down and are read only as far as needed: to the anchors from which the kept
-    versions are restored. ``objects`` are the stream's, with times; of payloads that no manifest left names, those written after
-    ``before`` (Unix seconds) stay, since their manifest may be on its way.
+    versions are restored. ``objects`` are the stream's, with times; of payloads that no manifest left names, those
+    written after ``before`` (Unix seconds) stay, since their manifest may be on its way.
     """
     if not versions:
         raise EmptyStream("the stream has no versions")

@@ -40,15 +40,15 @@ class Subscriber:
         base: Source | None = None,
         cache: str | os.PathLike[str] | None = None,
         trusted_keys: Collection[str] | None = None,
-        workers: int | None = None,
+        threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
         trusted = None if trusted_keys is None else TrustedKeys(trusted_keys)
         opened = open_store(store)
         self.stream = Stream(opened if cache is None else CachedStore(opened, cache), stream, trusted)
-        self._replica = Replica(self.stream, workers=workers, listener=on_event)
+        self._replica = Replica(self.stream, threads=threads, listener=on_event)
         self._base = base
-        self._workers = workers
+        self._threads = threads
         self._listener = on_event
 
     @property
@@ -97,9 +97,8 @@ class Subscriber:
         started = time.perf_counter()
         replica = self._replica
         replica.recover()
-        if self._base is not None:
-            if self._adopt_base(self._base):
-                self._base = None
+        if self._base is not None and self._adopt_base(self._base):
+            self._base = None
         if target is None:
             newer = self.stream.versions(replica.version)
             target = newer[-1] if newer else replica.version
@@ -176,7 +175,7 @@ class Subscriber:
         if not versions:
             return False
         state = as_state(base)
-        digest = state_digest(state, workers=self._workers)
+        digest = state_digest(state, threads=self._threads)
         for version in reversed(versions[-_SEARCHED_FOR_BASE:]):
             try:
                 manifest = self.stream.manifest(version)

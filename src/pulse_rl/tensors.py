@@ -322,13 +322,16 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
     if value.layout != torch.strided or value.is_meta or value.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} has no plain storage (layout {value.layout}, device {value.device})")
     dtype = _dtype_from(name, str(value.dtype).removeprefix("torch."))
-    storage = (str(value.device), value.data_ptr(), value.stride()) if value.numel() else None
-    tensor = value.detach().resolve_conj().resolve_neg()
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    shape = tuple(tensor.shape)
-    if tensor.device.type != "cpu":
+    try:
+        bits_of = (value.is_conj(), value.is_neg())
+        storage = (str(value.device), value.data_ptr(), value.stride(), bits_of) if value.numel() else None
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        host = flat.numpy() if flat.device.type == "cpu" else None
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # fake, nested, wrapped, and what is yet to come
+        raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__} without plain storage: {error}") from None
+    shape = tuple(value.shape)
+    if host is None:
         return dtype, shape, _DeviceTensor(flat, dtype.width), storage
-    host: UIntArray = flat.numpy()
     return dtype, shape, host.view(dtype.uint), storage
 
 

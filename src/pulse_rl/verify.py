@@ -28,7 +28,7 @@ class VersionReport:
 
 
 def verify_stream(
-    store: Store | str, stream: str, *, workers: int | None = None, on_event: Listener | None = None
+    store: Store | str, stream: str, *, threads: int | None = None, on_event: Listener | None = None
 ) -> Iterator[VersionReport]:
     """Replays a stream from its first version on and yields a report a version.
 
@@ -39,7 +39,7 @@ def verify_stream(
     versions = where.versions()
     if not versions:
         raise EmptyStream(f"stream {stream!r} has no versions")
-    chain = Replica(where, workers=workers, listener=on_event)
+    chain = Replica(where, threads=threads, listener=on_event)
     for version in versions:
         good, problems, root = [], [], None
         try:
@@ -53,10 +53,10 @@ def verify_stream(
         for link in links_of(manifest):
             if link.base is not None and link.base < versions[0]:
                 continue  # retention took the base; the anchor leads here
-            replica = Replica(where, workers=workers, listener=on_event) if link.base is None else chain
+            replica = Replica(where, threads=threads, listener=on_event) if link.base is None else chain
             try:
                 if link.base is not None and chain.version != link.base:
-                    replica = chain = Replica(where, workers=workers, listener=on_event)
+                    replica = chain = Replica(where, threads=threads, listener=on_event)
                     chain.move_to(link.base)
                 replica.follow(link)
                 good.append(str(link))

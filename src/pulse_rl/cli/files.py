@@ -22,13 +22,13 @@ from .output import Console, size
 def diff(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     old, new = load(args.old)[0], load(args.new)[0]
-    digest = state_digest(old, workers=args.threads, progress=progress_to(console, "digest", old.nbytes))
+    digest = state_digest(old, threads=args.threads, progress=progress_to(console, "digest", old.nbytes))
     built = patch.build(
         old,
         new,
         digest,
         codec=args.codec,
-        workers=args.threads,
+        threads=args.threads,
         progress=progress_to(console, "diff", old.nbytes),
     )
     write_atomically(Path(args.output), built.chunks)
@@ -48,11 +48,11 @@ def apply(args: argparse.Namespace, console: Console) -> int:
         raise InputError(f"{target.parent} holds a sharded checkpoint", hint="Give another folder or a new file.")
     parsed = _read(args.patch)
     base, metadata = load(args.base)
-    digest = state_digest(base, workers=args.threads, progress=progress_to(console, "digest", base.nbytes))
+    digest = state_digest(base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes))
     if parsed.header.base_root == digest.root:
         base = base.copy()
     applied = patch.apply_in_place(
-        parsed, base, digest, workers=args.threads, progress=progress_to(console, "apply", base.nbytes)
+        parsed, base, digest, threads=args.threads, progress=progress_to(console, "apply", base.nbytes)
     )
     save(target, base, {k: v for k, v in metadata.items() if not k.startswith("pulse.")})
     facts = {
@@ -93,7 +93,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
 def digest(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     state, _ = load(args.checkpoint)
-    tree = state_digest(state, workers=args.threads, progress=progress_to(console, "digest", state.nbytes))
+    tree = state_digest(state, threads=args.threads, progress=progress_to(console, "digest", state.nbytes))
     facts: dict[str, Any] = {
         "root": tree.root,
         "tensors": {s.name: tree.tensor(s).hex() for s in state.specs},

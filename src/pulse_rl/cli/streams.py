@@ -23,7 +23,7 @@ from .output import Console, size
 def publish(args: argparse.Namespace, console: Console) -> int:
     state, _ = load(args.checkpoint)
     publisher = Publisher(
-        _store(args.store), stream=args.stream, codec=args.codec, workers=args.threads, on_event=console
+        _store(args.store), stream=args.stream, codec=args.codec, threads=args.threads, on_event=console
     )
     done = publisher.publish(state)
     facts = {
@@ -55,7 +55,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         _store(args.store),
         stream=args.stream,
         base=_checkpoint_at(out / FILE_NAME),
-        workers=args.threads,
+        threads=args.threads,
         on_event=console,
     )
     for left in out.glob(f".{FILE_NAME}.*"):  # of an earlier run that was killed while it wrote
@@ -83,7 +83,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
 
 def verify(args: argparse.Namespace, console: Console) -> int:
     versions, problems = 0, []
-    for report in verify_stream(_store(args.store), args.stream, workers=args.threads, on_event=console):
+    for report in verify_stream(_store(args.store), args.stream, threads=args.threads, on_event=console):
         versions += 1
         problems += [{"version": report.version, "problem": p} for p in report.problems]
     lines = [f"version {p['version']}: {p['problem']}" for p in problems]
@@ -94,7 +94,7 @@ def verify(args: argparse.Namespace, console: Console) -> int:
 
 
 def fold(args: argparse.Namespace, console: Console) -> int:
-    made = list(fold_stream(_store(args.store), args.stream, tuple(args.spans), workers=args.threads, on_event=console))
+    made = list(fold_stream(_store(args.store), args.stream, tuple(args.spans), threads=args.threads, on_event=console))
     lines = [f"fold {base}->{version}" for base, version in made]
     console.result(
         {"stream": args.stream, "folds": [{"base": b, "version": v} for b, v in made]},
@@ -122,7 +122,7 @@ def gc(args: argparse.Namespace, console: Console) -> int:
 
 
 def store_check(args: argparse.Namespace, console: Console) -> int:
-    findings = check_store(_store(args.store))
+    findings = check_store(open_store(args.store))
     safe = all(f.held for f in findings)
     lines = [f"{'ok  ' if f.held else 'FAIL'} {f.guarantee}: {f.seen}" for f in findings]
     lines.append(f"{args.store} is {'safe' if safe else 'NOT safe'} to publish to")

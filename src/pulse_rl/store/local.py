@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .._disk import create_atomically, disk_error, write_atomically
-from ..errors import AlreadyExists, NotFound
+from ..errors import AlreadyExists, NotFound, StoreError
 from .base import Data, ObjectInfo, check_name, check_range, is_name
 
 _ASIDE = ".unfinished"
@@ -23,6 +23,9 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self._aside = self.root / _ASIDE
+        there = next((p for p in [self.root, *self.root.parents] if os.path.lexists(p)), self.root)
+        if not there.is_dir():
+            raise StoreError(f"cannot open the store {self.root}: {there} is no folder")
         for left in self._aside.glob(".*"):
             with suppress(OSError):  # another process sweeps, or finishes it, at the same time
                 if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
