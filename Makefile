@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*)
 
-.PHONY: demo test check lint types imports bench fuzz clean
+.PHONY: demo test check lint types imports bench faults fuzz clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -40,6 +40,13 @@ $(VENV)/.bench: $(VENV)/.ready
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+# Random sequences of faults against an exact model, and a SIGKILL at every store call of real processes.
+SEQUENCES ?= 10000
+FAULT_SEED ?= 1
+faults: $(VENV)/.ready
+	$(BIN)/python -m tests.faults --sequences $(SEQUENCES) --seed $(FAULT_SEED)
+	$(BIN)/python -m tests.killed --all
 
 # Fuzzes the native codec under the address and undefined-behaviour sanitizers for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60
