@@ -81,3 +81,23 @@ def test_keys_are_kept_in_files(tmp_path: Path) -> None:
     for keys in ([], ["abc"], ["zz" * 32], signer.public_key):
         with pytest.raises(InputError):
             TrustedKeys(keys)
+
+
+def test_the_command_line_signs_and_trusts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from pulse_rl.checkpoint import as_state, save
+    from pulse_rl.cli import main
+
+    save(tmp_path / "w.safetensors", as_state(STATE))
+    store = str(tmp_path / "store")
+    assert main(["keygen", str(tmp_path / "key")]) == 0
+    key = capsys.readouterr().out.strip()
+    assert main(["keygen", str(tmp_path / "key")]) == 1
+    publish = ["publish", str(tmp_path / "w.safetensors"), store, "--stream", "s"]
+    follow = ["follow", store, "--stream", "s", "--once", "--out"]
+    assert main([*publish, "--sign-key", str(tmp_path / "key")]) == 0
+    assert main([*follow, str(tmp_path / "a"), "--trust", key, "--cache", str(tmp_path / "cache")]) == 0
+    assert main(["verify", store, "--stream", "s", "--trust", key]) == 0
+    assert main(publish) == 0
+    assert main([*follow, str(tmp_path / "b"), "--trust", key]) == 1
+    assert main(["verify", store, "--stream", "s", "--trust", key]) == 1
+    assert main(["verify", store, "--stream", "s"]) == 0

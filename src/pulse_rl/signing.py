@@ -42,7 +42,10 @@ class Signer:
     def save(self, path: str | Path) -> None:
         """Writes the private key, readable by its owner only."""
         file = Path(path)
-        file.touch(mode=0o600, exist_ok=False)
+        try:
+            file.touch(mode=0o600, exist_ok=False)
+        except OSError as error:
+            raise InputError(f"cannot create {path}: {error.strerror}", hint="Choose a new file.") from None
         file.write_text(self._key.private_bytes_raw().hex() + "\n")
 
     def sign(self, manifest: Manifest) -> Manifest:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from .chain import links_of
 from .errors import EmptyStream, PulseError, StoreUnavailable
 from .events import Listener
 from .replica import Replica
+from .signing import TrustedKeys
 from .store import Store, open_store
 from .stream import Stream
 
@@ -28,14 +29,20 @@ class VersionReport:
 
 
 def verify_stream(
-    store: Store | str, stream: str, *, threads: int | None = None, on_event: Listener | None = None
+    store: Store | str,
+    stream: str,
+    *,
+    trusted_keys: Collection[str] | None = None,
+    threads: int | None = None,
+    on_event: Listener | None = None,
 ) -> Iterator[VersionReport]:
     """Replays a stream from its first version on and yields a report a version.
 
-    Every patch is applied to the version it starts from and every anchor restored by itself. Raises EmptyStream and
-    StoreUnavailable; whatever is wrong with a version is in its report.
+    Every patch is applied to the version it starts from and every anchor restored by itself; with ``trusted_keys``
+    every manifest must be signed by one of them. Raises EmptyStream and StoreUnavailable; whatever is wrong with a
+    version is in its report.
     """
-    where = Stream(open_store(store), stream)
+    where = Stream(open_store(store), stream, None if trusted_keys is None else TrustedKeys(trusted_keys))
     versions = where.versions()
     if not versions:
         raise EmptyStream(f"stream {stream!r} has no versions")

@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     stream = argparse.ArgumentParser(add_help=False)
     stream.add_argument("store", metavar="STORE", help="a folder, file://, s3://, gs:// or az://")
     stream.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
+    trust = argparse.ArgumentParser(add_help=False)
+    trust.add_argument("--trust", action="append", metavar="KEY", help="accept only what this public key has signed")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("diff", parents=[common, coding], help="make a patch from two checkpoints")
@@ -79,15 +81,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("checkpoint", metavar="CHECKPOINT")
     command.add_argument("store", metavar="STORE", help="a folder, file://, s3://, gs:// or az://")
     command.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
+    command.add_argument("--sign-key", metavar="FILE", help="sign the version (see keygen)")
     command.set_defaults(run=streams.publish)
 
-    command = commands.add_parser("follow", parents=[common, stream], help="keep a checkpoint at the newest version")
+    command = commands.add_parser(
+        "follow", parents=[common, stream, trust], help="keep a checkpoint at the newest version"
+    )
     command.add_argument("--out", required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
     command.add_argument("--once", action="store_true", help="sync once and end")
     command.add_argument("--poll", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
+    command.add_argument("--cache", metavar="DIR", help="keep payloads there, to be downloaded once")
     command.set_defaults(run=streams.follow)
 
-    command = commands.add_parser("verify", parents=[common, stream], help="replay and check a whole stream")
+    command = commands.add_parser("verify", parents=[common, stream, trust], help="replay and check a whole stream")
     command.set_defaults(run=streams.verify)
 
     command = commands.add_parser("fold", parents=[common, stream], help="make patches over many versions")
@@ -105,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--dry-run", action="store_true", help="only say what would go")
     command.set_defaults(run=streams.gc)
+
+    command = commands.add_parser("keygen", parents=[common], help="make a key to sign with, print its public key")
+    command.add_argument("file", metavar="FILE", help="the private key; must not exist")
+    command.set_defaults(run=streams.keygen)
 
     command = commands.add_parser("store-check", parents=[common], help="is a store safe to publish to?")
     command.add_argument("store", metavar="STORE")

@@ -11,6 +11,7 @@ from ..checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..errors import EmptyStream, FormatError, InputError, StoreUnavailable, UnsupportedTensor
 from ..folds import fold_stream
 from ..publisher import Publisher
+from ..signing import Signer
 from ..store import Store, open_store
 from ..store.check import check_store
 from ..subscriber import Subscriber
@@ -23,7 +24,12 @@ from .output import Console, size
 def publish(args: argparse.Namespace, console: Console) -> int:
     state, _ = load(args.checkpoint)
     publisher = Publisher(
-        _store(args.store), stream=args.stream, codec=args.codec, threads=args.threads, on_event=console
+        _store(args.store),
+        stream=args.stream,
+        codec=args.codec,
+        signer=Signer.load(args.sign_key) if args.sign_key else None,
+        threads=args.threads,
+        on_event=console,
     )
     done = publisher.publish(state)
     facts = {
@@ -55,6 +61,8 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         _store(args.store),
         stream=args.stream,
         base=_checkpoint_at(out / FILE_NAME),
+        cache=args.cache,
+        trusted_keys=args.trust,
         threads=args.threads,
         on_event=console,
     )
@@ -83,7 +91,10 @@ def follow(args: argparse.Namespace, console: Console) -> int:
 
 def verify(args: argparse.Namespace, console: Console) -> int:
     versions, problems = 0, []
-    for report in verify_stream(_store(args.store), args.stream, threads=args.threads, on_event=console):
+    reports = verify_stream(
+        _store(args.store), args.stream, trusted_keys=args.trust, threads=args.threads, on_event=console
+    )
+    for report in reports:
         versions += 1
         problems += [{"version": report.version, "problem": p} for p in report.problems]
     lines = [f"version {p['version']}: {p['problem']}" for p in problems]
@@ -118,6 +129,13 @@ def gc(args: argparse.Namespace, console: Console) -> int:
     verb = "would go" if args.dry_run else "deleted"
     line = f"{len(plan.names)} objects {verb}, {size(plan.nbytes)}, {len(plan.versions)} versions"
     console.result(facts, [f"{line}; version {plan.oldest} is the oldest left"])
+    return 0
+
+
+def keygen(args: argparse.Namespace, console: Console) -> int:
+    signer = Signer.generate()
+    signer.save(args.file)
+    console.result({"public_key": signer.public_key, "file": args.file}, [signer.public_key])
     return 0
 
 
