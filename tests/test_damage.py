@@ -263,11 +263,11 @@ def test_a_manifest_that_points_at_another_patch_is_noticed(rng: Rng) -> None:
     assert second.patch is not None
     assert third.patch is not None
     swapped = msgspec.structs.replace(second.patch, parts=third.patch.parts)
-    store.inner.put(manifest_name(2), msgspec.structs.replace(second, patch=swapped).to_bytes())
+    store.inner.put(manifest_name(2), msgspec.structs.replace(second, patch=swapped).sealed().to_bytes())
     _, subscriber, _ = follow(store, start=1)
     with pytest.raises(ChainGap, match="leads to root"):
         subscriber.sync(2)
-    store.inner.put(manifest_name(2), msgspec.structs.replace(second, root="0" * 64).to_bytes())
+    store.inner.put(manifest_name(2), msgspec.structs.replace(second, root="0" * 64).sealed().to_bytes())
     _, subscriber, _ = follow(store, start=1)
     with pytest.raises(ChainGap, match="leads to root"):
         subscriber.sync(2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from hashlib import sha256
 
 import msgspec
 import numpy as np
@@ -57,8 +58,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One committed version of a stream.
 
     ``epoch`` is the publisher's claim to the stream, ``publisher`` a random word of the process that wrote the
-    manifest: two publishers never write equal ones.
-    ``created`` is in Unix seconds and only informs. At least one of ``patch`` and ``anchor`` is present.
+    manifest: two publishers never write equal ones. ``digest`` is the SHA-256 of the bytes with an empty digest and no
+    signature. ``created`` is in Unix seconds and only informs. At least one of ``patch`` and ``anchor`` is present.
     """
 
     format: str
@@ -74,10 +75,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: Metadata
     patch: PatchRef | None
     anchor: AnchorRef | None
-    signature: Signature | None
+    digest: str = ""
+    signature: Signature | None = None
 
     def to_bytes(self) -> bytes:
         return msgspec.json.encode(self)
+
+    def own_digest(self) -> str:
+        return sha256(msgspec.structs.replace(self, digest="", signature=None).to_bytes()).hexdigest()
+
+    def sealed(self) -> Manifest:
+        """The manifest with its digest, not yet signed."""
+        return msgspec.structs.replace(self, digest=self.own_digest(), signature=None)
 
     def with_signature(self, signature: Signature | None) -> Manifest:
         return msgspec.structs.replace(self, signature=signature)
@@ -118,6 +127,8 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         raise CorruptManifest(f"{what} lists nothing to restore the version from")
     if not all(_HEX64.fullmatch(d) for d in [*digests, *(p.sha256 for p in payloads)]):
         raise CorruptManifest(f"{what} has a digest that is not 64 lower-case hexadecimal digits")
+    if manifest.digest != manifest.own_digest():
+        raise CorruptManifest(f"{what} does not match its own digest")
     return manifest
 
 

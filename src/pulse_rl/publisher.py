@@ -144,8 +144,7 @@ class Publisher:
             metadata=metadata,
             patch=patch_ref,
             anchor=anchor_ref,
-            signature=None,
-        )
+        ).sealed()
         if self._signer:
             manifest = self._signer.sign(manifest)
         manifests.parse(manifest.to_bytes(), stream=self._stream.name, version=version)

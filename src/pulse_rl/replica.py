@@ -6,7 +6,7 @@ The publisher's baseline and the subscriber's host state are both replicas: rest
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +41,6 @@ from .update import Update
 
 _PREFETCH = 4
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
-_MOST_BAD_LINKS = 8  # after so many the listed links are not worth another try
 _BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
 """What makes one link unusable and another path worth trying; a store that is away is neither."""
 
@@ -194,18 +193,33 @@ class Replica:
                 self._follow(found, parts)
 
     def _plan(self, target: int, listed: list[Link], avoid: Mapping[Key, str]) -> list[Link]:
-        """The path to try. Raises ChainGap, with what was wrong with the links that are avoided."""
-        try:
-            if len(avoid) > _MOST_BAD_LINKS:
-                raise ChainGap("too many of the listed links lead nowhere")
-            return cheapest_path([link for link in listed if link.key not in avoid], self.version, target)
-        except ChainGap:
-            links, reasons = self._walk_down(target, avoid)
-        try:
-            return cheapest_path(links, self.version, target)
-        except ChainGap as gap:
-            broken = list(dict.fromkeys(avoid.values()))
-            raise ChainGap("; ".join([f"{self.stream.name}: {gap}", *broken, *reasons]), hint=gap.hint) from gap
+        """The path to try: on what is listed; else also on the manifests down to an anchor; else on all of them.
+
+        Raises ChainGap, with what was wrong with the links that are avoided.
+        """
+        reasons: list[str] = []
+        for links in self._sources(target, listed, avoid, reasons):
+            try:
+                return cheapest_path([link for link in links if link.key not in avoid], self.version, target)
+            except ChainGap as error:
+                gap = error
+        broken = dict.fromkeys([*avoid.values(), *reasons])
+        raise ChainGap("; ".join([f"{self.stream.name}: {gap}", *broken]), hint=gap.hint)
+
+    def _sources(
+        self, target: int, listed: list[Link], avoid: Collection[Key], reasons: list[str]
+    ) -> Iterator[list[Link]]:
+        """Ever larger sets of links; what cannot be read goes to ``reasons``."""
+        yield listed
+        everywhere = [link for link in self.stream.links() if link.version <= target]
+        yield [*everywhere, *self._walk_down(target, avoid)]
+        for version in self.stream.versions():
+            if version <= target:
+                try:
+                    everywhere += links_of(self.stream.manifest(version))
+                except (NotFound, FormatError, Untrusted) as error:
+                    reasons.append(str(error))
+        yield everywhere
 
     def _listed(self, target: int) -> list[Link]:
         """Links as the listings show them. The size of a patch is not listed: the target's stands for all.
@@ -224,21 +238,20 @@ class Replica:
         versions = [v for v in self.stream.versions(min(starts)) if v <= target] if starts else []
         return [*links, *(Link(v - 1, v, guess) for v in versions)]
 
-    def _walk_down(self, target: int, avoid: Collection[Key]) -> tuple[list[Link], list[str]]:
-        """The links that manifests name, from the target down to the replica's version or to an anchor: for streams
-        whose listed links are lost or lead nowhere."""
+    def _walk_down(self, target: int, avoid: Collection[Key]) -> list[Link]:
+        """The links that manifests name, from the target down to the replica's version or to an anchor."""
         links: list[Link] = []
         version = target
         while True:
             try:
                 found = [link for link in links_of(self.stream.manifest(version)) if link.key not in avoid]
-            except (NotFound, FormatError, Untrusted) as error:
-                return links, [str(error)]
+            except (NotFound, FormatError, Untrusted):
+                return links
             links += found
             bases = [link.base for link in found if link.base is not None]
             enough = any(link.base is None for link in found) and (self.version is None or self.version >= version)
             if enough or not bases or version == self.version:
-                return links, []
+                return links
             version = bases[0]
 
     def _prefetch(self, path: list[Link]) -> Generator[tuple[Link, Link, list[bytes] | Exception], None, None]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import EmptyStream, InputError, NotFound
+from .errors import ChainGap, EmptyStream, InputError, NotFound
 from .manifest import Manifest, Payload
 from .store import Store, open_store
 from .store.base import ObjectInfo
@@ -41,17 +41,29 @@ def plan(
 
     ``manifests`` come from the newest down and are read only as far as needed: to the anchors from which the kept
     versions are restored. ``objects`` are the stream's, with times; of payloads that no manifest left names, those
-    written after ``before`` (Unix seconds) stay, since their manifest may be on its way.
+    written after ``before`` (Unix seconds) stay, since their manifest may be on its way. Raises ChainGap where a kept
+    version misses payloads already: what would have to stay instead is not for a deletion to guess.
     """
     if not versions:
         raise EmptyStream("the stream has no versions")
+    there = {
+        Payload(name.partition(".")[0], info.nbytes)
+        for info in objects
+        for folder, _, name in [info.name.rpartition("/")]
+        if folder.endswith("/payloads")
+    }
     needed = set(versions[-keep:])
     read: list[Manifest] = []
     for manifest in manifests:
         if manifest.version < min(needed):
             break
         read.append(manifest)
-        if manifest.version in needed and not manifest.anchor and manifest.patch:
+        if manifest.version in needed and not (manifest.anchor and there.issuperset(manifest.anchor.shards)):
+            if not manifest.patch or not there.issuperset(manifest.patch.parts):
+                raise ChainGap(
+                    f"version {manifest.version} misses payloads, so nothing was deleted",
+                    hint="Keep fewer versions, or publish one with an anchor first.",
+                )
             needed.add(manifest.patch.base)
     oldest = min(needed)
     named = {p.sha256 for m in read for p in _payloads(m, oldest)}
@@ -96,7 +108,8 @@ def collect(
 
     The versions between the oldest anchor that is needed and the oldest kept one stay, since the kept ones are replayed
     from there. A reader in mid-restore finds another path or gets ChainGap. Publishing may go on: payloads written in
-    the last ``grace_seconds`` stay. Raises EmptyStream, InputError, and CorruptManifest for one that is needed.
+    the last ``grace_seconds`` stay. Raises EmptyStream, InputError, and ChainGap or CorruptManifest, with nothing
+    deleted, where a kept version is damaged already.
     """
     if keep < 1:
         raise InputError(f"keep must be at least 1, not {keep}", hint="The newest version is always kept.")

@@ -55,7 +55,10 @@ class Stream:
                 raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
             while len(self._manifests) >= _KEPT_MANIFESTS:
                 del self._manifests[next(iter(self._manifests))]
-            manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
+            try:
+                manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
+            except CorruptManifest:  # as with payloads: once more, before it is believed
+                manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
             if self._trusted:
                 self._trusted.check(manifest)
             self._manifests[version] = manifest
