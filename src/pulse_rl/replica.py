@@ -212,7 +212,7 @@ class Replica:
         """Ever larger sets of links; what cannot be read goes to ``reasons``."""
         yield listed
         everywhere = [link for link in self.stream.links() if link.version <= target]
-        yield [*everywhere, *self._walk_down(target, avoid)]
+        yield [*everywhere, *self._walk_down(target, avoid, reasons)]
         for version in self.stream.versions():
             if version <= target:
                 try:
@@ -238,14 +238,15 @@ class Replica:
         versions = [v for v in self.stream.versions(min(starts)) if v <= target] if starts else []
         return [*links, *(Link(v - 1, v, guess) for v in versions)]
 
-    def _walk_down(self, target: int, avoid: Collection[Key]) -> list[Link]:
+    def _walk_down(self, target: int, avoid: Collection[Key], reasons: list[str]) -> list[Link]:
         """The links that manifests name, from the target down to the replica's version or to an anchor."""
         links: list[Link] = []
         version = target
         while True:
             try:
                 found = [link for link in links_of(self.stream.manifest(version)) if link.key not in avoid]
-            except (NotFound, FormatError, Untrusted):
+            except (NotFound, FormatError, Untrusted) as error:
+                reasons.append(str(error))
                 return links
             links += found
             bases = [link.base for link in found if link.base is not None]
