@@ -18,6 +18,7 @@ from .errors import CorruptManifest, InputError
 
 FORMAT = "pulse.manifest.1"
 MAX_BYTES = 16 << 20
+MAX_NUMBER = (1 << 63) - 1
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 
@@ -117,11 +118,13 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         digests.append(manifest.patch.base_root)
         if not 0 <= manifest.patch.base < version or not manifest.patch.parts:
             raise CorruptManifest(f"{what} has a patch from version {manifest.patch.base}")
-    if min(manifest.elements, manifest.dense_bytes, manifest.patch.changed if manifest.patch else 0) < 0:
-        raise CorruptManifest(f"{what} has a negative count")
+    counts = [manifest.elements, manifest.dense_bytes, manifest.patch.changed if manifest.patch else 0]
+    numbers = [*counts, *(p.bytes for p in payloads), *(v for v in manifest.metadata.values() if isinstance(v, int))]
+    if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in numbers):
+        raise CorruptManifest(f"{what} has a count that is negative or beyond 63 bits")
     if manifest.patch and manifest.patch.changed > manifest.elements:
         raise CorruptManifest(f"{what} counts {manifest.patch.changed} changes of {manifest.elements} elements")
-    if manifest.epoch < 1:
+    if not 1 <= manifest.epoch < 10**12:
         raise CorruptManifest(f"{what} has epoch {manifest.epoch}")
     if not payloads or any(p.bytes <= 0 for p in payloads):
         raise CorruptManifest(f"{what} lists nothing to restore the version from")
@@ -139,7 +142,7 @@ def checked_metadata(metadata: Mapping[str, object]) -> Metadata:
     checked: Metadata = {}
     for key, given in metadata.items():
         value = given.item() if isinstance(given, np.generic) else given
-        good = isinstance(value, str | bool) or (isinstance(value, int) and abs(value) < 1 << 63)
+        good = isinstance(value, str | bool) or (isinstance(value, int) and abs(value) <= MAX_NUMBER)
         if not good and not (isinstance(value, float) and math.isfinite(value)):
             raise InputError(f"metadata {key!r} is {given!r}: strings, finite numbers and booleans can be kept")
         for text in (key, value):

@@ -61,11 +61,11 @@ class Patch:
     body: memoryview
 
     @classmethod
-    def parse(cls, data: bytes | memoryview) -> Patch:
+    def parse(cls, data: bytes | memoryview, elements: int | None = None) -> Patch:
         """Checks magic, header digest, caps and tiling; raises CorruptPatch. The blocks' own digests are checked when
-        they are decoded."""
+        they are decoded. ``elements``, where given, are those that the patch has to be for."""
         view = memoryview(data)
-        header, size = parse_header(view)
+        header, size = parse_header(view, elements)
         if size + header.body_bytes != len(view):
             raise CorruptPatch(f"the patch has {len(view)} bytes, its header speaks of {size + header.body_bytes}")
         return cls(header, view[size:])

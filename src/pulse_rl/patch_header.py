@@ -115,8 +115,12 @@ def check_block_elements(block_elements: int) -> None:
         raise InputError(f"block_elements must be a multiple of {BLOCK_UNIT} up to {MAX_BLOCK_ELEMENTS}")
 
 
-def parse_header(data: memoryview) -> tuple[PatchHeader, int]:
-    """(header, bytes of prelude and header) from the start of a patch file; raises CorruptPatch."""
+def parse_header(data: memoryview, elements: int | None = None) -> tuple[PatchHeader, int]:
+    """(header, bytes of prelude and header) from the start of a patch file; raises CorruptPatch.
+
+    A reader that knows how many ``elements`` its state has says so: a header that speaks of more is then refused before
+    its blocks, which may be many for its size, are made.
+    """
     if len(data) < PRELUDE_BYTES:
         raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this has {len(data)}")
     magic, version, flags, stored, plain, digest = _PRELUDE.unpack_from(data)
@@ -130,7 +134,7 @@ def parse_header(data: memoryview) -> tuple[PatchHeader, int]:
     if len(body) != stored or sha256(body).digest() != digest:
         raise CorruptPatch("the header is truncated or its bytes do not match their SHA-256")
     try:
-        header = _Reader(_zstd.decompress(body, plain)).header()
+        header = _Reader(_zstd.decompress(body, plain)).header(elements)
     except (FormatError, InputError) as error:
         raise CorruptPatch(f"the header is malformed: {error}") from error
     return header, PRELUDE_BYTES + stored
@@ -143,12 +147,14 @@ class _Reader:
         self._data = data
         self._at = 0
 
-    def header(self) -> PatchHeader:
+    def header(self, elements: int | None) -> PatchHeader:
         base, target = self._take(32).hex(), self._take(32).hex()
         block_elements = self._number(MAX_BLOCK_ELEMENTS // BLOCK_UNIT) * BLOCK_UNIT
         if block_elements == 0:
             raise CorruptPatch("block_elements is 0")
         specs = self._specs()
+        if elements is not None and sum(s.elements for s in specs) != elements:
+            raise CorruptPatch(f"the patch is for {sum(s.elements for s in specs)} elements, not for {elements}")
         # A block takes at least a byte of the header: shapes that claim terabytes end here, before they are cut.
         fewest = sum(s.elements // block_elements for s in specs)
         if fewest > min(MAX_BLOCKS, len(self._data) - self._at):

@@ -224,9 +224,9 @@ class Publisher:
         if newer:
             self._stop(f"another publisher has taken over {self._stream.name!r} with epoch {newer[-1]}")
         if not self._stream.commit(manifest):
-            winner = self._stream.manifest(manifest.version)
-            if winner.epoch > self._epoch:
-                self._stop(f"version {manifest.version} was committed by a publisher with epoch {winner.epoch}")
+            epoch = self._epoch_of(manifest.version)
+            if epoch > self._epoch:
+                self._stop(f"version {manifest.version} was committed by a publisher with epoch {epoch}")
             self._pending = None
             self._baseline = self._new_baseline()
             return False
@@ -240,6 +240,13 @@ class Publisher:
             self._baseline = self._new_baseline()
             raise
         return True
+
+    def _epoch_of(self, version: int) -> int:
+        """The epoch of a version that stands in the way; 0 where its manifest is damaged or gone: none to yield to."""
+        try:
+            return self._stream.manifest(version).epoch
+        except (FormatError, NotFound):
+            return 0
 
     def _stop(self, reason: str) -> NoReturn:
         self._pending = None

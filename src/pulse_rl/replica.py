@@ -283,11 +283,11 @@ class Replica:
             return
         if len(parts) != 1:
             raise FormatError(f"{link} has {len(parts)} parts", hint="Upgrade pulse-rl to read it.")
-        own = Patch.parse(parts[0])
-        if own.header.target_root != manifest.root:
-            raise DigestMismatch(f"{link} leads to root {own.header.target_root[:16]}…, not to its manifest's root")
         if link.base != self.version:
             raise ChainGap(f"{link} starts from version {link.base}, the state is {self.version}")
+        own = Patch.parse(parts[0], self.state.elements)
+        if own.header.target_root != manifest.root:
+            raise DigestMismatch(f"{link} leads to root {own.header.target_root[:16]}…, not to its manifest's root")
         self._apply(link, own, manifest)
 
     def _apply(self, link: Link, own: Patch, manifest: Manifest) -> None:
