@@ -82,8 +82,9 @@ def plan(
         kind, _, name = info.name.rpartition("/")
         if kind.endswith("/payloads") and name.partition(".")[0] not in named and info.modified < before:
             unnamed.append(info)
-    # Links before manifests before payloads: whoever stops in between leaves nothing that names what is gone.
-    doomed = [*links, *sorted(old), *unnamed]
+    # Links before manifests before payloads: whoever stops in between leaves nothing that names what is gone. Manifests
+    # from the newest down, so that those that are left still lead from their anchor on.
+    doomed = [*links, *sorted(old, reverse=True), *unnamed]
     return Plan(
         oldest, tuple(v for v in versions if v < oldest), tuple(i.name for i in doomed), sum(i.nbytes for i in doomed)
     )

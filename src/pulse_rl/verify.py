@@ -46,6 +46,7 @@ def verify_stream(
     versions = where.versions()
     if not versions:
         raise EmptyStream(f"stream {stream!r} has no versions")
+    listed = set(versions)
     chain = Replica(where, threads=threads, listener=on_event)
     for version in versions:
         good, problems, root = [], [], None
@@ -58,7 +59,7 @@ def verify_stream(
             yield VersionReport(version, None, (), (str(error),))
             continue
         for link in links_of(manifest):
-            if link.base is not None and link.base < versions[0]:
+            if link.base is not None and link.base not in listed and manifest.anchor:
                 continue  # retention took the base; the anchor leads here
             replica = Replica(where, threads=threads, listener=on_event) if link.base is None else chain
             try:
@@ -73,4 +74,6 @@ def verify_stream(
                 raise
             except PulseError as error:
                 problems.append(f"{link}: {error}")
+        if not good and not problems:
+            problems.append("nothing leads to it")
         yield VersionReport(version, root, tuple(good), tuple(problems))
