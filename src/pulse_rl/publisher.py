@@ -295,11 +295,12 @@ class Publisher:
             self._listener(Resumed(self._stream.name, self._head, how, reason))
 
     def _bytes_since_anchor(self, version: int) -> int:
-        """Bytes of the patches that a newcomer replays to ``version`` after its last anchor."""
+        """Bytes of the patches that a newcomer replays to ``version`` after its last anchor, counted up to what makes
+        the next anchor due."""
         total = 0
         while True:
             manifest = self._stream.manifest(version)
-            if manifest.anchor or not manifest.patch:
+            if manifest.anchor or not manifest.patch or total > self._anchor_ratio * manifest.dense_bytes:
                 return total
             total += sum(p.bytes for p in manifest.patch.parts)
             version = manifest.patch.base

@@ -21,7 +21,8 @@ _FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 PATCH, SHARD = "patch", "safetensors"
 _EPOCH = re.compile(r"[0-9]{12}")
-_KEPT_MANIFESTS = 4096
+# Above the length of a stream that is kept in order, so that looking for a way around a gap reads each manifest once.
+_KEPT_MANIFESTS = 1 << 14
 _CLAIM_TRIES = 100
 
 
@@ -35,6 +36,7 @@ class Stream:
         self.name = name
         self._trusted = trusted
         self._manifests: dict[int, Manifest] = {}
+        self._listed_bytes: dict[int, int] = {}
 
     def versions(self, after: int | None = None) -> list[int]:
         """The committed versions greater than ``after``, ascending."""
@@ -44,13 +46,15 @@ class Stream:
             match = _VERSION.fullmatch(info.name.removeprefix(f"{self.name}/versions/"))
             if match:
                 found.append(int(match[1]))
+                if len(self._listed_bytes) < _KEPT_MANIFESTS:
+                    self._listed_bytes[found[-1]] = info.nbytes
         return found
 
     def manifest(self, version: int) -> Manifest:
         """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are kept once read."""
         if version not in self._manifests:
             name = self._version_name(version)
-            nbytes = self.store.head(name).nbytes
+            nbytes = self._listed_bytes.pop(version, None) or self.store.head(name).nbytes
             if nbytes > manifests.MAX_BYTES:
                 raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
             while len(self._manifests) >= _KEPT_MANIFESTS:
