@@ -16,6 +16,7 @@ from .stream import Stream
 
 _LINK = re.compile(r"(?P<version>[0-9]{12})-(?P<base>[0-9]{12}|anchor)-[0-9]{15}(?:-(?P<sha256>[0-9a-f]{64}))?")
 _VERSION = re.compile(r"([0-9]{12})\.json")
+_DAMAGED_HINT = "Keep fewer versions, or publish one with an anchor first."
 DEFAULT_GRACE_SECONDS = 3600.0
 
 
@@ -62,9 +63,12 @@ def plan(
             if not manifest.patch or not there.issuperset(manifest.patch.parts):
                 raise ChainGap(
                     f"version {manifest.version} misses payloads, so nothing was deleted",
-                    hint="Keep fewer versions, or publish one with an anchor first.",
+                    hint=_DAMAGED_HINT,
                 )
             needed.add(manifest.patch.base)
+    lost = needed - {manifest.version for manifest in read}
+    if lost:
+        raise ChainGap(f"version {max(lost)} is missing, so nothing was deleted", hint=_DAMAGED_HINT)
     oldest = min(needed)
     named = {p.sha256 for m in read for p in _payloads(m, oldest)}
 

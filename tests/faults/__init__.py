@@ -1,0 +1,1 @@
+"""Random sequences of faults against an exact model: nothing committed is lost, nothing wrong is ever exposed."""

@@ -1,0 +1,295 @@
+"""A stream, its publishers and workers, and everything that can happen to them; checked against the model."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, audit, verify_stream
+from pulse_rl.folds import fold_stream
+from pulse_rl.retention import collect
+
+from .model import GAP, MUST, STREAM, Model, check, version_name
+from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
+from .trainer import Trainer
+from .worker import Worker
+
+_MOST_WORKERS = 4
+_SPANS = (2, 4, 8)
+
+
+class World:
+    """Every method named in `RULES` is one step. All chance comes from the ``rng`` that a step is given."""
+
+    def __init__(self, rng: Random) -> None:
+        self.model = Model()
+        self.disk = Disk(self.model.created)
+        self.net = Net(self.disk)
+        self.counts: Counter[str] = Counter()
+        self.trace: list[str] = []
+        self.trainers = [Trainer(rng), Trainer(rng)]
+        self.publishers: list[tuple[Client, Publisher] | None] = [None, None]
+        self.unsettled = [False, False]
+        self.workers: list[Worker] = []
+        self.destroyed = False
+        self.silently = False  # an object was damaged in a way that its size does not show
+        self.ratio = rng.choice((0.5, 1.0, 3.0, 1000.0, 1000.0))
+        self.folds = rng.choice(((), _SPANS, _SPANS, (4, 8)))
+        self.shard_bytes = rng.choice((1 << 30, 500))
+        self._folder: Path | None = None
+
+    def close(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Steps.
+
+    def publish(self, rng: Random) -> None:
+        who = int(rng.random() < 0.2)
+        self._publish(rng, who, self._faults(rng))
+
+    def burst(self, rng: Random) -> None:
+        for _ in range(rng.randint(3, 9)):
+            self._publish(rng, 0, self._faults(rng) if rng.random() < 0.1 else [])
+
+    def restart_publisher(self, rng: Random) -> None:
+        who = rng.randrange(2)
+        self.publishers[who], self.unsettled[who] = None, False
+
+    def join(self, rng: Random) -> None:
+        if len(self.workers) >= _MOST_WORKERS:
+            self.workers.pop(rng.randrange(len(self.workers))).close()
+        self.workers.append(Worker(self.net, self.model, self.counts, self.cache(rng)))
+        self._sync(rng, self.workers[-1])
+
+    def sync(self, rng: Random) -> None:
+        if self.workers:
+            self._sync(rng, rng.choice(self.workers))
+
+    def sync_to(self, rng: Random) -> None:
+        """To an older version than the head: what a group's target may be."""
+        if self.workers and self.model.head is not None:
+            self._sync(rng, rng.choice(self.workers), target=rng.randint(0, self.model.head))
+
+    def restart_worker(self, rng: Random) -> None:
+        if self.workers:
+            rng.choice(self.workers).restart(rng.choice(("cold", "base")), rng)
+
+    def fold(self, rng: Random) -> None:
+        client = Client(self.net)
+        client.expect(self._faults(rng))
+
+        def run() -> None:
+            list(fold_stream(client, STREAM, rng.choice((_SPANS, (8,), (3,))), threads=1))
+
+        self._tool(client, run, "fold")
+
+    def gc(self, rng: Random) -> None:
+        """No grace where nothing is under way, as an operator may who has stopped the trainers."""
+        self.net.flush()
+        client = Client(self.net)
+        client.expect(self._faults(rng))
+        stale = any(fault.kind == "stale" for fault in client.faults)
+        grace = 40.0 if stale or any(self.unsettled) else rng.choice((0.0, 10.0))
+        if any(self.unsettled):
+            grace = 3600.0
+        keep = rng.randint(1, 12)
+        stored = self.model.listed(self.disk)
+        before = self.model.reach(self.disk)
+        self._tool(client, lambda: collect(client, STREAM, keep=keep, grace_seconds=grace), f"gc keep={keep}")
+        after = self.model.reach(self.disk)
+        if not self.silently:
+            for version in sorted(stored)[-keep:]:
+                lost = before[version] == MUST and after[version] != MUST
+                check(not lost, f"gc keep={keep} took what version {version} needs")
+
+    def destroy(self, rng: Random) -> None:
+        """An object is deleted or damaged for good. The head's manifest is only damaged: where it is deleted, the
+        version is as if it had never been."""
+        kinds = ["payloads"] * 6 + ["links"] * 2 + ["versions"]
+        names = self.disk.names(f"{STREAM}/{rng.choice(kinds)}")
+        if not names:
+            return
+        name = rng.choice(names)
+        data = self.disk.peek(name) or b""
+        how = rng.choice(("delete", "truncate", "flip"))
+        if not data or (how == "delete" and name != version_name(self.model.head or 0)):
+            self.disk.delete(name)
+        elif how == "flip":
+            at = rng.randrange(len(data))
+            self.disk.damage(name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+            self.silently = True
+            self.net.manifests_flipped |= "/versions/" in name
+        else:
+            self.disk.damage(name, data[: rng.randrange(len(data))])
+        self.destroyed = True
+        self.net.injected[f"destroy_{how}"] += 1
+        self.trace.append(f"  {how} {name}")
+
+    def lie(self, rng: Random) -> None:
+        """A link that leads elsewhere, or to nothing."""
+        head = self.model.head or 0
+        base, version = rng.randint(0, head), rng.randint(0, head + 2)
+        payloads = self.disk.names(f"{STREAM}/payloads")
+        digest = rng.choice(payloads).rpartition("/")[2][:64] if payloads and rng.random() < 0.7 else "0" * 64
+        nbytes = rng.choice((1, 300, len(self.disk.peek(f"{STREAM}/payloads/{digest}.patch") or b"")))
+        if rng.random() < 0.3:
+            self.disk.put(f"{STREAM}/links/{version:012d}-anchor-{nbytes:015d}", b"")
+        else:
+            self.disk.put(f"{STREAM}/links/{version:012d}-{base:012d}-{nbytes:015d}-{digest}", b"")
+        self.net.injected["false_link"] += 1
+
+    def audit(self, rng: Random) -> None:
+        for worker in self.workers:
+            if worker.subscriber.status == "ready" and worker.live.version == worker.subscriber.version:
+                report = audit(worker.live.tensors, worker.subscriber.digest, threads=1)
+                check(report.ok, f"{worker} does not pass its audit: {report}")
+                self.counts["audits"] += 1
+
+    # What holds at all times, and in the end.
+
+    def settled(self, rng: Random) -> None:
+        """After a step: no worker shows a wrong state, and a version that can be reached is reached."""
+        for worker in self.workers:
+            worker.inspect()
+        for version, committed in self.model.versions.items():
+            data = self.disk.peek(version_name(version))
+            check(self.destroyed or data in (None, committed.data), f"the manifest of version {version} changed")
+        if self.model.versions:
+            self._newcomer(rng.choice(list(self.model.versions)), self.model.reach(self.disk))
+
+    def finish(self, rng: Random) -> None:
+        """Faults stop: everything that can be reached is; every worker reaches the head."""
+        self.trace.append("finish")
+        self.net.flush()
+        if not self.model.versions:
+            self._publish(rng, 0, [])
+        reach = self.model.reach(self.disk)
+        for version in self.model.versions:
+            self._newcomer(version, reach)
+        if not self.destroyed:
+            reports = list(verify_stream(self.disk, STREAM, threads=1))
+            bad = [(r.version, r.problems) for r in reports if not r.ok]
+            check(not bad, f"verify finds fault with a whole stream: {bad}")
+            self.counts["verified"] += 1
+            for worker in self.workers:
+                worker.sync([], None)
+                check(worker.live.version == self.model.head, f"{worker} is not at the head {self.model.head}")
+        self.ratio = 0.0
+        self.publishers = [None, None]
+        for _ in range(2):
+            self._publish(rng, 0, [])
+        for worker in self.workers:
+            worker.sync([], None)
+            check(worker.live.version == self.model.head, f"{worker} is not at the head {self.model.head}")
+            worker.inspect()
+        self._newcomer(max(self.model.versions), self.model.reach(self.disk), must=True)
+
+    def cache(self, rng: Random) -> Path | None:
+        if rng.random() > 0.1:
+            return None
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="pulse-faults-"))
+        return self._folder / str(rng.getrandbits(32))
+
+    def _newcomer(self, version: int, reach: dict[int, str], must: bool = False) -> None:
+        check(not must or reach[version] == MUST, f"version {version} cannot be reached after a publish with an anchor")
+        newcomer = Worker(Net(self.disk), self.model, self.counts, None)  # no late call arrives meanwhile
+        newcomer.sync([], version, fresh=True, reach=reach)
+        self.counts[f"newcomer_{'gap' if reach[version] == GAP else 'reached'}"] += 1
+
+    def _faults(self, rng: Random) -> list[Fault]:
+        if rng.random() < 0.4:
+            return []
+        kinds = rng.choices(list(FAULTS), weights=(3, 3, 2, 1, 3, 3, 3, 3, 2), k=rng.choice((1, 1, 2, 4)))
+        return [Fault(kind, rng.randrange(rng.choice((3, 8, 20))), rng.random()) for kind in kinds]
+
+    def _sync(self, rng: Random, worker: Worker, target: int | None = None) -> None:
+        faults = self._faults(rng)
+        if rng.random() < 0.1:
+            worker.interrupt_at = rng.randrange(12)
+        worker.sync(faults, target)
+        if worker.client.dead:
+            worker.restart(rng.choice(("cold", "base")), rng)
+
+    def _publisher(self, who: int) -> tuple[Client, Publisher]:
+        """The one that runs, or a new one."""
+        pair = self.publishers[who]
+        if pair is None:
+            client = Client(self.net)
+            pair = self.publishers[who] = (
+                client,
+                Publisher(
+                    client,
+                    stream=STREAM,
+                    anchor_ratio=self.ratio,
+                    folds=self.folds,
+                    shard_bytes=self.shard_bytes,
+                    threads=1,
+                ),
+            )
+        return pair
+
+    def _publish(self, rng: Random, who: int, faults: list[Fault]) -> None:
+        client, publisher = self._publisher(who)
+        state = self.trainers[who].step(rng)
+        root = self.model.offer(state)
+        client.expect(faults)
+        self.counts["publishes"] += 1
+        try:
+            published = publisher.publish(state)
+            publisher.wait()
+        except CrashNow:
+            pass
+        except PublisherConflict:
+            self.counts["conflicts"] += 1
+            self.publishers[who], self.unsettled[who] = None, False
+            if not faults:
+                self._publish(rng, who, [])
+            return
+        except PulseError as error:
+            check(client.hit > 0, f"publisher {who} failed without a fault: {error!r}")
+        else:
+            self.unsettled[who] = False
+            check(published.root == root, f"publish returned root {published.root} for {root}")
+            committed = self.model.versions.get(published.version)
+            check(committed is not None and committed.root == root, f"{published} is not what was committed")
+            client.calm()
+            if not client.dead:
+                return
+        self.trace.append(f"  publisher {who} failed")
+        client.calm()
+        self.unsettled[who] = not client.dead
+        if client.dead:
+            self.publishers[who] = None
+
+    def _tool(self, client: Client, run: Callable[[], object], what: str) -> None:
+        """A command that an operator runs; it may fail where something is wrong, with an error of the library."""
+        self.trace.append(f"  {what}")
+        try:
+            run()
+        except (CrashNow, EmptyStream):
+            return
+        except PulseError as error:
+            check(client.hit > 0 or self.destroyed, f"{what} failed without a fault: {error!r}")
+
+
+RULES: dict[str, int] = {
+    "publish": 30,
+    "burst": 8,
+    "restart_publisher": 4,
+    "join": 6,
+    "sync": 26,
+    "sync_to": 4,
+    "restart_worker": 5,
+    "fold": 5,
+    "gc": 5,
+    "destroy": 5,
+    "lie": 2,
+    "audit": 3,
+}
+"""Steps and how often they come."""

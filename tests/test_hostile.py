@@ -1,0 +1,201 @@
+"""The corpus of hostile files (tests/hostile/): every way in refuses each with a typed error, in little memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from states import LIMIT_MEMORY, run_python
+
+from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, state_root, verify_stream
+from pulse_rl.anchor import restore
+from pulse_rl.checkpoint import load
+from pulse_rl.digest import state_digest
+from pulse_rl.manifest import AnchorRef, Manifest, PatchRef, Payload, parse
+from pulse_rl.patch import Patch, apply_in_place
+from pulse_rl.store import Data
+from pulse_rl.stream import Stream
+
+CORPUS = Path(__file__).parent / "hostile"
+sys.path.insert(0, str(CORPUS))
+
+import make  # noqa: E402
+
+SPARE_BYTES = 448 << 20
+"""What all files together may allocate: twice the cap of a patch's header (128 MiB plain, decoded and joined), and some
+for Python's own pools. A file that gets what it claims needs a thousand times more."""
+
+
+def files(kind: str) -> list[Path]:
+    return sorted(CORPUS.glob(f"*.{kind}"))
+
+
+def expect_typed(path: Path, act: Callable[[], object]) -> str | None:
+    """What is wrong with how ``act`` refuses a file; None where it is right."""
+    try:
+        act()
+    except PulseError as error:
+        return None if error.hint and str(error) else f"{path.name}: an error without words"
+    except BaseException as error:
+        return f"{path.name}: {type(error).__name__}: {str(error)[:200]}"
+    return f"{path.name} was accepted"
+
+
+def through_patch(path: Path) -> None:
+    """Parse and apply; whatever happens, the state is as it was."""
+    state = make.base()
+    before = state_digest(state)
+    try:
+        apply_in_place(Patch.parse(path.read_bytes(), state.elements), state, before, threads=1)
+    finally:
+        assert state_digest(state).root == before.root, f"{path.name} changed the state"
+
+
+def through_anchor(path: Path) -> None:
+    data = path.read_bytes()
+    payload = Payload(sha256(data).hexdigest(), len(data))
+    restore([(payload, lambda start, stop: data[start:stop])], elements=2064, dense_bytes=4512, threads=1)
+
+
+def stream(head: int = 0) -> MemoryStore:
+    """A stream whose version 0 is the base of the corpus, and ``head`` honest versions on."""
+    store = MemoryStore()
+    publisher = Publisher(store, stream="policy", threads=1, anchor_ratio=1e9)
+    for version in range(head + 1):
+        publisher.publish(make.base() if version % 2 == 0 else make.changed())
+    return store
+
+
+def named_by(store: MemoryStore, path: Path) -> None:
+    """Puts a file into the stream as all that leads to version 1."""
+    data = path.read_bytes()
+    if path.suffix == ".json":
+        store.put("policy/versions/000000000001.json", data)
+        return
+    kind = path.suffix[1:]
+    payload = Payload(sha256(data).hexdigest(), max(len(data), 1))
+    store.put(f"policy/payloads/{payload.sha256}.{kind}", data)
+    zero = Stream(store, "policy").manifest(0)
+    patch = PatchRef(0, zero.root, 1, (payload,)) if kind == "patch" else None
+    anchor = AnchorRef((payload,)) if kind == "safetensors" else None
+    root = state_root(make.changed())
+    made = Manifest(
+        zero.format, "policy", 1, 1, root, zero.elements, zero.dense_bytes, "x", 0.0, {}, {}, patch, anchor
+    ).sealed()
+    store.put("policy/versions/000000000001.json", made.to_bytes())
+
+
+def through_sync(path: Path) -> None:
+    """A worker at version 0 meets the file in the store, and rests where it was; so does a newcomer, who reads more."""
+    store = stream()
+    worker = Subscriber(store, stream="policy", threads=1)
+    worker.sync()
+    named_by(store, path)
+    if path.suffix != ".patch":
+        wrong = expect_typed(path, Subscriber(store, stream="policy", threads=1).sync)
+        assert wrong is None, f"a newcomer: {wrong}"
+    try:
+        worker.sync()
+    finally:
+        assert (worker.status, worker.version, worker.root) == ("ready", 0, state_root(make.base()))
+
+
+WAYS: dict[str, dict[str, Callable[[Path], object]]] = {
+    "patch": {"apply": through_patch, "sync": through_sync},
+    "safetensors": {"load": load, "anchor": through_anchor, "sync": through_sync},
+    "json": {"parse": lambda path: parse(path.read_bytes(), stream="policy", version=1), "sync": through_sync},
+}
+
+
+def refuse_all(kind: str, way: str) -> list[str]:
+    """What went wrong with the files of a kind, by one way in; run under a memory limit by the test."""
+    wrong = [expect_typed(path, lambda path=path: WAYS[kind][way](path)) for path in files(kind)]  # type: ignore[misc]
+    return [text for text in wrong if text]
+
+
+@pytest.mark.parametrize("kind", list(WAYS))
+def test_every_hostile_file_is_refused_in_bounded_memory(kind: str) -> None:
+    """In a process of its own, native code included: more than the bound is a MemoryError, which is not typed."""
+    code = LIMIT_MEMORY + (
+        "import sys; sys.path[:0] = sys.argv[3:]\n"
+        "import test_hostile\n"
+        "limit_memory(test_hostile.SPARE_BYTES)\n"
+        "for way in test_hostile.WAYS[sys.argv[1]]:\n"
+        "    for text in test_hostile.refuse_all(sys.argv[1], way):\n"
+        "        print(way, text)\n"
+        "print('done')\n"
+    )
+    here = Path(__file__).parent
+    done = run_python(code, kind, "", str(here), str(here.parent), timeout=100)
+    assert done.stdout == "done\n", done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("path", files("links"), ids=lambda path: path.stem)
+def test_false_links_are_survived(path: Path) -> None:
+    """Links are hints: a newcomer and a worker reach the head without them, and verify finds nothing wrong."""
+    store = stream(head=12)
+    for line in path.read_text().splitlines():
+        store.put(f"policy/links/{line}", b"")
+    worker = Subscriber(store, stream="policy", threads=1)
+    worker.sync(1)
+    for subscriber in (worker, Subscriber(store, stream="policy", threads=1)):
+        subscriber.sync()
+        assert (subscriber.version, subscriber.root) == (12, state_root(make.base()))
+    assert all(report.ok for report in verify_stream(store, "policy", threads=1))
+
+
+class Names(MemoryStore):
+    """A store that lists names which no well-behaved store would hold."""
+
+    def __init__(self, inner: MemoryStore, names: list[str]) -> None:
+        super().__init__()
+        self._objects = inner._objects
+        self._names = names
+
+    def put(self, name: str, data: Data) -> None:
+        raise AssertionError(f"{name} was written")
+
+    def list(self, folder: str, start_after: str | None = None):  # type: ignore[no-untyped-def]
+        yield from super().list(folder, start_after)
+        for name in self._names:
+            yield next(iter(super().list("policy")))._replace(name=f"{folder}/{name}")
+
+
+def test_names_of_a_hostile_listing_lead_nowhere() -> None:
+    strange = [
+        "../../etc/passwd",
+        "000000000009.json/../x",
+        "",
+        "0",
+        "٠٠٠٠٠٠٠٠٠٠٠١.json",
+        "000000000001.json\n",
+        "x" * 5000,
+    ]
+    store = Names(stream(head=10), strange)
+    subscriber = Subscriber(store, stream="policy", threads=1)
+    subscriber.sync()
+    assert subscriber.version == 10
+
+
+def test_the_corpus_is_what_its_program_writes() -> None:
+    """By name: compressed bytes may differ between versions of zstd, and are kept as they were."""
+    assert {path.name for kind in (*WAYS, "links") for path in files(kind)} == {title for title, _ in make.corpus()}
+    assert sum(len(files(kind)) for kind in (*WAYS, "links")) > 200
+
+
+def test_the_same_files_unharmed_are_accepted(tmp_path: Path) -> None:
+    """What the corpus is made from is good, so that each file is refused for what is wrong with it."""
+    honest = tmp_path / "honest.patch"
+    honest.write_bytes(make.honest())
+    store = stream()
+    named_by(store, honest)
+    subscriber = Subscriber(store, stream="policy", threads=1)
+    subscriber.sync()
+    assert subscriber.root == state_root(make.changed())
+    parse(make.sealed(make.manifest()), stream="policy", version=1)
+    good = tmp_path / "good.safetensors"
+    good.write_bytes(make.checkpoint({"a": make.entry("BF16", [4], 0, 8)}, bytes(8)))
+    assert load(good)[0].elements == 4

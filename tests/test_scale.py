@@ -1,0 +1,274 @@
+"""Ten thousand versions in one stream and two hundred subscribers on one store, measured in calls and listed names."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from hashlib import sha256
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, anchor, manifest, patch, state_root
+from pulse_rl.digest import state_digest
+from pulse_rl.manifest import AnchorRef, Manifest, PatchRef, Payload
+from pulse_rl.store import Data, ObjectInfo
+from pulse_rl.stream import PATCH, SHARD, Stream
+
+LENGTHS = (100, 1000, 10_000)
+SPANS = (8, 64)
+CYCLE = 5
+ANCHOR_EVERY = 600
+
+
+class CountingStore(MemoryStore):
+    """Keeps its names in order, so that a listing costs what it lists, and counts calls and listed names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: list[str] = []
+        self._count = Lock()
+        self.calls: Counter[str] = Counter()
+
+    def reset(self) -> None:
+        self.calls.clear()
+
+    @property
+    def total(self) -> int:
+        return sum(n for call, n in self.calls.items() if call != "listed")
+
+    def _tell(self, call: str, times: int = 1) -> None:
+        with self._count:
+            self.calls[call] += times
+
+    def _add(self, name: str) -> None:
+        with self._count:
+            at = bisect.bisect_left(self._order, name)
+            if self._order[at : at + 1] != [name]:
+                self._order.insert(at, name)
+
+    def put(self, name: str, data: Data) -> None:
+        self._tell("put")
+        super().put(name, data)
+        self._add(name)
+
+    def put_new(self, name: str, data: bytes) -> None:
+        self._tell("put_new")
+        super().put_new(name, data)
+        self._add(name)
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        self._tell("get payload" if "/payloads/" in name else "get")
+        return super().get(name, start, stop)
+
+    def head(self, name: str) -> ObjectInfo:
+        self._tell("head")
+        return super().head(name)
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        self._tell("list")
+        with self._count:
+            first = bisect.bisect_right(self._order, max(f"{folder}/", start_after or ""))
+            found = self._order[first : bisect.bisect_left(self._order, f"{folder}0")]
+        for name in found:
+            self._tell("listed")
+            yield MemoryStore.head(self, name)
+
+
+@cache
+def cycle() -> tuple[list[State], list[str]]:
+    """Five tiny states that the stream goes through again and again, and their roots."""
+    rng = np.random.default_rng(0)
+    states = [State.of({"w": Bits(rng.integers(0, 1 << 16, 2048, np.uint16), "BF16")})]
+    for _ in range(CYCLE - 1):
+        array = states[-1].read("w").copy()
+        array[rng.integers(0, array.size, 3)] ^= 1
+        states.append(State.of({"w": Bits(array, "BF16")}))
+    return states, [state_root(state) for state in states]
+
+
+@cache
+def patch_between(base: int, target: int) -> bytes:
+    states, _ = cycle()
+    return patch.build(states[base], states[target], state_digest(states[base]), threads=1).to_bytes()
+
+
+def long_stream(versions: int) -> CountingStore:
+    """What a publisher with folds leaves after so many versions; written directly, since publishing takes too long."""
+    store = CountingStore()
+    stream = Stream(store, "s")
+    states, roots = cycle()
+    stream.claim("crafted")
+    for version in range(versions):
+        at = version % CYCLE
+        patch_ref = anchor_ref = None
+        if version:
+            data = patch_between((version - 1) % CYCLE, at)
+            payload = Payload(sha256(data).hexdigest(), len(data))
+            stream.put_payload(payload, PATCH, data)
+            patch_ref = PatchRef(version - 1, roots[at - 1], 1, (payload,))
+        if version % ANCHOR_EVERY == 0:
+            (shard,) = anchor.plan_shards(states[at], state_digest(states[at]), threads=1)
+            stream.put_payload(shard.payload, SHARD, anchor.proved(states[at], shard))
+            anchor_ref = AnchorRef((shard.payload,))
+            stream.put_anchor_link(version, shard.payload.bytes)
+        made = Manifest(
+            format=manifest.FORMAT,
+            stream="s",
+            version=version,
+            epoch=1,
+            root=roots[at],
+            elements=states[at].elements,
+            dense_bytes=states[at].nbytes,
+            publisher="crafted",
+            created=0.0,
+            aliases={},
+            metadata={},
+            patch=patch_ref,
+            anchor=anchor_ref,
+        ).sealed()
+        assert stream.commit(made)
+        for span in SPANS:
+            if version and version % span == 0:
+                data = patch_between((version - span) % CYCLE, at)
+                payload = Payload(sha256(data).hexdigest(), len(data))
+                stream.put_payload(payload, PATCH, data)
+                stream.put_fold_link(version - span, version, payload)
+    store.reset()
+    return store
+
+
+@pytest.fixture(scope="module")
+def streams() -> dict[int, CountingStore]:
+    return {versions: long_stream(versions) for versions in LENGTHS}
+
+
+def root_of(version: int) -> str:
+    return cycle()[1][version % CYCLE]
+
+
+def test_who_follows_lists_only_what_is_new(streams: dict[int, CountingStore]) -> None:
+    """The same few calls and names however long the stream is: with nothing new, one version behind, and a few."""
+    costs = {}
+    for versions, store in streams.items():
+        head = versions - 1
+        cost = []
+        for behind in (0, 1, 3, 7):
+            subscriber = Subscriber(store, stream="s", threads=1)
+            subscriber.sync(head - behind)
+            store.reset()
+            subscriber.sync()
+            assert (subscriber.version, subscriber.root) == (head, root_of(head))
+            assert store.calls["listed"] == behind
+            cost.append((store.total, store.calls["listed"]))
+        costs[versions] = cost
+    assert len({tuple(cost) for cost in costs.values()}) == 1, costs
+    assert costs[LENGTHS[0]][0] == (1, 0), "one empty listing tells that nothing is new"
+
+
+def test_publishing_lists_only_what_is_new(streams: dict[int, CountingStore]) -> None:
+    costs = {}
+    for versions, store in streams.items():
+        publisher = Publisher(store, stream="s", folds=SPANS, anchor_ratio=1e9, threads=1)
+        states, _ = cycle()
+        publisher.publish(states[(versions - 1) % CYCLE])  # resumes
+        cost = []
+        for k in range(4):
+            store.reset()
+            published = publisher.publish(states[(versions + k) % CYCLE])
+            assert published.version == versions + 1 + k
+            publisher.wait()
+            cost.append((store.total, store.calls["listed"]))
+        costs[versions] = cost
+        # As it was, for the tests that follow.
+        for version in range(versions, versions + 5):
+            store.delete(f"s/versions/{version:012d}.json")
+            store._order.remove(f"s/versions/{version:012d}.json")
+    assert len({tuple(cost) for cost in costs.values()}) == 1, costs
+    assert all(calls <= 5 and listed == 0 for calls, listed in costs[LENGTHS[0]]), costs
+
+
+def test_a_publisher_resumes_with_the_manifests_since_the_last_anchor(streams: dict[int, CountingStore]) -> None:
+    """Its cost depends on how far back the last anchor is, which `anchor_ratio` bounds, not on the stream's length."""
+    store = streams[10_000]
+    store.reset()
+    publisher = Publisher(store, stream="s", threads=1)
+    head = publisher.head()
+    assert head is not None
+    assert head.version == 9999
+    since_anchor = 9999 % ANCHOR_EVERY + 1
+    publisher._resume(cycle()[0][9999 % CYCLE])
+    assert publisher._baseline.version == 9999
+    assert store.calls["get payload"] == 0, "the trainer's own state is the head"
+    assert store.calls["get"] <= since_anchor + 5
+
+
+@pytest.mark.parametrize("versions", LENGTHS)
+def test_a_late_joiner_takes_the_logarithm_of_fetches(streams: dict[int, CountingStore], versions: int) -> None:
+    """From an anchor or from long ago: some folds of 64, and at either end fewer than 8 folds of 8 and 8 patches."""
+    store, head = streams[versions], versions - 1
+    seen: list[Any] = []
+    newcomer = Subscriber(store, stream="s", threads=1, on_event=seen.append)
+    store.reset()
+    newcomer.sync()
+    assert (newcomer.version, newcomer.root) == (head, root_of(head))
+    since_anchor = head % ANCHOR_EVERY
+    most = since_anchor // 64 + 4 * 7
+    assert len(seen[-1].links) <= most + 1
+    assert store.calls["get payload"] <= most + 4, "the anchor is read in a few ranges"
+    assert store.calls["list"] <= 3
+    for behind in (b for b in (10, 70, 500, 5000) if b <= head):
+        late = Subscriber(store, stream="s", threads=1)
+        late.sync(head - behind)
+        store.reset()
+        late.sync()
+        assert late.root == root_of(head)
+        assert store.calls["get payload"] <= behind // 64 + 4 * 7
+        assert store.calls["listed"] <= 2 * (behind + behind / 8 + behind / 64 + 20)
+
+
+def test_ten_thousand_versions_behind_without_an_anchor_nearby() -> None:
+    """10,000 / 64 folds and a few more, where single patches would be 10,000 fetches."""
+    store = long_stream(10_000)
+    for name in [i.name for i in store.list("s/links") if "-anchor-" in i.name]:
+        store.delete(name)
+        store._order.remove(name)
+    seen: list[Any] = []
+    late = Subscriber(store, stream="s", threads=1, on_event=seen.append)
+    late.sync(0)
+    store.reset()
+    late.sync()
+    assert late.root == root_of(9999)
+    assert len(seen[-1].links) <= 9999 // 64 + 2 * 7
+    assert store.calls["get payload"] == len(seen[-1].links)
+
+
+def test_two_hundred_subscribers_on_one_store() -> None:
+    """Workers that join at different versions follow together; each costs the store a few calls a version."""
+    store = CountingStore()
+    publisher = Publisher(store, stream="s", folds=SPANS, anchor_ratio=1e9, threads=1)
+    states, _ = cycle()
+    for version in range(20):
+        publisher.publish(states[version % CYCLE])
+    publisher.wait()
+    subscribers = [Subscriber(store, stream="s", threads=1) for _ in range(200)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda pair: pair[1].sync(pair[0] % 20), enumerate(subscribers)))
+        list(pool.map(lambda s: s.sync(), subscribers))
+        for version in range(20, 23):
+            store.reset()
+            publisher.publish(states[version % CYCLE])
+            mine = store.total
+            list(pool.map(lambda s: s.sync(), subscribers))
+            assert {(s.version, s.root) for s in subscribers} == {(version, root_of(version))}
+            each = (store.total - mine) / len(subscribers)
+            assert each <= 5, "a listing, a manifest with its length, a patch with its length"
+            assert store.calls["listed"] <= len(subscribers)
+        store.reset()
+        list(pool.map(lambda s: s.sync(), subscribers))
+        assert dict(store.calls) == {"list": 200}
