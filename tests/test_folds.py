@@ -175,3 +175,26 @@ def test_an_undo_log_keeps_the_oldest_bits() -> None:
         now[positions] = rng.integers(0, 1 << 16, len(positions), dtype=np.uint16)
     np.testing.assert_array_equal(log.rewind(0, now), first)
     assert log.rewind(1, now) is now
+
+
+def test_delete_any_one_payload_and_it_is_still_restored_or_named() -> None:
+    """Anchors at 0 and later, folds over 4 and 16: most payloads can be missed; the error names one that cannot."""
+    store = MemoryStore()
+    trainer = published(store, 27, folds=(4, 16), anchor_ratio=0.04)
+    root = state_root(trainer.state)
+    names = [info.name for info in store.list("s/payloads")]
+    outcomes = {"reached": 0, "named": 0}
+    for name in names:
+        kept = store.get(name)
+        store.delete(name)
+        newcomer = Subscriber(store, stream="s", threads=1)
+        gap = None
+        try:
+            newcomer.sync()
+        except ChainGap as error:
+            gap = str(error)
+        outcomes["reached" if gap is None else "named"] += 1
+        assert newcomer.root == root if gap is None else name in gap
+        store.put(name, kept)
+    assert outcomes["reached"] > len(names) - 5
+    assert outcomes["named"] > 0, "the patches after the last anchor and fold have no detour"

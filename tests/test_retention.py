@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from test_folds import Trainer
 
@@ -96,3 +98,23 @@ def test_bad_wishes() -> None:
         collect(MemoryStore(), "s", keep=1)
     with pytest.raises(InputError):
         collect(MemoryStore(), "s", keep=0)
+
+
+def test_a_clock_that_goes_backwards_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The times of manifests only inform; gc measures age by the store's clock, whatever this machine's says."""
+    now = 2e9
+    monkeypatch.setattr("time.time", lambda: now)
+    store, trainer = LocalStore(tmp_path), Trainer()
+    publisher = Publisher(store, stream="s", anchor_ratio=0.02, threads=1)
+    for _ in range(20):
+        now -= 1000
+        trainer.step()
+        publisher.publish(trainer.state)
+    store.put(f"s/payloads/{'ab' * 32}.patch", b"on its way")
+    now = 9e9
+    collect(store, "s", keep=2)
+    assert f"s/payloads/{'ab' * 32}.patch" in {info.name for info in store.list("s/payloads")}
+    reader = Subscriber(store, stream="s", threads=1)
+    reader.sync()
+    assert reader.root == state_root(trainer.state)
+    assert all(report.ok for report in verify_stream(store, "s"))
