@@ -7,12 +7,12 @@
 #include "hazard.h"
 #include "range_coder.h"
 #include "scan.h"
+#include "survey.h"
 
 namespace pulse {
 namespace {
 
-constexpr int kClasses = 256, kMostLength = 32;
-constexpr int kMostBoost = 7;
+constexpr int kMostLength = 32;
 constexpr int kRareLevel = 12;  // from this level on a change is expected to be by one step
 
 // The adaptive models of a block; the same on both sides.
@@ -111,12 +111,6 @@ U unordered(U y, bool floating) {
     return U(y & sign ? y & ~sign : ~y);
 }
 
-// The rows of a run. A row that has a change already is "live": further ones are likelier there by 2^boost.
-struct Rows {
-    size_t row, phase, count;
-    size_t end_after(size_t at) const { return std::min<uint64_t>(((at + phase) / row + 1) * row - phase, count); }
-};
-
 struct Weights {
     std::array<uint32_t, kClasses> of[2];  // in a row without and with a change
     Weights(const std::array<uint8_t, kClasses>& levels, int boost) {
@@ -126,92 +120,6 @@ struct Weights {
         }
     }
 };
-
-// What is coded at the head of a block.
-struct Plan {
-    int boost = 0, first = 0, count = 0;
-    std::array<uint8_t, kClasses> levels;
-};
-
-// The changes of a block, and how many elements and changes each class has.
-template <class U>
-struct Survey {
-    std::vector<uint32_t> positions;
-    std::vector<U> values;
-    std::array<uint32_t, kClasses> changes{}, seen[2]{};
-    uint64_t total = 0, sampled = 0, live_elements = 0, live_changes = 0;
-};
-
-// One walk over old and new, in tiles that stay in the first-level cache: a second look at the new values of the changes
-// would miss the cache once a change.
-template <class U>
-Survey<U> survey_block(const U* old, const U* now, uint64_t total, const std::vector<Run>& runs, ClassOf cls) {
-    constexpr size_t kTile = 1 << 13, kGroup = 64;
-    Survey<U> s;
-    s.total = total;
-    const size_t stride = total > (1 << 18) ? 8 : 1;  // a sample of the groups tells enough of a large block
-    for (size_t tile = 0, group = 0; tile < total; tile += kTile) {
-        const size_t end = std::min<size_t>(tile + kTile, total), known = s.positions.size();
-        differing(reinterpret_cast<const uint8_t*>(old + tile), reinterpret_cast<const uint8_t*>(now + tile),
-                  (end - tile) * sizeof(U), int(sizeof(U)), uint32_t(tile), s.positions);
-        for (size_t i = known; i < s.positions.size(); i++) {
-            s.values.push_back(now[s.positions[i]]);
-            s.changes[cls(old[s.positions[i]])]++;
-        }
-        for (size_t at = tile; at < end; at += kGroup * stride, group++) {
-            const size_t from = std::min(at + kGroup * (group % stride), end), to = std::min(from + kGroup, end);
-            for (size_t k = from; k + 2 <= to; k += 2) {
-                s.seen[0][cls(old[k])]++;
-                s.seen[1][cls(old[k + 1])]++;
-            }
-            s.sampled += (to - from) & ~size_t(1);
-        }
-    }
-    uint64_t base = 0;
-    size_t i = 0;
-    for (const Run& run : runs) {
-        const Rows rows{run.row, run.phase, run.elements};
-        for (size_t row_end = 0; i < s.positions.size() && s.positions[i] < base + run.elements; i++) {
-            const size_t p = s.positions[i] - base;
-            if (p < row_end) {
-                s.live_changes++;
-            } else {
-                row_end = rows.end_after(p);
-                s.live_elements += row_end - p - 1;
-            }
-        }
-        base += run.elements;
-    }
-    return s;
-}
-
-// Levels and boost from a survey. The choice affects the size of the payload only.
-template <class U>
-Plan plan_block(const Survey<U>& s) {
-    Plan plan;
-    plan.levels.fill(kAbsent);
-    if (s.live_changes > 8) {
-        const double there = double(s.live_changes) / double(s.live_elements + 1);
-        const double elsewhere = double(s.positions.size() - s.live_changes) / double(s.total - s.live_elements + 1);
-        if (there > 3 * elsewhere) {  // below that it may be the mix of tensors in the block, and a boost would cost
-            while (plan.boost < kMostBoost && there / elsewhere > 1.4142 * double(1 << plan.boost)) plan.boost++;
-        }
-    }
-    const double live = double(s.live_elements) / double(s.total);
-    const double scale = 1 - live + live * double(1 << plan.boost);
-    const double per_sample = double(s.total) / double(std::max<uint64_t>(s.sampled, 1));
-    int last = 0;
-    for (int c = kClasses - 1; c >= 0; c--) {
-        if (!s.changes[c]) continue;
-        last = std::max(last, c);
-        plan.first = c;
-        const double elements = std::max<double>(s.changes[c], double(s.seen[0][c] + s.seen[1][c]) * per_sample);
-        const double hazard = -std::log(1 - std::min(s.changes[c] / elements, 0.98)) / scale;
-        plan.levels[c] = uint8_t(std::clamp(int(2 * (2 - std::log2(hazard)) + 0.5), 0, kMostLevel));
-    }
-    plan.count = last - plan.first + 1;
-    return plan;
-}
 
 void put_varint(std::vector<uint8_t>& out, uint64_t x) {
     for (; x >= 128; x >>= 7) out.push_back(uint8_t(x | 128));
