@@ -362,3 +362,23 @@ def test_any_source_can_be_published(tmp_path: Path, rng: Rng) -> None:
     publisher.publish(tmp_path)
     publisher.publish(State.of(states[2]))
     assert_whole(store, states)
+
+
+def test_full_updates_that_are_kept_do_not_change(rng: Rng) -> None:
+    """Their values are views of the host state: while any of them is alive, the state moves on in a copy."""
+    states = history(rng, 3)
+    store = MemoryStore()
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    publisher.publish(states[0])
+    first = subscriber.sync()
+    assert first is not None
+    again = subscriber.full_update()
+    before = {name: values.copy() for name, _, values in first}
+    del again
+    for state in states[1:]:
+        publisher.publish(state)
+        subscriber.sync()
+    assert subscriber.root == state_root(states[-1])
+    for name, indices, values in first:
+        assert indices is None
+        np.testing.assert_array_equal(values, before[name])

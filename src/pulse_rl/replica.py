@@ -97,7 +97,7 @@ class Replica:
         self.poisoned = False
         self.watcher: Watcher | None = None
         self._at: _Position | None = None
-        self._lent: weakref.ref[Update] | None = None
+        self._lent: list[weakref.ref[Update]] = []
         self._threads = threads
         self._listener = listener
 
@@ -135,7 +135,7 @@ class Replica:
 
     def lend(self, update: Update) -> None:
         """Remembers an update whose values are views of the state: while it is alive, the state moves in a copy."""
-        self._lent = weakref.ref(update)
+        self._lent = [*(ref for ref in self._lent if ref() is not None), weakref.ref(update)]
 
     def recover(self) -> None:
         """Leaves `poisoned`: the state is hashed, and given up unless it is the version it was."""
@@ -293,13 +293,11 @@ class Replica:
     def _apply(self, link: Link, own: Patch, manifest: Manifest) -> None:
         if self.watcher:
             self.watcher.wait()
-        if self._lent is not None and self._lent() is not None:
-            at = self._at
-            assert at is not None
-            self._at = replace(at, state=at.state.copy())
-            self._lent = None
         at = self._at
         assert at is not None
+        if any(ref() is not None for ref in self._lent):
+            self._at = at = replace(at, state=at.state.copy())
+        self._lent = []
         _check_aliases(manifest, at.state)
         self.poisoned = True
         try:
