@@ -3,9 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <vector>
+
+#include "places.h"
 
 namespace pulse {
 
@@ -18,11 +18,6 @@ struct Elements {
     bool floating;
 };
 
-// `elements` of one tensor, whose rows have `row` elements; the first one is at place `phase` of its row.
-struct Run {
-    uint64_t elements, row, phase;
-};
-
 struct Encoded {
     std::vector<uint8_t> payload;
     size_t changed;
@@ -31,10 +26,6 @@ struct Encoded {
 struct Decoded {
     std::vector<uint32_t> positions;  // ascending
     std::vector<uint8_t> values;      // the new elements, `width` bytes each
-};
-
-struct Malformed : std::runtime_error {
-    using std::runtime_error::runtime_error;
 };
 
 // The runs cover the arrays, which are aligned to `width` and have at most 2^24 elements.

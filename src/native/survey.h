@@ -9,20 +9,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "context.h"
-#include "hazard.h"
-#include "scan.h"
+#include "places.h"
 
 namespace pulse {
-
-constexpr int kClasses = 256;
-constexpr int kMostBoost = 7;
-
-// The rows of a run. A row that has a change already is "live": further ones are likelier there by 2^boost.
-struct Rows {
-    size_t row, phase, count;
-    size_t end_after(size_t at) const { return std::min<uint64_t>(((at + phase) / row + 1) * row - phase, count); }
-};
 
 // What is coded at the head of a block.
 struct Plan {
@@ -30,66 +19,85 @@ struct Plan {
     std::array<uint8_t, kClasses> levels;
 };
 
-// The changes of a block, and how many elements and changes each class has.
+// How many elements and places each class of a block has. `seen` counts a sample of the elements.
+struct Tally {
+    std::array<uint32_t, kClasses> changes{}, seen[2]{};
+    uint64_t total = 0, sampled = 0, places = 0, live_elements = 0, live_changes = 0;
+
+    // The groups of a tile [from, to) that are in the sample; a sample tells enough of a large block. Two counters each,
+    // since neighbours often are of one class.
+    template <class U>
+    void sample(const U* elements, size_t from, size_t to, ClassOf cls) {
+        constexpr size_t kGroup = 64;
+        const size_t stride = total > (1 << 18) ? 8 : 1;
+        for (size_t at = from; at < to; at += kGroup * stride, group_++) {
+            const size_t start = std::min(at + kGroup * (group_ % stride), to), end = std::min(start + kGroup, to);
+            for (size_t k = start; k + 2 <= end; k += 2) {
+                seen[0][cls(elements[k])]++;
+                seen[1][cls(elements[k + 1])]++;
+            }
+            sampled += (end - start) & ~size_t(1);
+        }
+    }
+
+    void count_live(const std::vector<uint32_t>& positions, const std::vector<Run>& runs) {
+        places = positions.size();
+        uint64_t base = 0;
+        size_t i = 0;
+        for (const Run& run : runs) {
+            for (size_t row_end = 0; i < positions.size() && positions[i] < base + run.elements; i++) {
+                const size_t p = positions[i] - base;
+                if (p < row_end) {
+                    live_changes++;
+                } else {
+                    row_end = run.end_after(p);
+                    live_elements += row_end - p - 1;
+                }
+            }
+            base += run.elements;
+        }
+    }
+
+private:
+    size_t group_ = 0;
+};
+
+// The changes of a block, and their tally.
 template <class U>
 struct Survey {
     std::vector<uint32_t> positions;
     std::vector<U> values;
-    std::array<uint32_t, kClasses> changes{}, seen[2]{};
-    uint64_t total = 0, sampled = 0, live_elements = 0, live_changes = 0;
+    Tally tally;
 };
 
 // One walk over old and new, in tiles that stay in the first-level cache: a second look at the new values of the changes
 // would miss the cache once a change.
 template <class U>
 Survey<U> survey_block(const U* old, const U* now, uint64_t total, const std::vector<Run>& runs, ClassOf cls) {
-    constexpr size_t kTile = 1 << 13, kGroup = 64;
+    constexpr size_t kTile = 1 << 13;
     Survey<U> s;
-    s.total = total;
-    const size_t stride = total > (1 << 18) ? 8 : 1;  // a sample of the groups tells enough of a large block
-    for (size_t tile = 0, group = 0; tile < total; tile += kTile) {
+    s.tally.total = total;
+    for (size_t tile = 0; tile < total; tile += kTile) {
         const size_t end = std::min<size_t>(tile + kTile, total), known = s.positions.size();
         differing(reinterpret_cast<const uint8_t*>(old + tile), reinterpret_cast<const uint8_t*>(now + tile),
                   (end - tile) * sizeof(U), int(sizeof(U)), uint32_t(tile), s.positions);
         for (size_t i = known; i < s.positions.size(); i++) {
             s.values.push_back(now[s.positions[i]]);
-            s.changes[cls(old[s.positions[i]])]++;
+            s.tally.changes[cls(old[s.positions[i]])]++;
         }
-        for (size_t at = tile; at < end; at += kGroup * stride, group++) {
-            const size_t from = std::min(at + kGroup * (group % stride), end), to = std::min(from + kGroup, end);
-            for (size_t k = from; k + 2 <= to; k += 2) {
-                s.seen[0][cls(old[k])]++;
-                s.seen[1][cls(old[k + 1])]++;
-            }
-            s.sampled += (to - from) & ~size_t(1);
-        }
+        s.tally.sample(old, tile, end, cls);
     }
-    uint64_t base = 0;
-    size_t i = 0;
-    for (const Run& run : runs) {
-        const Rows rows{run.row, run.phase, run.elements};
-        for (size_t row_end = 0; i < s.positions.size() && s.positions[i] < base + run.elements; i++) {
-            const size_t p = s.positions[i] - base;
-            if (p < row_end) {
-                s.live_changes++;
-            } else {
-                row_end = rows.end_after(p);
-                s.live_elements += row_end - p - 1;
-            }
-        }
-        base += run.elements;
-    }
+    s.tally.count_live(s.positions, runs);
     return s;
 }
 
-// Levels and boost from a survey. The choice affects the size of the payload only.
-template <class U>
-Plan plan_block(const Survey<U>& s) {
+// Levels and boost from a tally. The choice affects the size of the payload only.
+inline Plan plan_block(const Tally& s) {
     Plan plan;
     plan.levels.fill(kAbsent);
     if (s.live_changes > 8) {
         const double there = double(s.live_changes) / double(s.live_elements + 1);
-        const double elsewhere = double(s.positions.size() - s.live_changes) / double(s.total - s.live_elements + 1);
+        const double elsewhere = double(s.places - s.live_changes) / double(s.total - s.live_elements + 1);
         if (there > 3 * elsewhere) {  // below that it may be the mix of tensors in the block, and a boost would cost
             while (plan.boost < kMostBoost && there / elsewhere > 1.4142 * double(1 << plan.boost)) plan.boost++;
         }

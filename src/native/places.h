@@ -1,0 +1,217 @@
+// The places at which something happened, one after another, by the weight that passes between them (docs/format.md,
+// section 3.6.2). Both codecs that send places use this: `context` for changes, `entries` for gated pseudo-gradients.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "hazard.h"
+#include "range_coder.h"
+#include "scan.h"
+
+namespace pulse {
+
+constexpr int kClasses = 256;
+constexpr int kMostBoost = 7;
+
+struct Malformed : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// `elements` of one tensor, whose rows have `row` elements; the first one is at place `phase` of its row.
+struct Run {
+    uint64_t elements, row, phase;
+    size_t end_after(size_t at) const { return std::min<uint64_t>(((at + phase) / row + 1) * row - phase, elements); }
+};
+
+// One description of each symbol serves both directions: `value` is what an encoder writes, the result what is read.
+struct Writer {
+    Encoder coder;
+    bool bit(AdaptiveBit& model, bool value) {
+        coder.bit(model, value);
+        return value;
+    }
+    uint32_t plain(uint32_t value, int count) {
+        coder.plain(value, count);
+        return value;
+    }
+    void next_symbol() { coder.make_room(); }
+};
+struct Reader {
+    Decoder coder;
+    bool bit(AdaptiveBit& model, bool) { return coder.bit(model); }
+    uint32_t plain(uint32_t, int count) { return coder.plain(count); }
+    void next_symbol() {
+        if (!coder.within()) throw Malformed("the code ends too early");
+    }
+};
+
+// The weights of the classes, in a row without and with a place already.
+struct Weights {
+    std::array<uint32_t, kClasses> of[2];
+    Weights(const std::array<uint8_t, kClasses>& levels, int boost) {
+        for (int c = 0; c < kClasses; c++) {
+            of[0][c] = weight_of_level(levels[c]);
+            of[1][c] = uint32_t(std::min(uint64_t(of[0][c]) << boost, kMostWeight));
+        }
+    }
+};
+
+// Writes places in ascending order.
+template <class U>
+class PlaceWriter {
+public:
+    PlaceWriter(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs)
+        : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()) {}
+
+    // True where `position` is the first place of its row.
+    bool write(Encoder& coder, size_t position) {
+        while (position >= base_ + run_->elements) {
+            if (live_) pass(row_end_, true);
+            pass(run_->elements, false);
+            base_ += run_->elements;
+            run_++;
+            at_ = row_end_ = 0;
+            live_ = false;
+        }
+        const size_t p = position - base_;
+        const bool first = p >= row_end_;
+        if (first) {
+            if (live_) pass(row_end_, true);
+            live_ = false;
+            row_end_ = run_->end_after(p);
+        }
+        pass(p, live_);
+        at_ = p + 1;
+        const uint64_t weight = weights_.of[live_][cls_(elements_[position])];
+        for (uint64_t half; waited_ >= (half = waiting_.half());) {
+            coder.make_room();
+            coder.interval(0, WaitingTime::escape_top());
+            waited_ -= half;
+            waiting_.escaped();
+        }
+        coder.make_room();
+        coder.interval(waiting_.survival(waited_ + weight), waiting_.survival(waited_));
+        waiting_.changed(waited_, weight);
+        waited_ = 0;
+        live_ = true;
+        return first;
+    }
+
+private:
+    void pass(size_t to, bool live) {
+        waited_ += weight_sum(elements_ + base_ + at_, to - at_, cls_, weights_.of[live].data());
+        at_ = to;
+    }
+
+    const U* elements_;
+    const ClassOf cls_;
+    const Weights& weights_;
+    const Run* run_;
+    WaitingTime waiting_;
+    uint64_t waited_ = 0;
+    size_t base_ = 0, at_ = 0, row_end_ = 0;
+    bool live_ = false;
+};
+
+// Reads them back.
+template <class U>
+class PlaceReader {
+public:
+    PlaceReader(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs)
+        : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()), end_(run_ + runs.size()) {
+        for (const Run& run : runs) most_ += run.elements * kMostWeight;
+    }
+
+    size_t position() const { return position_; }
+
+    // Finds the next place; true where it is the first of its row.
+    bool read(Reader& side) {
+        uint64_t place, escaped = 0;
+        while ((place = side.coder.place()) < WaitingTime::escape_top()) {
+            side.next_symbol();
+            if (escaped > most_) throw Malformed("a change lies past the block's end");
+            side.coder.take(0, WaitingTime::escape_top());
+            escaped += waiting_.half();
+            waiting_.escaped();
+        }
+        const uint64_t target = escaped + waiting_.reach(place);
+        uint64_t waited = 0, weight = 0;
+        // The first element at which the weight that passed, its own included, reaches the target.
+        for (;;) {
+            if (run_ == end_) throw Malformed("the block has fewer changes than it claims");
+            const U* elements = elements_ + base_;
+            const size_t limit = live_ ? row_end_ : size_t(run_->elements);
+            const uint32_t* weight_of = weights_.of[live_].data();
+            size_t at = at_;
+            for (; at + 8 <= limit; at += 8) {
+                const uint64_t next = waited + weight8(elements + at, cls_, weight_of);
+                if (next >= target) break;
+                waited = next;
+            }
+            for (; at < limit; at++) {
+                weight = weight_of[cls_(elements[at])];
+                if (waited + weight >= target) break;
+                waited += weight;
+            }
+            at_ = at;
+            if (at < limit) break;
+            live_ = false;
+            if (at == run_->elements) {
+                base_ += run_->elements;
+                run_++;
+                at_ = row_end_ = 0;
+            }
+        }
+        if (waited < escaped || weight == 0) throw Malformed("a change at an element that cannot change");
+        const uint64_t high = waiting_.survival(waited - escaped), low = waiting_.survival(waited - escaped + weight);
+        if (place < low || place >= high) throw Malformed("a change outside its interval");
+        side.next_symbol();
+        side.coder.take(low, high);
+        waiting_.changed(waited - escaped, weight);
+        const bool first = at_ >= row_end_;
+        if (first) row_end_ = run_->end_after(at_);
+        position_ = base_ + at_;
+        at_++;
+        live_ = true;
+        return first;
+    }
+
+private:
+    const U* elements_;
+    const ClassOf cls_;
+    const Weights& weights_;
+    const Run *run_, *end_;
+    WaitingTime waiting_;
+    uint64_t most_ = 0;
+    size_t base_ = 0, at_ = 0, row_end_ = 0, position_ = 0;
+    bool live_ = false;
+};
+
+inline void put_varint(std::vector<uint8_t>& out, uint64_t x) {
+    for (; x >= 128; x >>= 7) out.push_back(uint8_t(x | 128));
+    out.push_back(uint8_t(x));
+}
+
+// The head of a payload; both advance `at`.
+inline uint8_t take_byte(const uint8_t* data, size_t size, size_t& at) {
+    if (at == size) throw Malformed("the block ends inside its head");
+    return data[at++];
+}
+
+inline uint64_t take_count(const uint8_t* data, size_t size, size_t& at) {
+    uint64_t count = 0;
+    for (int shift = 0;; shift += 7) {
+        const uint8_t byte = take_byte(data, size, at);
+        if (shift > 28) throw Malformed("the number of changes is too long");
+        count |= uint64_t(byte & 127) << shift;
+        if (byte == 0 && shift > 0) throw Malformed("the number of changes is padded");
+        if (byte < 128) return count;
+    }
+}
+
+}  // namespace pulse
