@@ -1,46 +1,21 @@
-// Python bindings. Every function takes flat, contiguous arrays and releases the GIL while it works.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
-#include <memory>
-#include <tuple>
-
+// Python bindings of the codec's kernels. Every function takes flat, contiguous arrays and releases the GIL while it works.
 #include "apply.h"
+#include "binding.h"
 #include "context.h"
 #include "scan.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
+using namespace binding;
 
 namespace {
 
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using RunTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
-constexpr uint64_t kMostElements = uint64_t(1) << 24;
-
-std::vector<pulse::Run> checked_runs(const std::vector<RunTuple>& runs, const pulse::Elements& kind, size_t bytes) {
+// An element is as wide as its class needs; the array holds whole elements.
+std::vector<pulse::Run> checked(const std::vector<RunTuple>& runs, const pulse::Elements& kind, size_t bytes) {
     if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 || kind.mask > 255) {
         throw nb::value_error("width, shift or mask is out of range");
     }
-    std::vector<pulse::Run> result;
-    uint64_t total = 0;
-    for (const auto& [elements, row, phase] : runs) {
-        if (elements > kMostElements || row == 0 || row > (uint64_t(1) << 48) || phase >= row) {
-            throw nb::value_error("a run is out of range");
-        }
-        total += elements;
-        result.push_back({elements, row, phase});
-    }
-    if (total > kMostElements || total * uint64_t(kind.width) != bytes) {
-        throw nb::value_error("the runs do not cover the array");
-    }
-    return result;
+    if (bytes % size_t(kind.width) != 0) throw nb::value_error("the runs do not cover the array");
+    return checked_runs(runs, bytes / size_t(kind.width));
 }
-
-using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Positions = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Calls `f` with a null pointer to the unsigned type of that width.
 template <class F>
@@ -60,15 +35,6 @@ void check_positions(const Positions& positions, uint32_t base, size_t bytes, in
     }
 }
 
-template <class T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) {
-    auto owned = std::make_unique<std::vector<T>>(std::move(values));
-    T* data = owned->data();
-    const size_t size = owned->size();
-    nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner);
-}
-
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -78,12 +44,12 @@ NB_MODULE(_native, m) {
         "context_encode",
         [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating, const std::vector<RunTuple>& runs) {
             const pulse::Elements kind{width, shift, mask, floating};
-            const auto checked = checked_runs(runs, kind, old.size());
+            const auto covered = checked(runs, kind, old.size());
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
             pulse::Encoded encoded;
             {
                 nb::gil_scoped_release release;
-                encoded = pulse::encode_block(old.data(), now.data(), kind, checked);
+                encoded = pulse::encode_block(old.data(), now.data(), kind, covered);
             }
             return nb::make_tuple(nb::bytes(encoded.payload.data(), encoded.payload.size()), encoded.changed);
         },
@@ -95,11 +61,11 @@ NB_MODULE(_native, m) {
         [](Bytes payload, Bytes old, int width, int shift, uint32_t mask, bool floating,
            const std::vector<RunTuple>& runs) {
             const pulse::Elements kind{width, shift, mask, floating};
-            const auto checked = checked_runs(runs, kind, old.size());
+            const auto covered = checked(runs, kind, old.size());
             pulse::Decoded decoded;
             {
                 nb::gil_scoped_release release;
-                decoded = pulse::decode_block(payload.data(), payload.size(), old.data(), kind, checked);
+                decoded = pulse::decode_block(payload.data(), payload.size(), old.data(), kind, covered);
             }
             return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)));
         },
@@ -150,4 +116,6 @@ NB_MODULE(_native, m) {
             });
         },
         "elements"_a, "width"_a, "positions"_a, "base"_a, "values"_a, "Writes values at positions - base, in place.");
+
+    bind_loco(m);
 }

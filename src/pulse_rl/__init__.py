@@ -4,6 +4,10 @@ Trainer: ``Publisher(store, stream="policy").publish(model.state_dict())``.
 Worker: ``update = Subscriber(store, stream="policy").sync()``, then `pulse_rl.integrations.torch.apply_`.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .audit import AuditReport, audit
 from .checkpoint import Source, as_state
 from .digest import state_digest
@@ -12,13 +16,17 @@ from .errors import (
     ChainGap,
     CorruptCheckpoint,
     CorruptManifest,
+    CorruptMessage,
     CorruptPatch,
     DigestMismatch,
+    Diverged,
     EmptyStream,
     FormatError,
     InputError,
     IntegrityError,
     InvalidName,
+    LocoError,
+    NonFinite,
     NotFound,
     PublisherConflict,
     PulseError,
@@ -28,6 +36,7 @@ from .errors import (
     StoreUnavailable,
     StreamError,
     SubscriberPoisoned,
+    TrainerLost,
     UnsupportedTensor,
     Untrusted,
     WrongBase,
@@ -43,6 +52,9 @@ from .tensors import Bits, State, round_to_bf16
 from .update import TensorUpdate, Update
 from .verify import verify_stream
 
+if TYPE_CHECKING:
+    from .loco import PulseLoCo as PulseLoCo
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -52,8 +64,10 @@ __all__ = [
     "ChainGap",
     "CorruptCheckpoint",
     "CorruptManifest",
+    "CorruptMessage",
     "CorruptPatch",
     "DigestMismatch",
+    "Diverged",
     "EmptyStream",
     "Event",
     "FormatError",
@@ -61,9 +75,11 @@ __all__ = [
     "IntegrityError",
     "InvalidName",
     "LocalStore",
+    "LocoError",
     "Manifest",
     "Member",
     "MemoryStore",
+    "NonFinite",
     "NotFound",
     "ObjectStore",
     "PathFailed",
@@ -86,6 +102,7 @@ __all__ = [
     "SubscriberPoisoned",
     "Synced",
     "TensorUpdate",
+    "TrainerLost",
     "UnsupportedTensor",
     "Untrusted",
     "Update",
@@ -98,6 +115,15 @@ __all__ = [
     "state_root",
     "verify_stream",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is asked for."""
+    if name == "PulseLoCo":
+        from .loco import PulseLoCo
+
+        return PulseLoCo
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def state_root(source: Source, *, threads: int | None = None) -> str:

@@ -32,3 +32,40 @@ def scatter(
     base: int,
     values: npt.NDArray[np.uint8],
 ) -> None: ...
+def gate(
+    theta: npt.NDArray[np.float32],
+    start: npt.NDArray[np.float32],
+    now: npt.NDArray[np.float32],
+    residual: npt.NDArray[np.float32],
+    s: npt.NDArray[np.float32],
+    rounding: tuple[int, int, int],
+    base: int,
+) -> npt.NDArray[np.uint32] | None: ...
+def encode_entries(
+    theta: npt.NDArray[np.float32],
+    momentum: npt.NDArray[np.float32],
+    rounding: tuple[int, int, int],
+    runs: list[tuple[int, int, int]],
+    positions: npt.NDArray[np.uint32],
+    values: npt.NDArray[np.float32],
+    narrow: bool,
+) -> bytes: ...
+def decode_entries(
+    payloads: list[npt.NDArray[np.uint8]],
+    theta: npt.NDArray[np.float32],
+    momentum: npt.NDArray[np.float32],
+    rounding: tuple[int, int, int],
+    runs: list[tuple[int, int, int]],
+    narrow: bool,
+) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]]: ...
+def add_entries(
+    sum: npt.NDArray[np.float32], positions: npt.NDArray[np.uint32], values: npt.NDArray[np.float32]
+) -> None: ...
+def outer_step(
+    theta: npt.NDArray[np.float32],
+    momentum: npt.NDArray[np.float32],
+    sum: npt.NDArray[np.float32],
+    trainers: float,
+    lr: float,
+    mu: float,
+) -> None: ...

@@ -10,7 +10,8 @@
     ├── FormatError             bytes that are not a well-formed object
     │   ├── CorruptPatch
     │   ├── CorruptManifest
-    │   └── CorruptCheckpoint   a safetensors file (an anchor's shard too)
+    │   ├── CorruptCheckpoint   a safetensors file (an anchor's shard too)
+    │   └── CorruptMessage      what another trainer sent in a round
     ├── IntegrityError          well-formed, but not what a digest promises
     │   ├── WrongBase           a patch for another state
     │   ├── DigestMismatch
@@ -20,11 +21,15 @@
     │   ├── AlreadyExists       a create-if-absent that came second
     │   ├── StoreUnavailable    unreachable, or failing after retries
     │   └── StoreFull
-    └── StreamError
-        ├── EmptyStream         no version was committed yet
-        ├── ChainGap            no path of stored objects leads to the version
-        ├── PublisherConflict   another publisher committed to the stream
-        └── SubscriberPoisoned  the host state is not a verified version
+    ├── StreamError
+    │   ├── EmptyStream         no version was committed yet
+    │   ├── ChainGap            no path of stored objects leads to the version
+    │   ├── PublisherConflict   another publisher committed to the stream
+    │   └── SubscriberPoisoned  the host state is not a verified version
+    └── LocoError
+        ├── TrainerLost         a trainer died or stalled; nothing of the round took effect
+        ├── Diverged            the trainers do not hold the same theta
+        └── NonFinite           a pseudo-gradient with NaN or Inf
 
 Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence that says what to do.
 """
@@ -86,6 +91,11 @@ class CorruptManifest(FormatError):
 class CorruptCheckpoint(FormatError):
     kind = "corrupt_checkpoint"
     default_hint = "The file is damaged or incomplete: copy or write it again."
+
+
+class CorruptMessage(FormatError):
+    kind = "corrupt_message"
+    default_hint = "All trainers must run the same version of pulse_rl; if they do, restart the round."
 
 
 class IntegrityError(PulseError):
@@ -154,3 +164,22 @@ class PublisherConflict(StreamError):
 class SubscriberPoisoned(StreamError):
     kind = "subscriber_poisoned"
     default_hint = "Call sync() again: it restores a verified version from an anchor."
+
+
+class LocoError(PulseError):
+    kind = "loco"
+
+
+class TrainerLost(LocoError):
+    kind = "trainer_lost"
+    default_hint = "Initialise torch.distributed again with the trainers that are left, then call rejoin()."
+
+
+class Diverged(LocoError):
+    kind = "diverged"
+    default_hint = "Restart the trainers from a common checkpoint; do not publish this state."
+
+
+class NonFinite(LocoError):
+    kind = "non_finite"
+    default_hint = "Call rewind() to go back to the last common round, or restore a checkpoint; then lower the rate."

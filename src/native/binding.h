@@ -1,0 +1,53 @@
+// What both sets of Python bindings share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "places.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace binding {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Positions = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using RunTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
+constexpr uint64_t kMostElements = uint64_t(1) << 24;
+
+// The runs, which must cover `elements`.
+inline std::vector<pulse::Run> checked_runs(const std::vector<RunTuple>& runs, uint64_t elements) {
+    std::vector<pulse::Run> result;
+    uint64_t total = 0;
+    for (const auto& [count, row, phase] : runs) {
+        if (count > kMostElements || row == 0 || row > (uint64_t(1) << 48) || phase >= row) {
+            throw nb::value_error("a run is out of range");
+        }
+        total += count;
+        result.push_back({count, row, phase});
+    }
+    if (total > kMostElements || total != elements) throw nb::value_error("the runs do not cover the array");
+    return result;
+}
+
+template <class T>
+inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) {
+    auto owned = std::make_unique<std::vector<T>>(std::move(values));
+    T* data = owned->data();
+    const size_t size = owned->size();
+    nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner);
+}
+
+}  // namespace binding
+
+// PULSELoCo's kernels (module_loco.cpp).
+void bind_loco(nb::module_& m);

@@ -1,0 +1,250 @@
+#include "entries.h"
+
+#include <array>
+#include <memory>
+
+#include "survey.h"
+
+namespace pulse {
+namespace {
+
+constexpr int kSymbols = 32, kEscape = 31;
+constexpr size_t kTile = 1 << 13;
+
+// A symbol of 5 bits, most significant first, each with a model of its own.
+struct Tree {
+    std::array<AdaptiveBit, kSymbols> nodes;
+
+    template <class Side>
+    int code(Side& side, int symbol) {
+        int node = 1;
+        for (int k = 4; k >= 0; k--) node = node << 1 | int(side.bit(nodes[size_t(node)], (symbol >> k) & 1));
+        return node - kSymbols;
+    }
+};
+
+struct Models {
+    AdaptiveBit absent, as_expected, lower;
+    std::array<AdaptiveBit, 8> further;
+    std::array<AdaptiveBit, 26 * 16> near;
+    std::array<Tree, 512> trees;
+};
+
+// The levels of all classes of which one is present, each expected where its neighbour of one octave of momentum less is.
+template <class Side>
+void code_levels(Side& side, Models& models, std::array<uint8_t, kClasses>& levels, int first, int count) {
+    for (int c = first; c < first + count; c++) {
+        side.next_symbol();
+        if (side.bit(models.absent, levels[size_t(c)] == kAbsent)) {
+            levels[size_t(c)] = kAbsent;
+            continue;
+        }
+        int expected = 10;
+        for (int back : {2, 16, 1}) {
+            if (c - back >= first && levels[size_t(c - back)] != kAbsent) {
+                expected = levels[size_t(c - back)];
+                break;
+            }
+        }
+        const int away = int(levels[size_t(c)]) - expected;
+        int read = 0;
+        if (!side.bit(models.as_expected, away == 0)) {
+            const bool lower = side.bit(models.lower, away < 0);
+            const int distance = std::abs(away) - 1;
+            int k = 0;
+            while (k < kMostLevel && !side.bit(models.further[size_t(std::min(k, 7))], distance == k)) k++;
+            read = lower ? -(k + 1) : k + 1;
+        }
+        levels[size_t(c)] = uint8_t(std::clamp(expected + read, 0, kMostLevel));
+    }
+}
+
+template <class Side>
+uint32_t code_plain(Side& side, uint32_t value, int count) {
+    uint32_t read = 0;
+    for (; count > 0;) {
+        const int piece = std::min(count, 16);
+        count -= piece;
+        read = read << piece | side.plain((value >> count) & ((1u << piece) - 1), piece);
+    }
+    return read;
+}
+
+// A value against theta. Its direction says which of theta's two boundaries it crosses; where it is a multiple of theta's
+// unit in the last place, as differences of close numbers are, only the excess over that boundary is left to say.
+template <class Side>
+float code_value(Side& side, Models& models, const Rounding& rounding, uint32_t theta, uint32_t cls, int base, bool narrow,
+                 float value) {
+    side.next_symbol();
+    const uint32_t bits = bits_of(value), exponent = (theta & kMagnitude) >> 23;
+    const Distance distance = distance_of(theta, rounding);
+    const uint32_t octave = (bits_of(float(distance.nearest())) >> 23) - 127;
+    const bool up = (bits ^ theta) >> 31;
+    const bool near = side.bit(models.near[octave << 4 | (cls & 15)], up == distance.up_is_near());
+    const bool is_up = near == distance.up_is_near();
+    const uint32_t sign = is_up ? ~theta & kSign : theta & kSign;
+    const uint32_t own = (bits & kMagnitude) >> 23;
+    if (narrow) {
+        Tree& tree = models.trees[cls << 1 | near];
+        const int symbol = int(own) - base, known = symbol >= 0 && symbol < kEscape ? symbol : kEscape;
+        const int read = tree.code(side, known);
+        if (read == kEscape) return float_of(sign | code_plain(side, (bits & kMagnitude) >> 16, 15) << 16);
+        return float_of(sign | uint32_t(base + read) << 23 | code_plain(side, (bits >> 16) & 127, 7) << 16);
+    }
+    const uint32_t need = is_up ? distance.up : distance.down;
+    uint64_t excess = 0;  // plus one; 0: escape
+    {
+        const uint64_t significand = (bits & 0x7fffff) | (own ? 1u << 23 : 0);
+        const int shift = int(std::max(own, 1u)) - int(std::max(exponent, 1u));
+        uint64_t multiple = 0;
+        if (shift >= 0 && shift <= 7) {
+            multiple = significand << shift;
+        } else if (shift < 0 && shift > -24 && (significand & ((1u << -shift) - 1)) == 0) {
+            multiple = significand >> -shift;
+        }
+        if (multiple >= need && multiple != 0) excess = multiple - need + 1;
+        if (excess >> 31) excess = 0;
+    }
+    const uint32_t place = uint32_t(std::clamp(int(exponent) - base, 0, 15));
+    Tree& tree = models.trees[place << 5 | (cls & 15) << 1 | near];
+    const int length = excess ? 31 - __builtin_clz(uint32_t(excess)) : kEscape;
+    const int read = tree.code(side, length);
+    if (read == kEscape) return float_of(sign | code_plain(side, bits & kMagnitude, 31));
+    const uint32_t rest = (1u << read) | code_plain(side, uint32_t(excess) & ((1u << read) - 1), read);
+    const uint64_t multiple = uint64_t(rest) - 1 + need;
+    // multiple * 2^(exponent - 150); a power of two below the normal numbers scales exactly in two steps.
+    const uint32_t e = std::max(exponent, 1u);
+    const float unit = e > 23 ? float_of((e - 23) << 23) : float_of(1u << (e - 1));
+    const float result = float(multiple) * unit;
+    return float_of((bits_of(result) & kMagnitude) | sign);
+}
+
+size_t total_of(const std::vector<Run>& runs) {
+    size_t total = 0;
+    for (const Run& run : runs) total += run.elements;
+    return total;
+}
+
+struct Head {
+    int boost, first, count, base;
+    Octaves octaves;
+};
+
+Entries decode_one(const Shared& shared, const uint8_t* data, size_t size, size_t at, size_t count, const Head& head,
+                   const uint8_t* classes, bool narrow) {
+    Reader side{Decoder(data + at, size - at)};
+    const auto models = std::make_unique<Models>();
+    std::array<uint8_t, kClasses> levels;
+    levels.fill(kAbsent);
+    code_levels(side, *models, levels, head.first, head.count);
+    const Weights weights(levels, head.boost);
+    PlaceReader<uint8_t> places(classes, {0, 255}, weights, shared.runs);
+    Entries result;
+    result.positions.resize(count);
+    result.values.resize(count);
+    for (size_t i = 0; i < count; i++) {
+        places.read(side);
+        const size_t p = places.position();
+        const float value = code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base,
+                                       narrow, 0.0f);
+        if ((bits_of(value) & 0x7f800000u) == 0x7f800000u) throw Malformed("a value that is not finite");
+        result.positions[i] = uint32_t(p);
+        result.values[i] = value;
+    }
+    if (!side.coder.finished()) throw Malformed("the code is longer or shorter than its entries");
+    return result;
+}
+
+}  // namespace
+
+std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positions, const float* values, size_t count,
+                                    bool narrow) {
+    std::vector<uint8_t> payload;
+    put_varint(payload, count);
+    if (count == 0) return payload;
+    const size_t total = total_of(shared.runs);
+
+    // The octaves in use: few entries lie outside, and the base of the distance is even, so that trainers mostly agree.
+    std::array<uint32_t, 512> distances{};
+    std::array<uint32_t, 256> exponents{};
+    for (size_t i = 0; i < count; i++) {
+        const uint32_t theta = bits_of(shared.theta[positions[i]]);
+        distances[distance_octave(theta, distance_of(theta, shared.rounding))]++;
+        exponents[(bits_of(narrow ? values[i] : shared.theta[positions[i]]) >> 23) & 255]++;
+    }
+    const auto top = [count](const auto& histogram, size_t share) {
+        size_t e = histogram.size() - 1;
+        for (size_t above = 0; e > 0 && (above += histogram[e]) * share <= count; e--) continue;
+        return int(e);
+    };
+    Head head;
+    head.octaves.distance = uint8_t(std::clamp((top(distances, 1024) - 14) & ~1, 0, 254));
+    head.octaves.momentum = uint8_t(std::max(int(momentum_octave(shared.momentum, total)) - 7, 0));
+    head.base = std::max(top(exponents, narrow ? 1 << 30 : 1024) - (narrow ? kEscape - 1 : 15), 0);
+
+    std::vector<uint8_t> classes(total);
+    Tally tally;
+    tally.total = total;
+    for (size_t at = 0; at < total; at += kTile) {
+        const size_t end = std::min(at + kTile, total);
+        classify(shared.theta + at, shared.momentum + at, end - at, shared.rounding, head.octaves, &classes[at]);
+        tally.sample(classes.data(), at, end, {0, 255});
+    }
+    std::vector<uint32_t> at(positions, positions + count);
+    for (uint32_t p : at) tally.changes[classes[p]]++;
+    tally.count_live(at, shared.runs);
+    Plan plan = plan_block(tally);
+    for (int x : {plan.boost, plan.first, plan.count - 1, int(head.octaves.distance), int(head.octaves.momentum), head.base}) {
+        payload.push_back(uint8_t(x));
+    }
+    Writer side;
+    const auto models = std::make_unique<Models>();
+    code_levels(side, *models, plan.levels, plan.first, plan.count);
+    const Weights weights(plan.levels, plan.boost);
+    PlaceWriter<uint8_t> places(classes.data(), {0, 255}, weights, shared.runs);
+    for (size_t i = 0; i < count; i++) {
+        const size_t p = positions[i];
+        places.write(side.coder, p);
+        code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base, narrow, values[i]);
+    }
+    const std::vector<uint8_t> code = side.coder.finish();
+    payload.insert(payload.end(), code.begin(), code.end());
+    return payload;
+}
+
+std::vector<Entries> decode_entries(const Shared& shared, const std::vector<std::pair<const uint8_t*, size_t>>& payloads,
+                                    bool narrow) {
+    const size_t total = total_of(shared.runs);
+    std::vector<Entries> results;
+    std::vector<uint8_t> classes;
+    Octaves known{};
+    for (const auto& [data, size] : payloads) {
+        size_t at = 0;
+        const uint64_t count = take_count(data, size, at);
+        if (count == 0) {
+            if (at != size) throw Malformed("an empty block has a code");
+            results.emplace_back();
+            continue;
+        }
+        if (count > total) throw Malformed("more entries than parameters");
+        Head head;
+        head.boost = take_byte(data, size, at);
+        head.first = take_byte(data, size, at);
+        head.count = take_byte(data, size, at) + 1;
+        head.octaves.distance = take_byte(data, size, at);
+        head.octaves.momentum = take_byte(data, size, at);
+        head.base = take_byte(data, size, at);
+        if (head.boost > kMostBoost || head.first + head.count > kClasses || (narrow && head.base > 255 - kEscape)) {
+            throw Malformed("the block's head is out of range");
+        }
+        if (classes.empty() || head.octaves.distance != known.distance || head.octaves.momentum != known.momentum) {
+            known = head.octaves;
+            classes.resize(total);
+            classify(shared.theta, shared.momentum, total, shared.rounding, known, classes.data());
+        }
+        results.push_back(decode_one(shared, data, size, at, size_t(count), head, classes.data(), narrow));
+    }
+    return results;
+}
+
+}  // namespace pulse

@@ -1,0 +1,35 @@
+// The entries of a pseudo-gradient that passed the gate, coded against theta and the outer momentum, which all trainers
+// share (docs/loco.md, section 3).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "gate.h"
+#include "places.h"
+
+namespace pulse {
+
+// What all trainers know of a block. At most 2^24 parameters, which the runs cover.
+struct Shared {
+    const float* theta;
+    const float* momentum;
+    Rounding rounding;
+    const std::vector<Run>& runs;
+};
+
+struct Entries {
+    std::vector<uint32_t> positions;  // ascending
+    std::vector<float> values;
+};
+
+// `positions` ascend and are below the number of parameters. With `narrow`, the values are BF16 numbers and take fewer bytes.
+std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positions, const float* values, size_t count,
+                                    bool narrow);
+
+// One result a payload. Throws Malformed; reads nothing out of bounds, in time linear in parameters and payloads.
+std::vector<Entries> decode_entries(const Shared& shared, const std::vector<std::pair<const uint8_t*, size_t>>& payloads,
+                                    bool narrow);
+
+}  // namespace pulse

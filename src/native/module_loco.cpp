@@ -1,0 +1,124 @@
+// Python bindings of PULSELoCo's kernels: flat FP32 arrays, the GIL released while they work.
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+
+#include "apply.h"
+#include "binding.h"
+#include "entries.h"
+#include "gate.h"
+
+using namespace binding;
+
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using MutableFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using RoundingTuple = std::tuple<uint32_t, uint32_t, uint32_t>;
+
+pulse::Rounding checked_rounding(const RoundingTuple& rounding) {
+    const auto& [mantissa, least, most] = rounding;
+    if (mantissa < 1 || mantissa > 22 || least < 1 || least > 254 || most >= 0x7f800000u) {
+        throw nb::value_error("the rounding is out of range");
+    }
+    return {mantissa, least, most};
+}
+
+template <class... Arrays>
+void check_lengths(size_t count, const Arrays&... arrays) {
+    if (((arrays.size() != count) || ...)) throw nb::value_error("the arrays differ in length");
+}
+
+}  // namespace
+
+void bind_loco(nb::module_& m) {
+    m.def(
+        "gate",
+        [](Floats theta, Floats start, Floats now, Floats residual, MutableFloats s, const RoundingTuple& rounding,
+           uint32_t base) -> std::optional<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>> {
+            const auto checked = checked_rounding(rounding);
+            const size_t count = theta.size();
+            check_lengths(count, start, now, residual, s);
+            if (uint64_t(base) + count > UINT32_MAX) throw nb::value_error("the array is too long");
+            std::vector<uint32_t> open;
+            bool finite;
+            {
+                nb::gil_scoped_release release;
+                finite = pulse::gate(theta.data(), start.data(), now.data(), residual.data(), s.data(), count, checked,
+                                     base, open);
+            }
+            if (!finite) return std::nullopt;
+            return to_numpy(std::move(open));
+        },
+        "theta"_a, "start"_a, "now"_a, "residual"_a, "s"_a, "rounding"_a, "base"_a,
+        "s = (start - now) + residual; the positions, plus base, where theta and theta - s round differently; None if a "
+        "pseudo-gradient is not finite.");
+
+    m.def(
+        "encode_entries",
+        [](Floats theta, Floats momentum, const RoundingTuple& rounding, const std::vector<RunTuple>& runs,
+           Positions positions, Floats values, bool narrow) {
+            const auto covered = checked_runs(runs, theta.size());
+            const auto checked = checked_rounding(rounding);
+            check_lengths(theta.size(), momentum);
+            check_lengths(positions.size(), values);
+            std::vector<uint8_t> payload;
+            {
+                nb::gil_scoped_release release;
+                for (size_t i = 0; i < positions.size(); i++) {
+                    if (positions.data()[i] >= theta.size() || (i && positions.data()[i] <= positions.data()[i - 1])) {
+                        throw nb::index_error("the positions do not ascend within the block");
+                    }
+                }
+                payload = pulse::encode_entries({theta.data(), momentum.data(), checked, covered}, positions.data(),
+                                                values.data(), positions.size(), narrow);
+            }
+            return nb::bytes(payload.data(), payload.size());
+        },
+        "theta"_a, "momentum"_a, "rounding"_a, "runs"_a, "positions"_a, "values"_a, "narrow"_a,
+        "The payload of one block; runs are (elements, row, phase).");
+
+    m.def(
+        "decode_entries",
+        [](const std::vector<Bytes>& payloads, Floats theta, Floats momentum, const RoundingTuple& rounding,
+           const std::vector<RunTuple>& runs, bool narrow) {
+            const auto covered = checked_runs(runs, theta.size());
+            const auto checked = checked_rounding(rounding);
+            check_lengths(theta.size(), momentum);
+            std::vector<std::pair<const uint8_t*, size_t>> views;
+            for (const Bytes& payload : payloads) views.emplace_back(payload.data(), payload.size());
+            std::vector<pulse::Entries> decoded;
+            {
+                nb::gil_scoped_release release;
+                decoded = pulse::decode_entries({theta.data(), momentum.data(), checked, covered}, views, narrow);
+            }
+            nb::list results;
+            for (pulse::Entries& entries : decoded) {
+                results.append(nb::make_tuple(to_numpy(std::move(entries.positions)), to_numpy(std::move(entries.values))));
+            }
+            return results;
+        },
+        "payloads"_a, "theta"_a, "momentum"_a, "rounding"_a, "runs"_a, "narrow"_a,
+        "(uint32 positions, FP32 values) of one block for each payload; raises Malformed.");
+
+    m.def(
+        "add_entries",
+        [](MutableFloats sum, Positions positions, Floats values) {
+            check_lengths(positions.size(), values);
+            nb::gil_scoped_release release;
+            if (!pulse::all_within(positions.data(), positions.size(), 0, sum.size())) {
+                throw nb::index_error("a position is outside the block");
+            }
+            for (size_t i = 0; i < positions.size(); i++) sum.data()[positions.data()[i]] += values.data()[i];
+        },
+        "sum"_a, "positions"_a, "values"_a, "sum[positions] += values, in place; the positions are unique.");
+
+    m.def(
+        "outer_step",
+        [](MutableFloats theta, MutableFloats momentum, Floats sum, float trainers, float lr, float mu) {
+            check_lengths(theta.size(), momentum, sum);
+            nb::gil_scoped_release release;
+            pulse::outer_step(theta.data(), momentum.data(), sum.data(), theta.size(), trainers, lr, mu);
+        },
+        "theta"_a, "momentum"_a, "sum"_a, "trainers"_a, "lr"_a, "mu"_a, "Nesterov SGD on sum / trainers, in place.");
+}

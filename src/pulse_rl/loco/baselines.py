@@ -1,0 +1,134 @@
+"""What PULSELoCo is measured against, in the same loop: DDP, DiLoCo, top-k, and two ablations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import InputError, NonFinite
+from .exchange import Exchange
+from .gate import Floats, Positions
+from .outer import OuterLoop
+from .parameters import Parameters
+from .pulseloco import PulseLoCo
+
+
+class DiLoCo(OuterLoop):
+    """Dense FP32 pseudo-gradients, summed by an all-reduce (DiLoCo, arXiv 2311.08105). Same settings as `OuterLoop`."""
+
+    def _outer_round(self, exchange: Exchange) -> tuple[int, int]:
+        with self._phase("gate"):
+            total = np.empty_like(self.theta_flat)
+            for block in self.parameters.blocks:
+                out = block.of(total)
+                self.parameters.read_block(block, out)
+                np.subtract(self.parameters.start_block(block, self.theta_flat), out, out=out)
+        with self._phase("exchange"):
+            exchange.all_reduce(total)
+        # The sum is the same on all trainers, so all of them find it together, and before it spreads.
+        if not np.isfinite(total).all():
+            name = self.parameters.name_at(int(np.argmin(np.isfinite(total))))
+            raise NonFinite(f"the sum of the pseudo-gradients of {name!r} is not finite")
+        with self._phase("update"):
+            self._each_block(lambda block: self._update(block, block.of(total), exchange.size))
+        return self.parameters.count, total.nbytes
+
+
+class TopK(PulseLoCo):
+    """The entries of largest magnitude in each block, with error feedback (as in SparseLoCo), on PULSELoCo's wire.
+
+    ``fraction``: entries sent / parameters, above 0 and at most 1.
+    """
+
+    def __init__(self, *args: Any, fraction: float, **settings: Any) -> None:
+        if not 0 < fraction <= 1:
+            raise InputError(f"a fraction of {fraction} entries cannot be sent")
+        self.fraction = fraction
+        super().__init__(*args, **settings)
+
+    def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
+        if super()._select(theta, start, now, residual, s) is None:
+            return None
+        kept = max(1, round(self.fraction * len(s)))
+        largest = np.argpartition(np.abs(s), len(s) - kept)[len(s) - kept :]
+        return np.sort(largest).astype(np.uint32)
+
+    def _settings(self) -> dict[str, object]:
+        return {**super()._settings(), "fraction": self.fraction}
+
+
+class WithoutFeedback(PulseLoCo):
+    """An ablation: what the gate holds back is dropped, not carried to the next round."""
+
+    def _outer_round(self, exchange: Exchange) -> tuple[int, int]:
+        done = super()._outer_round(exchange)
+        self.residual_flat.fill(0)
+        return done
+
+
+class CastDifference(PulseLoCo):
+    """An ablation that failed in the paper: sends ``cast(theta) - cast(theta - s)`` in place of ``s``."""
+
+    def _values(self, theta: Floats, s: Floats) -> Floats:
+        before, after = (torch.from_numpy(x).to(self.gate_dtype).float() for x in (theta, theta - s))
+        return (before - after).numpy()
+
+    def _left(self, s: Floats, sent: Floats) -> Floats:
+        return np.zeros_like(s)
+
+
+class Ddp:
+    """Data parallelism: the mean of the FP32 gradients before every inner step. A context manager like `OuterLoop`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.Tensor],
+        inner_optimizer: torch.optim.Optimizer,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self.parameters = Parameters(model, inner_optimizer)
+        self.sent_bytes = 0
+        self.payload_bytes = 0
+        self._optimizer, self._group, self._timeout = inner_optimizer, group, timeout
+        self._exchange: Exchange | None = None
+        self._hook: Any = None
+
+    def __enter__(self) -> Self:
+        self._exchange = Exchange(self._group, timeout=self._timeout)
+        weights = self.parameters.read()
+        self._exchange.broadcast(weights, 0)
+        self.parameters.write(weights)
+        self._hook = self._optimizer.register_step_pre_hook(lambda *_: self._average())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        if self._exchange is not None:
+            self._exchange.close()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        gradients = np.zeros(self.parameters.count, np.float32)
+        views = self.parameters.views(gradients)
+        for name, p in self.parameters.tensors.items():
+            if p.grad is not None:
+                torch.from_numpy(views[name]).copy_(p.grad)
+        before = exchange.sent
+        exchange.all_reduce(gradients)
+        self.sent_bytes += exchange.sent - before
+        self.payload_bytes += gradients.nbytes
+        gradients /= np.float32(exchange.size)
+        for name, p in self.parameters.tensors.items():
+            mean = torch.from_numpy(views[name]).to(p.dtype).to(p.device)
+            p.grad = mean.reshape(p.shape).clone()

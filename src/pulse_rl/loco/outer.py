@@ -1,0 +1,293 @@
+"""The outer loop: local steps, then a round in which all trainers agree on the next theta (docs/loco.md, section 1)."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .._native import outer_step
+from .._pool import ordered_map
+from ..digest import StateDigest, state_digest
+from ..errors import Diverged, InputError, StateMismatch
+from .exchange import Exchange
+from .gate import Floats
+from .membership import Standing, meet
+from .parameters import FlatBlock, Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a finished round did, as one trainer saw it.
+
+    ``entries`` of ``parameters`` passed this trainer's gate; its message took ``payload_bytes``; ``sent_bytes`` left
+    its process in all (heads, padding and what it passed on for others). ``root`` is that of theta, FP32. ``seconds``
+    by phase: "gate", "exchange", "decode", "update", "verify".
+    """
+
+    number: int
+    trainers: int
+    parameters: int
+    entries: int
+    payload_bytes: int
+    sent_bytes: int
+    root: str
+    seconds: dict[str, float]
+
+    @property
+    def density(self) -> float:
+        """Entries sent / parameters."""
+        return self.entries / self.parameters
+
+
+class OuterLoop(ABC):
+    """Hooks the inner optimizer's ``step``; after every ``sync_every`` steps one outer round runs inside that call.
+
+    A context manager: entering it meets the other trainers (all take rank 0's weights if none has begun, or the outer
+    state of those that are furthest), leaving it removes the hook. Outer state is FP32 in host memory, wherever the
+    model is. Subclasses say what is exchanged.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.Tensor],
+        inner_optimizer: torch.optim.Optimizer,
+        *,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+        threads: int | None = None,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> None:
+        if sync_every < 1:
+            raise InputError(
+                f"sync_every is {sync_every}", hint="Give the number of inner steps in a round, 1 or more."
+            )
+        if not (outer_lr > 0 and 0 <= outer_momentum < 1):
+            raise InputError(f"outer_lr {outer_lr} or outer_momentum {outer_momentum} is out of range")
+        self.sync_every = sync_every
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.parameters = Parameters(model, inner_optimizer)
+        self.threads, self.on_round = threads, on_round
+        self.round = 0
+        self.inner_step = 0
+        self.last_round: Round | None = None
+        self._group, self._timeout = group, timeout
+        self._optimizer = inner_optimizer
+        self._exchange: Exchange | None = None
+        self._hook: Any = None
+        self._seconds: dict[str, float] = {}
+        self._messages: list[str] = []
+        self.theta_flat = self.parameters.read()
+        self.momentum_flat = np.zeros_like(self.theta_flat)
+
+    # -- joining and leaving
+
+    def __enter__(self) -> Self:
+        if self._hook is None:
+            self._join(self._group)
+            self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the hook and gives up the group; the model stays as it is."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
+        """Goes on with the trainers that are there now, after TrainerLost or when others come or go.
+
+        torch.distributed must be initialised anew, and all trainers must call this or enter. Whoever is behind gets
+        theta and the outer momentum. A round that was due runs at once; local steps that nobody has seen are not lost.
+        """
+        if self._exchange is not None:
+            self._exchange.close()
+        self._join(group)
+        if self.inner_step >= self.sync_every:
+            self._run_round()
+
+    def rewind(self) -> None:
+        """Gives the model theta, the last common state, and forgets the local steps since."""
+        self._forget_attempt()
+        self.inner_step = 0
+        self.parameters.write(self.theta_flat)
+
+    def _join(self, group: dist.ProcessGroup | None) -> None:
+        self._exchange = Exchange(group, timeout=self._timeout)
+        standing = Standing(
+            specs=self.parameters.specs,
+            settings=self._settings(),
+            round=self.round,
+            root=self._digest(self.theta_flat).root,
+            momentum=self._digest(self.momentum_flat).root,
+            messages=self._messages,
+        )
+        leader, leading, anyone_behind = meet(self._exchange, standing)
+        if not anyone_behind:
+            return
+        behind = (leading.round, leading.root) != (self.round, standing.root)
+        if behind and leading.round != self.round:
+            self._fall_in(leading)
+        self._exchange.broadcast(self.theta_flat, leader)
+        self._exchange.broadcast(self.momentum_flat, leader)
+        if behind:
+            self.round, self._messages = leading.round, list(leading.messages)
+            self.inner_step = 0
+            self.parameters.write(self.theta_flat)
+
+    # -- rounds
+
+    def _after_step(self) -> None:
+        self.inner_step += 1
+        if self.inner_step >= self.sync_every:
+            self._run_round()
+
+    def _run_round(self) -> None:
+        exchange = self._joined()
+        self._seconds, before = {}, exchange.sent
+        entries, payload_bytes = self._outer_round(exchange)
+        self.round, self.inner_step = self.round + 1, 0
+        with self._phase("update"):
+            self.parameters.write(self.theta_flat)
+        # After the round has taken effect here: a trainer lost in the comparison leaves the others in a whole state.
+        with self._phase("verify"):
+            digest = self._digest(self.theta_flat)
+            self._compare(exchange, digest)
+        self.last_round = Round(
+            number=self.round,
+            trainers=exchange.size,
+            parameters=self.parameters.count,
+            entries=entries,
+            payload_bytes=payload_bytes,
+            sent_bytes=exchange.sent - before,
+            root=digest.root,
+            seconds=dict(self._seconds),
+        )
+        if self.on_round:
+            self.on_round(self.last_round)
+
+    @abstractmethod
+    def _outer_round(self, exchange: Exchange) -> tuple[int, int]:
+        """Exchanges pseudo-gradients and moves theta. Returns the entries sent and the bytes of this trainer's message.
+
+        Nothing of this object may have changed when it raises.
+        """
+
+    def _fall_in(self, leading: Standing) -> None:  # noqa: B027  # a loop that keeps nothing has nothing to do
+        """Called before theta is replaced by that of a trainer in a later round."""
+
+    def _forget_attempt(self) -> None:  # noqa: B027
+        """Called when the local steps since theta are given up."""
+
+    def _update(self, block: FlatBlock, total: Floats, trainers: int) -> None:
+        """One block of the outer step: Nesterov SGD on the mean."""
+        theta, momentum = block.of(self.theta_flat), block.of(self.momentum_flat)
+        outer_step(theta, momentum, total, trainers, self.outer_lr, self.outer_momentum)
+
+    def _compare(self, exchange: Exchange, digest: StateDigest) -> None:
+        """Raises Diverged on all trainers if theta is not the same on all of them."""
+        roots = exchange.gather(bytes.fromhex(digest.root), most=32)
+        if len(set(roots)) == 1:
+            return
+        trees = exchange.gather(b"".join(digest.tensor(s) for s in digest.specs), most=32 * len(digest.specs))
+        for i, spec in enumerate(digest.specs):
+            found = [tree[32 * i : 32 * i + 32] for tree in trees]
+            if len(set(found)) > 1:
+                odd = [rank for rank, f in enumerate(found) if f != found[0]]
+                raise Diverged(f"round {self.round}: {spec.name!r} on trainers {odd} is not that on trainer 0")
+        raise Diverged(f"round {self.round}: the trainers disagree on theta's root, but on no tensor")
+
+    # -- state
+
+    def theta(self) -> dict[str, torch.Tensor]:
+        """Theta by name, FP32 on the host, in this object's memory: copy or cast it, do not write."""
+        return {name: torch.from_numpy(view) for name, view in self.parameters.views(self.theta_flat).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Theta, outer momentum, counters and what the subclass keeps: copies, by name.
+
+        In mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three together resume
+        to the same bits.
+        """
+        return {
+            "round": self.round,
+            "inner_step": self.inner_step,
+            "messages": list(self._messages),
+            **{key: self._by_name(flat) for key, flat in self._arrays().items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a saved state, before the first round or after it; StateMismatch if it is of other parameters.
+
+        At a round's boundary (``inner_step`` 0) the model gets theta; in mid-round it is left to its own checkpoint.
+        """
+        fresh = {key: np.empty_like(flat) for key, flat in self._arrays().items()}
+        missing = {"round", "inner_step", "messages", *fresh} - state.keys()
+        if missing:
+            raise StateMismatch(f"the saved state has no {sorted(missing)}")
+        for key, flat in fresh.items():
+            self.parameters.load(state[key], flat, f"saved {key}")
+        for key, flat in self._arrays().items():
+            flat[:] = fresh[key]
+        self._forget_attempt()
+        self.round, self.inner_step = int(state["round"]), int(state["inner_step"])
+        self._messages = [str(m) for m in state["messages"]]
+        if self.inner_step == 0:
+            self.parameters.write(self.theta_flat)
+
+    def _arrays(self) -> dict[str, Floats]:
+        """The flat arrays that a checkpoint holds."""
+        return {"theta": self.theta_flat, "momentum": self.momentum_flat}
+
+    def _by_name(self, flat: Floats) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(view.copy()) for name, view in self.parameters.views(flat).items()}
+
+    def _settings(self) -> dict[str, object]:
+        """What all trainers must have in common."""
+        return {
+            "method": type(self).__name__,
+            "sync_every": self.sync_every,
+            "outer_lr": self.outer_lr,
+            "outer_momentum": self.outer_momentum,
+        }
+
+    # -- helpers
+
+    def _joined(self) -> Exchange:
+        if self._exchange is None:
+            raise InputError("the trainers have not met", hint="Use it as a context manager: `with PulseLoCo(...):`.")
+        return self._exchange
+
+    def _digest(self, flat: Floats) -> StateDigest:
+        return state_digest(self.parameters.state(flat), threads=self.threads)
+
+    def _each_block(self, work: Callable[[FlatBlock], Any]) -> list[Any]:
+        """``work`` on every block in threads; results in order."""
+        return list(ordered_map(work, self.parameters.blocks, self.threads))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started

@@ -1,0 +1,125 @@
+"""The trained parameters of a model as one flat FP32 array, cut into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..blocks import Segment, cut
+from ..codec import Run
+from ..errors import InputError, StateMismatch
+from ..tensors import DTYPES, State, TensorSpec
+from .gate import Floats
+
+BLOCK_ELEMENTS = 1 << 22
+
+
+class FlatBlock(NamedTuple):
+    """Parameters [start, stop) of the flat array: rows of one tensor, or several whole tensors."""
+
+    number: int
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+    segments: tuple[Segment, ...]
+
+    def of(self, flat: Floats) -> Floats:
+        return flat[self.start : self.stop]
+
+
+class Parameters:
+    """The parameters that an optimizer trains, in name order; a tied one once, under its first name.
+
+    ``model`` is a module, or a mapping of names to the tensors that the optimizer holds (FP32 masters of a BF16 model,
+    say). Raises InputError if the optimizer trains a tensor that the model lacks.
+    """
+
+    def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        named = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else dict(model)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not trained <= {id(p) for p in named.values()}:
+            raise InputError(
+                "the optimizer trains tensors that are not parameters of the model",
+                hint="If it holds FP32 masters, pass a mapping of names to the masters in place of the model.",
+            )
+        tensors: dict[str, torch.Tensor] = {}
+        for name, p in named.items():
+            if id(p) in trained and all(p is not other for other in tensors.values()):
+                if p.dtype not in (torch.float32, torch.bfloat16):
+                    raise InputError(f"parameter {name!r} is {p.dtype}", hint="Train in FP32 or BF16.")
+                tensors[name] = p
+        if not any(p.numel() for p in tensors.values()):
+            raise InputError("the optimizer trains no parameters")
+        specs = [TensorSpec(name, DTYPES["F32"], tuple(p.shape)) for name, p in tensors.items()]
+        self.specs = tuple(sorted(specs, key=lambda s: s.name.encode()))
+        self.tensors = {spec.name: tensors[spec.name] for spec in self.specs}
+        self.count = sum(spec.elements for spec in self.specs)
+        starts = np.cumsum([0, *(spec.elements for spec in self.specs)])
+        self._starts = {spec.name: int(start) for spec, start in zip(self.specs, starts, strict=False)}
+        self.blocks = []
+        for number, block in enumerate(cut(self.specs, BLOCK_ELEMENTS)):
+            first = block.segments[0]
+            start = self._starts[first.spec.name] + first.start
+            self.blocks.append(FlatBlock(number, start, start + block.elements, block.layout.runs, block.segments))
+
+    def name_at(self, position: int) -> str:
+        """The name of the parameter that a position of the flat array belongs to."""
+        return next(s.name for s in self.specs if self._starts[s.name] <= position < self._starts[s.name] + s.elements)
+
+    def views(self, flat: Floats) -> dict[str, Floats]:
+        """The flat array as tensors, without copying."""
+        return {s.name: flat[self._starts[s.name] :][: s.elements].reshape(s.shape) for s in self.specs}
+
+    def state(self, flat: Floats) -> State:
+        """The flat array as a state, for its root; no copy."""
+        return State.of(self.views(flat))
+
+    @torch.no_grad()
+    def read(self) -> Floats:
+        """The present values of all parameters, FP32 in host memory."""
+        flat = np.empty(self.count, np.float32)
+        for block in self.blocks:
+            self.read_block(block, block.of(flat))
+        return flat
+
+    @torch.no_grad()
+    def read_block(self, block: FlatBlock, out: Floats) -> None:
+        """The present values of a block's parameters."""
+        at = 0
+        for spec, start, stop in block.segments:
+            piece = self.tensors[spec.name].detach().reshape(-1)[start:stop]
+            torch.from_numpy(out[at : at + stop - start]).copy_(piece)
+            at += stop - start
+
+    @torch.no_grad()
+    def write(self, flat: Floats) -> None:
+        """Gives the model the values of ``flat``, cast to each parameter's dtype."""
+        for name, view in self.views(flat).items():
+            self.tensors[name].copy_(torch.from_numpy(view))
+
+    def start_block(self, block: FlatBlock, theta: Floats) -> Floats:
+        """What `write` made of a block of theta: the values that the inner steps began with, as FP32."""
+        if all(self.tensors[segment.spec.name].dtype == torch.float32 for segment in block.segments):
+            return block.of(theta)
+        start, at = block.of(theta).copy(), 0
+        for spec, first, last in block.segments:
+            piece = torch.from_numpy(start[at : at + last - first])
+            piece.copy_(piece.to(self.tensors[spec.name].dtype))
+            at += last - first
+        return start
+
+    def load(self, saved: Mapping[str, torch.Tensor], flat: Floats, what: str) -> None:
+        """Fills ``flat`` from tensors by name. Raises StateMismatch, with ``flat`` as it was."""
+        views = self.views(flat)
+        if saved.keys() != views.keys():
+            raise StateMismatch(
+                f"the {what} has other parameters than the model: {sorted(saved.keys() ^ views.keys())[:3]}"
+            )
+        for name, tensor in saved.items():
+            if tuple(tensor.shape) != views[name].shape or tensor.dtype != torch.float32:
+                raise StateMismatch(f"parameter {name!r} of the {what} is {tensor.dtype} {list(tensor.shape)}")
+        for name, tensor in saved.items():
+            torch.from_numpy(views[name]).copy_(tensor)

@@ -1,0 +1,101 @@
+"""The bytes of a round: one message a trainer, a payload a block (docs/loco.md, section 3)."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Self
+
+import numpy as np
+import torch
+
+from .._native import Malformed, decode_entries, encode_entries
+from ..codec import Run
+from ..errors import CorruptMessage, InputError
+from .gate import Floats, Positions, Rounding
+
+MAGIC = b"PLSL"
+FORMAT = 1
+_HEAD = struct.Struct("<4sBBHQI")
+_WIRES = {torch.float32: 0, torch.bfloat16: 1}
+
+Entries = tuple[Positions, Floats]
+"""Ascending positions in a block and the FP32 values there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How values travel: FP32 exactly, or rounded to BF16."""
+
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _WIRES:
+            raise InputError(f"wire_dtype {self.dtype} is not supported", hint="Use torch.float32 or torch.bfloat16.")
+
+    @property
+    def code(self) -> int:
+        return _WIRES[self.dtype]
+
+    @property
+    def narrow(self) -> bool:
+        return self.dtype == torch.bfloat16
+
+    def round(self, values: Floats) -> Floats:
+        """The values as they will arrive. What a value loses stays with the sender."""
+        return torch.from_numpy(values).to(torch.bfloat16).float().numpy() if self.narrow else values
+
+    def encode(
+        self, theta: Floats, momentum: Floats, rounding: Rounding, runs: tuple[Run, ...], entries: Entries
+    ) -> bytes:
+        """The payload of one block. ``theta`` and ``momentum`` are the block's; values must be ``round``'s results."""
+        return encode_entries(theta, momentum, rounding, list(runs), *entries, self.narrow)
+
+    def decode(
+        self, payloads: list[memoryview], theta: Floats, momentum: Floats, rounding: Rounding, runs: tuple[Run, ...]
+    ) -> list[Entries]:
+        """The entries of one block from several trainers. Raises CorruptMessage."""
+        views = [np.frombuffer(p, np.uint8) for p in payloads]
+        try:
+            return decode_entries(views, theta, momentum, rounding, list(runs), self.narrow)
+        except Malformed as error:
+            raise CorruptMessage(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one trainer says in a round: a payload for each block, in order."""
+
+    round: int
+    wire: int
+    payloads: list[memoryview]
+
+    @classmethod
+    def pack(cls, number: int, wire: Wire, payloads: list[bytes]) -> bytes:
+        head = _HEAD.pack(MAGIC, FORMAT, wire.code, 0, number, len(payloads))
+        lengths = struct.pack(f"<{len(payloads)}I", *map(len, payloads))
+        return b"".join([head, lengths, *payloads])
+
+    @classmethod
+    def unpack(cls, data: bytes, blocks: int) -> Self:
+        """Raises CorruptMessage unless ``data`` is a message of ``blocks`` payloads that tile it."""
+        if len(data) < _HEAD.size + 4 * blocks:
+            raise CorruptMessage(f"a message of {len(data)} bytes is too short for {blocks} blocks")
+        magic, format_, wire, reserved, number, count = _HEAD.unpack_from(data)
+        if (magic, format_, reserved, count) != (MAGIC, FORMAT, 0, blocks):
+            raise CorruptMessage("not a message of this format for these parameters")
+        lengths = struct.unpack_from(f"<{blocks}I", data, _HEAD.size)
+        at = _HEAD.size + 4 * blocks
+        if at + sum(lengths) != len(data):
+            raise CorruptMessage("the payloads do not tile the message")
+        view, payloads = memoryview(data), []
+        for length in lengths:
+            payloads.append(view[at : at + length])
+            at += length
+        return cls(number, wire, payloads)
+
+
+def digest_of(message: bytes) -> str:
+    """What a trainer is known by in a round: SHA-256 of its message, 64 hexadecimal digits."""
+    return sha256(message).hexdigest()
