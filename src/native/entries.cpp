@@ -1,33 +1,47 @@
 #include "entries.h"
 
 #include <array>
+#include <map>
 #include <memory>
 
 #include "survey.h"
+#include "symbols.h"
 
 namespace pulse {
 namespace {
 
-constexpr int kSymbols = 32, kEscape = 31;
+constexpr int kEscape = kSymbols - 1;
 constexpr size_t kTile = 1 << 13;
 
-// A symbol of 5 bits, most significant first, each with a model of its own.
-struct Tree {
-    std::array<AdaptiveBit, kSymbols> nodes;
-
-    template <class Side>
-    int code(Side& side, int symbol) {
-        int node = 1;
-        for (int k = 4; k >= 0; k--) node = node << 1 | int(side.bit(nodes[size_t(node)], (symbol >> k) & 1));
-        return node - kSymbols;
+// One description of each value serves both directions, as in places.h: a range coder, and plain bits beside it.
+struct EntryWriter : Writer {
+    BitWriter bits;
+    uint32_t symbol(AdaptiveSymbol& model, uint32_t value) {
+        coder.share(model.bound(value), model.bound(value + 1));
+        model.adapt(value);
+        return value;
     }
+    uint32_t rest(uint32_t value, int count) {
+        bits.put(value, count);
+        return value;
+    }
+};
+struct EntryReader : Reader {
+    BitReader bits;
+    uint32_t symbol(AdaptiveSymbol& model, uint32_t) {
+        const uint32_t value = model.at(coder.share_place());
+        coder.take_share(model.bound(value), model.bound(value + 1));
+        model.adapt(value);
+        return value;
+    }
+    uint32_t rest(uint32_t, int count) { return bits.take(count); }
 };
 
 struct Models {
     AdaptiveBit absent, as_expected, lower;
     std::array<AdaptiveBit, 8> further;
     std::array<AdaptiveBit, 26 * 16> near;
-    std::array<Tree, 512> trees;
+    std::array<AdaptiveSymbol, 512> sizes;
 };
 
 // The levels of all classes of which one is present, each expected where its neighbour of one octave of momentum less is.
@@ -59,17 +73,6 @@ void code_levels(Side& side, Models& models, std::array<uint8_t, kClasses>& leve
     }
 }
 
-template <class Side>
-uint32_t code_plain(Side& side, uint32_t value, int count) {
-    uint32_t read = 0;
-    for (; count > 0;) {
-        const int piece = std::min(count, 16);
-        count -= piece;
-        read = read << piece | side.plain((value >> count) & ((1u << piece) - 1), piece);
-    }
-    return read;
-}
-
 // A value against theta. Its direction says which of theta's two boundaries it crosses; where it is a multiple of theta's
 // unit in the last place, as differences of close numbers are, only the excess over that boundary is left to say.
 template <class Side>
@@ -85,11 +88,10 @@ float code_value(Side& side, Models& models, const Rounding& rounding, uint32_t 
     const uint32_t sign = is_up ? ~theta & kSign : theta & kSign;
     const uint32_t own = (bits & kMagnitude) >> 23;
     if (narrow) {
-        Tree& tree = models.trees[cls << 1 | near];
-        const int symbol = int(own) - base, known = symbol >= 0 && symbol < kEscape ? symbol : kEscape;
-        const int read = tree.code(side, known);
-        if (read == kEscape) return float_of(sign | code_plain(side, (bits & kMagnitude) >> 16, 15) << 16);
-        return float_of(sign | uint32_t(base + read) << 23 | code_plain(side, (bits >> 16) & 127, 7) << 16);
+        const int octave_of = int(own) - base, known = octave_of >= 0 && octave_of < kEscape ? octave_of : kEscape;
+        const int read = int(side.symbol(models.sizes[cls << 1 | near], uint32_t(known)));
+        if (read == kEscape) return float_of(sign | side.rest((bits & kMagnitude) >> 16, 15) << 16);
+        return float_of(sign | uint32_t(base + read) << 23 | side.rest((bits >> 16) & 127, 7) << 16);
     }
     const uint32_t need = is_up ? distance.up : distance.down;
     uint64_t excess = 0;  // plus one; 0: escape
@@ -106,11 +108,10 @@ float code_value(Side& side, Models& models, const Rounding& rounding, uint32_t 
         if (excess >> 31) excess = 0;
     }
     const uint32_t place = uint32_t(std::clamp(int(exponent) - base, 0, 15));
-    Tree& tree = models.trees[place << 5 | (cls & 15) << 1 | near];
     const int length = excess ? 31 - __builtin_clz(uint32_t(excess)) : kEscape;
-    const int read = tree.code(side, length);
-    if (read == kEscape) return float_of(sign | code_plain(side, bits & kMagnitude, 31));
-    const uint32_t rest = (1u << read) | code_plain(side, uint32_t(excess) & ((1u << read) - 1), read);
+    const int read = int(side.symbol(models.sizes[place << 5 | (cls & 15) << 1 | near], uint32_t(length)));
+    if (read == kEscape) return float_of(sign | side.rest(bits & kMagnitude, 31));
+    const uint32_t rest = (1u << read) | side.rest(uint32_t(excess) & ((1u << read) - 1), read);
     const uint64_t multiple = uint64_t(rest) - 1 + need;
     // multiple * 2^(exponent - 150); a power of two below the normal numbers scales exactly in two steps.
     const uint32_t e = std::max(exponent, 1u);
@@ -130,9 +131,14 @@ struct Head {
     Octaves octaves;
 };
 
-Entries decode_one(const Shared& shared, const uint8_t* data, size_t size, size_t at, size_t count, const Head& head,
+// `data` is the payload past its head: first the range coder's part, then the plain bits.
+Entries decode_one(const Shared& shared, const uint8_t* data, size_t size, size_t count, const Head& head,
                    const uint8_t* classes, bool narrow) {
-    Reader side{Decoder(data + at, size - at)};
+    size_t at = 0;
+    uint32_t coded = 0;
+    for (int k = 0; k < 4; k++) coded |= uint32_t(take_byte(data, size, at)) << (8 * k);
+    if (coded > size - at) throw Malformed("the code ends past the block");
+    EntryReader side{{Decoder(data + at, coded)}, {data + at + coded, size - at - coded}};
     const auto models = std::make_unique<Models>();
     std::array<uint8_t, kClasses> levels;
     levels.fill(kAbsent);
@@ -151,7 +157,9 @@ Entries decode_one(const Shared& shared, const uint8_t* data, size_t size, size_
         result.positions[i] = uint32_t(p);
         result.values[i] = value;
     }
-    if (!side.coder.finished()) throw Malformed("the code is longer or shorter than its entries");
+    if (!side.coder.finished() || !side.bits.finished()) {
+        throw Malformed("the code is longer or shorter than its entries");
+    }
     return result;
 }
 
@@ -197,7 +205,7 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     for (int x : {plan.boost, plan.first, plan.count - 1, int(head.octaves.distance), int(head.octaves.momentum), head.base}) {
         payload.push_back(uint8_t(x));
     }
-    Writer side;
+    EntryWriter side;
     const auto models = std::make_unique<Models>();
     code_levels(side, *models, plan.levels, plan.first, plan.count);
     const Weights weights(plan.levels, plan.boost);
@@ -207,17 +215,18 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
         places.write(side.coder, p);
         code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base, narrow, values[i]);
     }
-    const std::vector<uint8_t> code = side.coder.finish();
+    const std::vector<uint8_t> code = side.coder.finish(), rest = side.bits.finish();
+    for (int k = 0; k < 4; k++) payload.push_back(uint8_t(code.size() >> (8 * k)));
     payload.insert(payload.end(), code.begin(), code.end());
+    payload.insert(payload.end(), rest.begin(), rest.end());
     return payload;
 }
 
 std::vector<Entries> decode_entries(const Shared& shared, const std::vector<std::pair<const uint8_t*, size_t>>& payloads,
                                     bool narrow) {
     const size_t total = total_of(shared.runs);
+    std::map<std::pair<uint8_t, uint8_t>, std::vector<uint8_t>> classes;
     std::vector<Entries> results;
-    std::vector<uint8_t> classes;
-    Octaves known{};
     for (const auto& [data, size] : payloads) {
         size_t at = 0;
         const uint64_t count = take_count(data, size, at);
@@ -237,12 +246,12 @@ std::vector<Entries> decode_entries(const Shared& shared, const std::vector<std:
         if (head.boost > kMostBoost || head.first + head.count > kClasses || (narrow && head.base > 255 - kEscape)) {
             throw Malformed("the block's head is out of range");
         }
-        if (classes.empty() || head.octaves.distance != known.distance || head.octaves.momentum != known.momentum) {
-            known = head.octaves;
-            classes.resize(total);
-            classify(shared.theta, shared.momentum, total, shared.rounding, known, classes.data());
+        std::vector<uint8_t>& known = classes[{head.octaves.distance, head.octaves.momentum}];
+        if (known.empty()) {
+            known.resize(total);
+            classify(shared.theta, shared.momentum, total, shared.rounding, head.octaves, known.data());
         }
-        results.push_back(decode_one(shared, data, size, at, size_t(count), head, classes.data(), narrow));
+        results.push_back(decode_one(shared, data + at, size - at, size_t(count), head, known.data(), narrow));
     }
     return results;
 }

@@ -14,14 +14,14 @@ namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using MutableFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using RoundingTuple = std::tuple<uint32_t, uint32_t, uint32_t>;
+using RoundingTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
 
 pulse::Rounding checked_rounding(const RoundingTuple& rounding) {
-    const auto& [mantissa, least, most] = rounding;
-    if (mantissa < 1 || mantissa > 22 || least < 1 || least > 254 || most >= 0x7f800000u) {
+    const auto& [mantissa, least, most, beyond] = rounding;
+    if (mantissa < 1 || mantissa > 22 || least < 1 || least > 254 || most >= 0x7f800000u || beyond > 0x7f800000u) {
         throw nb::value_error("the rounding is out of range");
     }
-    return {mantissa, least, most};
+    return {mantissa, least, most, beyond};
 }
 
 template <class... Arrays>

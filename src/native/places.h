@@ -153,10 +153,25 @@ public:
                 if (next >= target) break;
                 waited = next;
             }
-            for (; at < limit; at++) {
+            if (at + 8 <= limit) {  // in these eight; counted without branches, which could not be predicted
+                const uint64_t rest = target - waited;
+                uint64_t sum = 0, passed = 0;
+                size_t before = 0;
+                for (size_t k = 0; k < 7; k++) {
+                    sum += weight_of[cls_(elements[at + k])];
+                    const bool past = sum < rest;
+                    before += past;
+                    passed = past ? sum : passed;
+                }
+                at += before;
+                waited += passed;
                 weight = weight_of[cls_(elements[at])];
-                if (waited + weight >= target) break;
-                waited += weight;
+            } else {
+                for (; at < limit; at++) {
+                    weight = weight_of[cls_(elements[at])];
+                    if (waited + weight >= target) break;
+                    waited += weight;
+                }
             }
             at_ = at;
             if (at < limit) break;

@@ -21,9 +21,9 @@ inline float float_of(uint32_t bits) {
 constexpr uint32_t kSign = 0x80000000u, kMagnitude = 0x7fffffffu;
 
 // `mantissa`: explicit mantissa bits. `least`: FP32 exponent field of the smallest normal number. `most`: FP32 bits of the
-// largest finite number; what rounds above it is one value.
+// largest finite number. `beyond`: what a larger one becomes; infinity, or `most` for dtypes that saturate.
 struct Rounding {
-    uint32_t mantissa, least, most;
+    uint32_t mantissa, least, most, beyond;
 
     bool is_bf16() const { return mantissa == 7 && least == 1; }
 
@@ -45,7 +45,7 @@ struct Rounding {
         } else {  // half of the smallest number is a tie, and goes to zero
             rounded = t == 24 && (magnitude & 0x7fffff) ? (exponent + 1) << 23 : 0;
         }
-        return (rounded > most ? 0x7f800000u : rounded) | (bits & kSign);
+        return (rounded > most ? beyond : rounded) | (bits & kSign);
     }
 };
 

@@ -38,13 +38,13 @@ def gate(
     now: npt.NDArray[np.float32],
     residual: npt.NDArray[np.float32],
     s: npt.NDArray[np.float32],
-    rounding: tuple[int, int, int],
+    rounding: tuple[int, int, int, int],
     base: int,
 ) -> npt.NDArray[np.uint32] | None: ...
 def encode_entries(
     theta: npt.NDArray[np.float32],
     momentum: npt.NDArray[np.float32],
-    rounding: tuple[int, int, int],
+    rounding: tuple[int, int, int, int],
     runs: list[tuple[int, int, int]],
     positions: npt.NDArray[np.uint32],
     values: npt.NDArray[np.float32],
@@ -54,7 +54,7 @@ def decode_entries(
     payloads: list[npt.NDArray[np.uint8]],
     theta: npt.NDArray[np.float32],
     momentum: npt.NDArray[np.float32],
-    rounding: tuple[int, int, int],
+    rounding: tuple[int, int, int, int],
     runs: list[tuple[int, int, int]],
     narrow: bool,
 ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]]: ...

@@ -103,17 +103,25 @@ def restore(
     def fill(item: tuple[tuple[Payload, RangeReader], tuple[list[tuple[TensorSpec, int]], bytes, int]]) -> None:
         (payload, read), (placed, head, start) = item
         digest = sha256(head)
-        for spec, offset in placed:
-            into = state.read(spec.name).view(np.uint8).data
-            for at in range(0, spec.nbytes, _CHUNK_BYTES):
-                stop = min(at + _CHUNK_BYTES, spec.nbytes)
-                chunk = read(start + offset + at, start + offset + stop)
-                if len(chunk) != stop - at:
-                    raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}… ends too early")
-                digest.update(chunk)
-                into[at:stop] = chunk
-                if progress:
-                    progress(stop - at)
+        first = 0  # of the tensors that are not yet whole
+        # In ranges over many tensors: a request a tensor would cost more time than its bytes on most networks.
+        for at in range(start, payload.bytes, _CHUNK_BYTES):
+            stop = min(at + _CHUNK_BYTES, payload.bytes)
+            chunk = memoryview(read(at, stop))
+            if len(chunk) != stop - at:
+                raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}… ends too early")
+            digest.update(chunk)
+            while first < len(placed):
+                spec, offset = placed[first]
+                begin, end = start + offset, start + offset + spec.nbytes
+                here, there = max(begin, at), min(end, stop)
+                if here < there:
+                    state.read(spec.name).view(np.uint8).data[here - begin : there - begin] = chunk[here - at : there - at]
+                if end > stop:
+                    break
+                first += 1
+            if progress:
+                progress(stop - at)
         if digest.hexdigest() != payload.sha256:
             raise DigestMismatch(f"the anchor's shard {payload.sha256[:16]}… does not match its SHA-256")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
@@ -100,9 +101,11 @@ class Exchange:
 
     def close(self) -> None:
         """Gives the group up. Safe after a failure."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            # After a re-initialisation torch.distributed no longer knows the group, and says so by a ValueError.
+            with suppress(ValueError, RuntimeError):
+                dist.destroy_process_group(group)
 
     def _all_gather(self, data: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
         if not len(data):

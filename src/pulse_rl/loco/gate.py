@@ -11,15 +11,16 @@ from ..errors import InputError
 
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.uint32]
-Rounding = tuple[int, int, int]
+Rounding = tuple[int, int, int, int]
 
 ROUNDINGS: dict[torch.dtype, Rounding] = {
-    torch.bfloat16: (7, 1, 0x7F7F0000),
-    torch.float16: (10, 113, 0x477FE000),
-    torch.float8_e4m3fn: (3, 121, 0x43E00000),
-    torch.float8_e5m2: (2, 113, 0x47600000),
+    torch.bfloat16: (7, 1, 0x7F7F0000, 0x7F800000),
+    torch.float16: (10, 113, 0x477FE000, 0x7F800000),
+    torch.float8_e4m3fn: (3, 121, 0x43E00000, 0x43E00000),
+    torch.float8_e5m2: (2, 113, 0x47600000, 0x7F800000),
 }
-"""Explicit mantissa bits, FP32 exponent field of the smallest normal number, FP32 bits of the largest finite one."""
+"""Explicit mantissa bits, FP32 exponent field of the smallest normal number, FP32 bits of the largest finite one, and of
+what a larger one becomes (float8_e4m3fn has no infinity and saturates)."""
 
 
 def rounding_of(dtype: torch.dtype) -> Rounding:

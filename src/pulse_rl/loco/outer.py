@@ -121,6 +121,7 @@ class OuterLoop(ABC):
         """
         if self._exchange is not None:
             self._exchange.close()
+        self._group = group
         self._join(group)
         if self.inner_step >= self.sync_every:
             self._run_round()
