@@ -108,6 +108,8 @@ class PulseLoCo(OuterLoop):
             raise NonFinite(self.parameters.name_at(block.start + int(np.argmin(np.isfinite(s)))))
         values = s[positions]
         sent = self._wire.round(self._values(theta[positions], values))
+        if not np.isfinite(sent).all():  # too large for BF16
+            raise NonFinite(self.parameters.name_at(block.start + int(positions[np.argmin(np.isfinite(sent))])))
         s[positions] = self._left(values, sent)
         return self._wire.encode(theta, momentum, self._rounding, block.runs, (positions, sent)), (positions, sent)
 
