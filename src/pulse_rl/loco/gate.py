@@ -19,8 +19,8 @@ ROUNDINGS: dict[torch.dtype, Rounding] = {
     torch.float8_e4m3fn: (3, 121, 0x43E00000, 0x43E00000),
     torch.float8_e5m2: (2, 113, 0x47600000, 0x7F800000),
 }
-"""Explicit mantissa bits, FP32 exponent field of the smallest normal number, FP32 bits of the largest finite one, and of
-what a larger one becomes (float8_e4m3fn has no infinity and saturates)."""
+"""Explicit mantissa bits, FP32 exponent field of the smallest normal number, FP32 bits of the largest finite one, and
+of what a larger one becomes (float8_e4m3fn has no infinity and saturates)."""
 
 
 def rounding_of(dtype: torch.dtype) -> Rounding:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from .._native import add_entries
 from ..errors import CorruptMessage, NonFinite
 from .exchange import Exchange
 from .gate import Floats, Positions, open_entries, rounding_of
 from .membership import Standing
-from .outer import OuterLoop
+from .outer import OuterLoop, Round
 from .parameters import FlatBlock
 from .wire import Entries, Message, Wire, digest_of
 
@@ -42,14 +42,29 @@ class PulseLoCo(OuterLoop):
         inner_optimizer: torch.optim.Optimizer,
         *,
         sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
         gate_dtype: torch.dtype = torch.bfloat16,
         wire_dtype: torch.dtype = torch.float32,
-        **settings: Any,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+        threads: int | None = None,
+        on_round: Callable[[Round], None] | None = None,
     ) -> None:
         self.gate_dtype = gate_dtype
         self._rounding = rounding_of(gate_dtype)
         self._wire = Wire(wire_dtype)
-        super().__init__(model, inner_optimizer, sync_every=sync_every, **settings)
+        super().__init__(
+            model,
+            inner_optimizer,
+            sync_every=sync_every,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            group=group,
+            timeout=timeout,
+            threads=threads,
+            on_round=on_round,
+        )
         self.residual_flat = np.zeros_like(self.theta_flat)
         # The residual of the round under way: the old one stays whole until the round is common to all.
         self._next_residual = np.empty_like(self.theta_flat)
