@@ -153,7 +153,7 @@ Entries decode_one(const Shared& shared, const uint8_t* data, size_t size, size_
         const size_t p = places.position();
         const float value = code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base,
                                        narrow, 0.0f);
-        if ((bits_of(value) & 0x7f800000u) == 0x7f800000u) throw Malformed("a value that is not finite");
+        if ((bits_of(value) & kMagnitude) >= kHuge) throw Malformed("a value that is not finite");
         result.positions[i] = uint32_t(p);
         result.values[i] = value;
     }

@@ -30,7 +30,7 @@ inline __attribute__((always_inline)) bool gate_chunk(const float* theta, const 
         changed |= differs;
     }
     any = changed;
-    return highest < 0x7f800000u;
+    return highest < kHuge;
 }
 
 PULSE_CLONES bool bf16_chunk(const float* theta, const float* start, const float* now, const float* residual, float* s,

@@ -52,7 +52,7 @@ void bind_loco(nb::module_& m) {
         },
         "theta"_a, "start"_a, "now"_a, "residual"_a, "s"_a, "rounding"_a, "base"_a,
         "s = (start - now) + residual; the positions, plus base, where theta and theta - s round differently; None if a "
-        "pseudo-gradient is not finite.");
+        "pseudo-gradient is not finite, or 2^64 or more.");
 
     m.def(
         "encode_entries",

@@ -47,6 +47,14 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | N
         _join(pool)
 
 
+def to_the_end(work: Callable[[], R]) -> R:
+    """``work()``, in a thread that an interrupt does not reach; one that comes meanwhile is raised at the end."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="pulse")
+    future = pool.submit(work)
+    _join(pool)
+    return future.result()
+
+
 def _join(pool: ThreadPoolExecutor) -> None:
     """Waits for the pool's threads, through any number of interrupts; the last one is raised afterwards."""
     interrupt: KeyboardInterrupt | None = None

@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from ..errors import InputError, NonFinite
 from .exchange import Exchange
-from .gate import Floats, Positions
-from .outer import OuterLoop
-from .parameters import Parameters
+from .gate import Floats, Positions, is_sound
+from .outer import Heard, OuterLoop
+from .parameters import FlatBlock, Parameters
 from .pulseloco import PulseLoCo
 
 
 class DiLoCo(OuterLoop):
     """Dense FP32 pseudo-gradients, summed by an all-reduce (DiLoCo, arXiv 2311.08105). Same settings as `OuterLoop`."""
 
-    def _outer_round(self, exchange: Exchange) -> tuple[int, int]:
+    def _outer_round(self, exchange: Exchange) -> Heard:
         with self._phase("gate"):
             total = np.empty_like(self.theta_flat)
             for block in self.parameters.blocks:
@@ -31,12 +31,14 @@ class DiLoCo(OuterLoop):
         with self._phase("exchange"):
             exchange.all_reduce(total)
         # The sum is the same on all trainers, so all of them find it together, and before it spreads.
-        if not np.isfinite(total).all():
-            name = self.parameters.name_at(int(np.argmin(np.isfinite(total))))
+        if not is_sound(total).all():
+            name = self.parameters.name_at(int(np.argmin(is_sound(total))))
             raise NonFinite(f"the sum of the pseudo-gradients of {name!r} is not finite")
-        with self._phase("update"):
-            self._each_block(lambda block: self._update(block, block.of(total), exchange.size))
-        return self.parameters.count, total.nbytes
+
+        def update(block: FlatBlock) -> None:
+            self._update(block, block.of(total), exchange.size)
+
+        return Heard(self.parameters.count, total.nbytes, update, lambda: None)
 
 
 class TopK(PulseLoCo):
@@ -65,10 +67,8 @@ class TopK(PulseLoCo):
 class WithoutFeedback(PulseLoCo):
     """An ablation: what the gate holds back is dropped, not carried to the next round."""
 
-    def _outer_round(self, exchange: Exchange) -> tuple[int, int]:
-        done = super()._outer_round(exchange)
-        self.residual_flat.fill(0)
-        return done
+    def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
+        return super()._select(theta, start, now, np.zeros_like(residual), s)
 
 
 class CastDifference(PulseLoCo):
@@ -83,7 +83,10 @@ class CastDifference(PulseLoCo):
 
 
 class Ddp:
-    """Data parallelism: the mean of the FP32 gradients before every inner step. A context manager like `OuterLoop`."""
+    """Data parallelism: the mean of the FP32 gradients before every inner step. A context manager like `OuterLoop`.
+
+    A parameter without a gradient on a trainer counts as one whose gradient is zero there.
+    """
 
     def __init__(
         self,

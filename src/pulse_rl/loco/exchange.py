@@ -26,9 +26,10 @@ _BROADCAST_BYTES = 1 << 26
 class Exchange:
     """One trainer's side of a group of trainers; alone where torch.distributed is not initialised.
 
-    ``timeout`` (seconds) ends every call: a trainer that has died or stalled for longer raises TrainerLost on all the
-    others. ``sent`` counts the bytes that left this process: a message travels round a ring, so each process passes on
-    all but one of the padded messages.
+    A gloo group of its own, whatever the user's backend is: messages are small and made on the host, a peer that is
+    gone is an error and not an abort, and nothing meets the user's collectives. ``timeout`` (seconds) ends every call:
+    a trainer that has died or stalled for longer raises TrainerLost on all the others. ``sent`` counts the bytes that
+    left this process: a message travels round a ring, so each process passes on all but one of the padded messages.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 600.0) -> None:
@@ -45,16 +46,14 @@ class Exchange:
                     hint="Call torch.distributed.init_process_group() first.",
                 )
             return
-        # A group of its own: its timeout is ours, and its messages never meet the user's.
+        if group is not None and dist.get_rank(group) < 0:
+            raise InputError("this process is not in the group", hint="Only the trainers of a group make a PulseLoCo.")
         ranks = None if group is None else dist.get_process_group_ranks(group)
+        local = ranks is not None
         made = self._guard(
-            lambda: dist.new_group(
-                ranks, timedelta(seconds=timeout), dist.get_backend(group), use_local_synchronization=ranks is not None
-            )
+            lambda: dist.new_group(ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=local)
         )
         self._group, self.size, self.rank = made, dist.get_world_size(made), dist.get_rank(made)
-        nccl = dist.get_backend(made) == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def gather(self, message: bytes, *, most: int) -> list[bytes]:
         """Every trainer's message, in rank order: sizes first, then one all-gather padded to the longest.
@@ -69,6 +68,8 @@ class Exchange:
         for rank, size in enumerate(sizes):
             if size > most:
                 raise CorruptMessage(f"trainer {rank} announces {size} bytes, more than {most}")
+        if max(sizes) == 0:
+            return [b""] * self.size
         padded = np.zeros(max(sizes), np.uint8)
         padded[: len(message)] = np.frombuffer(message, np.uint8)
         messages = [m[:size].tobytes() for m, size in zip(self._all_gather(padded), sizes, strict=True)]
@@ -77,6 +78,12 @@ class Exchange:
                 raise CorruptMessage(f"the message of trainer {rank} is not the one it sent")
         return messages
 
+    def gather_short(self, message: bytes) -> list[bytes]:
+        """As `gather`, in one step, for messages of one length that all trainers know."""
+        if self.size == 1:
+            return [message]
+        return [m.tobytes() for m in self._all_gather(np.frombuffer(message, np.uint8))]
+
     def broadcast(self, array: npt.NDArray[np.float32], source: int) -> None:
         """Replaces ``array`` by that of trainer ``source``, in place."""
         if self.size == 1:
@@ -84,19 +91,14 @@ class Exchange:
         step = _BROADCAST_BYTES // array.itemsize
         for start in range(0, len(array), step):
             piece = torch.from_numpy(array[start : start + step])
-            moved = piece.to(self._device)
-            self._guard(partial(dist.broadcast, moved, self._global_rank(source), self._group))
-            piece.copy_(moved)
+            self._guard(partial(dist.broadcast, piece, self._global_rank(source), self._group))
             self.sent += piece.nbytes if self.rank == source else 0
 
     def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
         """Replaces ``array`` by the sum over all trainers, in place; for dense baselines."""
         if self.size == 1:
             return
-        tensor = torch.from_numpy(array)
-        moved = tensor.to(self._device)
-        self._guard(lambda: dist.all_reduce(moved, group=self._group))
-        tensor.copy_(moved)
+        self._guard(lambda: dist.all_reduce(torch.from_numpy(array), group=self._group))
         self.sent += 2 * (self.size - 1) * array.nbytes // self.size
 
     def close(self) -> None:
@@ -108,13 +110,11 @@ class Exchange:
                 dist.destroy_process_group(group)
 
     def _all_gather(self, data: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
-        if not len(data):
-            return [data] * self.size
-        moved = torch.from_numpy(data if data.flags.writeable else data.copy()).to(self._device)
-        out = [torch.empty_like(moved) for _ in range(self.size)]
-        self._guard(lambda: dist.all_gather(out, moved, group=self._group))
+        own = torch.from_numpy(data if data.flags.writeable else data.copy())
+        out = [torch.empty_like(own) for _ in range(self.size)]
+        self._guard(lambda: dist.all_gather(out, own, group=self._group))
         self.sent += (self.size - 1) * len(data)
-        return [piece.cpu().numpy() for piece in out]
+        return [piece.numpy() for piece in out]
 
     def _global_rank(self, rank: int) -> int:
         assert self._group is not None

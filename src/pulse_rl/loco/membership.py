@@ -49,9 +49,13 @@ def meet(exchange: Exchange, own: Standing) -> tuple[int, Standing, bool]:
     latest = max(int(told["round"]) for told in standings)
     leader = next(rank for rank, told in enumerate(standings) if told["round"] == latest)
     leading = standings[leader]
-    states = {(told["root"], told["momentum"]) for told in standings if told["round"] == latest}
-    if latest and len(states) > 1:
-        raise Diverged(f"the trainers in round {latest} hold {len(states)} different states")
+    odd = [
+        rank
+        for rank, told in enumerate(standings)
+        if told["round"] == latest and (told["root"], told["momentum"]) != (leading["root"], leading["momentum"])
+    ]
+    if latest and odd:
+        raise Diverged(f"in round {latest} the state of trainers {odd} is not that of trainer {leader}")
     anyone_behind = len({(told["round"], told["root"], told["momentum"]) for told in standings}) > 1
     return leader, Standing(own.specs, **{k: leading[k] for k in _FIELDS}), anyone_behind
 

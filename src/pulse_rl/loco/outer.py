@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from .._native import outer_step
-from .._pool import ordered_map
+from .._pool import ordered_map, to_the_end
 from ..digest import StateDigest, state_digest
-from ..errors import Diverged, InputError, StateMismatch
+from ..errors import Diverged, InputError, NonFinite, StateMismatch, TrainerLost
 from .exchange import Exchange
-from .gate import Floats
+from .gate import Floats, is_sound
 from .membership import Standing, meet
 from .parameters import FlatBlock, Parameters
 
@@ -46,6 +46,16 @@ class Round:
     def density(self) -> float:
         """Entries sent / parameters."""
         return self.entries / self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What is left to do when all of a round was heard, and cannot fail: ``update`` each block, then ``settle``."""
+
+    entries: int
+    payload_bytes: int
+    update: Callable[[FlatBlock], None]
+    settle: Callable[[], None]
 
 
 class OuterLoop(ABC):
@@ -88,6 +98,8 @@ class OuterLoop(ABC):
         self._hook: Any = None
         self._seconds: dict[str, float] = {}
         self._messages: list[str] = []
+        # Whether the state comes from a checkpoint: others may have gone on since with what was sent of it.
+        self._loaded = False
         self.theta_flat = self.parameters.read()
         self.momentum_flat = np.zeros_like(self.theta_flat)
 
@@ -95,7 +107,9 @@ class OuterLoop(ABC):
 
     def __enter__(self) -> Self:
         if self._hook is None:
-            self._join(self._group)
+            if self.round == 0 and not self._loaded:
+                self.theta_flat[:] = self.parameters.read()  # the model may have been loaded since
+            self._join()
             self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
         return self
 
@@ -109,9 +123,7 @@ class OuterLoop(ABC):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+        self._part()
 
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
         """Goes on with the trainers that are there now, after TrainerLost or when others come or go.
@@ -119,21 +131,36 @@ class OuterLoop(ABC):
         torch.distributed must be initialised anew, and all trainers must call this or enter. Whoever is behind gets
         theta and the outer momentum. A round that was due runs at once; local steps that nobody has seen are not lost.
         """
-        if self._exchange is not None:
-            self._exchange.close()
+        self._part()
         self._group = group
-        self._join(group)
-        if self.inner_step >= self.sync_every:
-            self._run_round()
+        self._join()
 
     def rewind(self) -> None:
         """Gives the model theta, the last common state, and forgets the local steps since."""
-        self._forget_attempt()
         self.inner_step = 0
         self.parameters.write(self.theta_flat)
 
-    def _join(self, group: dist.ProcessGroup | None) -> None:
-        self._exchange = Exchange(group, timeout=self._timeout)
+    def _part(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def _join(self) -> None:
+        """Meets the others and takes up the common state; runs a round that is due."""
+        if not is_sound(self.theta_flat).all():
+            name = self.parameters.name_at(int(np.argmin(is_sound(self.theta_flat))))
+            raise NonFinite(f"theta is not finite at {name!r}", hint="Start from weights without NaN and Inf.")
+        exchange = Exchange(self._group, timeout=self._timeout)
+        try:
+            self._meet(exchange)
+        except BaseException:
+            exchange.close()
+            raise
+        self._exchange = exchange
+        if self.inner_step >= self.sync_every:
+            self._run_round()
+
+    def _meet(self, exchange: Exchange) -> None:
         standing = Standing(
             specs=self.parameters.specs,
             settings=self._settings(),
@@ -142,18 +169,24 @@ class OuterLoop(ABC):
             momentum=self._digest(self.momentum_flat).root,
             messages=self._messages,
         )
-        leader, leading, anyone_behind = meet(self._exchange, standing)
+        leader, leading, anyone_behind = meet(exchange, standing)
         if not anyone_behind:
             return
-        behind = (leading.round, leading.root) != (self.round, standing.root)
-        if behind and leading.round != self.round:
-            self._fall_in(leading)
-        self._exchange.broadcast(self.theta_flat, leader)
-        self._exchange.broadcast(self.momentum_flat, leader)
-        if behind:
-            self.round, self._messages = leading.round, list(leading.messages)
-            self.inner_step = 0
+        behind = (leading.round, leading.root, leading.momentum) != (self.round, standing.root, standing.momentum)
+        theta, momentum = (x.copy() if behind else x for x in (self.theta_flat, self.momentum_flat))
+        exchange.broadcast(theta, leader)
+        exchange.broadcast(momentum, leader)
+        if not behind:
+            return
+
+        def fall_in() -> None:
+            if leading.round != self.round:
+                self._fall_in(leading)
+            self.theta_flat[:], self.momentum_flat[:] = theta, momentum
+            self.round, self.inner_step, self._messages = leading.round, 0, list(leading.messages)
             self.parameters.write(self.theta_flat)
+
+        to_the_end(fall_in)
 
     # -- rounds
 
@@ -163,22 +196,39 @@ class OuterLoop(ABC):
             self._run_round()
 
     def _run_round(self) -> None:
-        exchange = self._joined()
-        self._seconds, before = {}, exchange.sent
-        entries, payload_bytes = self._outer_round(exchange)
-        self.round, self.inner_step = self.round + 1, 0
-        with self._phase("update"):
-            self.parameters.write(self.theta_flat)
-        # After the round has taken effect here: a trainer lost in the comparison leaves the others in a whole state.
-        with self._phase("verify"):
-            digest = self._digest(self.theta_flat)
-            self._compare(exchange, digest)
+        if self._exchange is None:
+            raise InputError(
+                "a round is due, but the trainers have not met",
+                hint="Enter it as a context manager; after TrainerLost, call rejoin() or rewind().",
+            )
+        exchange, self._seconds = self._exchange, {}
+        self.parameters.require(self._optimizer)
+        before = exchange.sent
+        try:
+            heard = self._outer_round(exchange)
+
+            def take_effect() -> None:
+                with self._phase("update"):
+                    self._each_block(heard.update)
+                    heard.settle()
+                    self.round, self.inner_step, self._loaded = self.round + 1, 0, False
+                    self.parameters.write(self.theta_flat)
+
+            to_the_end(take_effect)
+            # After it has taken effect here: a trainer lost in the comparison leaves the others in a whole state.
+            with self._phase("verify"):
+                digest = self._digest(self.theta_flat)
+                self._compare(exchange, digest)
+        except TrainerLost:
+            # What was said in this round may count with those that heard it: no second try before they have met.
+            self._part()
+            raise
         self.last_round = Round(
             number=self.round,
             trainers=exchange.size,
             parameters=self.parameters.count,
-            entries=entries,
-            payload_bytes=payload_bytes,
+            entries=heard.entries,
+            payload_bytes=heard.payload_bytes,
             sent_bytes=exchange.sent - before,
             root=digest.root,
             seconds=dict(self._seconds),
@@ -187,17 +237,11 @@ class OuterLoop(ABC):
             self.on_round(self.last_round)
 
     @abstractmethod
-    def _outer_round(self, exchange: Exchange) -> tuple[int, int]:
-        """Exchanges pseudo-gradients and moves theta. Returns the entries sent and the bytes of this trainer's message.
-
-        Nothing of this object may have changed when it raises.
-        """
+    def _outer_round(self, exchange: Exchange) -> Heard:
+        """Exchanges pseudo-gradients. Nothing of this object's common state changes."""
 
     def _fall_in(self, leading: Standing) -> None:  # noqa: B027  # a loop that keeps nothing has nothing to do
         """Called before theta is replaced by that of a trainer in a later round."""
-
-    def _forget_attempt(self) -> None:  # noqa: B027
-        """Called when the local steps since theta are given up."""
 
     def _update(self, block: FlatBlock, total: Floats, trainers: int) -> None:
         """One block of the outer step: Nesterov SGD on the mean."""
@@ -206,16 +250,18 @@ class OuterLoop(ABC):
 
     def _compare(self, exchange: Exchange, digest: StateDigest) -> None:
         """Raises Diverged on all trainers if theta is not the same on all of them."""
-        roots = exchange.gather(bytes.fromhex(digest.root), most=32)
-        if len(set(roots)) == 1:
-            return
-        trees = exchange.gather(b"".join(digest.tensor(s) for s in digest.specs), most=32 * len(digest.specs))
+        if len(set(exchange.gather_short(bytes.fromhex(digest.root)))) > 1:
+            self._name_difference(exchange, digest)
+            raise Diverged(f"round {self.round}: the trainers disagree on theta's root, but on no tensor")
+
+    def _name_difference(self, exchange: Exchange, digest: StateDigest) -> None:
+        """Raises Diverged with the first tensor of theta that differs, if one does. All trainers must call it."""
+        trees = exchange.gather_short(b"".join(digest.tensor(s) for s in digest.specs))
         for i, spec in enumerate(digest.specs):
             found = [tree[32 * i : 32 * i + 32] for tree in trees]
             if len(set(found)) > 1:
                 odd = [rank for rank, f in enumerate(found) if f != found[0]]
                 raise Diverged(f"round {self.round}: {spec.name!r} on trainers {odd} is not that on trainer 0")
-        raise Diverged(f"round {self.round}: the trainers disagree on theta's root, but on no tensor")
 
     # -- state
 
@@ -237,7 +283,7 @@ class OuterLoop(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up a saved state, before the first round or after it; StateMismatch if it is of other parameters.
+        """Takes up a saved state, before the first round or after it. Raises StateMismatch, with nothing changed.
 
         At a round's boundary (``inner_step`` 0) the model gets theta; in mid-round it is left to its own checkpoint.
         """
@@ -245,15 +291,20 @@ class OuterLoop(ABC):
         missing = {"round", "inner_step", "messages", *fresh} - state.keys()
         if missing:
             raise StateMismatch(f"the saved state has no {sorted(missing)}")
+        counters, messages = (state["round"], state["inner_step"]), state["messages"]
+        if not all(isinstance(n, int) and n >= 0 for n in counters) or not all(isinstance(m, str) for m in messages):
+            raise StateMismatch(f"the saved state's counters {counters} or messages are not what they should be")
         for key, flat in fresh.items():
             self.parameters.load(state[key], flat, f"saved {key}")
-        for key, flat in self._arrays().items():
-            flat[:] = fresh[key]
-        self._forget_attempt()
-        self.round, self.inner_step = int(state["round"]), int(state["inner_step"])
-        self._messages = [str(m) for m in state["messages"]]
-        if self.inner_step == 0:
-            self.parameters.write(self.theta_flat)
+
+        def take_up() -> None:
+            for key, flat in self._arrays().items():
+                flat[:] = fresh[key]
+            (self.round, self.inner_step), self._messages, self._loaded = counters, list(messages), True
+            if self.inner_step == 0:
+                self.parameters.write(self.theta_flat)
+
+        to_the_end(take_up)
 
     def _arrays(self) -> dict[str, Floats]:
         """The flat arrays that a checkpoint holds."""
@@ -272,11 +323,6 @@ class OuterLoop(ABC):
         }
 
     # -- helpers
-
-    def _joined(self) -> Exchange:
-        if self._exchange is None:
-            raise InputError("the trainers have not met", hint="Use it as a context manager: `with PulseLoCo(...):`.")
-        return self._exchange
 
     def _digest(self, flat: Floats) -> StateDigest:
         return state_digest(self.parameters.state(flat), threads=self.threads)

@@ -38,16 +38,16 @@ class Parameters:
     """
 
     def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._trained = _ids(optimizer)
         named = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else dict(model)
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not trained <= {id(p) for p in named.values()}:
+        if not self._trained <= {id(p) for p in named.values()}:
             raise InputError(
                 "the optimizer trains tensors that are not parameters of the model",
                 hint="If it holds FP32 masters, pass a mapping of names to the masters in place of the model.",
             )
         tensors: dict[str, torch.Tensor] = {}
         for name, p in named.items():
-            if id(p) in trained and all(p is not other for other in tensors.values()):
+            if id(p) in self._trained and all(p is not other for other in tensors.values()):
                 if p.dtype not in (torch.float32, torch.bfloat16):
                     raise InputError(f"parameter {name!r} is {p.dtype}", hint="Train in FP32 or BF16.")
                 tensors[name] = p
@@ -64,6 +64,11 @@ class Parameters:
             first = block.segments[0]
             start = self._starts[first.spec.name] + first.start
             self.blocks.append(FlatBlock(number, start, start + block.elements, block.layout.runs, block.segments))
+
+    def require(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises InputError if the optimizer trains other tensors than when this was made."""
+        if _ids(optimizer) != self._trained:
+            raise InputError("the optimizer's parameters have changed", hint="Make a new PulseLoCo for them.")
 
     def name_at(self, position: int) -> str:
         """The name of the parameter that a position of the flat array belongs to."""
@@ -123,3 +128,7 @@ class Parameters:
                 raise StateMismatch(f"parameter {name!r} of the {what} is {tensor.dtype} {list(tensor.shape)}")
         for name, tensor in saved.items():
             torch.from_numpy(views[name]).copy_(tensor)
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from .._native import add_entries
 from ..errors import CorruptMessage, NonFinite
 from .exchange import Exchange
-from .gate import Floats, Positions, open_entries, rounding_of
+from .gate import Floats, Positions, is_sound, open_entries, rounding_of
 from .membership import Standing
-from .outer import OuterLoop, Round
+from .outer import Heard, OuterLoop, Round
 from .parameters import FlatBlock
 from .wire import Entries, Message, Wire, digest_of
 
@@ -77,7 +78,7 @@ class PulseLoCo(OuterLoop):
 
     # -- a round
 
-    def _outer_round(self, exchange: Exchange) -> tuple[int, int]:
+    def _outer_round(self, exchange: Exchange) -> Heard:
         with self._phase("gate"):
             message, sent = self._speak()
         with self._phase("exchange"):
@@ -87,24 +88,25 @@ class PulseLoCo(OuterLoop):
                     name = other.removeprefix(_NON_FINITE).decode(errors="replace")
                     raise NonFinite(f"trainer {rank}: the pseudo-gradient of {name!r} is not finite")
         with self._phase("decode"):
-            heard = self._hear([m for rank, m in enumerate(messages) if rank != exchange.rank])
-        with self._phase("update"):
-            before = exchange.rank  # so many of the others come first
+            heard = self._hear(exchange, [m for rank, m in enumerate(messages) if rank != exchange.rank])
+        before, digests = exchange.rank, [digest_of(m) for m in messages]  # so many of the others come first
 
-            def update(block: FlatBlock) -> None:
-                total = np.zeros(block.stop - block.start, np.float32)
-                others = heard[block.number]
-                for positions, values in [*others[:before], sent[block.number], *others[before:]]:
-                    add_entries(total, positions, values)
-                self._update(block, total, exchange.size)
+        def update(block: FlatBlock) -> None:
+            total = np.zeros(block.stop - block.start, np.float32)
+            others = heard[block.number]
+            for positions, values in [*others[:before], sent[block.number], *others[before:]]:
+                add_entries(total, positions, values)
+            self._update(block, total, exchange.size)
 
-            self._each_block(update)
-        self.residual_flat, self._next_residual = self._next_residual, self.residual_flat
-        self._messages, self._attempt = [digest_of(m) for m in messages], None
-        return sum(len(positions) for positions, _ in sent), len(message)
+        def settle() -> None:
+            self.residual_flat, self._next_residual = self._next_residual, self.residual_flat
+            self._messages, self._attempt = digests, None
+
+        return Heard(sum(len(positions) for positions, _ in sent), len(message), update, settle)
 
     def _speak(self) -> tuple[bytes, list[Entries]]:
         """This trainer's message, and what it sends of each block; fills the next residual."""
+        self._attempt = None
         try:
             said = self._each_block(self._say)
         except NonFinite as error:
@@ -120,16 +122,29 @@ class PulseLoCo(OuterLoop):
         s = block.of(self._next_residual)
         positions = self._select(theta, start, now, block.of(self.residual_flat), s)
         if positions is None:
-            raise NonFinite(self.parameters.name_at(block.start + int(np.argmin(np.isfinite(s)))))
+            raise NonFinite(self.parameters.name_at(block.start + int(np.argmin(is_sound(s)))))
         values = s[positions]
         sent = self._wire.round(self._values(theta[positions], values))
-        if not np.isfinite(sent).all():  # too large for BF16
-            raise NonFinite(self.parameters.name_at(block.start + int(positions[np.argmin(np.isfinite(sent))])))
         s[positions] = self._left(values, sent)
         return self._wire.encode(theta, momentum, self._rounding, block.runs, (positions, sent)), (positions, sent)
 
-    def _hear(self, messages: list[bytes]) -> list[list[Entries]]:
-        """The entries of each block from each of the other trainers."""
+    def _hear(self, exchange: Exchange, messages: list[bytes]) -> list[list[Entries]]:
+        """The entries of each block from each of the other trainers, once all trainers could read all of them."""
+        problem: CorruptMessage | None = None
+        heard: list[list[Entries]] = []
+        try:
+            heard = self._decode(messages)
+        except CorruptMessage as error:
+            problem = error
+        good = exchange.gather_short(b"\0" if problem else b"\1")
+        if all(flag == b"\1" for flag in good):
+            return heard
+        # Theta and momentum are part of the code: a trainer that holds others cannot read it.
+        self._name_difference(exchange, self._digest(self.theta_flat))
+        failed = [rank for rank, flag in enumerate(good) if flag != b"\1"]
+        raise CorruptMessage(f"trainers {failed} could not read what was sent: {problem or 'see there'}") from problem
+
+    def _decode(self, messages: list[bytes]) -> list[list[Entries]]:
         unpacked = [Message.unpack(m, len(self.parameters.blocks)) for m in messages]
         for message in unpacked:
             if message.round != self.round or message.wire != self._wire.code:
@@ -159,22 +174,22 @@ class PulseLoCo(OuterLoop):
     # -- joining
 
     def _fall_in(self, leading: Standing) -> None:
-        """Of a round that the others finished: with this trainer's message, the residual is what that left. Without it,
-        all of the local progress is still to be sent. A trainer that was further away cannot know what of its residual
-        was sent, and starts with an empty one: sending it twice would be worse."""
-        attempted = self._attempt is not None and leading.round == self.round + 1
-        if attempted and self._attempt in leading.messages:
+        """What this trainer has not sent stays in its residual; what was counted, or may have been, does not."""
+        counted = leading.round == self.round + 1 and self._attempt in leading.messages
+        unknown = self._loaded or (self._attempt is not None and leading.round > self.round + 1)
+        if counted:
             self.residual_flat, self._next_residual = self._next_residual, self.residual_flat
-        elif attempted:
+        elif unknown:
+            self.residual_flat.fill(0)
+        else:
             for block in self.parameters.blocks:
                 now = np.empty(block.stop - block.start, np.float32)
                 self.parameters.read_block(block, now)
                 block.of(self.residual_flat)[:] += self.parameters.start_block(block, self.theta_flat) - now
-        else:
-            self.residual_flat.fill(0)
         self._attempt = None
 
-    def _forget_attempt(self) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._attempt = None
 
     # -- state

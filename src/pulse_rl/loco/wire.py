@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,7 +18,7 @@ from .gate import Floats, Positions, Rounding
 
 MAGIC = b"PLSL"
 FORMAT = 1
-_HEAD = struct.Struct("<4sBBHQI")
+_HEAD = struct.Struct("<4sBBHQQI")
 _WIRES = {torch.float32: 0, torch.bfloat16: 1}
 
 Entries = tuple[Positions, Floats]
@@ -73,7 +74,9 @@ class Message:
 
     @classmethod
     def pack(cls, number: int, wire: Wire, payloads: list[bytes]) -> bytes:
-        head = _HEAD.pack(MAGIC, FORMAT, wire.code, 0, number, len(payloads))
+        # Two trainers may have the same to say; their messages must still be told apart (docs/loco.md, section 5).
+        nonce = int.from_bytes(os.urandom(8), "little")
+        head = _HEAD.pack(MAGIC, FORMAT, wire.code, 0, number, nonce, len(payloads))
         lengths = struct.pack(f"<{len(payloads)}I", *map(len, payloads))
         return b"".join([head, lengths, *payloads])
 
@@ -82,7 +85,7 @@ class Message:
         """Raises CorruptMessage unless ``data`` is a message of ``blocks`` payloads that tile it."""
         if len(data) < _HEAD.size + 4 * blocks:
             raise CorruptMessage(f"a message of {len(data)} bytes is too short for {blocks} blocks")
-        magic, format_, wire, reserved, number, count = _HEAD.unpack_from(data)
+        magic, format_, wire, reserved, number, _, count = _HEAD.unpack_from(data)
         if (magic, format_, reserved, count) != (MAGIC, FORMAT, 0, blocks):
             raise CorruptMessage("not a message of this format for these parameters")
         lengths = struct.unpack_from(f"<{blocks}I", data, _HEAD.size)
