@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .._native import outer_step
 from .._pool import ordered_map, to_the_end
 from ..digest import StateDigest, state_digest
-from ..errors import Diverged, InputError, NonFinite, StateMismatch, TrainerLost
+from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from .exchange import Exchange
 from .gate import Floats, is_sound
 from .membership import Standing, meet
@@ -98,7 +98,7 @@ class OuterLoop(ABC):
         self._hook: Any = None
         self._seconds: dict[str, float] = {}
         self._messages: list[str] = []
-        # Whether the state comes from a checkpoint: others may have gone on since with what was sent of it.
+        # Whether the state is a checkpoint's: the others may have gone on since with what was sent of it.
         self._loaded = False
         self.theta_flat = self.parameters.read()
         self.momentum_flat = np.zeros_like(self.theta_flat)
@@ -171,17 +171,19 @@ class OuterLoop(ABC):
         )
         leader, leading, anyone_behind = meet(exchange, standing)
         if not anyone_behind:
+            self._loaded = False
             return
         behind = (leading.round, leading.root, leading.momentum) != (self.round, standing.root, standing.momentum)
         theta, momentum = (x.copy() if behind else x for x in (self.theta_flat, self.momentum_flat))
         exchange.broadcast(theta, leader)
         exchange.broadcast(momentum, leader)
-        if not behind:
-            return
 
         def fall_in() -> None:
+            self._loaded, loaded = False, self._loaded
+            if not behind:
+                return
             if leading.round != self.round:
-                self._fall_in(leading)
+                self._fall_in(leading, loaded)
             self.theta_flat[:], self.momentum_flat[:] = theta, momentum
             self.round, self.inner_step, self._messages = leading.round, 0, list(leading.messages)
             self.parameters.write(self.theta_flat)
@@ -211,7 +213,7 @@ class OuterLoop(ABC):
                 with self._phase("update"):
                     self._each_block(heard.update)
                     heard.settle()
-                    self.round, self.inner_step, self._loaded = self.round + 1, 0, False
+                    self.round, self.inner_step = self.round + 1, 0
                     self.parameters.write(self.theta_flat)
 
             to_the_end(take_effect)
@@ -219,8 +221,10 @@ class OuterLoop(ABC):
             with self._phase("verify"):
                 digest = self._digest(self.theta_flat)
                 self._compare(exchange, digest)
-        except TrainerLost:
-            # What was said in this round may count with those that heard it: no second try before they have met.
+        except (NonFinite, Diverged, CorruptMessage):  # on all trainers alike
+            raise
+        except BaseException:
+            # The others may be elsewhere, and what was said may count with them: no second try before they have met.
             self._part()
             raise
         self.last_round = Round(
@@ -240,8 +244,9 @@ class OuterLoop(ABC):
     def _outer_round(self, exchange: Exchange) -> Heard:
         """Exchanges pseudo-gradients. Nothing of this object's common state changes."""
 
-    def _fall_in(self, leading: Standing) -> None:  # noqa: B027  # a loop that keeps nothing has nothing to do
-        """Called before theta is replaced by that of a trainer in a later round."""
+    def _fall_in(self, leading: Standing, loaded: bool) -> None:  # noqa: B027  # nothing to do without a residual
+        """Called before theta is replaced by that of a later round. ``loaded``: this state is a checkpoint's, and no
+        trainer has been met since."""
 
     def _update(self, block: FlatBlock, total: Floats, trainers: int) -> None:
         """One block of the outer step: Nesterov SGD on the mean."""

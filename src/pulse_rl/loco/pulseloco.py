@@ -81,14 +81,7 @@ class PulseLoCo(OuterLoop):
     def _outer_round(self, exchange: Exchange) -> Heard:
         with self._phase("gate"):
             message, sent = self._speak()
-        with self._phase("exchange"):
-            messages = exchange.gather(message, most=self._most_bytes())
-            for rank, other in enumerate(messages):
-                if other.startswith(_NON_FINITE):
-                    name = other.removeprefix(_NON_FINITE).decode(errors="replace")
-                    raise NonFinite(f"trainer {rank}: the pseudo-gradient of {name!r} is not finite")
-        with self._phase("decode"):
-            heard = self._hear(exchange, [m for rank, m in enumerate(messages) if rank != exchange.rank])
+        messages, heard = self._hear(exchange, message)
         before, digests = exchange.rank, [digest_of(m) for m in messages]  # so many of the others come first
 
         def update(block: FlatBlock) -> None:
@@ -128,17 +121,26 @@ class PulseLoCo(OuterLoop):
         s[positions] = self._left(values, sent)
         return self._wire.encode(theta, momentum, self._rounding, block.runs, (positions, sent)), (positions, sent)
 
-    def _hear(self, exchange: Exchange, messages: list[bytes]) -> list[list[Entries]]:
-        """The entries of each block from each of the other trainers, once all trainers could read all of them."""
+    def _hear(self, exchange: Exchange, message: bytes) -> tuple[list[bytes], list[list[Entries]]]:
+        """All messages, and the entries of each block from each of the others, once all trainers could read all."""
         problem: CorruptMessage | None = None
+        messages: list[bytes] = []
         heard: list[list[Entries]] = []
         try:
-            heard = self._decode(messages)
+            with self._phase("exchange"):
+                messages = exchange.gather(message, most=self._most_bytes())
+            for rank, other in enumerate(messages):
+                if other.startswith(_NON_FINITE):
+                    name = other.removeprefix(_NON_FINITE).decode(errors="replace")
+                    raise NonFinite(f"trainer {rank}: the pseudo-gradient of {name!r} is not finite")
+            with self._phase("decode"):
+                heard = self._decode([m for rank, m in enumerate(messages) if rank != exchange.rank])
         except CorruptMessage as error:
             problem = error
-        good = exchange.gather_short(b"\0" if problem else b"\1")
+        with self._phase("exchange"):
+            good = exchange.gather_short(b"\0" if problem else b"\1")
         if all(flag == b"\1" for flag in good):
-            return heard
+            return messages, heard
         # Theta and momentum are part of the code: a trainer that holds others cannot read it.
         self._name_difference(exchange, self._digest(self.theta_flat))
         failed = [rank for rank, flag in enumerate(good) if flag != b"\1"]
@@ -173,19 +175,20 @@ class PulseLoCo(OuterLoop):
 
     # -- joining
 
-    def _fall_in(self, leading: Standing) -> None:
+    def _fall_in(self, leading: Standing, loaded: bool) -> None:
         """What this trainer has not sent stays in its residual; what was counted, or may have been, does not."""
         counted = leading.round == self.round + 1 and self._attempt in leading.messages
-        unknown = self._loaded or (self._attempt is not None and leading.round > self.round + 1)
+        unknown = loaded or (self._attempt is not None and leading.round > self.round + 1)
         if counted:
             self.residual_flat, self._next_residual = self._next_residual, self.residual_flat
         elif unknown:
             self.residual_flat.fill(0)
         else:
             for block in self.parameters.blocks:
-                now = np.empty(block.stop - block.start, np.float32)
+                now, residual = np.empty(block.stop - block.start, np.float32), block.of(self.residual_flat)
                 self.parameters.read_block(block, now)
-                block.of(self.residual_flat)[:] += self.parameters.start_block(block, self.theta_flat) - now
+                s = (self.parameters.start_block(block, self.theta_flat) - now) + residual
+                np.copyto(residual, s, where=is_sound(s))
         self._attempt = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
