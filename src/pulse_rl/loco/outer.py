@@ -288,7 +288,8 @@ class OuterLoop(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up a saved state, before the first round or after it. Raises StateMismatch, with nothing changed.
+        """Takes up a saved state, before the first round or after it. Raises StateMismatch and NonFinite, with nothing
+        changed.
 
         At a round's boundary (``inner_step`` 0) the model gets theta; in mid-round it is left to its own checkpoint.
         """
@@ -297,7 +298,8 @@ class OuterLoop(ABC):
         if missing:
             raise StateMismatch(f"the saved state has no {sorted(missing)}")
         counters, messages = (state["round"], state["inner_step"]), state["messages"]
-        if not all(isinstance(n, int) and n >= 0 for n in counters) or not all(isinstance(m, str) for m in messages):
+        told = isinstance(messages, list) and all(isinstance(m, str) for m in messages)
+        if not told or not all(isinstance(n, int) and n >= 0 for n in counters):
             raise StateMismatch(f"the saved state's counters {counters} or messages are not what they should be")
         for key, flat in fresh.items():
             self.parameters.load(state[key], flat, f"saved {key}")

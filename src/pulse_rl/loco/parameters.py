@@ -10,9 +10,9 @@ import torch
 
 from ..blocks import Segment, cut
 from ..codec import Run
-from ..errors import InputError, StateMismatch
+from ..errors import InputError, NonFinite, StateMismatch
 from ..tensors import DTYPES, State, TensorSpec
-from .gate import Floats
+from .gate import Floats, is_sound
 
 BLOCK_ELEMENTS = 1 << 22
 
@@ -116,9 +116,11 @@ class Parameters:
             at += last - first
         return start
 
-    def load(self, saved: Mapping[str, torch.Tensor], flat: Floats, what: str) -> None:
-        """Fills ``flat`` from tensors by name. Raises StateMismatch, with ``flat`` as it was."""
+    def load(self, saved: object, flat: Floats, what: str) -> None:
+        """Fills ``flat`` from tensors by name. Raises StateMismatch, with ``flat`` as it was, and NonFinite."""
         views = self.views(flat)
+        if not isinstance(saved, Mapping) or not all(isinstance(t, torch.Tensor) for t in saved.values()):
+            raise StateMismatch(f"the {what} is not a mapping of names to tensors")
         if saved.keys() != views.keys():
             raise StateMismatch(
                 f"the {what} has other parameters than the model: {sorted(saved.keys() ^ views.keys())[:3]}"
@@ -128,6 +130,9 @@ class Parameters:
                 raise StateMismatch(f"parameter {name!r} of the {what} is {tensor.dtype} {list(tensor.shape)}")
         for name, tensor in saved.items():
             torch.from_numpy(views[name]).copy_(tensor)
+        if not is_sound(flat).all():
+            name = self.name_at(int(np.argmin(is_sound(flat))))
+            raise NonFinite(f"parameter {name!r} of the {what} is not finite", hint="Restore an earlier checkpoint.")
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
