@@ -116,7 +116,8 @@ def restore(
                 begin, end = start + offset, start + offset + spec.nbytes
                 here, there = max(begin, at), min(end, stop)
                 if here < there:
-                    state.read(spec.name).view(np.uint8).data[here - begin : there - begin] = chunk[here - at : there - at]
+                    into = state.read(spec.name).view(np.uint8).data
+                    into[here - begin : there - begin] = chunk[here - at : there - at]
                 if end > stop:
                     break
                 first += 1

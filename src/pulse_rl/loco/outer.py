@@ -256,17 +256,19 @@ class OuterLoop(ABC):
     def _compare(self, exchange: Exchange, digest: StateDigest) -> None:
         """Raises Diverged on all trainers if theta is not the same on all of them."""
         if len(set(exchange.gather_short(bytes.fromhex(digest.root)))) > 1:
-            self._name_difference(exchange, digest)
+            self._name_difference(exchange)
             raise Diverged(f"round {self.round}: the trainers disagree on theta's root, but on no tensor")
 
-    def _name_difference(self, exchange: Exchange, digest: StateDigest) -> None:
-        """Raises Diverged with the first tensor of theta that differs, if one does. All trainers must call it."""
-        trees = exchange.gather_short(b"".join(digest.tensor(s) for s in digest.specs))
-        for i, spec in enumerate(digest.specs):
-            found = [tree[32 * i : 32 * i + 32] for tree in trees]
-            if len(set(found)) > 1:
-                odd = [rank for rank, f in enumerate(found) if f != found[0]]
-                raise Diverged(f"round {self.round}: {spec.name!r} on trainers {odd} is not that on trainer 0")
+    def _name_difference(self, exchange: Exchange) -> None:
+        """Raises Diverged with the first tensor of theta or momentum that differs, if any. All trainers must call it."""
+        for what, flat in (("theta", self.theta_flat), ("momentum", self.momentum_flat)):
+            digest = self._digest(flat)
+            trees = exchange.gather_short(b"".join(digest.tensor(s) for s in digest.specs))
+            for i, spec in enumerate(digest.specs):
+                found = [tree[32 * i : 32 * i + 32] for tree in trees]
+                if len(set(found)) > 1:
+                    odd = [rank for rank, f in enumerate(found) if f != found[0]]
+                    raise Diverged(f"round {self.round}: {what} of {spec.name!r} on trainers {odd} is not trainer 0's")
 
     # -- state
 

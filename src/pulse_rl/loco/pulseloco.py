@@ -142,7 +142,7 @@ class PulseLoCo(OuterLoop):
         if all(flag == b"\1" for flag in good):
             return messages, heard
         # Theta and momentum are part of the code: a trainer that holds others cannot read it.
-        self._name_difference(exchange, self._digest(self.theta_flat))
+        self._name_difference(exchange)
         failed = [rank for rank, flag in enumerate(good) if flag != b"\1"]
         raise CorruptMessage(f"trainers {failed} could not read what was sent: {problem or 'see there'}") from problem
 
