@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*)
 
-.PHONY: demo test check lint types imports bench faults fuzz clean
+.PHONY: demo demo-loco test check lint types imports bench bench-network bench-loco study faults fuzz clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
+
+demo-loco: $(VENV)/.ready
+	$(BIN)/python -m examples.loco $(ARGS)
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(ARGS)
@@ -26,6 +29,17 @@ imports: $(VENV)/.ready
 
 bench: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.bench $(ARGS)
+
+study: $(VENV)/.ready $(VENV)/.bench
+	$(BIN)/python -m benchmarks.study $(ARGS)
+
+# Weight sync between network namespaces with rate-limited links, on one machine; needs root.
+bench-network: $(VENV)/.ready $(VENV)/.bench
+	$(BIN)/python -m benchmarks.network $(ARGS)
+
+# PULSELoCo beside DDP and DiLoCo: traffic, convergence, cost. Some 40 minutes on two cores; with root, in namespaces.
+bench-loco: $(VENV)/.ready $(VENV)/.bench
+	$(BIN)/python -m benchmarks.loco $(ARGS)
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)

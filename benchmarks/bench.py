@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import library, synthetic
-from benchmarks.entropy import Bound, bound
 from benchmarks.peers import Peer, peers
 from pulse_rl._pool import default_threads
 from pulse_rl.digest import state_digest
 from pulse_rl.patch import build
+from pulse_rl.study import Bound, bound
 
 Mapping16 = dict[str, np.ndarray]
 Pair = tuple[Mapping16, Mapping16]
@@ -172,7 +172,7 @@ def run_data(data: Data, times: int) -> dict[str, Any]:
     measures = {name: Measure(name) for name in [*(p.name for p in found), *library.codec_names()]}
     bounds: list[Bound] = []
     for old, new in data.load():
-        bounds.append(bound(old, new))
+        bounds.append(bound(library.state_of(old), library.state_of(new)))
         flat_old, flat_new = [v.reshape(-1) for v in old.values()], [new[k].reshape(-1) for k in old]
         # One repetition is enough for what takes seconds: sizes are the point there.
         repeats = times if sum(v.size for v in flat_old) < 1 << 27 else 1

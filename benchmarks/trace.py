@@ -51,6 +51,7 @@ class Run:
     masters: bool = True
     warmup: int = WARMUP
     pairs: tuple[int, ...] = PAIRS
+    betas: tuple[float, float] = (0.9, 0.999)
 
 
 ALL_RUNS = (
@@ -132,13 +133,17 @@ class Policy:
         self.vocabulary = list(self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer)))))
         self.initial = torch.tensor([ord(t[0]) if t[0].isalnum() else -1 for t in self.vocabulary])
 
-    def forward(self, prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [prompts, vocabulary] at the masks of a new batch, and answer ids [prompts]."""
-        texts, answers = prompts.batch(PROMPTS)
+    def log_probabilities(self, texts: list[str]) -> torch.Tensor:
+        """Log-probabilities [prompts, vocabulary] at the texts' masks."""
         tokens = self.tokenizer(texts, return_tensors="pt", padding=True)
         h = self.model(**tokens).last_hidden_state[tokens.input_ids == self.tokenizer.mask_token_id]
         logits = SCALE * h @ self.model.embeddings.word_embeddings.weight.T
-        return logits.log_softmax(-1), torch.tensor(self.tokenizer.convert_tokens_to_ids(answers))
+        return logits.log_softmax(-1)
+
+    def forward(self, prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities [prompts, vocabulary] at the masks of a new batch, and answer ids [prompts]."""
+        texts, answers = prompts.batch(PROMPTS)
+        return self.log_probabilities(texts), torch.tensor(self.tokenizer.convert_tokens_to_ids(answers))
 
     def backward(self, loss: torch.Tensor) -> None:
         self.grad.zero_()
@@ -148,15 +153,21 @@ class Policy:
     def policy_gradient(self, prompts: Prompts, generator: torch.Generator) -> float:
         """Fill `grad` with one GRPO gradient over PROMPTS x GROUP samples; the mean reward."""
         log_p, answer = self.forward(prompts)
-        with torch.no_grad():
-            sample = torch.multinomial(log_p.exp(), GROUP, replacement=True, generator=generator)
-            right = sample == answer[:, None]
-            near = self.initial[sample] == self.initial[answer][:, None]
-            reward = torch.where(right, 1.0, 0.3 * near.float())  # [prompts, group]
-            centred = reward - reward.mean(1, keepdim=True)
-            advantage = centred / (reward.std(1, keepdim=True) + 1e-4)
+        sample, advantage, reward = self.roll_out(log_p, answer, generator)
         self.backward(-(advantage * log_p.gather(1, sample)).mean())
-        return float(reward.mean())
+        return reward
+
+    @torch.no_grad()
+    def roll_out(
+        self, log_p: torch.Tensor, answer: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """(samples [prompts, GROUP], their advantages of the same shape, the mean reward)."""
+        sample = torch.multinomial(log_p.exp(), GROUP, replacement=True, generator=generator)
+        right = sample == answer[:, None]
+        near = self.initial[sample] == self.initial[answer][:, None]
+        reward = torch.where(right, 1.0, 0.3 * near.float())  # [prompts, group]
+        centred = reward - reward.mean(1, keepdim=True)
+        return sample, centred / (reward.std(1, keepdim=True) + 1e-4), float(reward.mean())
 
     def bits(self) -> np.ndarray:
         """[n] uint16: the BF16 bit patterns of the state (exact, since `flat` holds rounded values)."""
@@ -181,11 +192,12 @@ class AdamW:
     def step(self) -> None:
         self.t += 1
         g, lr = self.policy.grad, self.run.lr * min(1.0, self.t / self.run.warmup)
-        self.m.lerp_(g, 0.1)
-        self.v.mul_(0.999).addcmul_(g, g, value=0.001)
-        denominator = (self.v / (1 - 0.999**self.t)).sqrt_().add_(1e-8)
+        b1, b2 = self.run.betas
+        self.m.lerp_(g, 1 - b1)
+        self.v.mul_(b2).addcmul_(g, g, value=1 - b2)
+        denominator = (self.v / (1 - b2**self.t)).sqrt_().add_(1e-8)
         w = self.policy.flat if self.master is None else self.master
-        w.mul_(1 - lr * self.weight_decay).addcdiv_(self.m, denominator, value=-lr / (1 - 0.9**self.t))
+        w.mul_(1 - lr * self.weight_decay).addcdiv_(self.m, denominator, value=-lr / (1 - b1**self.t))
         self.policy.flat.copy_(w.bfloat16())
 
 

@@ -8,6 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from pulse_rl.cli import main
+
 CHECKOUT = Path(__file__).parent.parent
 SMALL = ["--sft-steps", "30", "--prompts", "4", "--checkpoint-every", "2"]
 
@@ -25,6 +27,7 @@ def test_killed_trainer_and_worker_resume_with_identical_weights(tmp_path: Path)
     assert set(result["workers"].values()) == {result["root"]}
     assert len(result["workers"]) == 2
     assert (tmp_path / "reward-and-density.png").stat().st_size > 10_000
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
 
     report = tmp_path / f"store/reports/worker-0/{result['version']:012d}.json"
     report.write_text(json.dumps(json.loads(report.read_text()) | {"root": "0" * 64}))

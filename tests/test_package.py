@@ -28,7 +28,9 @@ def test_importing_needs_neither_torch_nor_safetensors(module: str) -> None:
     done = run_python(f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))")
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
-    assert loaded.isdisjoint({"torch", "safetensors", "transformers", "matplotlib", "rich", "pytest"})
+    assert loaded.isdisjoint(
+        {"torch", "safetensors", "transformers", "matplotlib", "rich", "pytest", "prometheus_client"}
+    )
     assert {"numpy", "msgspec", "obstore"} <= loaded
 
 

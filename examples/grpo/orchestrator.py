@@ -155,6 +155,7 @@ class Orchestrator:
             restarts = sum(child.restarts for child in self.children)
             print_summary(rows, self.settings, seconds=time.monotonic() - self.started, restarts=restarts)
             print(f"  plot      {self.folder.plot}")
+            print(f"  report    pulse report {self.folder.root} -o report.html")
         newcomer = pulse_rl.Subscriber(self.folder.store_address, stream=STREAM, threads=1)
         newcomer.sync()
         roots = {**result["workers"], "newcomer": pulse_rl.state_root(newcomer.state)}

@@ -73,6 +73,10 @@ class RunFolder:
         """One JSON object per line that the trainer reports and the orchestrator shows."""
         return self.root / "trainer.jsonl"
 
+    def events(self, role: str) -> Path:
+        """The library's events in one process, for ``pulse report``."""
+        return self.root / f"events-{role}.jsonl"
+
     @property
     def plot(self) -> Path:
         return self.root / "reward-and-density.png"

@@ -17,6 +17,7 @@ import torch
 import pulse_rl
 from pulse_rl.events import Event, Published, Resumed
 from pulse_rl.manifest import Metadata
+from pulse_rl.metrics import DriftWatch, JsonLines, fan_out
 
 from . import policy, task
 from .grpo import group_advantages, grpo_loss, supervised_loss
@@ -50,7 +51,8 @@ class Trainer:
         self.model = policy.build_model(settings.seed)
         self.weights = policy.MasterWeights(self.model)
         self.store = pulse_rl.open_store(folder.store_address)
-        self.publisher = pulse_rl.Publisher(self.store, stream=STREAM, threads=1, on_event=self._on_event)
+        listener = DriftWatch(fan_out(JsonLines(folder.events("trainer")), self._on_event))
+        self.publisher = pulse_rl.Publisher(self.store, stream=STREAM, threads=1, on_event=listener)
         self.roots: dict[int, str] = {}
         self.newest = -1
         self.taken = 0
@@ -117,7 +119,7 @@ class Trainer:
         self.progress.step += 1
         if self.progress.step % self.settings.checkpoint_every == 0 or self.progress.step == self.settings.steps:
             self._save()
-        published = self._publish()
+        published = self._publish(reward=float(rewards.mean()))
         self.journal.write(
             "step",
             step=self.progress.step,
@@ -159,9 +161,9 @@ class Trainer:
 
     # -- the stream
 
-    def _publish(self) -> Published:
+    def _publish(self, **facts: float) -> Published:
         """Commits the model's weights as the next version, with what the workers need to pace themselves."""
-        metadata: Metadata = {"step": self.progress.step, **self.progress.cursors}
+        metadata: Metadata = {"step": self.progress.step, **self.progress.cursors, **facts}
         published = self.publisher.publish(self.model.state_dict(), metadata=metadata)
         self.newest = published.version
         self.roots[self.newest] = published.root

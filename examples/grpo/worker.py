@@ -12,7 +12,9 @@ import time
 import torch
 
 import pulse_rl
+from pulse_rl.events import Applied
 from pulse_rl.integrations.torch import apply_
+from pulse_rl.metrics import JsonLines
 
 from . import policy, task
 from .processes import POLL_SECONDS, Alarm
@@ -29,7 +31,8 @@ class Worker:
         self.name = name
         self.alarm = Alarm(settings.patience, parent)
         self.store = pulse_rl.open_store(folder.store_address)
-        self.subscriber = pulse_rl.Subscriber(self.store, stream=STREAM, threads=1)
+        self.events = JsonLines(folder.events(name))
+        self.subscriber = pulse_rl.Subscriber(self.store, stream=STREAM, threads=1, on_event=self.events)
         self.model = policy.build_model(settings.seed + 1)
         self.origin = Origin(worker=name, stream=STREAM, version=-1, root="", sync_ms=0.0, pause_ms=0.0)
         self.sequence = 1 + max((sequence_of(i.name) for i in self.store.list(folder_of(name))), default=-1)
@@ -57,6 +60,7 @@ class Worker:
         started = time.perf_counter()
         apply_(self.model, update)
         pause = time.perf_counter() - started
+        self.events(Applied(STREAM, update.version, pause))
         root = pulse_rl.state_root(self.model.state_dict())
         self.origin = Origin(self.name, STREAM, update.version, root, update.seconds * 1e3, pause * 1e3)
         self.made = 0

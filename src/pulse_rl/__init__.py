@@ -53,6 +53,7 @@ from .update import TensorUpdate, Update
 from .verify import verify_stream
 
 if TYPE_CHECKING:
+    from .integrations.meter import SparsityMeter as SparsityMeter
     from .loco import PulseLoCo as PulseLoCo
 
 __version__ = "0.1.0"
@@ -123,6 +124,10 @@ def __getattr__(name: str) -> Any:
         from .loco import PulseLoCo
 
         return PulseLoCo
+    if name == "SparsityMeter":
+        from .integrations.meter import SparsityMeter
+
+        return SparsityMeter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,7 +23,9 @@ class Progress:
 class Published:
     """A version was committed. Bytes are those stored for this version; seconds are wall-clock.
 
-    ``changed`` is None where the version has no patch (the first one, or after a change of the tensor set).
+    ``changed`` is None where the version has no patch (the first one, or after a change of the tensor set). ``phases``
+    are wall-clock seconds: "resume" (claiming the stream, finding its head; next to nothing after the first call),
+    "build" (diff, encode and proof), "upload" and "commit" (the manifest; then the baseline moves).
     """
 
     stream: str
@@ -36,6 +39,7 @@ class Published:
     seconds: float
     phases: dict[str, float] = field(repr=False)
     metadata: Metadata = field(repr=False)
+    reason: str = field(default="", repr=False)
 
     @property
     def density(self) -> float | None:
@@ -65,7 +69,13 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """A subscriber's host state is now the verified ``version``. ``links`` are the objects' roles, in order."""
+    """A subscriber's host state is now the verified ``version``. ``links`` are the objects' roles, in order.
+
+    ``lag_seconds`` is how old the version was by then: from the publisher's clock at its commit to this machine's.
+    ``phases`` are wall-clock seconds: "plan" (what is new, and the way to it), "fetch" (waiting for patches; what
+    arrives while another is applied costs nothing), "apply" (decode, scatter, SHA-256) and "restore" (an anchor, its
+    fetch included).
+    """
 
     stream: str
     version: int
@@ -74,15 +84,33 @@ class Synced:
     links: tuple[str, ...]
     fetched_bytes: int
     seconds: float
+    lag_seconds: float
+    phases: dict[str, float] = field(repr=False)
+
+    @property
+    def versions_behind(self) -> int | None:
+        """How many versions the worker was behind when it looked; None where it had none."""
+        return None if self.previous is None else self.version - self.previous
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A live model took over ``version``, and could not generate for ``seconds``. Only the caller knows: it makes this
+    event and hands it to its listener."""
+
+    stream: str
+    version: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class PathFailed:
-    """A way to a version did not work and another one is tried."""
+    """A way to a version did not work and another one is tried. ``kind`` is that of the error (`pulse_rl.errors`)."""
 
     stream: str
     link: str
     reason: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +135,18 @@ class FoldFailed:
     reason: str
 
 
-Event = Progress | Published | Resumed | Synced | PathFailed | Folded | FoldFailed
+@dataclass(frozen=True, slots=True)
+class DensityDrift:
+    """Density left its usual band, from ``low`` to ``high``, for several versions (`pulse_rl.metrics.DriftWatch`)."""
+
+    stream: str
+    version: int
+    density: float
+    low: float
+    high: float
+
+
+Event = Progress | Published | Resumed | Synced | Applied | PathFailed | Folded | FoldFailed | DensityDrift
 Listener = Callable[[Event], None]
 """Called from the thread that publishes or syncs, but with `Progress`, `Folded` and `FoldFailed` also from others."""
 
@@ -127,3 +166,16 @@ def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[
             listener(Progress(stage, done, total))
 
     return add
+
+
+class Laps:
+    """Wall-clock seconds by phase: each goes to the phase that ends with it."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
+        self._last = now

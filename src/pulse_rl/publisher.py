@@ -13,6 +13,7 @@ from typing import NoReturn
 from . import anchor, patch
 from . import codec as codecs
 from . import manifest as manifests
+from .auto import Choice, Chooser
 from .checkpoint import Source, as_state
 from .digest import StateDigest, state_digest
 from .errors import ChainGap, FormatError, NotFound, PublisherConflict, StoreError
@@ -43,9 +44,14 @@ class Publisher:
     ``store`` is a store or its address. A stream that exists is continued. An anchor is stored along with a patch
     whenever the patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``folds`` are the spans
     over which folds are made in the background (`folds.FoldMaker` says what that costs in memory; `pulse fold` makes
-    them on any machine). With a ``signer`` every manifest is signed. A stream has one Publisher at a time: a new one
-    takes over when it first publishes, and the one before is refused with PublisherConflict at its next commit; the
-    chain stays whole. Not thread-safe.
+    them on any machine). With a ``signer`` every manifest is signed.
+
+    ``mode`` "sparse" publishes patches; "dense" publishes each version as an anchor alone; "auto" chooses for each
+    version what takes less time from trainer to worker over a ``link`` of so many bit/s (or text such as "50Mbit"), by
+    the model of `pulse_rl.plan`; `Published.reason` says why.
+
+    A stream has one Publisher at a time: a new one takes over when it first publishes, and the one before is refused
+    with PublisherConflict at its next commit; the chain stays whole. Not thread-safe.
     """
 
     def __init__(
@@ -58,10 +64,13 @@ class Publisher:
         shard_bytes: int = anchor.DEFAULT_SHARD_BYTES,
         folds: Collection[int] = (),
         signer: Signer | None = None,
+        mode: str = "sparse",
+        link: str | float | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
         codecs.by_name(codec)
+        self._chooser = Chooser(mode, link, codec, threads)
         self._stream = Stream(open_store(store), stream)
         self._codec = codec
         self._signer = signer
@@ -118,7 +127,8 @@ class Publisher:
             self._resume(state)
         phases["resume"] = time.perf_counter() - started
 
-        built = self._build(state, phases)
+        choice = self._choose(state, phases)
+        built = None if choice is None or choice.dense else self._build(state, phases)
         target = built.target if built else None
         baseline = None
         if target is None:
@@ -166,6 +176,7 @@ class Publisher:
             seconds=time.perf_counter() - started,
             phases=phases,
             metadata=manifest.metadata,
+            reason=choice.reason if choice else "",
         )
 
     def _new_baseline(self) -> Replica:
@@ -173,11 +184,19 @@ class Publisher:
         baseline.watcher = self._folds
         return baseline
 
-    def _build(self, state: State, phases: dict[str, float]) -> BuiltPatch | None:
-        """The patch from the baseline, None where there is no baseline or it holds other tensors."""
+    def _choose(self, state: State, phases: dict[str, float]) -> Choice | None:
+        """Dense or sparse; None where there is no baseline, or it holds other tensors, so that no patch can be made."""
         started = time.perf_counter()
         if self._baseline.version is None or self._baseline.state.specs != state.specs:
             return None
+        choice = self._chooser.choose(self._baseline.state, state)
+        if choice.reason:
+            phases["choose"] = time.perf_counter() - started
+        return choice
+
+    def _build(self, state: State, phases: dict[str, float]) -> BuiltPatch:
+        """The patch from the baseline."""
+        started = time.perf_counter()
         built = patch.build(
             self._baseline.state,
             state,

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-import numpy as np
-
 from . import anchor, patch
 from ._pool import ordered_map
 from .chain import Key, Link, cheapest_path, links_of, resolved
@@ -31,9 +29,10 @@ from .errors import (
     StateMismatch,
     Untrusted,
 )
-from .events import Listener, PathFailed, progress_to
+from .events import Laps, Listener, PathFailed, progress_to
 from .manifest import Manifest, Payload
-from .patch import BuiltPatch, Patch, TensorChanges
+from .moves import Moves, difference, merged
+from .patch import BuiltPatch, Patch
 from .patch_header import MAX_HEADER_BYTES
 from .stream import PATCH, SHARD, Stream
 from .tensors import State, check_tensor_name
@@ -44,15 +43,13 @@ _FAR = 8  # versions behind, from which on the listed folds and anchors are wort
 _BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
 """What makes one link unusable and another path worth trying; a store that is away is neither."""
 
-Moves = dict[str, TensorChanges]
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """How a replica moved since its owner was last told: from ``previous`` to ``version``.
 
     ``changes`` holds the bits now, per tensor; it and ``previous`` are None where everything is new. ``renamed`` names
-    tensors that have another name since, under which a live model may hold them apart.
+    tensors that have another name since, under which a live model may hold them apart. ``phases``: see `Synced`.
     """
 
     previous: int | None
@@ -60,6 +57,7 @@ class Step:
     links: tuple[Link, ...]
     changes: Moves | None
     renamed: frozenset[str]
+    phases: dict[str, float]
 
 
 class Watcher(Protocol):
@@ -166,25 +164,32 @@ class Replica:
         self.recover()
         avoid: dict[Key, str] = {}
         listed: list[Link] | None = None
+        laps = Laps()
         while self.version != target:
             if listed is None:
                 listed = self._listed(target)
-            with closing(self._prefetch(self._plan(target, listed, avoid))) as fetched:
+            path = self._plan(target, listed, avoid)
+            laps.end("plan")
+            with closing(self._prefetch(path)) as fetched:
                 for planned, link, parts in fetched:
+                    laps.end("fetch")
                     try:
                         self._follow(link, parts)
                     except _BROKEN_LINK as error:
                         avoid[planned.key] = avoid[link.key] = f"{link}: {error}"
                         if self._listener:
-                            self._listener(PathFailed(self.stream.name, str(link), str(error)))
+                            self._listener(PathFailed(self.stream.name, str(link), str(error), error.kind))
                         break
+                    finally:
+                        laps.end("restore" if link.base is None else "apply")
+            laps.end("fetch")
         assert self._at is not None
         at = self._at
         known = at.told_aliases or {}
         renamed = frozenset(name for alias, name in at.state.aliases.items() if known.get(alias) != name)
         if at.untold is None:
-            return Step(None, target, at.passed, None, renamed)
-        return Step(at.told, target, at.passed, _merge(at.untold, at.state), renamed)
+            return Step(None, target, at.passed, None, renamed, laps.phases)
+        return Step(at.told, target, at.passed, merged(at.untold, at.state), renamed, laps.phases)
 
     def follow(self, link: Link) -> None:
         """Follows one link, whatever else leads to its version; raises what is wrong with it."""
@@ -227,10 +232,12 @@ class Replica:
         From close by, no listing is needed: the patches in between are the way.
         """
         try:
-            last = self.stream.manifest(target).patch
+            manifest = self.stream.manifest(target)
         except _BROKEN_LINK:
             return []
-        guess = sum(p.bytes for p in last.parts) if last else 0
+        if manifest.patch is None:
+            return links_of(manifest)
+        guess = sum(p.bytes for p in manifest.patch.parts)
         if self.version is not None and target - self.version < _FAR:
             return [Link(v - 1, v, guess) for v in range(self.version + 1, target + 1)]
         links = [link for link in self.stream.links(self.version) if link.version <= target]
@@ -354,7 +361,7 @@ class Replica:
             told=at.told if at and known else None,
             told_aliases=at.told_aliases if at and known else None,
             passed=(*at.passed, link) if at else (link,),
-            untold=(*(at.untold or ()), _difference(at.state, fresh)) if at and known else None,
+            untold=(*(at.untold or ()), difference(at.state, fresh)) if at and known else None,
         )
         self.poisoned = False
 
@@ -376,23 +383,3 @@ def _check_aliases(manifest: Manifest, state: State) -> None:
             raise CorruptManifest(f"an alias of version {manifest.version}: {error}") from None
         if alias in stored or name not in stored:
             raise CorruptManifest(f"version {manifest.version} has an alias {alias!r} of {name!r} that fits no tensor")
-
-
-def _merge(moves: tuple[Moves, ...], state: State) -> Moves:
-    """One change per element over several moves, with the bits of the state now."""
-    if len(moves) == 1:
-        return moves[0]
-    merged: Moves = {}
-    for name in sorted({name for move in moves for name in move}):
-        indices = np.unique(np.concatenate([move[name].indices for move in moves if name in move]))
-        merged[name] = TensorChanges(indices, state.read(name)[indices])
-    return merged
-
-
-def _difference(old: State, new: State) -> Moves:
-    changes = {}
-    for spec in new.specs:
-        indices = np.flatnonzero(old.read(spec.name) != new.read(spec.name))  # may exceed 32-bit positions
-        if len(indices):
-            changes[spec.name] = TensorChanges(indices, new.read(spec.name)[indices])
-    return changes

@@ -106,13 +106,21 @@ class Subscriber:
             return None
         if target == replica.version and replica.is_told:
             return None
+        looked = time.perf_counter() - started
         step = replica.move_to(target)
         update = self._update(step, started)
         if self._listener:
-            links = tuple(str(link) for link in step.links)
             self._listener(
                 Synced(
-                    self.stream.name, target, step.previous, update.root, links, update.payload_bytes, update.seconds
+                    stream=self.stream.name,
+                    version=target,
+                    previous=step.previous,
+                    root=update.root,
+                    links=tuple(str(link) for link in step.links),
+                    fetched_bytes=update.payload_bytes,
+                    seconds=update.seconds,
+                    lag_seconds=time.time() - self.stream.manifest(target).created,
+                    phases=step.phases | {"plan": looked + step.phases.get("plan", 0.0)},
                 )
             )
         # Last: whatever fails before, the next call tells the caller the same once more.
@@ -122,7 +130,7 @@ class Subscriber:
     def full_update(self) -> Update:
         """The whole current state as an update, for a model that is new or missed one."""
         started = time.perf_counter()
-        return self._update(Step(None, self.manifest.version, (), None, frozenset()), started)
+        return self._update(Step(None, self.manifest.version, (), None, frozenset(), {}), started)
 
     def updates(self, *, poll_seconds: float = 1.0, timeout: float | None = None) -> Iterator[Update]:
         """Yields updates as versions appear; ends when none has appeared for ``timeout`` seconds (None: never)."""

@@ -17,7 +17,7 @@ from .. import codec as codecs
 from ..errors import PulseError
 from ..folds import SPANS
 from ..retention import DEFAULT_GRACE_SECONDS
-from . import files, streams
+from . import files, plan, report, streams, study
 from .output import Console
 
 _MOST_SECONDS = 1e9
@@ -119,6 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("store-check", parents=[common], help="is a store safe to publish to?")
     command.add_argument("store", metavar="STORE")
     command.set_defaults(run=streams.store_check)
+
+    plan.add_parser(commands)
+    study.add_parser(commands)
+    report.add_parser(commands)
     return parser
 
 

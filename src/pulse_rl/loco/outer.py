@@ -260,7 +260,7 @@ class OuterLoop(ABC):
             raise Diverged(f"round {self.round}: the trainers disagree on theta's root, but on no tensor")
 
     def _name_difference(self, exchange: Exchange) -> None:
-        """Raises Diverged with the first tensor of theta or momentum that differs, if any. All trainers must call it."""
+        """Raises Diverged with the first tensor of theta or momentum that differs, if any. All trainers call it."""
         for what, flat in (("theta", self.theta_flat), ("momentum", self.momentum_flat)):
             digest = self._digest(flat)
             trees = exchange.gather_short(b"".join(digest.tensor(s) for s in digest.specs))

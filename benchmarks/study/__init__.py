@@ -1,0 +1,6 @@
+"""The sparsity study: real reinforcement-learning runs, each state compared with those k before (docs/study.md).
+
+    python -m benchmarks.study [--json FILE] [--only NAME ...]
+
+`settings` lists the runs, `minilm` and `example` carry them out, `recorder` measures, `tables` prints.
+"""

@@ -1,0 +1,121 @@
+"""The command plan: what a sync will cost, before anything is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..plan import METHODS, Plan, Scenario, from_study, make_plan, parse_bandwidth, parse_count
+from .output import Console, size
+
+_LABELS = {"full": "full", "zstd": "zstd (the paper's)", "context": "context (ours)"}
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to ``commands``, argparse's sub-parsers."""
+    command = commands.add_parser("plan", help="predict bytes, seconds and GPU utilisation of a sync")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--params", metavar="N", help="parameters: 7B, 0.5B, 22.6M")
+    command.add_argument("--density", metavar="D", help="changed / all weights in one step: 0.01")
+    command.add_argument(
+        "--study", metavar="FILE", help="the JSON of `pulse study`, in place of --params and --density"
+    )
+    command.add_argument("--step-seconds", required=True, metavar="T", help="seconds that a step computes")
+    command.add_argument("--bandwidth", required=True, metavar="B", help="of a worker's link: 0.2Gbit, 10MB/s")
+    command.add_argument("--upload-bandwidth", metavar="B", help="of the trainer's link (default: as a worker's)")
+    command.add_argument("--workers", default="1", metavar="W", help="each on a link of its own (default 1)")
+    command.add_argument("--shared-link", action="store_true", help="all workers load through one link")
+    command.add_argument("--cores", default="8", metavar="C", help="at the trainer and at each worker (default 8)")
+    command.add_argument("--round-trip", default="0", metavar="SECONDS", help="to the store (default 0)")
+    command.add_argument("--target", default="0.9", metavar="U", help="wanted GPU utilisation (default 0.9)")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    measured = from_study(_read(args.study)) if args.study else None
+    if measured is None and (args.params is None or args.density is None):
+        raise InputError("how many parameters change is not known", hint="Give --params and --density, or --study.")
+    plan = make_plan(
+        Scenario(
+            params=measured.params if measured and args.params is None else parse_count(args.params),
+            density=measured.density if measured and args.density is None else _number("--density", args.density),
+            step_seconds=_number("--step-seconds", args.step_seconds),
+            bandwidth=parse_bandwidth(args.bandwidth),
+            upload_bandwidth=parse_bandwidth(args.upload_bandwidth) if args.upload_bandwidth is not None else None,
+            workers=parse_count(args.workers),
+            shared_link=args.shared_link,
+            cores=parse_count(args.cores),
+            round_trip_seconds=_number("--round-trip", args.round_trip),
+            target=_number("--target", args.target),
+            param_bytes=measured.param_bytes if measured else 2.0,
+            bytes_per_changed=measured.bytes_per_changed if measured else {},
+        )
+    )
+    console.result(facts_of(plan), _lines(plan))
+    return 0
+
+
+def facts_of(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON: each prediction an object keyed by method; seconds, bytes, bit/s."""
+    methods = plan.methods
+    return {
+        "utilisation": {name: methods[name].utilisation for name in METHODS},
+        "worker_utilisation": {name: methods[name].worker_utilisation for name in METHODS},
+        "sync_seconds": {name: methods[name].sync_seconds for name in METHODS},
+        "bandwidth_for_target": {name: methods[name].bandwidth_for_target for name in METHODS},
+        "patch_bytes": {name: methods[name].patch_bytes for name in METHODS},
+        "phases": {name: methods[name].phases for name in METHODS},
+        "dense_wins": asdict(plan.dense_wins),
+        "inputs": asdict(plan.scenario),
+    }
+
+
+def _lines(plan: Plan) -> list[str]:
+    inputs, wins = plan.scenario, plan.dense_wins
+    lines = [
+        f"{inputs.params:,} parameters, density {inputs.density:.3%}, {inputs.step_seconds:g} s a step, "
+        f"{_rate(inputs.bandwidth)} to each worker",
+        f"  {'':18} {'a sync':>10} {'utilisation':>12} {'of a worker':>14} {'sync':>10}  for {inputs.target:.0%}",
+    ]
+    for name in METHODS:
+        m = plan.methods[name]
+        lines.append(
+            f"  {_LABELS[name]:18} {size(m.patch_bytes):>10} {m.utilisation:>12.1%} {m.worker_utilisation:>14.1%} "
+            f"{_seconds(m.sync_seconds):>10}  {_rate(m.bandwidth_for_target)}"
+        )
+    phases = ", ".join(f"{name} {_seconds(s)}" for name, s in plan.methods["context"].phases.items())
+    lines.append(f"  context: {phases}")
+    over = f"above density {wins.density:.1%}" if wins.density is not None else "at no density"
+    beyond = f"above {_rate(wins.bandwidth)}" if wins.bandwidth is not None else "at no bandwidth"
+    lines.append(f"  a full sync takes less time {over} on this link, {beyond} at this density")
+    return lines
+
+
+def _read(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}", hint="Give what `pulse study --json` printed.") from None
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{option} is {text!r}, not a number") from None
+
+
+def _rate(bits_per_second: float) -> str:
+    for unit in ("bit/s", "kbit/s", "Mbit/s"):
+        if bits_per_second < 1000:
+            return f"{bits_per_second:.3g} {unit}"
+        bits_per_second /= 1000
+    return f"{bits_per_second:.3g} Gbit/s"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"

@@ -1,0 +1,153 @@
+"""The command study: how sparse the updates between saved states are, and what sending them costs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .._disk import write_atomically
+from ..events import progress_to
+from ..report import render
+from ..study import COMPUTE_DTYPES, DEFAULT_KS, STEP_SECONDS, CheckpointFolder, Source, StoredStream, study
+from ..study.cast import cast_specs
+from ..tensors import TensorSpec
+from .output import Console, size
+
+_SHOWN_TENSORS = 8
+_SHOWN_SHARE = 1e-3
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to ``commands``, argparse's sub-parsers."""
+    command = commands.add_parser("study", help="measure the sparsity between saved states, and what a sync costs")
+    command.add_argument("source", metavar="SOURCE", help="a folder of checkpoints, or with --stream a store")
+    command.add_argument("--stream", metavar="S", help="study the versions of this stream")
+    command.add_argument(
+        "--dtype", choices=list(COMPUTE_DTYPES), default="bf16", help="wider weights are cast to it (default bf16)"
+    )
+    command.add_argument(
+        "--k", type=int, nargs="+", default=list(DEFAULT_KS), metavar="K", help="states apart (default: 1 2 4 … 32)"
+    )
+    command.add_argument("--lr", type=float, metavar="LR", help="the learning rate, to print what theory predicts")
+    command.add_argument(
+        "--step-seconds", type=float, default=STEP_SECONDS, metavar="T", help="work between two syncs (default 50)"
+    )
+    command.add_argument("-o", "--output", metavar="REPORT", help="write an HTML report, too")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--threads", type=int, metavar="N", help="threads (default: all cores)")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    source: Source
+    if args.stream:
+        source = StoredStream(args.source, args.stream, threads=args.threads)
+    else:
+        source = CheckpointFolder(args.source)
+    found = study(
+        source,
+        dtype=args.dtype,
+        ks=args.k,
+        lr=args.lr,
+        step_seconds=args.step_seconds,
+        threads=args.threads,
+        progress=progress_to(console, "study", len(source.states) * _nbytes(source.specs, args.dtype)),
+    )
+    if args.output:
+        write_atomically(Path(args.output), [render(study=found, title=source.name).encode()])
+    console.result(found, lines_of(found))
+    return 0
+
+
+def lines_of(found: dict[str, Any]) -> list[str]:
+    """A study for people; it ends with the three numbers."""
+    states = found["states"]
+    lines = [
+        f"{found['source']}: {len(states)} states ({states[0]} … {states[-1]}) of {found['parameters']:,} parameters "
+        f"in {found['dtype']}",
+        "",
+        "sparsity: share of weights that are bitwise equal in two states, k apart in this order",
+        f"{'k':>5} {'pairs':>6} {'mean':>9} {'min':>9} {'max':>9} {'untouched':>10}",
+    ]
+    for row in found["rows"]:
+        lines.append(
+            f"{row['k']:>5} {row['pairs']:>6} {row['sparsity']:>9.3%} {row['sparsity_min']:>9.3%} "
+            f"{row['sparsity_max']:>9.3%} {row['untouched']:>10.3%}"
+        )
+    lines.append("untouched: equal in every state between, too, which is all that following each step can tell")
+    lines += _by_k("layer type", "layer", found["layers"], None)
+    lines += _by_k("least sparse tensors", "name", found["tensors"], _SHOWN_TENSORS)
+    lines += ["", "bytes per changed weight", f"{'k':>5} {'context':>9} {'zstd':>9} {'entropy':>9} {'a patch':>10}"]
+    for row in found["rows"]:
+        if row["bytes"] is not None:
+            lines.append(
+                f"{row['k']:>5} {row['bytes_per_changed']:>9.3f} {row['bytes_per_changed_zstd']:>9.3f} "
+                f"{row['entropy_bound']:>9.3f} {size(round(row['bytes'])):>10}"
+            )
+    return [*lines, *_exponents(found), "", *_three_numbers(found)]
+
+
+def _by_k(title: str, key: str, rows: list[dict[str, Any]], most: int | None) -> list[str]:
+    """Mean sparsity by name and k, the least sparse first."""
+    table: dict[str, list[float]] = {}
+    for row in rows:
+        if row["elements"]:
+            table.setdefault(row[key], []).append(row["sparsity"])
+    ks = sorted({row["k"] for row in rows})
+    shown = sorted(table.items(), key=lambda item: item[1][0])[:most]
+    width = max(len(title), *(len(name) for name, _ in shown)) if shown else len(title)
+    head = " ".join(f"{f'k={k}':>9}" for k in ks)
+    return [
+        "",
+        f"{title:<{width}} {head}",
+        *(f"{name:<{width}} {' '.join(f'{v:>9.3%}' for v in values)}" for name, values in shown),
+        *([f"(and {len(table) - len(shown)} more: --json)"] if len(table) > len(shown) else []),
+    ]
+
+
+def _exponents(found: dict[str, Any]) -> list[str]:
+    rows = found["exponents"]
+    total = sum(row["elements"] for row in rows)
+    shown = [row for row in rows if row["elements"] >= _SHOWN_SHARE * total]
+    if not shown:
+        return []
+    theory = f" {'if |dw| = lr':>13} {'10 lr':>9}" if found["lr"] else ""
+    k = found["rows"][0]["k"]
+    lines = [
+        "",
+        f"density by the old weight, k = {k}; updates below `visible from` vanish in weights kept in {found['dtype']}, "
+        "FP32 masters add them up",
+        f"{'|w| from':>10} {'share':>9} {'density':>9} {'visible from':>13}{theory}",
+    ]
+    for row in shown:
+        share, density = row["elements"] / total, row["density"]
+        line = f"{2.0 ** row['exponent']:>10.2g} {share:>9.3%} {density:>9.3%} {row['threshold']:>13.2g}"
+        if found["lr"]:
+            line += f" {row['predicted_lr']:>13.3%} {row['predicted_10lr']:>9.3%}"
+        lines.append(line)
+    return lines
+
+
+def _three_numbers(found: dict[str, Any]) -> list[str]:
+    numbers, k = found["summary"], found["rows"][0]["k"]
+    nbytes = numbers["bytes_per_sync"]
+    over = "from one state to the next" if k == 1 else f"over {k} states"
+    return [
+        f"sparsity          {numbers['sparsity']:.3%} {over}",
+        f"bytes per sync    {size(round(nbytes))} instead of {size(found['dense_bytes'])}",
+        f"bandwidth         {_rate(numbers['bandwidth_for_target'])} instead of {_rate(numbers['bandwidth_full'])} "
+        f"for {numbers['target']:.0%} utilisation at {numbers['step_seconds']:g} s a step",
+    ]
+
+
+def _rate(bits_per_second: float) -> str:
+    for unit in ("bit/s", "kbit/s", "Mbit/s"):
+        if bits_per_second < 1000:
+            return f"{bits_per_second:.3g} {unit}"
+        bits_per_second /= 1000
+    return f"{bits_per_second:.3g} Gbit/s"
+
+
+def _nbytes(specs: tuple[TensorSpec, ...], dtype: str) -> int:
+    return sum(s.nbytes for s in cast_specs(specs, COMPUTE_DTYPES[dtype]))

@@ -1,0 +1,78 @@
+"""Events as JSON lines: a file that is only appended to, and a reader that a crash in mid-line does not stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..events import Event, Progress
+
+MAX_LINE_BYTES = 1 << 20
+
+
+class JsonLines:
+    """Appends each event but `Progress` to the file ``path`` as one line, in a single write.
+
+    A line is the event's fields with ``event``, its name in snake case ("published", "synced" …), and ``time``, seconds
+    since 1970 by this machine's clock. A process has a file of its own: ``events-worker-0.jsonl`` in the folder of the
+    run is the worker "worker-0" in its report. A torn last line of a process that was killed is closed first.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        file = Path(path)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = file.open("a+b", buffering=0)
+            if self._file.seek(0, os.SEEK_END):
+                self._file.seek(-1, os.SEEK_END)
+                if self._file.read(1) != b"\n":
+                    self._file.write(b"\n")
+        except OSError as error:
+            raise InputError(f"cannot write events to {file}: {error}", hint="Check the path.") from None
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Progress):
+            return
+        line = {"event": _snake_case(type(event).__name__), "time": round(time.time(), 6), **asdict(event)}
+        with self._lock:
+            self._file.write(json.dumps(line).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The events of a file in order. Lines that are torn, too long, or no event are skipped.
+
+    Raises InputError where the file cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                event = _parsed(line)
+                if event is not None:
+                    yield event
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error}", hint="Check the path.") from None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(event, dict) and isinstance(event.get("event"), str)
+    return event if known and isinstance(event.get("time"), int | float) else None
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

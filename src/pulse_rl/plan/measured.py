@@ -1,0 +1,39 @@
+"""What a study measured, as inputs of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError
+
+_KEYS = {"context": "bytes_per_changed", "zstd": "bytes_per_changed_zstd"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """``bytes_per_changed`` by method, for those that were measured."""
+
+    params: int
+    density: float
+    param_bytes: float
+    bytes_per_changed: Mapping[str, float]
+
+
+def from_study(study: Any) -> Measured:
+    """The inputs that a study (the JSON object of ``pulse study``) settles: its row of the smallest k.
+
+    Raises InputError where it is none.
+    """
+    try:
+        row = min(study["rows"], key=lambda row: float(row["k"]))
+        params = int(study["parameters"])
+        return Measured(
+            params=params,
+            density=1 - float(row["sparsity"]),
+            param_bytes=float(study["dense_bytes"]) / params,
+            bytes_per_changed={name: float(row[key]) for name, key in _KEYS.items() if row.get(key) is not None},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise InputError(f"this is no study: {error!r}", hint="Give what `pulse study --json` printed.") from None

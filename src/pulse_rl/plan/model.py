@@ -1,0 +1,280 @@
+"""The cost of one sync as arithmetic on a `Scenario`. Symbols and units, as a mirror of this file has to have them:
+
+==========  =======================================================================================================
+N           parameters; ``b`` bytes each (BF16: 2)
+d           density, changed / all elements; ``C = d N`` changes
+T           seconds that a step computes
+B, B_up     bit/s of a worker's link to the store, and of the trainer's
+W           workers; ``k = W`` where they share one link, else ``k = 1``: each has its own, and they load side by side
+c           cores, as many at the publisher as at a worker
+R           seconds of a round trip to the store
+==========  =======================================================================================================
+
+**Bytes.** ``h(d) = -log2 d - (1/d - 1) log2(1 - d)`` bits say where one change is if all elements are alike::
+
+    full      S = b N
+    zstd      S = min(b N, C (1.25 + 0.17 h) + H)                    the paper's codec
+    context   S = min(b N, C (2.4 + 0.52 h + 5 d^2) / 8 + H)         ours
+    H         = 1000 + 50 blocks,  blocks = ceil(N / 2^22)
+
+The context codec knows the old exponent, so a place costs about half of ``h``; 2.4 bits are sign and size of a change,
+and where most weights change the changes are large. Fitted to FP32-master runs between 0.1% and 80% density: within 5%
+on recorded reinforcement learning, within 10% on synthetic states. Pure BF16 weights need up to 1.7 times less.
+
+**Seconds**, one after another; ``p = min(c, blocks)`` cores can share a patch, ``q = min(c, shards)`` an anchor, whose
+shards are of 2^30 bytes. Costs are in nanoseconds of one core (`Costs`; SHA-256 takes ``s = 0.5`` a byte)::
+
+    encode    (e0 N + e1 C) / p        diff, code, and decode again to prove it; nothing for full
+    hash      s b N / p                full: b N (s / c + 1.85 / q), an anchor is hashed as a file, too
+    upload    8 S / B_up + 3 R
+    download  8 S k / B + 4 R
+    verify    s b N / p                full: b N (s / c + 0.75 / q)
+    apply     (a0 N + a1 C) / p        decode and scatter; nothing for full
+
+    sync_seconds = the sum
+
+**Utilisation**, the share of a step in which the GPU computes::
+
+    utilisation        = T / (T + 8 S k / B)                         the paper's: only the transfer blocks
+    worker_utilisation = T / (T + download + verify + apply)         a worker that syncs before each of its steps
+
+The second is what such a worker measures while the trainer publishes beside it. Where nothing overlaps, because the
+trainer waits for the workers as well, it is ``T / (T + sync_seconds)``. A worker that fetches while it generates is
+above all of these, at the price of older weights. The paper's Figure 1 (PULSE, arXiv 2602.03839) follows from the
+first with T of about 50 s. Solved for B, it gives ``bandwidth_for_target``::
+
+    B = 8 S k u / ((1 - u) T)
+
+**Where dense wins**: full has the smaller `sync_seconds`. The density above which it does is found by bisection; the
+bandwidth above which it does, B_up growing with B, is where the bytes saved take as long as the coding::
+
+    B_dense = B 8 (S_full - S_context) (1 / B_up + k / B) / (coding_context - coding_full)
+
+with coding = encode + hash + verify + apply; it does not exist while a patch costs less coding than an anchor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ..errors import InputError
+
+METHODS = ("full", "zstd", "context")
+"""A full sync, patches by the paper's codec, patches by ours."""
+
+PHASES = ("encode", "hash", "upload", "download", "verify", "apply")
+CODING = ("encode", "hash", "verify", "apply")
+
+_NANO = 1e-9
+_BLOCK_ELEMENTS = 1 << 22
+_SHARD_BYTES = 1 << 30
+_FILE_BYTES, _BYTES_A_BLOCK = 1000, 50
+_PUBLISH_REQUESTS, _SYNC_REQUESTS = 3, 4
+_BISECTIONS = 60
+_LEAST, _MOST = 1e-9, 1e18
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Nanoseconds of one core: per element (`encode`, `apply`) and per change on top of it."""
+
+    encode: float
+    encode_change: float
+    apply: float
+    apply_change: float
+
+
+COSTS = {
+    "full": Costs(0, 0, 0, 0),
+    "zstd": Costs(0.5, 20, 0.25, 16),
+    "context": Costs(0.8, 98, 0.4, 64),
+}
+"""On an idle core of an AMD EPYC (Zen 5)."""
+
+HASH_BYTE = 0.5
+ANCHOR_HASH_BYTE, ANCHOR_VERIFY_BYTE = 1.85, 0.75
+"""Nanoseconds a byte of one core: SHA-256, and what an anchor takes on top of it, one core a shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What a plan is made for; see the module for symbols. Bandwidths are in bit/s, times in seconds.
+
+    ``upload_bandwidth`` None: the trainer's link is as fast as a worker's. ``target`` is the utilisation that
+    `MethodPlan.bandwidth_for_target` aims at. ``bytes_per_changed``, where it has a method, was measured at this
+    density and replaces the formula. Raises InputError for values that no run can have.
+    """
+
+    params: int
+    density: float
+    step_seconds: float
+    bandwidth: float
+    upload_bandwidth: float | None = None
+    workers: int = 1
+    shared_link: bool = False
+    cores: int = 8
+    round_trip_seconds: float = 0.0
+    target: float = 0.9
+    param_bytes: float = 2.0
+    bytes_per_changed: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("params", "workers", "cores", "step_seconds", "bandwidth", "upload_bandwidth", "param_bytes"):
+            value = getattr(self, name)
+            _require(name, value, f"from {_LEAST:g} to {_MOST:g}", value is None or _LEAST <= value <= _MOST)
+        delay = self.round_trip_seconds
+        _require("round_trip_seconds", delay, f"from 0 to {_MOST:g}", 0 <= delay <= _MOST)
+        _require("density", self.density, "a share from 0 to 1", 0 <= self.density <= 1)
+        _require("target", self.target, "above 0 and below 1", 0 < self.target < 1)
+        for name, value in self.bytes_per_changed.items():
+            _require(f"bytes_per_changed of {name}", value, f"from 0 to {_MOST:g}", 0 <= value <= _MOST)
+
+
+def _require(name: str, value: float, what: str, holds: bool) -> None:
+    if not holds:
+        raise InputError(f"{name} is {value}, it has to be {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class MethodPlan:
+    """One method's prediction. ``phases`` maps each of `PHASES` to seconds; ``bandwidth_for_target`` is in bit/s."""
+
+    patch_bytes: int
+    phases: dict[str, float]
+    utilisation: float
+    worker_utilisation: float
+    bandwidth_for_target: float
+
+    @property
+    def sync_seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def coding_seconds(self) -> float:
+        """What is not spent on the network."""
+        return sum(self.phases[name] for name in CODING)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Above this density (all else equal), or above this bandwidth in bit/s, a full sync takes less time than ours.
+
+    None: it never does.
+    """
+
+    density: float | None
+    bandwidth: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `make_plan` predicts; ``methods`` has one entry for each of `METHODS`."""
+
+    scenario: Scenario
+    methods: dict[str, MethodPlan]
+    dense_wins: Crossover
+
+
+def make_plan(scenario: Scenario) -> Plan:
+    """Predicts one sync by each method, and where dense wins."""
+    return Plan(scenario, {name: _predict(scenario, name) for name in METHODS}, _crossover(scenario))
+
+
+def patch_bytes(method: str, params: int, density: float, param_bytes: float = 2.0) -> float:
+    """Bytes of one sync, S. A patch is never larger than the whole state."""
+    dense = params * param_bytes
+    if method == "full":
+        return dense
+    where = _position_bits(density)
+    per_change = {"zstd": 1.25 + 0.17 * where, "context": (2.4 + 0.52 * where + 5 * density**2) / 8}[method]
+    return min(dense, params * density * per_change + _FILE_BYTES + _BYTES_A_BLOCK * _blocks(params))
+
+
+def utilisation(nbytes: float, step_seconds: float, bandwidth: float) -> float:
+    """The paper's ``T / (T + 8 S / B)``."""
+    return step_seconds / (step_seconds + 8 * nbytes / bandwidth)
+
+
+def bandwidth_for(nbytes: float, step_seconds: float, target: float) -> float:
+    """The bandwidth in bit/s at which `utilisation` is ``target``."""
+    return 8 * nbytes * target / ((1 - target) * step_seconds)
+
+
+def _position_bits(density: float) -> float:
+    """h(d), bits a change; 0 at the ends, where there is nothing to say."""
+    if not 0 < density < 1:
+        return 0.0
+    return -math.log2(density) - (1 / density - 1) * math.log1p(-density) / math.log(2)
+
+
+def _blocks(params: int) -> int:
+    return -(-params // _BLOCK_ELEMENTS)
+
+
+def _phases(scenario: Scenario, method: str, nbytes: float) -> dict[str, float]:
+    n, changes = scenario.params, scenario.params * scenario.density
+    dense_bytes = scenario.param_bytes * n
+    tree = HASH_BYTE * dense_bytes
+    if method == "full":
+        at_once = min(scenario.cores, math.ceil(nbytes / _SHARD_BYTES))
+        hashed = tree / scenario.cores + ANCHOR_HASH_BYTE * dense_bytes / at_once
+        verified = tree / scenario.cores + ANCHOR_VERIFY_BYTE * dense_bytes / at_once
+    else:
+        at_once = min(scenario.cores, _blocks(n))
+        hashed = verified = tree / at_once
+    costs = COSTS[method]
+    sharers = scenario.workers if scenario.shared_link else 1
+    return {
+        "encode": _NANO * (costs.encode * n + costs.encode_change * changes) / at_once,
+        "hash": _NANO * hashed,
+        "upload": 8 * nbytes / (scenario.upload_bandwidth or scenario.bandwidth)
+        + _PUBLISH_REQUESTS * scenario.round_trip_seconds,
+        "download": 8 * nbytes * sharers / scenario.bandwidth + _SYNC_REQUESTS * scenario.round_trip_seconds,
+        "verify": _NANO * verified,
+        "apply": _NANO * (costs.apply * n + costs.apply_change * changes) / at_once,
+    }
+
+
+def _predict(scenario: Scenario, method: str) -> MethodPlan:
+    nbytes = patch_bytes(method, scenario.params, scenario.density, scenario.param_bytes)
+    if method in scenario.bytes_per_changed:
+        measured = scenario.bytes_per_changed[method] * scenario.params * scenario.density
+        nbytes = min(scenario.params * scenario.param_bytes, measured)
+    phases = _phases(scenario, method, nbytes)
+    step, sharers = scenario.step_seconds, scenario.workers if scenario.shared_link else 1
+    return MethodPlan(
+        patch_bytes=round(nbytes),
+        phases=phases,
+        utilisation=utilisation(nbytes * sharers, step, scenario.bandwidth),
+        worker_utilisation=step / (step + phases["download"] + phases["verify"] + phases["apply"]),
+        bandwidth_for_target=bandwidth_for(nbytes * sharers, step, scenario.target),
+    )
+
+
+def _crossover(scenario: Scenario) -> Crossover:
+    full, ours = _predict(scenario, "full"), _predict(scenario, "context")
+    saved_seconds = 8 * (full.patch_bytes - ours.patch_bytes) * _seconds_a_bit(scenario)
+    extra_coding = ours.coding_seconds - full.coding_seconds
+    bandwidth = scenario.bandwidth * saved_seconds / extra_coding if extra_coding > 0 else None
+
+    def dense_wins(density: float) -> bool:
+        return (
+            _predict(replace(scenario, density=density, bytes_per_changed={}), "context").sync_seconds
+            > full.sync_seconds
+        )
+
+    if not dense_wins(1.0):
+        return Crossover(None, bandwidth)
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if dense_wins(middle) else (middle, high)
+    return Crossover(high, bandwidth)
+
+
+def _seconds_a_bit(scenario: Scenario) -> float:
+    """From the trainer through the store to the worker that has it last."""
+    sharers = scenario.workers if scenario.shared_link else 1
+    return 1 / (scenario.upload_bandwidth or scenario.bandwidth) + sharers / scenario.bandwidth

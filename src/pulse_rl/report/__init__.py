@@ -1,0 +1,18 @@
+"""One self-contained HTML page of a run, a study, or both: it loads nothing, and any browser shows it.
+
+::
+
+    page = render(run=read_run("runs/policy"), study=study)
+    Path("report.html").write_text(page, encoding="utf-8")
+
+``run`` is what `read_run` makes of a folder of events (`pulse_rl.metrics.JsonLines` writes them), ``study`` the JSON
+object of ``pulse study`` (format "pulse.study.1"). A planner with sliders, which starts from their numbers, is always
+there.
+"""
+
+from __future__ import annotations
+
+from .document import render
+from .run import read_run
+
+__all__ = ["read_run", "render"]

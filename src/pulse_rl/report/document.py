@@ -1,0 +1,134 @@
+"""The page: its template, style and scripts, and the data that the scripts draw."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from hashlib import sha256
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+from ..plan import model
+from .headline import duration, headline
+from .study import study_data
+
+SCRIPTS = ("units", "dom", "plan", "chart", "bars", "run", "study", "planner", "main")
+"""In the order in which they are joined."""
+
+
+def render(*, run: Mapping[str, Any] | None = None, study: Any = None, title: str = "Pulse report") -> str:
+    """The whole page. ``run`` comes from `read_run`, ``study`` from `pulse study`; raises InputError where it is none.
+
+    All text of the data is escaped. A content security policy allows no network, and no script but the page's own.
+    """
+    drawn = None if study is None else study_data(study)
+    style, script = _asset("page.css"), script_source()
+    data = {
+        "run": run,
+        "study": drawn,
+        "scenario": _scenario(run, drawn),
+        "costs": planner_costs(),
+    }
+    policy = f"default-src 'none'; style-src {_source_of(style)}; script-src {_source_of(script)}; base-uri 'none'"
+    parts = {
+        "policy": f"{policy}; form-action 'none'",
+        "title": html.escape(title),
+        "about": html.escape(_about(run, drawn)),
+        "version": html.escape(version("pulse-rl")),
+        "headline": headline(run, drawn),
+        "style": style,
+        "script": script,
+        "data": embedded(data),
+    }
+    # One pass, so that a part that holds a marker stays as it is.
+    page = re.sub(r"\{\{([a-z]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
+    return page.encode("utf-8", "replace").decode()  # a lone surrogate of a file's name has no UTF-8
+
+
+def planner_costs() -> dict[str, Any]:
+    """The measured costs of `pulse_rl.plan`, for the page's own copy of its formulas."""
+    return {
+        "methods": {name: asdict(costs) for name, costs in model.COSTS.items()},
+        "hash_byte": model.HASH_BYTE,
+        "anchor_hash_byte": model.ANCHOR_HASH_BYTE,
+        "anchor_verify_byte": model.ANCHOR_VERIFY_BYTE,
+    }
+
+
+def script_source() -> str:
+    """The page's scripts as one, in a scope of their own."""
+    joined = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
+    return f'"use strict";\n(() => {{\n{joined}}})();\n'
+
+
+def embedded(data: Any) -> str:
+    """JSON that can stand inside a script element: nothing in it can end the element or begin a comment."""
+    text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _source_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _about(run: Mapping[str, Any] | None, study: Mapping[str, Any] | None) -> str:
+    parts = []
+    if run:
+        workers = _counted(len(run["workers"]) + run["more_workers"], "worker")
+        took = f"{_counted(run['versions'], 'version')} in {duration(run['seconds'])}, {workers}"
+        parts.append(f"A run of the stream {run['stream']}: {took}.")
+    if study:
+        parts.append(f"A study of {study['source']}: {_counted(study['states'], 'state')}.")
+    return " ".join(parts) or "What a sync of your model would cost."
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _scenario(run: Mapping[str, Any] | None, study: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Where the planner starts: as the run was, else as the study was, else the paper's 7B model."""
+    scenario: dict[str, Any] = {
+        "params": 7_000_000_000,
+        "density": 0.01,
+        "step_seconds": 50.0,
+        "bandwidth": 2e8,
+        "upload_bandwidth": None,
+        "workers": 4,
+        "shared_link": False,
+        "cores": 8,
+        "round_trip_seconds": 0.0,
+        "target": 0.9,
+        "param_bytes": 2.0,
+        "bytes_per_changed": {},
+    }
+    summary = run and run["summary"]
+    if run and summary:
+        scenario["workers"] = max(1, len(run["workers"]) + run["more_workers"])
+        scenario |= {"params": summary["parameters"], "density": 1 - summary["sparsity"]}
+        scenario["param_bytes"] = summary["full_bytes"] / summary["parameters"]
+        scenario["step_seconds"] = summary["step_seconds"] or scenario["step_seconds"]
+    elif study:
+        scenario |= study["scenario"]
+    return scenario

@@ -1,0 +1,218 @@
+"""A run as the page draws it, from the events that `pulse_rl.metrics.JsonLines` wrote in its processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from .. import plan
+from ..errors import InputError
+from ..metrics.jsonlines import read_events
+from .thin import busy, running_mean, thinned
+
+Event = dict[str, Any]
+
+_MOST_WORKERS = 64
+_MOST_NOTES = 50
+_LONGEST = 300
+_LARGEST = 1e18
+_TARGET = 0.9
+
+
+def read_run(path: str | os.PathLike[str], *, stream: str | None = None) -> dict[str, Any]:
+    """What the page shows of a run: a folder with ``events*.jsonl`` files, one a process, or one such file.
+
+    ``stream`` says which of several. Raises InputError where there is nothing to draw.
+    """
+    root = Path(path)
+    files = sorted(root.glob("events*.jsonl")) if root.is_dir() else [root]
+    by_process: dict[str, list[Event]] = defaultdict(list)
+    for file in files:
+        by_process[file.stem.removeprefix("events-")] += (e for e in map(_needed, read_events(file)) if e)
+    streams = sorted({e["stream"] for events in by_process.values() for e in events})
+    if not streams:
+        hint = "Pass on_event=pulse_rl.metrics.JsonLines('RUN/events-NAME.jsonl') to the publisher and the subscribers."
+        raise InputError(f"{root} has no events of a publisher or subscriber", hint=hint)
+    if stream is None and len(streams) > 1:
+        raise InputError(f"{root} has events of the streams {', '.join(streams)}", hint="Choose one with --stream.")
+    if stream is not None and stream not in streams:
+        raise InputError(f"{root} has no events of the stream {stream!r}", hint=f"It has {', '.join(streams)}.")
+    chosen = stream or streams[0]
+    return _run({name: [e for e in events if e["stream"] == chosen] for name, events in by_process.items()}, chosen)
+
+
+PHASES = ("resume", "build", "upload", "commit", "plan", "fetch", "apply", "restore")
+"""Of `Published` and `Synced`."""
+
+_NUMBERS = {
+    "published": ("version", "elements", "dense_bytes", "patch_bytes", "anchor_bytes", "seconds"),
+    "synced": ("version", "fetched_bytes", "seconds", "lag_seconds"),
+    "applied": ("version", "seconds"),
+    "path_failed": (),
+    "density_drift": ("version", "density", "low", "high"),
+}
+_TEXTS = ("kind", "link", "reason")
+
+
+def _needed(event: Event) -> Event | None:
+    """What the page takes of an event, None where it draws no such event or a number is missing.
+
+    Another release may have written it. A long run has millions of events, so nothing else is kept.
+    """
+    kind, stream = event["event"], event.get("stream")
+    if kind not in _NUMBERS or not isinstance(stream, str):
+        return None
+    kept: Event = {"event": sys.intern(kind), "stream": sys.intern(stream)}
+    for name in ("time", *_NUMBERS[kind]):
+        if not _is_number(event.get(name)):
+            return None
+        kept[name] = event[name]
+    if kind == "published":
+        metadata, changed = event.get("metadata"), event.get("changed")
+        reward = metadata.get("reward") if isinstance(metadata, dict) else None
+        kept["density"] = changed / max(event["elements"], 1) if _is_number(changed) else None
+        kept["reward"] = reward if _is_number(reward) else None
+    if kind in ("published", "synced"):
+        phases = event.get("phases")
+        found = phases if isinstance(phases, dict) else {}
+        kept["phases"] = {name: found[name] for name in PHASES if _is_number(found.get(name))}
+    if kind == "path_failed":
+        kept |= {name: str(event.get(name))[:_LONGEST] for name in _TEXTS}
+    return kept
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def _run(by_process: dict[str, list[Event]], stream: str) -> dict[str, Any]:
+    everything = [(name, event) for name, events in by_process.items() for event in events]
+    start = min(event["time"] - event.get("seconds", 0.0) for _, event in everything)
+    published = _by_version(event for _, event in everything if event["event"] == "published")
+    commits = {v: e["time"] for v, e in published.items()}
+    for _, event in everything:
+        if event["event"] == "synced":
+            commits.setdefault(event["version"], event["time"] - event["lag_seconds"])
+    end = max(event["time"] for _, event in everything)
+    names = [name for name, events in by_process.items() if any(e["event"] == "synced" for e in events)]
+    workers = [_worker(name, by_process[name], commits, start, end) for name in names[:_MOST_WORKERS]]
+    return {
+        "stream": stream,
+        "seconds": end - start,
+        "versions": len(published),
+        "series": _series(list(published.values())),
+        "publish_phases": _mean_phases(list(published.values())),
+        "workers": workers,
+        "more_workers": len(names) - len(workers),
+        "drifts": [
+            {name: e[name] for name in _NUMBERS["density_drift"]}
+            for _, e in everything
+            if e["event"] == "density_drift"
+        ],
+        "failures": _failures(everything),
+        "summary": _summary(list(published.values())),
+    }
+
+
+def _by_version(events: Iterable[Event]) -> dict[int, Event]:
+    found = {event["version"]: event for event in events}
+    return dict(sorted(found.items()))
+
+
+def _series(published: list[Event]) -> dict[str, Any]:
+    """By version, thinned."""
+    versions = [e["version"] for e in published]
+    rewards = [e["reward"] for e in published]
+    return {
+        "reward": thinned(versions, rewards),
+        "mean_reward": thinned(versions, running_mean(rewards, max(1, len(rewards) // 15))),
+        "density": thinned(versions, [e["density"] for e in published]),
+        "patch_bytes": thinned(versions, [None if e["density"] is None else e["patch_bytes"] for e in published]),
+        "full_bytes": thinned(versions, [e["dense_bytes"] for e in published]),
+    }
+
+
+def _mean_phases(events: Sequence[Event]) -> dict[str, float]:
+    """Mean seconds a call, by phase, and what no phase names as "other"."""
+    if not events:
+        return {}
+    totals: dict[str, float] = defaultdict(float)
+    for event in events:
+        for phase, seconds in event["phases"].items():
+            totals[phase] += seconds
+        totals["other"] += max(0.0, event["seconds"] - sum(event["phases"].values()))
+    return {phase: seconds / len(events) for phase, seconds in totals.items()}
+
+
+def _worker(name: str, events: list[Event], commits: dict[int, float], start: float, end: float) -> dict[str, Any]:
+    syncs = [e for e in events if e["event"] == "synced"]
+    pauses = [e["seconds"] for e in events if e["event"] == "applied"]
+    times, behind = _behind(syncs, commits)
+    return {
+        "name": name,
+        "syncs": len(syncs),
+        "behind": thinned([t - start for t in times], behind),
+        "busy": busy([(e["time"] - e["seconds"] - start, e["seconds"]) for e in syncs], end - start),
+        "lag_seconds": median(e["lag_seconds"] for e in syncs),
+        "worst_behind": max(behind),
+        "sync_seconds": median(e["seconds"] for e in syncs),
+        "fetched_bytes": sum(e["fetched_bytes"] for e in syncs),
+        "phases": _mean_phases(syncs),
+        "pause_seconds": fmean(pauses) if pauses else None,
+    }
+
+
+def _behind(syncs: list[Event], commits: dict[int, float]) -> tuple[list[float], list[float]]:
+    """How many versions the worker was behind the newest committed one, after each commit and each sync.
+
+    It counts from its first sync on. Clocks of two machines may differ, so a version counts as committed at the latest
+    when a worker has it.
+    """
+    moments = [(time, 0, version) for version, time in commits.items()]
+    moments += [(e["time"], 1, e["version"]) for e in syncs]
+    newest = held = -1
+    times, behind = [], []
+    for time, is_sync, version in sorted(moments):
+        newest = max(newest, version)
+        if is_sync:
+            held = version
+        if held >= 0:
+            times.append(time)
+            behind.append(float(newest - held))
+    return times, behind
+
+
+def _failures(everything: list[tuple[str, Event]]) -> dict[str, Any]:
+    failed = [(name, event) for name, event in everything if event["event"] == "path_failed"]
+    shown = [{"process": name} | {text: event[text] for text in _TEXTS} for name, event in failed[-_MOST_NOTES:]]
+    return {"count": len(failed), "newest": shown}
+
+
+def _summary(published: list[Event]) -> dict[str, Any] | None:
+    """The numbers at the top of the page, None where no version has a patch."""
+    patched = [e for e in published if e["density"] is not None]
+    if not patched:
+        return None
+    nbytes = fmean(e["patch_bytes"] for e in patched)
+    full = patched[-1]["dense_bytes"]
+    gaps = [new["time"] - old["time"] - new["seconds"] for old, new in pairwise(published)]
+    working = [gap for gap in gaps if gap > 0]
+    step = median(working) if working else None
+    return {
+        "sparsity": 1 - fmean(e["density"] for e in patched),
+        "bytes_per_sync": nbytes,
+        "full_bytes": full,
+        "parameters": patched[-1]["elements"],
+        "step_seconds": step,
+        "target": _TARGET,
+        "bandwidth_for_target": step and plan.bandwidth_for(nbytes, step, _TARGET),
+        "bandwidth_full": step and plan.bandwidth_for(full, step, _TARGET),
+        "anchors": sum(e["anchor_bytes"] > 0 for e in published),
+        "anchor_bytes": sum(e["anchor_bytes"] for e in published),
+    }

@@ -1,0 +1,104 @@
+"""A study as the page draws it: what it needs of the JSON of ``pulse study``, checked and made short."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .. import plan
+from ..errors import InputError
+from .thin import thinned
+
+FORMAT = "pulse.study.1"
+
+_MOST_TENSORS = 30
+_MOST_LAYERS = 40
+_MOST_ROWS = 64
+_MOST_EXPONENTS = 600
+_MOST_DIMENSIONS = 8
+_ROW = ("k", "pairs", "sparsity", "sparsity_min", "sparsity_max")
+_ROW_MAY = ("untouched", "bytes", "bytes_per_changed", "bytes_per_changed_zstd", "entropy_bound", "times_bound")
+_SUMMARY_MAY = ("bytes_per_sync", "bandwidth_for_target", "bandwidth_full", "target", "step_seconds")
+
+
+def study_data(study: Any) -> dict[str, Any]:
+    """Raises InputError unless ``study`` is the JSON object that ``pulse study`` makes."""
+    try:
+        if study["format"] != FORMAT:
+            raise ValueError(f"its format is {study['format']!r}, not {FORMAT!r}")
+        return _data(study)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise InputError(f"this is no study: {error!r}", hint="Give what `pulse study --json` printed.") from None
+
+
+def _data(study: Mapping[str, Any]) -> dict[str, Any]:
+    given = sorted(study["rows"][:_MOST_ROWS], key=lambda row: _number(row, "k"))
+    rows = [_picked(row, _ROW, _ROW_MAY) for row in given]
+    k = rows[0]["k"]
+    layers = sorted(study["layers"], key=lambda layer: -_number(layer, "changed"))
+    named = list(dict.fromkeys(str(layer["layer"]) for layer in layers))[:_MOST_LAYERS]
+    tensors = sorted((t for t in study["tensors"] if t["k"] == k), key=lambda t: _number(t, "sparsity"))
+    pairs = [pair for pair in study["pairs"] if pair["k"] == k]
+    gradients = study["gradients"]
+    summary = _picked(study["summary"], ("sparsity",), _SUMMARY_MAY) | {"full_bytes": _number(study, "dense_bytes")}
+    measured = plan.from_study(study)
+    return {
+        "source": str(study["source"]),
+        "dtype": str(study["dtype"]),
+        "parameters": _number(study, "parameters"),
+        "states": len(study["states"]),
+        "lr": _may(study, "lr"),
+        "gradient_density": _may(study, "gradient_density"),
+        "rows": rows,
+        "layers": [
+            {"layer": str(layer["layer"]), **_picked(layer, ("k", "sparsity"), ())}
+            for layer in layers
+            if str(layer["layer"]) in named
+        ],
+        "tensors": [
+            {
+                **{name: str(tensor[name])[:300] for name in ("name", "layer", "dtype")},
+                "shape": [int(n) for n in tensor["shape"][:_MOST_DIMENSIONS]],
+                **_picked(tensor, ("k", "sparsity"), ()),
+            }
+            for tensor in tensors[:_MOST_TENSORS]
+        ],
+        "over_time": thinned([int(p["new"]) for p in pairs], [1 - _number(p, "sparsity") for p in pairs]),
+        "gradients": thinned(list(range(len(gradients))), [_finite(g) for g in gradients]),
+        "exponents": [
+            _picked(e, ("exponent", "elements", "density"), ("threshold", "predicted_lr", "predicted_10lr"))
+            for e in study["exponents"][:_MOST_EXPONENTS]
+        ],
+        "summary": summary,
+        "scenario": {
+            "params": measured.params,
+            "density": measured.density,
+            "param_bytes": measured.param_bytes,
+            "bytes_per_changed": dict(measured.bytes_per_changed),
+            "step_seconds": summary["step_seconds"] or 50.0,
+        },
+    }
+
+
+def _picked(given: Mapping[str, Any], must: tuple[str, ...], may: tuple[str, ...]) -> dict[str, float | None]:
+    return {name: _number(given, name) for name in must} | {name: _may(given, name) for name in may}
+
+
+def _number(given: Mapping[str, Any], name: str) -> float:
+    value = _finite(given[name])
+    if value is None:
+        raise ValueError(f"{name} is {given[name]!r}")
+    return value
+
+
+def _may(given: Mapping[str, Any], name: str) -> float | None:
+    return _finite(given.get(name))
+
+
+def _finite(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return value if math.isfinite(value) else None

@@ -1,0 +1,102 @@
+"""Walks through a source, in as many passes as the memory asks for, and makes the study of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+from .._pool import ordered_map
+from ..errors import InputError
+from .cast import COMPUTE_DTYPES, CastState, cast_specs
+from .record import BlockRecord, Pair
+from .result import STEP_SECONDS, study_dict
+from .sources import Source
+from .tally import Tally
+
+DEFAULT_KS = (1, 2, 4, 8, 16, 32)
+CODED_PAIRS = 3
+
+Progress = Callable[[int], None]
+"""Called with the bytes, after the cast, that were compared since the last call; less than 0 where a pass was cut."""
+
+
+def study(
+    source: Source,
+    *,
+    dtype: str = "bf16",
+    ks: Sequence[int] = DEFAULT_KS,
+    lr: float | None = None,
+    step_seconds: float = STEP_SECONDS,
+    threads: int | None = None,
+    memory_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Compares the states of ``source`` that are k apart; the dict that `pulse_rl.study` describes.
+
+    ``dtype`` is one of `COMPUTE_DTYPES`: wider floats are cast to it. Values of ``ks`` for which there are too few
+    states are left out. Of each k the patches of at most `CODED_PAIRS` pairs are built.
+
+    Memory: no checkpoint is ever held in full; they are mapped and read block by block (4 Mi elements). Of a stream one
+    state is held. Of the blocks in work the newest elements are kept and, of the max(ks) states before, what changed:
+    ``memory_bytes`` in all (default: 1 GiB, of a stream two states more). Where that does not hold a whole model the
+    rest is measured in further passes over the source. A single block may take max(ks) + 1 copies of itself.
+
+    Raises InputError, and what the source raises.
+    """
+    if dtype not in COMPUTE_DTYPES:
+        raise InputError(f"there is no compute dtype {dtype!r}", hint=f"Choose one of: {', '.join(COMPUTE_DTYPES)}.")
+    if not ks or min(ks) < 1:
+        raise InputError("k counts states, from 1 on")
+    for what, value in (("the learning rate", lr), ("the seconds of a step", step_seconds)):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{what} cannot be {value}")
+    last = len(source.states) - 1
+    possible = sorted({k for k in ks if k <= last})
+    if not possible:
+        raise InputError(f"{last + 1} states are too few for k = {min(ks)}", hint="Give a smaller k, or more states.")
+    coded = {Pair(k, new) for k in possible for new in spread_out(k, last, CODED_PAIRS)}
+    compute = COMPUTE_DTYPES[dtype]
+    tally = Tally(cast_specs(source.specs, compute), possible)
+    room = source.spare_bytes if memory_bytes is None else memory_bytes
+    done = 0
+    while done < len(tally.blocks):
+        records = [BlockRecord(block, possible, coded) for block in tally.blocks[done:]]
+        for number, state in enumerate(source.walk()):
+            fitting = _add(CastState(state, compute), records, threads, room)
+            if progress:
+                dropped = sum(r.block.nbytes for r in records[fitting:])
+                progress(sum(r.block.nbytes for r in records[:fitting]) - number * dropped)
+            del records[fitting:]
+        for record in records:
+            tally.take(record)
+        done += len(records)
+    tally.settle()
+    return study_dict(tally, source=source.name, states=source.states, lr=lr, step_seconds=step_seconds)
+
+
+def spread_out(first: int, last: int, most: int) -> set[int]:
+    """At most ``most`` whole numbers from ``first`` to ``last``, both included, evenly spread."""
+    if last - first < most:
+        return set(range(first, last + 1))
+    return {first + round(i * (last - first) / (most - 1)) for i in range(most)}
+
+
+def _add(state: CastState, records: list[BlockRecord], threads: int | None, room: int) -> int:
+    """Gives each record its block of the next state; the number of records that fit into ``room`` bytes, at least one.
+
+    The records behind that number are half done and have to be given up.
+    """
+
+    def add(record: BlockRecord) -> int:
+        record.add(record.block.read(state))
+        return record.nbytes
+
+    held = 0
+    with closing(ordered_map(add, records, threads)) as sizes:
+        for index, nbytes in enumerate(sizes):
+            held += nbytes
+            if held > room and index:
+                return index
+    return len(records)

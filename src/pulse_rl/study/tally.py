@@ -1,0 +1,148 @@
+"""Adds up the blocks' records: statistics over pairs for the model, its layer types and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..blocks import Block, cut
+from ..patch import DEFAULT_BLOCK_ELEMENTS
+from ..patch_header import BlockEntry, PatchHeader
+from ..tensors import TensorSpec
+from .entropy import ClassCounts
+from .layers import LAYERS, layer_of
+from .record import CODECS, BlockRecord, Cost, Count, Pair
+
+_ROOTS = sha256(b"old").hexdigest(), sha256(b"new").hexdigest()
+"""Stand for the roots of a pair in its patch headers, whose size they do not change."""
+
+
+class Spread:
+    """Mean and extremes of counts [n] over pairs."""
+
+    def __init__(self, n: int) -> None:
+        self.pairs = 0
+        self.total = np.zeros(n, np.int64)
+        self.least = np.full(n, np.iinfo(np.int64).max)
+        self.most = np.zeros(n, np.int64)
+
+    def add(self, counts: npt.NDArray[np.int64]) -> None:
+        self.pairs += 1
+        self.total += counts
+        np.minimum(self.least, counts, out=self.least)
+        np.maximum(self.most, counts, out=self.most)
+
+    def row(self, i: int, elements: int) -> dict[str, Any]:
+        """The fields that all rows of a study share; of a tensor without elements nothing ever changes."""
+        whole = max(elements, 1)
+        return {
+            "elements": elements,
+            "changed": int(self.total[i]) / self.pairs,
+            "sparsity": 1 - int(self.total[i]) / self.pairs / whole,
+            "sparsity_min": 1 - int(self.most[i]) / whole,
+            "sparsity_max": 1 - int(self.least[i]) / whole,
+        }
+
+
+@dataclass
+class CodedPair:
+    """What the patch of one pair costs: blocks in order, bits of the bound, classes of the main dtype."""
+
+    entries: dict[str, list[BlockEntry]]
+    bound_bits: float = 0.0
+    changed: int = 0
+
+
+class Tally:
+    """The sums of one study. ``specs`` are those after the cast, ``ks`` ascending."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...], ks: Sequence[int]) -> None:
+        self.specs = specs
+        self.ks = tuple(ks)
+        self.blocks: list[Block] = cut(specs, DEFAULT_BLOCK_ELEMENTS)
+        self.elements = sum(s.elements for s in specs)
+        self.layers = [layer_of(s.name) for s in specs]
+        self.main_dtype = self._main_dtype()
+        self.pairs: list[dict[str, Any]] = []
+        self.coded: dict[Pair, CodedPair] = {}
+        self.exponents = ClassCounts(self.main_dtype)
+        self.spreads = {k: (Spread(1), Spread(len(LAYERS)), Spread(len(specs))) for k in self.ks}
+        self.touched = dict.fromkeys(self.ks, 0)
+        self._at = {s.name: i for i, s in enumerate(specs)}
+        self._layer_index = np.array([LAYERS.index(layer) for layer in self.layers], np.int64)
+        self._open: dict[Pair, tuple[npt.NDArray[np.int64], int]] = {}
+        self._parts: dict[tuple[Pair, str], ClassCounts] = {}
+
+    def dtypes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for spec in self.specs:
+            found[spec.dtype.name] = found.get(spec.dtype.name, 0) + spec.elements
+        return found
+
+    def layer_elements(self) -> npt.NDArray[np.int64]:
+        result = np.zeros(len(LAYERS), np.int64)
+        np.add.at(result, self._layer_index, [s.elements for s in self.specs])
+        return result
+
+    def take(self, record: BlockRecord) -> None:
+        """Adds what a block's record has found and takes it out of the record. Blocks come in order."""
+        self._count(record.block, record.counts)
+        self.take_costs(record.block, record.costs)
+        record.counts, record.costs = {}, {}
+
+    def take_costs(self, block: Block, costs: Mapping[Pair, Cost]) -> None:
+        for pair, cost in costs.items():
+            coded = self.coded.setdefault(pair, CodedPair({name: [] for name in CODECS}))
+            for name, entry in cost.entries.items():
+                coded.entries[name].append(entry)
+            coded.changed += cost.entries[CODECS[0]].changed
+            for segment, counts in zip(block.segments, cost.classes, strict=True):
+                whole = self._parts.pop((pair, segment.spec.name), None)
+                if whole is not None:
+                    whole.merge(counts)
+                    counts = whole
+                if segment.stop == segment.spec.elements:
+                    coded.bound_bits += sum(counts.bits())
+                    if pair.k == self.ks[0] and counts.dtype == self.main_dtype:
+                        self.exponents.merge(counts)
+                else:
+                    self._parts[pair, segment.spec.name] = counts
+
+    def settle(self) -> None:
+        """All blocks of the pairs so far have been taken: adds the pairs to the statistics."""
+        for pair in sorted(self._open, key=lambda p: (p.new, p.k)):
+            changed, touched = self._open[pair]
+            total = int(changed.sum())
+            whole, layers, tensors = self.spreads[pair.k]
+            whole.add(np.array([total]))
+            tensors.add(changed)
+            layers.add(np.bincount(self._layer_index, weights=changed, minlength=len(LAYERS)).astype(np.int64))
+            self.touched[pair.k] += touched
+            sparsity = 1 - total / max(self.elements, 1)
+            self.pairs.append(
+                {"k": pair.k, "old": pair.new - pair.k, "new": pair.new, "changed": total, "sparsity": sparsity}
+            )
+        self._open = {}
+
+    def patch_bytes(self, pair: Pair, codec: str) -> int:
+        """Bytes of the patch file of a coded pair."""
+        entries = tuple(self.coded[pair].entries[codec])
+        header = PatchHeader(*_ROOTS, DEFAULT_BLOCK_ELEMENTS, self.specs, entries)
+        return len(header.to_bytes()) + header.body_bytes
+
+    def _count(self, block: Block, counts: Mapping[Pair, Count]) -> None:
+        for pair, count in counts.items():
+            changed, touched = self._open.get(pair) or (np.zeros(len(self.specs), np.int64), 0)
+            for segment, n in zip(block.segments, count.changed.tolist(), strict=True):
+                changed[self._at[segment.spec.name]] += n
+            self._open[pair] = changed, touched + count.touched
+
+    def _main_dtype(self) -> Any:
+        found = self.dtypes()
+        most = max(found, key=lambda name: found[name])
+        return next(s.dtype for s in self.specs if s.dtype.name == most)
