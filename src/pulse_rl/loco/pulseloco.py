@@ -118,6 +118,8 @@ class PulseLoCo(OuterLoop):
             raise NonFinite(self.parameters.name_at(block.start + int(np.argmin(is_sound(s)))))
         values = s[positions]
         sent = self._wire.round(self._values(theta[positions], values))
+        if not is_sound(sent).all():
+            raise NonFinite(self.parameters.name_at(block.start + int(positions[np.argmin(is_sound(sent))])))
         s[positions] = self._left(values, sent)
         return self._wire.encode(theta, momentum, self._rounding, block.runs, (positions, sent)), (positions, sent)
 
