@@ -62,12 +62,13 @@ faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults --sequences $(SEQUENCES) --seed $(FAULT_SEED)
 	$(BIN)/python -m tests.killed --all
 
-# Fuzzes the native codec under the address and undefined-behaviour sanitizers for FUZZ_SECONDS.
+# Fuzzes the native codecs under the address and undefined-behaviour sanitizers, each for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60
-fuzz: build/fuzz_context
+fuzz: build/fuzz_context build/fuzz_entries
 	./build/fuzz_context $(FUZZ_SECONDS) $(SEED)
+	./build/fuzz_entries $(FUZZ_SECONDS) $(SEED)
 
-build/fuzz_context: tests/fuzz_context.cpp $(wildcard src/native/*.h) src/native/context.cpp src/native/scan.cpp
+build/fuzz_%: tests/fuzz_%.cpp $(wildcard src/native/*)
 	mkdir -p build
-	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all -DPULSE_NO_CLONES \
-	  tests/fuzz_context.cpp src/native/context.cpp src/native/scan.cpp -o $@
+	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off \
+	  -DPULSE_NO_CLONES $< $(filter-out src/native/module%, $(wildcard src/native/*.cpp)) -o $@

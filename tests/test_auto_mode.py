@@ -10,7 +10,7 @@ from states import Live, Rng, Tensors, roots, weights
 
 from pulse_rl import Bits, InputError, MemoryStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import StoreUnavailable
-from pulse_rl.events import Published
+from pulse_rl.events import PathFailed, Published
 from pulse_rl.plan import Scenario, make_plan
 
 FAST, SLOW = 1e15, "50Mbit"
@@ -138,3 +138,29 @@ def test_the_default_neither_compares_nor_explains(rng: Rng) -> None:
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Publisher(MemoryStore(), stream="s", **options)
+
+
+def test_a_version_without_a_patch_is_reached_by_its_own_anchor() -> None:
+    """A newcomer once fetched every anchor of a dense stream, the oldest first."""
+
+    class Counting(MemoryStore):
+        shards = 0
+
+        def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+            self.shards += name.endswith(".safetensors") and start == 0
+            return super().get(name, start, stop)
+
+    store, weights = Counting(), np.zeros(1000, np.float32)
+    publisher = Publisher(store, stream="s", mode="dense")
+    follower = Subscriber(store, stream="s")
+    for i in range(12):
+        weights[i] = 1
+        publisher.publish({"w": weights})
+        if i == 0:
+            follower.sync()
+    store.shards = 0
+    events: list[object] = []
+    Subscriber(store, stream="s", on_event=events.append).sync()
+    follower.sync()
+    assert store.shards == 2
+    assert not any(isinstance(event, PathFailed) for event in events)

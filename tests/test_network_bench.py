@@ -189,7 +189,7 @@ def ideal(method: str, shaped: bool) -> Measured:
         workers.append(
             Worker(rate if shaped else None, 40, plan.worker_utilisation, 0.1, 1.0, 60.0, 1, 0.0, identical=True)
         )
-    density = float("nan") if method == "full" else 0.003
+    density = None if method == "full" else 0.003
     return Measured(method, shaped, 0.7, 30.0, 22_600_000, density, 1.0, 0.1, 85.0, 1, tuple(workers))
 
 

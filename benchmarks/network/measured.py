@@ -38,7 +38,7 @@ class Measured:
     step_seconds: float
     seconds: float
     params: int
-    density: float
+    density: float | None
     version_bytes: float
     publish_seconds: float
     versions_a_minute: float
@@ -62,7 +62,7 @@ def summary(spec: Spec, shaped: bool, seconds: float) -> Measured:
         step_seconds=spec.step_seconds,
         seconds=seconds,
         params=ready["params"],
-        density=fmean(densities) if densities else float("nan"),
+        density=fmean(densities) if densities else None,
         version_bytes=fmean(v["bytes"] for v in versions),
         publish_seconds=median(v["seconds"] for v in versions),
         versions_a_minute=60 / cycle,

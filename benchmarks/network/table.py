@@ -52,7 +52,7 @@ def error(measured: float, plan: float) -> float:
 
 def density_of(runs: Sequence[Measured]) -> float:
     """The trace's density, from a run that published patches."""
-    return next(run.density for run in runs if run.method != "full")
+    return next(run.density for run in runs if run.density is not None)
 
 
 def rows(runs: Sequence[Measured]) -> list[dict[str, Any]]:
