@@ -49,8 +49,8 @@ def forward(model: PreTrainedModel, weights: dict[str, torch.Tensor], **inputs: 
 
 
 def for_arithmetic(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's weights in ``ARITHMETIC``; gradients flow back to the model's own."""
-    return {name: weight.to(ARITHMETIC) for name, weight in model.named_parameters()}
+    """The model's weights rounded to BF16, in ``ARITHMETIC``; gradients flow back to the model's own."""
+    return {name: weight.to(torch.bfloat16).to(ARITHMETIC) for name, weight in model.named_parameters()}
 
 
 def log_probabilities(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:

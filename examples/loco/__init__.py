@@ -1,0 +1,19 @@
+"""GRPO by four trainers and two rollout workers: PULSELoCo between the trainers, PULSESync to the workers.
+
+``python -m examples.loco`` (``make demo-loco``) starts four trainers with ``torchrun``. Each trains an FP32 model on
+rollouts of its own with its own Adam; every ``sync_every`` inner steps one outer round inside ``optimizer.step()``
+brings them to the same theta. Only then rank 0 publishes theta, in BF16, to a store that is a folder. Two workers
+follow it, and put rollouts for the trainers into the same store. At the end the roots of all six models are compared.
+
+What PULSELoCo changes in a training loop is one line, ``with pulse_rl.PulseLoCo(...)``, in `trainer`. A trainer that
+is killed (``--kill trainer-2@5``) does no harm: ``torchrun`` starts the trainers again, each takes up its own
+checkpoint, and the meeting at the start of ``with`` finds the latest round that they have in common.
+
+Read the files in this order; task, policy, losses and rollouts are those of `examples.grpo`:
+
+- `settings`: what can be set, and what lies where in a run's folder
+- `warm_up`: the supervised phase before reinforcement learning
+- `inbox`: how rollouts get from a worker to a trainer through the store
+- `trainer`, `worker`: the two programs
+- `__main__`, `table`: starting the processes, and showing what they do
+"""

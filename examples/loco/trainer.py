@@ -1,0 +1,226 @@
+"""One of the trainers, started by ``torchrun -m examples.loco.trainer DIR``.
+
+What makes it one of several is the ``with`` in `Trainer.run`: the loop inside it is that of a trainer alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import pulse_rl
+from pulse_rl.events import Published
+from pulse_rl.loco import Round
+from pulse_rl.metrics import JsonLines
+
+from ..grpo import policy
+from ..grpo.grpo import group_advantages, grpo_loss
+from ..grpo.processes import GAVE_UP, Alarm, Journal, PeerVanished, wait_for
+from ..grpo.rollouts import Rollouts
+from ..grpo.settings import STREAM
+from .inbox import Inbox
+from .settings import RunFolder, Settings
+from .warm_up import accuracy, warm_up
+
+EVALUATED = 2048
+"""Problems that tell the reward before the first round and after the last one."""
+
+
+class Trainer:
+    def __init__(self, settings: Settings, folder: RunFolder, alarm: Alarm) -> None:
+        self.settings = settings
+        self.alarm = alarm
+        self.rank = dist.get_rank()
+        self.checkpoint = folder.checkpoint_of(self.rank)
+        self.journal = Journal(folder.journal_of(self.rank))
+        store = pulse_rl.open_store(folder.store_address)
+        self.inbox = Inbox(store, self.rank)
+        self.publisher: pulse_rl.Publisher | None = None
+        if self.rank == 0:
+            events = JsonLines(folder.events("trainer"))
+            self.publisher = pulse_rl.Publisher(store, stream=STREAM, threads=1, on_event=events)
+        self.roots: dict[int, str] = {}
+        self.rewards: list[float] = []
+        self.lags: list[int] = []
+
+        self.served = policy.build_model(settings.seed)
+        self.model = policy.build_model(settings.seed).float()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, weight_decay=0.0)
+
+    def run(self) -> None:
+        settings = self.settings
+        saved = torch.load(self.checkpoint, weights_only=True) if self.checkpoint.exists() else None
+        if saved is None and self.rank == 0:
+            warm_up(self.model, settings, self.journal)  # the others get its weights when they meet
+        self.loco = pulse_rl.PulseLoCo(
+            self.model,
+            self.optimizer,
+            sync_every=settings.sync_every,
+            on_round=self._end_round,
+            timeout=settings.patience,
+            threads=1,
+        )
+        if saved is not None:
+            self.loco.load_state_dict(saved["loco"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+
+        with self.loco:
+            self._start()
+            while self.loco.round < settings.rounds:
+                batch = wait_for(self._take_batch, self.alarm, "rollouts from the workers")
+                advantages = group_advantages(batch.rewards, settings.group)
+                loss = grpo_loss(self.model, batch.tokens.long(), batch.log_probs, advantages)
+                torch.autograd.backward(loss)
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()  # every `sync_every`-th call ends with an outer round
+                self.optimizer.zero_grad()
+        self._report()
+
+    def kill_in(self, number: int) -> None:
+        """Has this process killed in the middle of a round, to see the trainers resume."""
+
+        def after_step(*_: object) -> None:
+            if (self.loco.round, self.loco.inner_step) == (number, self.settings.sync_every // 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self.optimizer.register_step_post_hook(after_step)
+
+    def _take_batch(self) -> Rollouts | None:
+        newest = self.loco.round
+        batch = self.inbox.take(roots=self.roots, newest=newest, max_lag=self.settings.max_lag)
+        if batch is not None:
+            self.rewards.append(float(batch.rewards.mean()))
+            self.lags.append(newest - batch.origin.version)
+        return batch
+
+    # -- between rounds, when the model holds theta
+
+    def _end_round(self, done: Round) -> None:
+        """Saves, and only then publishes: a published version is never ahead of all checkpoints."""
+        self._save()
+        published = self._publish()
+        self.journal.write(
+            "round",
+            round=done.number,
+            reward=sum(self.rewards) / len(self.rewards),
+            lag=max(self.lags),
+            refused=dict(self.inbox.refused),
+            root=done.root,
+            density=done.density,
+            parameters=done.parameters,
+            payload_bytes=done.payload_bytes,
+            sent_bytes=done.sent_bytes,
+            seconds=done.seconds,
+            patch_bytes=published and published.patch_bytes,
+            dense_bytes=published and published.dense_bytes,
+        )
+        self.rewards.clear()
+        self.lags.clear()
+        self.inbox.finish_round()
+
+    def _publish(self) -> Published | None:
+        """Rank 0 publishes theta in BF16; every trainer notes its root, to know rollouts that were made with it."""
+        version = self.loco.round
+        self.roots[version] = self._serve()
+        if self.publisher is None:
+            return None
+        published = self.publisher.publish(self.served.state_dict(), metadata={"round": version})
+        assert (published.version, published.root) == (version, self.roots[version])
+        return published
+
+    def _serve(self) -> str:
+        """Rounds the model into `served`, and returns the root of that: what a worker's live model must have."""
+        self.served.load_state_dict(self.model.state_dict())
+        return pulse_rl.state_root(self.served.state_dict())
+
+    def _save(self) -> None:
+        """Replaces the checkpoint. The model has no place in it: between rounds it is theta.
+
+        Not synced to disk: this is against killed processes, not against power cuts.
+        """
+        aside = self.checkpoint.with_suffix(".unfinished")
+        torch.save({"loco": self.loco.state_dict(), "optimizer": self.optimizer.state_dict()}, aside)
+        aside.replace(self.checkpoint)
+
+    def _start(self) -> None:
+        """The trainers have met. What is theta now becomes the stream's newest version, unless it is that already."""
+        if not self.checkpoint.exists():
+            self._save()
+        root = self.roots[self.loco.round] = self._serve()
+        if self.publisher is not None:
+            head = self.publisher.head()
+            if head is None or head.root != root:
+                self._publish()
+        self.journal.write("met", round=self.loco.round, restarts=restarts(), root=root, reward=self._reward())
+
+    def _report(self) -> None:
+        """What this trainer's live model is at the end, hashed once more."""
+        theta = pulse_rl.state_root(self.model.state_dict())
+        self.journal.write("result", round=self.loco.round, theta=theta, root=self._serve(), reward=self._reward())
+
+    def _reward(self) -> float | None:
+        return accuracy(self.model, self.settings, EVALUATED) if self.rank == 0 else None
+
+
+class AncestorAlarm(Alarm):
+    """An alarm for processes that ``torchrun`` started: they must end with the process that started ``torchrun``."""
+
+    def __init__(self, patience: float, ancestor: int | None) -> None:
+        super().__init__(patience, None)
+        self._ancestor = ancestor
+
+    def check_parent(self) -> None:
+        """Exits with status 0, which ``torchrun`` takes for an end and not for a reason to start anew."""
+        try:
+            if self._ancestor is not None:
+                os.kill(self._ancestor, 0)
+        except ProcessLookupError:
+            print("the process that started the run is gone", file=sys.stderr)
+            raise SystemExit(0) from None
+
+
+def restarts() -> int:
+    """How often ``torchrun`` has started the trainers again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def parse_kill(text: str) -> tuple[int, int]:
+    """Rank and round of ``trainer-RANK@ROUND``."""
+    found = re.fullmatch(r"trainer-(\d+)@(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected for instance trainer-2@5")
+    return int(found[1]), int(found[2])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="torchrun -m examples.loco.trainer", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="DIR", help="the run's folder, with settings.json")
+    parser.add_argument("--kill", type=parse_kill, metavar="trainer-RANK@ROUND")
+    parser.add_argument("--parent", type=int, help="the process without which this one must not go on")
+    arguments = parser.parse_args()
+    folder = RunFolder(arguments.run.absolute())
+    settings = Settings.load(folder.settings)
+    torch.set_num_threads(1)  # the trainers share the machine's cores
+    dist.init_process_group("gloo")
+    try:
+        trainer = Trainer(settings, folder, AncestorAlarm(settings.patience, arguments.parent))
+        if arguments.kill and arguments.kill[0] == trainer.rank and restarts() == 0:
+            trainer.kill_in(arguments.kill[1])
+        trainer.run()
+    except PeerVanished as error:
+        print(f"trainer {dist.get_rank()}: {error}", file=sys.stderr)
+        return GAVE_UP
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
