@@ -128,8 +128,8 @@ class OuterLoop(ABC):
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
         """Goes on with the trainers that are there now, after TrainerLost or when others come or go.
 
-        torch.distributed must be initialised anew, and all trainers must call this or enter. Whoever is behind gets
-        theta and the outer momentum. A round that was due runs at once; local steps that nobody has seen are not lost.
+        If one has died, torch.distributed must be initialised anew. All trainers must call this or enter. Whoever is
+        behind gets theta and the outer momentum. A round that was due runs at once; local steps that nobody has seen are not lost.
         """
         self._part()
         self._group = group

@@ -1,0 +1,57 @@
+"""Writes this folder's messages of trainers. Run it only for a new format: what a release has sent must stay readable.
+
+python tests/golden/make_loco.py FORMAT_FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pulse_rl.loco.gate import ROUNDINGS, open_entries
+from pulse_rl.loco.wire import Message, Wire
+
+BLOCKS = [(0, 600, 30), (600, 640, 40), (640, 1000, 9)]
+
+
+def block() -> dict[str, np.ndarray]:
+    """Theta, momentum, pseudo-gradients (none in the second block) and the entries that pass the gate."""
+    k = np.arange(1000, dtype=np.int64)
+    uneven = (k * 2654435761 % (1 << 20)).astype(np.float32) / np.float32(1 << 20)
+    theta = ((uneven - np.float32(0.5)) * np.float32(0.1)).astype(np.float32)
+    theta[::97] = 0
+    momentum = (theta * np.float32(1e-3) * (k % 3 - 1)).astype(np.float32)
+    s = (theta * np.where(k % 5 == 0, np.float32(2**-8), np.float32(2**-11)) * (k % 4 - 1)).astype(np.float32)
+    s[::7] = (theta - (theta - s))[::7]
+    s[::50] = np.float32(1e-6)
+    s[600:640] = 0
+    zero, out = np.zeros_like(s), np.empty_like(s)
+    made = {"theta": theta, "momentum": momentum, "blocks": np.array(BLOCKS)}
+    for name, (start, stop, _) in zip("abc", BLOCKS, strict=True):
+        here = slice(start, stop)
+        found = open_entries(theta[here], s[here], zero[here], zero[here], out[here], ROUNDINGS[torch.bfloat16])
+        assert found is not None
+        made |= {f"{name}.positions": found, f"{name}.fp32": s[here][found]}
+        made[f"{name}.bf16"] = Wire(torch.bfloat16).round(s[here][found])
+    return made
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    folder.mkdir()
+    made = block()
+    np.savez_compressed(folder / "block.npz", **made)  # type: ignore[arg-type]
+    for wire, name in ((Wire(torch.float32), "fp32"), (Wire(torch.bfloat16), "bf16")):
+        payloads = []
+        for key, (start, stop, row) in zip("abc", BLOCKS, strict=True):
+            shared = (made["theta"][start:stop], made["momentum"][start:stop], ROUNDINGS[torch.bfloat16])
+            entries = (made[f"{key}.positions"], made[f"{key}.{name}"])
+            payloads.append(wire.encode(*shared, ((stop - start, row, 0),), entries))  # type: ignore[arg-type]
+        (folder / f"{name}.message").write_bytes(Message.pack(41, wire, payloads))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""PULSE's Algorithm 2 in dense torch operations, which PulseLoCo must equal bit for bit; and a small job to train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from pulse_rl.loco import OuterLoop
+
+Flat = torch.Tensor
+
+
+def flat(tensors: Mapping[str, torch.Tensor]) -> Flat:
+    """A copy as one FP32 vector, in the order of the names."""
+    return torch.cat([tensors[name].detach().float().reshape(-1) for name in sorted(tensors)])
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(bits(x), bits(y))
+
+
+class Reference:
+    """Theta, residual and momentum of one trainer as flat vectors."""
+
+    def __init__(
+        self,
+        theta: Flat,
+        *,
+        gate_dtype: torch.dtype = torch.bfloat16,
+        wire_dtype: torch.dtype = torch.float32,
+        model_dtype: torch.dtype = torch.float32,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+    ) -> None:
+        self.theta = nn.Parameter(theta.clone())
+        self.residual = torch.zeros_like(theta)
+        self.gate_dtype, self.wire_dtype, self.model_dtype = gate_dtype, wire_dtype, model_dtype
+        self.outer = torch.optim.SGD([self.theta], lr=lr, momentum=momentum, nesterov=True)
+
+    @torch.no_grad()
+    def speak(self, now: Flat) -> tuple[Flat, Flat]:
+        """(s, what is sent: zero where the gate is closed) for local weights ``now``; moves the residual."""
+        s = (self.theta.to(self.model_dtype).float() - now) + self.residual
+        before, after = self.theta.to(self.gate_dtype), (self.theta - s).to(self.gate_dtype)
+        sent = torch.where(bits(before) != bits(after), s.to(self.wire_dtype).float(), torch.zeros(()))
+        self.residual = s - sent
+        return s, sent
+
+    def hear(self, sent: list[Flat]) -> None:
+        """The dense mean of what all sent, in rank order, and the outer step."""
+        total = torch.zeros_like(sent[0])
+        for one in sent:
+            total += one
+        self.theta.grad = total / len(sent)
+        self.outer.step()
+
+    def momentum(self) -> Flat:
+        return self.outer.state[self.theta]["momentum_buffer"]
+
+    def check(self, loop: Any) -> None:
+        """``loop`` holds the same theta, residual and momentum, bit for bit, and its model theta as cast."""
+        assert same(flat(loop.theta()), self.theta.data)
+        assert same(flat(loop.residual()), self.residual)
+        # -0 and 0 are one momentum: torch's first step copies the gradient, others add it to 0.
+        torch.testing.assert_close(flat(loop.state_dict()["momentum"]), self.momentum(), rtol=0, atol=0)
+        for name, theta in loop.theta().items():
+            p = loop.parameters.tensors[name].detach()
+            assert same(p, theta.to(p.dtype))
+
+
+class Job:
+    """A small regression: a model, AdamW, and steps whose data depend on who takes them and on their number."""
+
+    def __init__(self, seed: int = 0, *, dtype: torch.dtype = torch.float32, lr: float = 3e-4) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 7)).to(
+            dtype
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.steps = 0
+
+    def backward(self, who: int) -> None:
+        data = torch.Generator().manual_seed(1000 * who + self.steps)
+        self.steps += 1
+        p = next(self.model.parameters())
+        x = torch.randn(16, 24, generator=data).to(p.dtype)
+        y = torch.randn(16, 7, generator=data).to(p.dtype)
+        self.optimizer.zero_grad()
+        (self.model(x) - y).square().mean().backward()
+
+    def step(self, who: int) -> None:
+        self.backward(who)
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+
+    def weights(self) -> Flat:
+        return flat(dict(self.model.named_parameters()))
+
+
+def root_of(loop: OuterLoop) -> str:
+    """The root of theta as it is now, whatever the last round said."""
+    from pulse_rl import state_root
+
+    return state_root(dict(loop.theta()))

@@ -1,0 +1,136 @@
+"""Trainers as real processes over loopback, each with a hard limit on its time."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# One process imports torch; the trainers are forks of it, which takes hundredths of a second.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pulse_rl.loco"])
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One of ``size`` processes; ``folder`` is common to all of them."""
+
+    rank: int
+    size: int
+    folder: Path
+
+    def connect(self, name: str, ranks: tuple[int, ...] | None = None) -> None:
+        """Initialises torch.distributed among ``ranks`` (default: all), anew if it was before."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        ranks = tuple(range(self.size)) if ranks is None else ranks
+        file = f"file://{self.folder}/{name}"
+        dist.init_process_group("gloo", init_method=file, rank=ranks.index(self.rank), world_size=len(ranks))
+
+    def say(self, name: str, value: Any = None) -> None:
+        """Leaves a value for the others, whole or not at all."""
+        aside = self.folder / f"{name}.{self.rank}.part"
+        torch.save(value, aside)
+        aside.rename(self.folder / f"said-{name}.{self.rank}")
+
+    def hear(self, name: str, rank: int, seconds: float = 20) -> Any:
+        """What trainer ``rank`` said, as soon as it has."""
+        file = self.folder / f"said-{name}.{rank}"
+        until = time.monotonic() + seconds
+        while not file.exists():
+            assert time.monotonic() < until, f"trainer {rank} never said {name!r}"
+            time.sleep(0.005)
+        return torch.load(file, weights_only=False)
+
+    def meet(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Waits until all ``ranks`` are here."""
+        self.say(name)
+        for rank in ranks:
+            self.hear(name, rank)
+
+
+class Group:
+    """Trainers under way: `results` waits for them. Those in ``lost`` are expected to die or to stand still."""
+
+    def __init__(
+        self, program: Callable[..., Any], size: int, *arguments: Any, seconds: float = 30, lost: tuple[int, ...] = ()
+    ) -> None:
+        self._until, self._lost = time.monotonic() + seconds, lost
+        self._folder = Path(tempfile.mkdtemp(prefix="trainers-"))
+        self._processes, self._replies = [], []
+        for rank in range(size):
+            reply, sender = _PROCESSES.Pipe(duplex=False)
+            trainer = Trainer(rank, size, self._folder)
+            process = _PROCESSES.Process(target=_main, args=(program, trainer, sender, arguments, seconds), daemon=True)
+            process.start()
+            sender.close()
+            self._processes.append(process)
+            self._replies.append(reply)
+
+    def results(self) -> list[Any]:
+        """What ``program`` returned in each trainer (None for the lost), or AssertionError with its traceback."""
+        found: list[Any] = [None] * len(self._replies)
+        awaited = {reply: rank for rank, reply in enumerate(self._replies) if rank not in self._lost}
+        try:
+            while awaited:
+                ready = wait(list(awaited), max(self._until + 1 - time.monotonic(), 0))
+                assert ready, f"trainers {sorted(awaited.values())} have hung"
+                for reply in ready:
+                    rank = awaited.pop(reply)
+                    found[rank] = self._received(rank)
+        finally:
+            for process, reply in zip(self._processes, self._replies, strict=True):
+                process.kill()  # also what stands still
+                process.join()
+                reply.close()
+            shutil.rmtree(self._folder)
+        return found
+
+    def _received(self, rank: int) -> Any:
+        try:
+            failed, value = self._replies[rank].recv()
+        except EOFError:
+            raise AssertionError(f"trainer {rank} died") from None
+        assert not failed, f"trainer {rank}:\n{value}"
+        return value
+
+
+def together(program: Callable[..., Any], size: int, *arguments: Any, **settings: Any) -> list[Any]:
+    """What ``program(trainer, *arguments)`` returns in each of ``size`` processes."""
+    return Group(program, size, *arguments, **settings).results()
+
+
+def lose(how: signal.Signals) -> None:
+    """Kills or stops the calling process."""
+    os.kill(os.getpid(), how)
+
+
+def _main(
+    program: Callable[..., Any], trainer: Trainer, sender: Any, arguments: tuple[Any, ...], seconds: float
+) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    torch.set_num_threads(1)
+    try:
+        reply = (False, program(trainer, *arguments))
+    except BaseException:
+        reply = (True, traceback.format_exc())
+    try:
+        sender.send(reply)
+    finally:
+        # Straight out: a process group whose peers are gone may wait for them in its destructor.
+        os._exit(0)
