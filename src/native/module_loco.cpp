@@ -103,22 +103,22 @@ void bind_loco(nb::module_& m) {
 
     m.def(
         "add_entries",
-        [](MutableFloats sum, Positions positions, Floats values) {
+        [](MutableFloats total, Positions positions, Floats values) {
             check_lengths(positions.size(), values);
             nb::gil_scoped_release release;
-            if (!pulse::all_within(positions.data(), positions.size(), 0, sum.size())) {
+            if (!pulse::all_within(positions.data(), positions.size(), 0, total.size())) {
                 throw nb::index_error("a position is outside the block");
             }
-            for (size_t i = 0; i < positions.size(); i++) sum.data()[positions.data()[i]] += values.data()[i];
+            for (size_t i = 0; i < positions.size(); i++) total.data()[positions.data()[i]] += values.data()[i];
         },
-        "sum"_a, "positions"_a, "values"_a, "sum[positions] += values, in place; the positions are unique.");
+        "total"_a, "positions"_a, "values"_a, "total[positions] += values, in place; the positions are unique.");
 
     m.def(
         "outer_step",
-        [](MutableFloats theta, MutableFloats momentum, Floats sum, float trainers, float lr, float mu) {
-            check_lengths(theta.size(), momentum, sum);
+        [](MutableFloats theta, MutableFloats momentum, Floats total, float trainers, float lr, float mu) {
+            check_lengths(theta.size(), momentum, total);
             nb::gil_scoped_release release;
-            pulse::outer_step(theta.data(), momentum.data(), sum.data(), theta.size(), trainers, lr, mu);
+            pulse::outer_step(theta.data(), momentum.data(), total.data(), theta.size(), trainers, lr, mu);
         },
-        "theta"_a, "momentum"_a, "sum"_a, "trainers"_a, "lr"_a, "mu"_a, "Nesterov SGD on sum / trainers, in place.");
+        "theta"_a, "momentum"_a, "total"_a, "trainers"_a, "lr"_a, "mu"_a, "Nesterov SGD on total / trainers, in place.");
 }

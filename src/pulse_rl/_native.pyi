@@ -59,12 +59,12 @@ def decode_entries(
     narrow: bool,
 ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]]: ...
 def add_entries(
-    sum: npt.NDArray[np.float32], positions: npt.NDArray[np.uint32], values: npt.NDArray[np.float32]
+    total: npt.NDArray[np.float32], positions: npt.NDArray[np.uint32], values: npt.NDArray[np.float32]
 ) -> None: ...
 def outer_step(
     theta: npt.NDArray[np.float32],
     momentum: npt.NDArray[np.float32],
-    sum: npt.NDArray[np.float32],
+    total: npt.NDArray[np.float32],
     trainers: float,
     lr: float,
     mu: float,

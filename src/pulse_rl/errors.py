@@ -172,7 +172,7 @@ class LocoError(PulseError):
 
 class TrainerLost(LocoError):
     kind = "trainer_lost"
-    default_hint = "Initialise torch.distributed again with the trainers that are left, then call rejoin() (docs/loco.md, 5)."
+    default_hint = "Initialise torch.distributed anew with those that are left, then call rejoin() (docs/loco.md, 5)."
 
 
 class Diverged(LocoError):

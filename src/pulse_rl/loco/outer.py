@@ -129,7 +129,8 @@ class OuterLoop(ABC):
         """Goes on with the trainers that are there now, after TrainerLost or when others come or go.
 
         If one has died, torch.distributed must be initialised anew. All trainers must call this or enter. Whoever is
-        behind gets theta and the outer momentum. A round that was due runs at once; local steps that nobody has seen are not lost.
+        behind gets theta and the outer momentum. A round that was due runs at once; local steps that nobody has seen
+        are not lost.
         """
         self._part()
         self._group = group
