@@ -134,7 +134,7 @@ def test_killed_processes_resume_where_they_were(tmp_path: Path) -> None:
     reports = list(verify_stream(LocalStore(store), "policy"))
     assert [r.problems for r in reports] == [()] * len(reports)
     assert [r.version for r in reports] == list(range(len(reports)))
-    assert len(reports) > 10
+    assert len(reports) > 1  # how many it gets done between two kills is up to the machine
     state, metadata = load(out)
     assert state_root(state) == reports[-1].root
     head = Publisher(LocalStore(store), stream="policy").head()
