@@ -39,3 +39,14 @@ def s3() -> Iterator[str]:
     urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
     yield f"http://{host}:{port}"
     server.stop()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models as small as a test's are faster without torch's threads."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

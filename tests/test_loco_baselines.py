@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,7 @@ from pulse_rl.loco import CastDifference, Ddp, DiLoCo, PulseLoCo, TopK, WithoutF
 SIZE = 3
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster without torch's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def gathered(x: torch.Tensor) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _thread
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +14,7 @@ from loco_reference import Job, flat, same
 from pulse_rl.errors import NonFinite, StateMismatch
 from pulse_rl.loco import PulseLoCo, outer, parameters, pulseloco, wire
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster without torch's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(job: Job, loop: PulseLoCo, steps: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -16,14 +16,7 @@ from pulse_rl.errors import InputError, NonFinite
 from pulse_rl.loco import CastDifference, PulseLoCo, Round
 from pulse_rl.loco.parameters import Parameters
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster without torch's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sgd(*values: float, lr: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[dict[str, torch.Tensor], Any]:

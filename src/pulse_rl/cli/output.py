@@ -75,3 +75,12 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.2f} TB"
+
+
+def rate(bits_per_second: float) -> str:
+    """A bandwidth in the unit that suits it."""
+    for unit in ("bit/s", "kbit/s", "Mbit/s"):
+        if bits_per_second < 1000:
+            return f"{bits_per_second:.3g} {unit}"
+        bits_per_second /= 1000
+    return f"{bits_per_second:.3g} Gbit/s"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..plan import METHODS, Plan, Scenario, from_study, make_plan, parse_bandwidth, parse_count
-from .output import Console, size
+from .output import Console, rate, size
 
 _LABELS = {"full": "full", "zstd": "zstd (the paper's)", "context": "context (ours)"}
 
@@ -78,19 +78,19 @@ def _lines(plan: Plan) -> list[str]:
     inputs, wins = plan.scenario, plan.dense_wins
     lines = [
         f"{inputs.params:,} parameters, density {inputs.density:.3%}, {inputs.step_seconds:g} s a step, "
-        f"{_rate(inputs.bandwidth)} to each worker",
+        f"{rate(inputs.bandwidth)} to each worker",
         f"  {'':18} {'a sync':>10} {'utilisation':>12} {'of a worker':>14} {'sync':>10}  for {inputs.target:.0%}",
     ]
     for name in METHODS:
         m = plan.methods[name]
         lines.append(
             f"  {_LABELS[name]:18} {size(m.patch_bytes):>10} {m.utilisation:>12.1%} {m.worker_utilisation:>14.1%} "
-            f"{_seconds(m.sync_seconds):>10}  {_rate(m.bandwidth_for_target)}"
+            f"{_seconds(m.sync_seconds):>10}  {rate(m.bandwidth_for_target)}"
         )
     phases = ", ".join(f"{name} {_seconds(s)}" for name, s in plan.methods["context"].phases.items())
     lines.append(f"  context: {phases}")
     over = f"above density {wins.density:.1%}" if wins.density is not None else "at no density"
-    beyond = f"above {_rate(wins.bandwidth)}" if wins.bandwidth is not None else "at no bandwidth"
+    beyond = f"above {rate(wins.bandwidth)}" if wins.bandwidth is not None else "at no bandwidth"
     lines.append(f"  a full sync takes less time {over} on this link, {beyond} at this density")
     return lines
 
@@ -107,14 +107,6 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise InputError(f"{option} is {text!r}, not a number") from None
-
-
-def _rate(bits_per_second: float) -> str:
-    for unit in ("bit/s", "kbit/s", "Mbit/s"):
-        if bits_per_second < 1000:
-            return f"{bits_per_second:.3g} {unit}"
-        bits_per_second /= 1000
-    return f"{bits_per_second:.3g} Gbit/s"
 
 
 def _seconds(seconds: float) -> str:

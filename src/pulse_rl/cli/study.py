@@ -12,7 +12,7 @@ from ..report import render
 from ..study import COMPUTE_DTYPES, DEFAULT_KS, STEP_SECONDS, CheckpointFolder, Source, StoredStream, study
 from ..study.cast import cast_specs
 from ..tensors import TensorSpec
-from .output import Console, size
+from .output import Console, rate, size
 
 _SHOWN_TENSORS = 8
 _SHOWN_SHARE = 1e-3
@@ -136,17 +136,9 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
     return [
         f"sparsity          {numbers['sparsity']:.3%} {over}",
         f"bytes per sync    {size(round(nbytes))} instead of {size(found['dense_bytes'])}",
-        f"bandwidth         {_rate(numbers['bandwidth_for_target'])} instead of {_rate(numbers['bandwidth_full'])} "
+        f"bandwidth         {rate(numbers['bandwidth_for_target'])} instead of {rate(numbers['bandwidth_full'])} "
         f"for {numbers['target']:.0%} utilisation at {numbers['step_seconds']:g} s a step",
     ]
-
-
-def _rate(bits_per_second: float) -> str:
-    for unit in ("bit/s", "kbit/s", "Mbit/s"):
-        if bits_per_second < 1000:
-            return f"{bits_per_second:.3g} {unit}"
-        bits_per_second /= 1000
-    return f"{bits_per_second:.3g} Gbit/s"
 
 
 def _nbytes(specs: tuple[TensorSpec, ...], dtype: str) -> int:
