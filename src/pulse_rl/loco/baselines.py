@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..errors import InputError, NonFinite
 from .exchange import Exchange
-from .gate import Floats, Positions, is_sound
+from .gate import Floats, Positions
 from .outer import Heard, OuterLoop
 from .parameters import FlatBlock, Parameters
 from .pulseloco import PulseLoCo
@@ -31,8 +31,7 @@ class DiLoCo(OuterLoop):
         with self._phase("exchange"):
             exchange.all_reduce(total)
         # The sum is the same on all trainers, so all of them find it together, and before it spreads.
-        if not is_sound(total).all():
-            name = self.parameters.name_at(int(np.argmin(is_sound(total))))
+        if name := self.parameters.unsound(total):
             raise NonFinite(f"the sum of the pseudo-gradients of {name!r} is not finite")
 
         def update(block: FlatBlock) -> None:

@@ -19,7 +19,7 @@ from .._pool import ordered_map, to_the_end
 from ..digest import StateDigest, state_digest
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from .exchange import Exchange
-from .gate import Floats, is_sound
+from .gate import Floats
 from .membership import Standing, meet
 from .parameters import FlatBlock, Parameters
 
@@ -148,8 +148,7 @@ class OuterLoop(ABC):
 
     def _join(self) -> None:
         """Meets the others and takes up the common state; runs a round that is due."""
-        if not is_sound(self.theta_flat).all():
-            name = self.parameters.name_at(int(np.argmin(is_sound(self.theta_flat))))
+        if name := self.parameters.unsound(self.theta_flat):
             raise NonFinite(f"theta is not finite at {name!r}", hint="Start from weights without NaN and Inf.")
         exchange = Exchange(self._group, timeout=self._timeout)
         try:

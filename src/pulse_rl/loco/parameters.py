@@ -74,6 +74,14 @@ class Parameters:
         """The name of the parameter that a position of the flat array belongs to."""
         return next(s.name for s in self.specs if self._starts[s.name] <= position < self._starts[s.name] + s.elements)
 
+    def unsound(self, flat: Floats) -> str | None:
+        """The name of the first parameter whose values are not all sound (`gate.is_sound`), None without one."""
+        for block in self.blocks:  # a block at a time: temporaries of the whole would cost more than the check
+            sound = is_sound(block.of(flat))
+            if not sound.all():
+                return self.name_at(block.start + int(np.argmin(sound)))
+        return None
+
     def views(self, flat: Floats) -> dict[str, Floats]:
         """The flat array as tensors, without copying."""
         return {s.name: flat[self._starts[s.name] :][: s.elements].reshape(s.shape) for s in self.specs}
@@ -130,8 +138,7 @@ class Parameters:
                 raise StateMismatch(f"parameter {name!r} of the {what} is {tensor.dtype} {list(tensor.shape)}")
         for name, tensor in saved.items():
             torch.from_numpy(views[name]).copy_(tensor)
-        if not is_sound(flat).all():
-            name = self.name_at(int(np.argmin(is_sound(flat))))
+        if name := self.unsound(flat):
             raise NonFinite(f"parameter {name!r} of the {what} is not finite", hint="Restore an earlier checkpoint.")
 
 
