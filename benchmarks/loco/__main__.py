@@ -1,0 +1,95 @@
+"""``python -m benchmarks.loco``: see the package. Some 40 minutes on two cores, five with --quick."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.loco import convergence, cost, plot, speed, tasks, traffic
+from benchmarks.loco.crew import crew, why_no_network
+from benchmarks.loco.jobs import Job, Trial
+
+PARTS = ("traffic", "convergence", "cost")
+
+
+def network_jobs(parts: list[str], quick: bool) -> list[Job]:
+    """Traffic and cost come from the same runs; the cost alone needs only those with timed rounds."""
+    jobs = traffic.jobs(quick)
+    return jobs if "traffic" in parts else [job for job in jobs if job.dense]
+
+
+def measure_network(parts: list[str], quick: bool) -> dict[str, Any]:
+    """Runs the trainers in their namespaces and prints the tables of traffic and cost."""
+    missing = why_no_network()
+    rate = None if missing else cost.LINK
+    if missing:
+        print(
+            f"{missing}\nHere: trainers on the loopback interface, bytes by the processes' own count, no link to time."
+        )
+    trials: list[tuple[Job, Trial]] = []
+    with crew(rate, apart=not missing) as trainers:
+        for job in network_jobs(parts, quick):
+            trials.append((job, trainers.run(job)))
+    facts: dict[str, Any] = {"rate": rate}
+    if "traffic" in parts:
+        rows = [traffic.row(job, trial) for job, trial in trials]
+        print("\n" + traffic.text(rows))
+        facts["traffic"] = [asdict(row) for row in rows]
+    if "cost" in parts:
+        timed = [cost.row(job, trial) for job, trial in trials if job.dense]
+        speeds = speed.measure(2 if quick else speed.ROUNDS)
+        print("\n" + cost.text(timed, rate) + "\n\n" + speed.text(speeds))
+        facts |= {"cost": [asdict(row) for row in timed], "speed": asdict(speeds)}
+    facts["rounds"] = [
+        {"job": asdict(job), "seen": [[asdict(s) for s in one] for one in trial]} for job, trial in trials
+    ]
+    return facts
+
+
+def measure_convergence(quick: bool, picture: Path | None) -> dict[str, Any]:
+    with crew() as trainers:
+        curves = convergence.run(trainers, quick)
+    print("\n" + convergence.text(curves))
+    if picture:
+        plot.draw(curves, picture)
+    return {"convergence": [asdict(c) for c in curves]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loco", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="only these parts")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds, seeds and rates: to see that all of it works"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the convergence as a PNG")
+    arguments = parser.parse_args()
+    # SIGTERM unwinds like Ctrl-C, so that trainers and network are taken down.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started = time.monotonic()
+    facts: dict[str, Any] = {}
+    try:
+        if {"traffic", "cost"} & set(arguments.only):
+            for name in (tasks.PRETRAINED, tasks.ARITHMETIC):
+                tasks.ensure(name)
+            facts |= measure_network(arguments.only, arguments.quick)
+        if "convergence" in arguments.only:
+            tasks.ensure(tasks.ARITHMETIC)
+            facts |= measure_convergence(arguments.quick, arguments.plot)
+    except KeyboardInterrupt:
+        print("interrupted; trainers and network are gone", file=sys.stderr)
+        return 130
+    print(f"\n{(time.monotonic() - started) / 60:.1f} minutes")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(facts) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

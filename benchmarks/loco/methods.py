@@ -1,0 +1,84 @@
+"""The methods by name, each on the same parameters, with the same inner optimizer and outer settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, Job
+from pulse_rl.loco import CastDifference, Ddp, DiLoCo, OuterLoop, PulseLoCo, TopK, WithoutFeedback
+from pulse_rl.loco.gate import Positions
+
+DDP, DILOCO, PULSE, PULSE_BF16 = "DDP", "DiLoCo", "PULSELoCo FP32", "PULSELoCo BF16"
+NO_FEEDBACK, TOP_K, CAST_DIFFERENCE = "no error feedback", "top-k", "cast difference"
+METHODS = (DDP, DILOCO, PULSE, PULSE_BF16, NO_FEEDBACK, TOP_K, CAST_DIFFERENCE)
+
+_OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {
+    DILOCO: (DiLoCo, {}),
+    PULSE: (PulseLoCo, {}),
+    PULSE_BF16: (PulseLoCo, {"wire_dtype": torch.bfloat16}),
+    NO_FEEDBACK: (WithoutFeedback, {}),
+    TOP_K: (TopK, {}),
+    CAST_DIFFERENCE: (CastDifference, {}),
+}
+_TIMEOUT = 120.0
+
+Parameters = Mapping[str, torch.Tensor]
+
+
+def make_loop(job: Job, parameters: Parameters, optimizer: torch.optim.Optimizer) -> Ddp | OuterLoop:
+    """The method's context manager. Four trainers share two cores, so each gets one thread."""
+    if job.method == DDP:
+        return Ddp(parameters, optimizer, timeout=_TIMEOUT)
+    method, settings = _OUTER[job.method]
+    if job.fraction is not None:
+        settings = settings | {"fraction": job.fraction}
+    return method(
+        parameters,
+        optimizer,
+        sync_every=SYNC_EVERY,
+        outer_lr=OUTER_LR,
+        outer_momentum=OUTER_MOMENTUM,
+        timeout=_TIMEOUT,
+        threads=1,
+        **settings,
+    )
+
+
+def watch_positions(loop: Ddp | OuterLoop) -> Callable[[], list[Positions]]:
+    """A function that takes the positions which ``loop`` selected in the last round, by block."""
+    selected: list[Positions] = []
+    if isinstance(loop, PulseLoCo):
+        select = loop._select
+
+        def keep(*arrays: Any) -> Positions | None:
+            positions = select(*arrays)
+            if positions is not None:
+                selected.append(positions)
+            return positions
+
+        loop._select = keep  # type: ignore[assignment, method-assign]
+
+    def take() -> list[Positions]:
+        taken = selected.copy()
+        selected.clear()
+        return taken
+
+    return take
+
+
+def u32_bytes(blocks: list[Positions]) -> int:
+    """The plainest layout: a u32 position and an FP32 value an entry."""
+    return sum(8 * len(positions) for positions in blocks)
+
+
+def gap16_bytes(blocks: list[Positions]) -> int:
+    """Positions as u16 gaps, 0xFFFF meaning "as many, and on"; FP32 values."""
+    total = 0
+    for positions in blocks:
+        gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
+        total += 6 * len(gaps) + 2 * int((gaps // 0xFFFF).sum())
+    return total

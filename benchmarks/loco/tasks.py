@@ -1,0 +1,163 @@
+"""What is trained: FP32 masters, a forward pass on their BF16 cast, and a policy gradient of verifiable rewards."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from benchmarks import trace
+from benchmarks.loco.jobs import TRAINERS
+from examples.grpo import policy, task
+from examples.grpo.grpo import group_advantages, grpo_loss, supervised_loss
+
+PRETRAINED, ARITHMETIC = "pretrained weights", "arithmetic"
+WARM = Path(trace.CACHE).parent / "loco" / "warm.pt"
+PROBLEMS, GROUP = 8, 8
+HELD_OUT = 1024
+_WARM_LR, _WARM_BATCH, _WARM_STEPS, _WARM_REWARD = 2e-3, 128, 400, 0.35
+
+
+class Task(Protocol):
+    """``masters`` are what the optimizer trains, FP32 by name."""
+
+    masters: dict[str, Parameter]
+
+    def gradient(self, step: int) -> float:
+        """Fills the masters' gradients by new rollouts of this trainer; their mean reward."""
+
+    def cast(self) -> None:
+        """Gives the forward pass the masters' BF16 cast."""
+
+    def judge(self) -> tuple[float, float]:
+        """(reward, loss) on this trainer's share of the held-out problems."""
+
+
+class Pretrained:
+    """Real pretrained weights on cloze prompts (`benchmarks.trace`), the same start for all seeds and trainers."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._policy = trace.Policy()
+        trace.load_start(self._policy, trace.CACHE / "start.pt", 0)
+        self._flat = self._policy.flat.clone()
+        self._prompts = trace.Prompts(self._policy.vocabulary, 1000 * seed + rank)
+        self._generator = torch.Generator().manual_seed(1000 * seed + rank)
+        self.masters: dict[str, Parameter] = {}
+        self._gradients, start = [], 0
+        for name, shape in self._policy.shapes.items():
+            stop = start + int(torch.Size(shape).numel())
+            self.masters[name] = Parameter(self._flat[start:stop].view(shape))
+            self._gradients.append(self._policy.grad[start:stop].view(shape))
+            start = stop
+        self.cast()
+
+    def gradient(self, step: int) -> float:
+        reward = self._policy.policy_gradient(self._prompts, self._generator)
+        for master, gradient in zip(self.masters.values(), self._gradients, strict=True):
+            master.grad = gradient
+        return reward
+
+    def cast(self) -> None:
+        self._policy.flat.copy_(self._flat.bfloat16())
+
+    def judge(self) -> tuple[float, float]:
+        raise NotImplementedError("the cloze prompts have no held-out set")
+
+
+class Arithmetic:
+    """The policy and the task of examples/grpo, from one warm-started checkpoint, without the held-out problems."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._seed, self._rank = seed, rank
+        self._model = policy.build_model(0)
+        saved = torch.load(WARM, weights_only=True)
+        self.masters = {name: Parameter(saved[name].clone()) for name, _ in self._model.named_parameters()}
+        self._held_out = held_out()
+        self.cast()
+
+    def gradient(self, step: int) -> float:
+        rng, generator = policy.seeded(self._seed, "trainer", self._rank, step)
+        problems = [p for p in draw(rng, PROBLEMS, set(self._held_out)) for _ in range(GROUP)]
+        prompts = task.prompt_tokens(problems)
+        answers, log_probs = policy.sample(self._model, prompts, generator)
+        rewards = task.rewards(problems, answers)
+        advantages = group_advantages(rewards, GROUP)
+        loss = grpo_loss(self._model, torch.cat([prompts, answers], dim=1), log_probs, advantages)
+        torch.autograd.backward(loss)
+        for weight, master in zip(self._model.parameters(), self.masters.values(), strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        return float(rewards.mean())
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        for weight, master in zip(self._model.parameters(), self.masters.values(), strict=True):
+            weight.copy_(master)
+
+    @torch.no_grad()
+    def judge(self) -> tuple[float, float]:
+        """The reward is the expected one, the probability of the right answer at temperature 1: no sampling noise. The
+        loss is the cross-entropy of the right answers' tokens."""
+        problems = self._held_out[self._rank :: TRAINERS]
+        return expected_reward(self._model, problems), float(supervised_loss(self._model, problems))
+
+
+# Each from the seed and the trainer's rank.
+TASKS: dict[str, Callable[[int, int], Task]] = {PRETRAINED: Pretrained, ARITHMETIC: Arithmetic}
+
+
+def held_out() -> list[task.Problem]:
+    """`HELD_OUT` problems that nothing is trained on."""
+    every = [(a, b) for a in range(100) for b in range(100)]
+    return random.Random("held out").sample(every, HELD_OUT)
+
+
+def draw(rng: random.Random, count: int, without: set[task.Problem]) -> list[task.Problem]:
+    found: list[task.Problem] = []
+    while len(found) < count:
+        found += [p for p in task.draw_problems(rng, count - len(found)) if p not in without]
+    return found
+
+
+@torch.no_grad()
+def expected_reward(model: PreTrainedModel, problems: list[task.Problem]) -> float:
+    """The mean probability of the right answer, to its full stop."""
+    answers = task.answer_tokens(problems)
+    tokens = torch.cat([task.prompt_tokens(problems), answers], dim=1)
+    log_probs = policy.log_probabilities(model, tokens)[:, task.PROMPT_TOKENS - 1 :]
+    return float(log_probs.masked_fill(answers == task.PAD, 0).sum(dim=1).exp().mean())
+
+
+def ensure(task_name: str) -> None:
+    """Makes the starting checkpoint that all trainers of a task share, unless it is there."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if task_name == PRETRAINED:
+        if not (trace.CACHE / "start.pt").exists():
+            trace.load_start(trace.Policy(), trace.CACHE / "start.pt", 0)
+    elif not WARM.exists():
+        _warm_up()
+
+
+def _warm_up() -> None:
+    """Supervised steps until about a third of the answers are right, so that rewards vary within a group."""
+    model = policy.build_model(0)
+    weights = policy.MasterWeights(model)
+    without = held_out()
+    for step in range(_WARM_STEPS):
+        rng, _ = policy.seeded("warm-up", step)
+        torch.autograd.backward(supervised_loss(model, draw(rng, _WARM_BATCH, set(without))))
+        weights.step(_WARM_LR * min(1.0, (step + 1) / 30))
+        if step % 10 == 9:
+            reward = expected_reward(model, without)
+            print(f"warm-up step {step + 1}: expected reward {reward:.3f}", flush=True)
+            if reward >= _WARM_REWARD:
+                break
+    names = [name for name, _ in model.named_parameters()]
+    WARM.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(dict(zip(names, weights.state()["masters"], strict=True)), WARM)
