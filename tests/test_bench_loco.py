@@ -13,7 +13,7 @@ import torch
 from trainers import Trainer, together
 
 from benchmarks.loco import convergence, cost, methods, plot, tasks, traffic, trainer
-from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, Seen, Trial
+from benchmarks.loco.jobs import NOT_STEADY, SYNC_EVERY, TRAINERS, Job, Seen, Trial
 
 PARAMETERS = 300
 
@@ -122,6 +122,9 @@ def test_traffic_ratios() -> None:
         in told
     )
     assert "u32 160 bytes (25.0 times less)" in told
+    short = traffic.row(job, [rounds[:3] for rounds in trial()])
+    assert NOT_STEADY not in told
+    assert NOT_STEADY in traffic.text([row, short])
     without = traffic.row(job, trial(interface_bytes=None))
     assert without.interface is None
     assert " - |" in traffic.text([without])
@@ -186,3 +189,11 @@ def test_jobs_travel_as_json() -> None:
             assert Job(**asdict(job)) == job
             assert job.method in methods.METHODS
             assert job.task in tasks.TASKS
+
+
+def test_rounds_behind_are_those_since_the_reference_had_the_reward() -> None:
+    rising = [0.1 * n for n in range(1, 9)]
+    reference = convergence.Curve(methods.DILOCO, 0, rising, rising, 0.0, 1.0)
+    late = convergence.Curve(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])], rising, 0.0, 1.0)
+    assert convergence.rounds_behind(late, reference) == pytest.approx(1.5)
+    assert convergence.rounds_behind(reference, late) is None

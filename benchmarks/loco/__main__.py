@@ -1,4 +1,4 @@
-"""``python -m benchmarks.loco``: see the package. Some 40 minutes on two cores, five with --quick."""
+"""``python -m benchmarks.loco``: see the package. Some 40 minutes on two cores, six with --quick."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def text(curves: list[Curve]) -> str:
         f"{len({c.seed for c in curves})} seeds;",
         f"mean and standard deviation over seeds. Inner lr {LR:g} (DDP {LR_DDP:g}), chosen on another seed.",
         f"Reward (the probability of the right answer) and loss (the cross-entropy of its tokens) on {HELD_OUT}",
-        f"held-out problems, mean of the last {LAST} rounds. MB: one trainer's messages in the whole run.",
+        f"held-out problems, mean of the last {min(LAST, rounds)} rounds. MB: one trainer's messages in the whole run.",
         "",
         f"{'method':18} {'reward':>16} {'loss':>16} {'density':>8} {'MB':>8} {'1/DiLoCo':>8}",
     ]
@@ -111,6 +111,20 @@ def text(curves: list[Curve]) -> str:
     return "\n".join(lines)
 
 
+def rounds_behind(curve: Curve, reference: Curve) -> float | None:
+    """How many rounds earlier ``reference`` first had the reward that ``curve`` has: the mean over its last three
+    quarters, None where the reference never had one of them."""
+    lags = []
+    for number in range(len(curve.rewards) // 4, len(curve.rewards)):
+        reward, rewards = curve.rewards[number], reference.rewards
+        first = next((i for i, r in enumerate(rewards) if r >= reward), None)
+        if first is None:
+            return None
+        between = (rewards[first] - reward) / (rewards[first] - rewards[first - 1]) if first else 0.0
+        lags.append(number - (first - between))
+    return fmean(lags)
+
+
 def verdicts(curves: list[Curve]) -> list[str]:
     """Of each method: is its mean within one standard deviation of DiLoCo's seeds, and how it differs seed by seed."""
     lines = []
@@ -126,5 +140,8 @@ def verdicts(curves: list[Curve]) -> list[str]:
                 f"{what} {'yes' if abs(off) <= deviation else 'NO'} (off by {off:+.4f}, deviation {deviation:.4f}; "
                 f"seed by seed {paired[0]:+.4f} ± {paired[1]:.4f})"
             )
-        lines.append(f"{method} within one standard deviation of DiLoCo? {', '.join(told)}")
+        lags = [rounds_behind(mine[s], diloco[s]) for s in diloco]
+        known = [lag for lag in lags if lag is not None]
+        late = f"; {fmean(known):.1f} rounds behind it" if len(known) == len(lags) else ""
+        lines.append(f"{method} within one standard deviation of DiLoCo? {', '.join(told)}{late}")
     return lines

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 
-from benchmarks.loco.jobs import TRAINERS, Job, Trial
+from benchmarks.loco.jobs import NOT_STEADY, STEADY_FROM, TRAINERS, Job, Trial
 from benchmarks.loco.methods import DILOCO
-from benchmarks.loco.traffic import STEADY_FROM
 
 LINK = 1e9
 PHASES = ("gate", "exchange", "decode", "update", "verify")
@@ -18,6 +17,7 @@ class Row:
     """Seconds of each round: of the slowest trainer, from the moment that all are there. ``phases``: medians over
     rounds of the trainers' mean, waiting for others included; encoding is part of "gate"."""
 
+    steady: bool
     method: str
     lr: float
     outer: list[float]
@@ -36,6 +36,7 @@ def row(job: Job, trial: Trial) -> Row:
     rounds = list(zip(*trial, strict=True))[first:]
     dense = [[s.dense_seconds for s in seen if s.dense_seconds is not None] for seen in rounds]
     return Row(
+        steady=job.method == DILOCO or len(trial[0]) >= STEADY_FROM,
         method=job.method,
         lr=job.lr,
         outer=[max(s.outer_seconds for s in seen) for seen in rounds],
@@ -51,6 +52,7 @@ def text(rows: list[Row], rate: float | None) -> str:
         f"Time of an outer round, {TRAINERS} trainers on {link}, two cores for all, one thread each; ms.",
         "all: of the slowest trainer, median (first to third quartile) over rounds. dense: an all-reduce of as many",
         "FP32 values right after each round. Phases are medians; gate includes encoding, exchange includes waiting.",
+        *([] if all(r.steady for r in rows) else [NOT_STEADY]),
         "",
         f"{'method':15} {'lr':>6} {'rounds':>6} {'all':>22} {'dense':>20} {'all / dense':>19} | "
         + " ".join(f"{p:>8}" for p in PHASES),

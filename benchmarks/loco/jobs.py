@@ -64,5 +64,12 @@ class Seen:
         return self.entries / self.parameters
 
 
+STEADY_FROM = 6
+"""A sparse method's first round that counts: the residual fills for some rounds, and until then less is sent."""
+
+NOT_STEADY = (
+    f"NOT the steady state, in which more is sent: some runs ended before round {STEADY_FROM}, their last one counts."
+)
+
 Trial = list[list[Seen]]
 """What all trainers saw of one job: by trainer, then by round."""

@@ -14,6 +14,7 @@ from pulse_rl.loco.gate import Positions
 
 DDP, DILOCO, PULSE, PULSE_BF16 = "DDP", "DiLoCo", "PULSELoCo FP32", "PULSELoCo BF16"
 NO_FEEDBACK, TOP_K, CAST_DIFFERENCE = "no error feedback", "top-k", "cast difference"
+DENSE = (DDP, DILOCO)
 METHODS = (DDP, DILOCO, PULSE, PULSE_BF16, NO_FEEDBACK, TOP_K, CAST_DIFFERENCE)
 
 _OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {

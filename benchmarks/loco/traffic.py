@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, Trial
-from benchmarks.loco.methods import DDP, DILOCO, PULSE, PULSE_BF16
+from benchmarks.loco.jobs import NOT_STEADY, STEADY_FROM, SYNC_EVERY, TRAINERS, Job, Trial
+from benchmarks.loco.methods import DDP, DENSE, DILOCO, PULSE, PULSE_BF16
 from benchmarks.loco.tasks import ARITHMETIC, PRETRAINED
-
-STEADY_FROM = 6
-"""The residual fills for some rounds; until then less is sent."""
 
 WARM_UP = 20
 PRETRAINED_RATES = (1e-6, 3e-6)
@@ -23,6 +20,7 @@ class Row:
     """Means over trainers and steady rounds. Payload is what one trainer has to say; link is all bytes that leave its
     process, in a ring, framing and padding and what it passes on included."""
 
+    steady: bool
     task: str
     lr: float
     method: str
@@ -62,7 +60,7 @@ def jobs(quick: bool) -> list[Job]:
             count = {DDP: 1, DILOCO: min(rounds, 6)}.get(method, rounds)
             found.append(Job(PRETRAINED, method, lr, count, _SEED, WARM_UP, dense=method != DDP))
     for method in (DDP, DILOCO, PULSE, PULSE_BF16):
-        count = 2 if method in (DDP, DILOCO) else rounds
+        count = 2 if method in DENSE else rounds
         found.append(Job(ARITHMETIC, method, ARITHMETIC_RATE, count, _SEED, WARM_UP))
     return found
 
@@ -76,6 +74,7 @@ def row(job: Job, trial: Trial) -> Row:
         return None if None in values else fmean(values)
 
     return Row(
+        steady=job.method in DENSE or len(trial[0]) >= STEADY_FROM,
         task=job.task,
         lr=job.lr,
         method=job.method,
@@ -113,6 +112,7 @@ def text(rows: list[Row]) -> str:
         "payload: what one trainer has to say. link: all that leaves its process (a ring; heads, padding, passed on).",
         "interface: the same as its network interface counts it, TCP and Ethernet included. Times less: payload than",
         f"dense FP32 values, link than a ring all-reduce of them; than DDP, than {SYNC_EVERY} of these.",
+        *([] if all(r.steady for r in rows) else [NOT_STEADY]),
         "",
         f"{'':24} {'bytes per':>9} {'bytes a round and trainer':^36} | {'payload, times':^15} | {'link, times':^15}",
         f"{'':15} {'':8} {'':>9} {'':36} | {'less than':^15} | {'less than':^15}",
