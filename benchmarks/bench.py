@@ -23,9 +23,9 @@ import numpy as np
 
 from benchmarks import library, synthetic
 from benchmarks.peers import Peer, peers
-from pulse_rl._pool import default_threads
-from pulse_rl.digest import state_digest
-from pulse_rl.patch import build
+from pulse_rl._util.threads import default_threads
+from pulse_rl.patch.patch import build
+from pulse_rl.state.digest import state_digest
 from pulse_rl.study import Bound, bound
 
 Mapping16 = dict[str, np.ndarray]

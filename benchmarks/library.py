@@ -25,13 +25,13 @@ import numpy as np
 
 from benchmarks.synthetic import SHAPES, pair
 from pulse_rl import codec as codecs
-from pulse_rl._pool import default_threads, ordered_map
-from pulse_rl.blocks import Block, cut
-from pulse_rl.digest import state_digest
-from pulse_rl.patch import DEFAULT_BLOCK_ELEMENTS, Patch, apply_in_place, build
-from pulse_rl.publisher import Publisher
-from pulse_rl.subscriber import Subscriber
-from pulse_rl.tensors import Bits, State
+from pulse_rl._util.threads import default_threads, ordered_map
+from pulse_rl.patch.blocks import Block, cut
+from pulse_rl.patch.patch import DEFAULT_BLOCK_ELEMENTS, Patch, apply_in_place, build
+from pulse_rl.state.digest import state_digest
+from pulse_rl.state.tensors import Bits, State
+from pulse_rl.sync.publisher import Publisher
+from pulse_rl.sync.subscriber import Subscriber
 
 Mapping16 = dict[str, np.ndarray]
 

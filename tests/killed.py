@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from pulse_rl import Bits, LocalStore, Publisher, Subscriber, state_root, verify_stream
-from pulse_rl.checkpoint import load, save
-from pulse_rl.retention import collect
-from pulse_rl.stream import Stream
+from pulse_rl.maintenance.gc import collect
+from pulse_rl.state.checkpoint import load, save
+from pulse_rl.stream.stream import Stream
 from tests.fuse import Fuse, FusedStore, die, forked
 
 STREAM = "policy"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pulse_rl import Bits, State, Update, state_root
-from pulse_rl.tensors import DTYPES
+from pulse_rl.state.tensors import DTYPES
 
 Tensors = dict[str, Bits]
 Rng = np.random.Generator

@@ -12,10 +12,10 @@ from states import LIMIT_MEMORY, Rng, all_dtypes, bits, policy, run_python, snap
 from test_checkpoint import HOSTILE
 
 from pulse_rl import CorruptCheckpoint, DigestMismatch, FormatError, State
-from pulse_rl.anchor import RangeReader, plan_shards, restore
-from pulse_rl.checkpoint import serialize
-from pulse_rl.digest import state_digest
-from pulse_rl.manifest import Payload
+from pulse_rl.state.checkpoint import serialize
+from pulse_rl.state.digest import state_digest
+from pulse_rl.stream.anchor import RangeReader, plan_shards, restore
+from pulse_rl.stream.manifest import Payload
 
 
 def shards_of(state: State, shard_bytes: int = 1 << 30) -> list[tuple[Payload, bytes]]:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import State
-from pulse_rl.blocks import Block, cut
-from pulse_rl.digest import LEAF_BYTES
-from pulse_rl.tensors import DTYPES, TensorSpec
+from pulse_rl.patch.blocks import Block, cut
+from pulse_rl.state.digest import LEAF_BYTES
+from pulse_rl.state.tensors import DTYPES, TensorSpec
 
 UNIT = 1 << 20
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from test_manifest import FULL
 
 from pulse_rl import ChainGap
-from pulse_rl.chain import Link, cheapest_path, links_of
-from pulse_rl.manifest import AnchorRef, PatchRef, Payload
+from pulse_rl.stream.chain import Link, cheapest_path, links_of
+from pulse_rl.stream.manifest import AnchorRef, PatchRef, Payload
 
 
 def link(base: int | None, version: int, nbytes: int = 1) -> Link:

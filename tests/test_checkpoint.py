@@ -19,8 +19,8 @@ from states import LIMIT_MEMORY, Rng, all_dtypes, policy, run_python, snapshot
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pulse_rl import CorruptCheckpoint, FormatError, InputError, State, UnsupportedTensor, as_state, state_root
-from pulse_rl.checkpoint import FILE_NAME, INDEX_NAME, MAX_HEADER_BYTES, load, save
 from pulse_rl.integrations.torch import to_torch
+from pulse_rl.state.checkpoint import FILE_NAME, INDEX_NAME, MAX_HEADER_BYTES, load, save
 
 
 def file_of(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
@@ -282,7 +282,7 @@ def test_saving_replaces_the_whole_file_or_nothing(tmp_path: Path, rng: Rng, mon
 
     whole: Callable[..., Iterator[bytes]] = load.__globals__["serialize"]
     with monkeypatch.context() as patched:
-        patched.setattr("pulse_rl.checkpoint.serialize", breaks)
+        patched.setattr("pulse_rl.state.checkpoint.serialize", breaks)
         with pytest.raises(KeyboardInterrupt):
             save(target, new)
     assert snapshot(load(target)[0]) == snapshot(old)

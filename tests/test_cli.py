@@ -14,8 +14,9 @@ import pytest
 from safetensors.torch import load_file
 from states import Rng, Tensors, history, mutated, policy, roots, snapshot
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, State, __version__, as_state, checkpoint, codec, state_root
+from pulse_rl import LocalStore, MemoryStore, Publisher, State, __version__, as_state, codec, state_root
 from pulse_rl.cli import main
+from pulse_rl.state import checkpoint
 
 
 class Pulse:

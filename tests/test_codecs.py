@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import LIMIT_MEMORY, SPECIAL_BITS, run_python
 
-from pulse_rl import CorruptPatch, FormatError, InputError, _zstd, codec
+from pulse_rl import CorruptPatch, FormatError, InputError, codec
+from pulse_rl._util import zstd as _zstd
 from pulse_rl.codec import Changes, Codec, Layout, Run
-from pulse_rl.tensors import DTYPES, DType, UIntArray
+from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 
 DTYPES_TRIED = ["F8_E4M3", "F8_E5M2", "U8", "BF16", "F16", "I16", "F32", "I32", "F64", "C64"]
 CASES = [(name, d) for name in codec.names() for d in DTYPES_TRIED if codec.by_name(name).supports(DTYPES[d])]

@@ -12,7 +12,7 @@ from pulse_rl import codec
 from pulse_rl.codec import Layout, Run
 from pulse_rl.codec.context import _kind
 from pulse_rl.errors import CorruptPatch
-from pulse_rl.tensors import DTYPES
+from pulse_rl.state.tensors import DTYPES
 
 CONTEXT = codec.by_name("context")
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]

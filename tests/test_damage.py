@@ -12,11 +12,11 @@ from stores import FaultyStore, names
 from test_manifest import FULL
 
 from pulse_rl import ChainGap, MemoryStore, Publisher, PulseError, Subscriber, verify_stream
-from pulse_rl.checkpoint import header_bytes
 from pulse_rl.events import Event, PathFailed, Synced
-from pulse_rl.manifest import AnchorRef, Manifest, Payload
-from pulse_rl.stream import Stream
-from pulse_rl.tensors import DTYPES, TensorSpec
+from pulse_rl.state.checkpoint import header_bytes
+from pulse_rl.state.tensors import DTYPES, TensorSpec
+from pulse_rl.stream.manifest import AnchorRef, Manifest, Payload
+from pulse_rl.stream.stream import Stream
 
 
 def stream_of(states: list[Tensors], anchors: set[int] = frozenset(), **options: int) -> FaultyStore:  # type: ignore[assignment]

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import all_dtypes, bits, policy
 
-from pulse_rl import Bits, State, checkpoint, state_root
-from pulse_rl.digest import LEAF_BYTES, StateDigest, root_of, state_digest, tensor_digest
-from pulse_rl.tensors import DTYPES
+from pulse_rl import Bits, State, state_root
+from pulse_rl.state import checkpoint
+from pulse_rl.state.digest import LEAF_BYTES, StateDigest, root_of, state_digest, tensor_digest
+from pulse_rl.state.tensors import DTYPES
 
 MIB = 1 << 20
 

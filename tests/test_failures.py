@@ -33,9 +33,9 @@ from pulse_rl import (
     verify_stream,
 )
 from pulse_rl.integrations.torch import apply_, to_torch
-from pulse_rl.patch import Patch, apply_in_place
-from pulse_rl.stream import Stream
-from pulse_rl.tensors import DTYPES
+from pulse_rl.patch.patch import Patch, apply_in_place
+from pulse_rl.state.tensors import DTYPES
+from pulse_rl.stream.stream import Stream
 
 
 def assert_whole(store: Any, versions: int) -> None:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import pulse_rl
-from pulse_rl import MemoryStore, Subscriber, codec, patch
-from pulse_rl.checkpoint import load
-from pulse_rl.digest import state_digest
-from pulse_rl.patch import Patch
+from pulse_rl import MemoryStore, Subscriber, codec
+from pulse_rl.patch import patch
+from pulse_rl.patch.patch import Patch
+from pulse_rl.state.checkpoint import load
+from pulse_rl.state.digest import state_digest
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
 OLD_ROOT = "c365318b7a56004f0309e5a7de77910a8c7e6556b8bcc883a054a194f8d3065c"

@@ -11,13 +11,13 @@ import pytest
 from states import LIMIT_MEMORY, run_python
 
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, state_root, verify_stream
-from pulse_rl.anchor import restore
-from pulse_rl.checkpoint import load
-from pulse_rl.digest import state_digest
-from pulse_rl.manifest import AnchorRef, Manifest, PatchRef, Payload, parse
-from pulse_rl.patch import Patch, apply_in_place
+from pulse_rl.patch.patch import Patch, apply_in_place
+from pulse_rl.state.checkpoint import load
+from pulse_rl.state.digest import state_digest
 from pulse_rl.store import Data
-from pulse_rl.stream import Stream
+from pulse_rl.stream.anchor import restore
+from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload, parse
+from pulse_rl.stream.stream import Stream
 
 CORPUS = Path(__file__).parent / "hostile"
 sys.path.insert(0, str(CORPUS))

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from pulse_rl import LocalStore, Publisher, state_root, verify_stream
-from pulse_rl.checkpoint import load
+from pulse_rl.state.checkpoint import load
 
 COMMON = """
 import sys, time

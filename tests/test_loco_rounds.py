@@ -177,7 +177,7 @@ def test_a_tensor_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     roots = []
     for elements in (1 << 22, 1 << 9):
         monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", elements)
-        monkeypatch.setattr("pulse_rl.blocks.LEAF_BYTES", 256)
+        monkeypatch.setattr("pulse_rl.patch.blocks.LEAF_BYTES", 256)
         job = Job()
         loop = PulseLoCo(job.model, job.optimizer, sync_every=1)
         blocks = loop.parameters.blocks

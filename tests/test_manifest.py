@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import CorruptManifest
-from pulse_rl import manifest as manifests
-from pulse_rl.manifest import FORMAT, AnchorRef, Manifest, Metadata, PatchRef, Payload, parse
+from pulse_rl.events import Metadata
+from pulse_rl.stream import manifest as manifests
+from pulse_rl.stream.manifest import FORMAT, AnchorRef, Manifest, PatchRef, Payload, parse
 
 FULL = Manifest(
     format=FORMAT,

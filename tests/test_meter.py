@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import InputError, State, UnsupportedTensor, checkpoint
-from pulse_rl.integrations.meter import SparsityMeter
+from pulse_rl import InputError, State, UnsupportedTensor
+from pulse_rl.state import checkpoint
 from pulse_rl.study import CheckpointFolder, study
+from pulse_rl.study.meter import SparsityMeter
 
 Snapshot = dict[str, torch.Tensor]
 

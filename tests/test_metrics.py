@@ -82,7 +82,7 @@ def test_lag_is_the_age_of_the_version(rng: Rng, monkeypatch: pytest.MonkeyPatch
     committed.publish(history(rng, 1)[0])
     head = committed.head()
     assert head is not None
-    monkeypatch.setattr("pulse_rl.subscriber.time.time", lambda: head.created + 12.5)
+    monkeypatch.setattr("pulse_rl.sync.subscriber.time.time", lambda: head.created + 12.5)
     seen: list[Event] = []
     Subscriber(store, stream="policy", on_event=seen.append).sync()
     assert of(Synced, seen)[0].lag_seconds == pytest.approx(12.5)

@@ -11,7 +11,7 @@ from stores import FaultyStore
 
 from pulse_rl import MemoryStore, Publisher, PublisherConflict, PulseError, StoreUnavailable, Subscriber, verify_stream
 from pulse_rl.events import Event
-from pulse_rl.stream import Stream
+from pulse_rl.stream.stream import Stream
 
 Options = dict[str, float]
 OPTIONS: dict[str, Options] = {"patches": {}, "anchors of several shards": {"anchor_ratio": 0.0, "shard_bytes": 4000}}

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import SPECIAL_BITS, Rng, Tensors, all_dtypes, bits, mutated, policy, snapshot, weights
 
-from pulse_rl import Bits, CorruptPatch, DigestMismatch, InputError, State, StateMismatch, WrongBase, codec, patch
-from pulse_rl.digest import StateDigest, state_digest
-from pulse_rl.patch import BuiltPatch, Patch, apply_in_place, build
-from pulse_rl.tensors import DTYPES
+from pulse_rl import Bits, CorruptPatch, DigestMismatch, InputError, State, StateMismatch, WrongBase, codec
+from pulse_rl.patch import patch
+from pulse_rl.patch.patch import BuiltPatch, Patch, apply_in_place, build
+from pulse_rl.state.digest import StateDigest, state_digest
+from pulse_rl.state.tensors import DTYPES
 
 MIB = 1 << 20
 

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from states import Rng, Tensors, bits, mutated, snapshot, weights
 
-from pulse_rl import CorruptPatch, InputError, State, StateMismatch, WrongBase, _zstd, patch_header
+from pulse_rl import CorruptPatch, InputError, State, StateMismatch, WrongBase
+from pulse_rl._util import zstd as _zstd
 from pulse_rl.codec import SAME
-from pulse_rl.digest import state_digest
-from pulse_rl.patch import Patch, apply_in_place, build
-from pulse_rl.patch_header import BlockEntry, PatchHeader, parse_header
-from pulse_rl.tensors import DTYPES, TensorSpec
+from pulse_rl.patch import header as patch_header
+from pulse_rl.patch.header import BlockEntry, PatchHeader, parse_header
+from pulse_rl.patch.patch import Patch, apply_in_place, build
+from pulse_rl.state.digest import state_digest
+from pulse_rl.state.tensors import DTYPES, TensorSpec
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from pulse_rl._pool import default_threads, ordered_map
+from pulse_rl._util.threads import default_threads, ordered_map
 
 threads = pytest.mark.parametrize("threads", [None, 1, 2, 5])
 

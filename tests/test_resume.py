@@ -10,9 +10,10 @@ import pytest
 from states import Live, Rng, Tensors, history, mutated, policy, roots, state_root, weights
 from stores import FaultyStore, names
 
-from pulse_rl import MemoryStore, Publisher, State, Store, Subscriber, checkpoint, verify_stream
+from pulse_rl import MemoryStore, Publisher, State, Store, Subscriber, verify_stream
 from pulse_rl.events import Event, Progress, Published, Resumed, Synced
-from pulse_rl.stream import Stream
+from pulse_rl.state import checkpoint
+from pulse_rl.stream.stream import Stream
 
 
 def stream_of(states: list[Tensors], **options: Any) -> MemoryStore:

@@ -8,7 +8,7 @@ import pytest
 from test_folds import Trainer
 
 from pulse_rl import EmptyStream, InputError, LocalStore, MemoryStore, Publisher, Subscriber, state_root, verify_stream
-from pulse_rl.retention import collect
+from pulse_rl.maintenance.gc import collect
 
 
 def stream_with_anchors(store: MemoryStore | LocalStore, versions: int = 30) -> tuple[Publisher, Trainer, list[str]]:

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, anchor, manifest, patch, state_root
-from pulse_rl.digest import state_digest
-from pulse_rl.manifest import AnchorRef, Manifest, PatchRef, Payload
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, state_root
+from pulse_rl.patch import patch
+from pulse_rl.state.digest import state_digest
 from pulse_rl.store import Data, ObjectInfo
-from pulse_rl.stream import PATCH, SHARD, Stream
+from pulse_rl.stream import anchor, manifest
+from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload
+from pulse_rl.stream.stream import PATCH, SHARD, Stream
 
 LENGTHS = (100, 1000, 10_000)
 SPANS = (8, 64)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pulse_rl import ChainGap, InputError, MemoryStore, Publisher, PulseError, Signer, Subscriber, Untrusted, state_root
-from pulse_rl.signing import TrustedKeys
-from pulse_rl.stream import Stream
+from pulse_rl.stream.signing import TrustedKeys
+from pulse_rl.stream.stream import Stream
 
 STATE = {"w": np.arange(1000, dtype=np.float32)}
 
@@ -84,8 +84,8 @@ def test_keys_are_kept_in_files(tmp_path: Path) -> None:
 
 
 def test_the_command_line_signs_and_trusts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from pulse_rl.checkpoint import as_state, save
     from pulse_rl.cli import main
+    from pulse_rl.state.checkpoint import as_state, save
 
     save(tmp_path / "w.safetensors", as_state(STATE))
     store = str(tmp_path / "store")

@@ -30,7 +30,7 @@ from pulse_rl import (
     StoreUnavailable,
     open_store,
 )
-from pulse_rl._disk import disk_error
+from pulse_rl._util.files import disk_error
 from pulse_rl.store import Data, ObjectInfo
 from pulse_rl.store.check import check_store
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 from states import Rng
 
-from pulse_rl import Bits, InputError, State, UnsupportedTensor, patch
-from pulse_rl.digest import state_digest
+from pulse_rl import Bits, InputError, State, UnsupportedTensor
+from pulse_rl.patch import patch
+from pulse_rl.state.digest import state_digest
+from pulse_rl.state.tensors import DTYPES, TensorSpec
 from pulse_rl.study import COMPUTE_DTYPES, LAYERS, CastState, bound, layer_of, study
 from pulse_rl.study.cast import cast
 from pulse_rl.study.entropy import ClassCounts
 from pulse_rl.study.run import spread_out
 from pulse_rl.study.theory import exponent_of, exponent_rows, step_of
-from pulse_rl.tensors import DTYPES, TensorSpec
 
 Floats = dict[str, np.ndarray]
 KS = (1, 2, 3, 5)

@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 from states import Rng, Tensors, history, mutated
 from torch import bfloat16, float32, full, zeros
 
-from pulse_rl import CorruptCheckpoint, InputError, LocalStore, Publisher, State, StateMismatch, checkpoint
+from pulse_rl import CorruptCheckpoint, InputError, LocalStore, Publisher, State, StateMismatch
 from pulse_rl.cli import main
+from pulse_rl.state import checkpoint
+from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import CastState, CheckpointFolder, StoredStream, study
 from pulse_rl.study.sources import natural
-from pulse_rl.tensors import DTYPES
 
 
 def save(path: Path, state: Tensors) -> None:

@@ -21,12 +21,12 @@ from pulse_rl import (
     State,
     Store,
     Subscriber,
-    checkpoint,
     codec,
     state_root,
     verify_stream,
 )
 from pulse_rl.events import Event, Published, Synced
+from pulse_rl.state import checkpoint
 
 counter = itertools.count()
 

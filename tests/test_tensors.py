@@ -11,8 +11,9 @@ import torch
 from states import SPECIAL_BITS, all_dtypes, bits, snapshot
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pulse_rl import Bits, InputError, State, StateMismatch, UnsupportedTensor, state_root, tensors
-from pulse_rl.tensors import DTYPES, DType, TensorSpec, round_to_bf16
+from pulse_rl import Bits, InputError, State, StateMismatch, UnsupportedTensor, state_root
+from pulse_rl.state import tensors
+from pulse_rl.state.tensors import DTYPES, DType, TensorSpec, round_to_bf16
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,

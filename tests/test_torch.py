@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pulse_rl import Bits, MemoryStore, Publisher, State, StateMismatch, Subscriber, Update, as_state, state_root
 from pulse_rl.integrations.torch import apply_, to_torch
-from pulse_rl.tensors import DTYPES
+from pulse_rl.state.tensors import DTYPES
 
 
 def updates(*states: Any) -> list[Update]:

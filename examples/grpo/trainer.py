@@ -15,8 +15,7 @@ from functools import partial
 import torch
 
 import pulse_rl
-from pulse_rl.events import Event, Published, Resumed
-from pulse_rl.manifest import Metadata
+from pulse_rl.events import Event, Metadata, Published, Resumed
 from pulse_rl.metrics import DriftWatch, JsonLines, fan_out
 
 from . import policy, task

@@ -37,7 +37,7 @@ void check_positions(const Positions& positions, uint32_t base, size_t bytes, in
 
 }  // namespace
 
-NB_MODULE(_native, m) {
+NB_MODULE(_kernels, m) {
     nb::exception<pulse::Malformed>(m, "Malformed", PyExc_ValueError);
 
     m.def(

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .audit import AuditReport, audit
-from .checkpoint import Source, as_state
-from .digest import state_digest
 from .errors import (
     AlreadyExists,
     ChainGap,
@@ -42,19 +39,22 @@ from .errors import (
     WrongBase,
 )
 from .events import Event, PathFailed, Progress, Published, Resumed, Synced
-from .group import Member
-from .manifest import Manifest
-from .publisher import Publisher
-from .signing import Signer
+from .maintenance.audit import AuditReport, audit
+from .maintenance.verify import verify_stream
+from .state.checkpoint import Source, as_state
+from .state.digest import state_digest
+from .state.tensors import Bits, State, round_to_bf16
 from .store import LocalStore, MemoryStore, ObjectStore, Store, open_store
-from .subscriber import Subscriber
-from .tensors import Bits, State, round_to_bf16
-from .update import TensorUpdate, Update
-from .verify import verify_stream
+from .stream.manifest import Manifest
+from .stream.signing import Signer
+from .sync.group import Member
+from .sync.publisher import Publisher
+from .sync.subscriber import Subscriber
+from .sync.update import TensorUpdate, Update
 
 if TYPE_CHECKING:
-    from .integrations.meter import SparsityMeter as SparsityMeter
     from .loco import PulseLoCo as PulseLoCo
+    from .study.meter import SparsityMeter as SparsityMeter
 
 __version__ = "0.1.0"
 
@@ -125,7 +125,7 @@ def __getattr__(name: str) -> Any:
 
         return PulseLoCo
     if name == "SparsityMeter":
-        from .integrations.meter import SparsityMeter
+        from .study.meter import SparsityMeter
 
         return SparsityMeter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .manifest import Metadata
+Metadata = dict[str, str | int | float | bool]
+"""The publisher's own facts about a version (a training step, a reward), small and flat."""
 
 
 @dataclass(frozen=True, slots=True)

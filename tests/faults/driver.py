@@ -12,7 +12,8 @@ from traceback import format_exc
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from pulse_rl import folds, publisher, replica
+from pulse_rl.sync import folds, publisher
+from pulse_rl.sync import host_state as replica
 
 from .store import CrashNow
 from .world import RULES, World

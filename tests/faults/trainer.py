@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 
 from pulse_rl import Bits, State
-from pulse_rl.tensors import DTYPES
+from pulse_rl.state.tensors import DTYPES
 
 _DTYPES = ("BF16", "F32", "F16", "I16", "U8", "F8_E4M3", "I64")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from random import Random
 
 from pulse_rl import ChainGap, PulseError, Subscriber, Update
-from pulse_rl.digest import state_digest
 from pulse_rl.events import Event, PathFailed
+from pulse_rl.state.digest import state_digest
 
 from .model import GAP, MUST, STREAM, Live, Model, check, snapshot
 from .store import Client, CrashNow, Fault, Net

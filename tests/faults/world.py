@@ -10,8 +10,8 @@ from pathlib import Path
 from random import Random
 
 from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, audit, verify_stream
-from pulse_rl.folds import fold_stream
-from pulse_rl.retention import collect
+from pulse_rl.maintenance.gc import collect
+from pulse_rl.sync.folds import fold_stream
 
 from .model import GAP, MUST, STREAM, Model, check, version_name
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net

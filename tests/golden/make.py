@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from pulse_rl import Bits, Publisher, State, codec
-from pulse_rl import checkpoint as checkpoints
-from pulse_rl import patch as patches
-from pulse_rl.digest import state_digest
+from pulse_rl.patch import patch as patches
+from pulse_rl.state import checkpoint as checkpoints
+from pulse_rl.state.digest import state_digest
 
 
 def states() -> tuple[State, State]:

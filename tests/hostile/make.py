@@ -21,13 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from pulse_rl import Bits, State, _zstd, patch
-from pulse_rl.blocks import cut
+from pulse_rl import Bits, State
+from pulse_rl._util import zstd as _zstd
 from pulse_rl.codec.context import ContextCodec
 from pulse_rl.codec.zstd import ZstdCodec
-from pulse_rl.digest import state_digest
-from pulse_rl.manifest import FORMAT
-from pulse_rl.patch_header import BlockEntry, PatchHeader
+from pulse_rl.patch import patch
+from pulse_rl.patch.blocks import cut
+from pulse_rl.patch.header import BlockEntry, PatchHeader
+from pulse_rl.state.digest import state_digest
+from pulse_rl.stream.manifest import FORMAT
 
 HERE = Path(__file__).parent
 _RAMP = np.arange(2000, dtype=np.uint16)

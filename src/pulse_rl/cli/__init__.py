@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from .. import __version__
 from .. import codec as codecs
 from ..errors import PulseError
-from ..folds import SPANS
-from ..retention import DEFAULT_GRACE_SECONDS
+from ..maintenance.gc import DEFAULT_GRACE_SECONDS
+from ..sync.folds import SPANS
 from . import files, plan, report, streams, study
 from .output import Console
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from .. import codec as codecs
-from .. import patch
-from .._disk import write_atomically
-from ..checkpoint import FILE_NAME, INDEX_NAME, load, save
-from ..digest import state_digest
+from .._util.files import write_atomically
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
-from ..patch import Patch
-from ..patch_header import MAGIC, PatchHeader
+from ..patch import patch
+from ..patch.header import MAGIC, PatchHeader
+from ..patch.patch import Patch
+from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
+from ..state.digest import state_digest
 from .output import Console, size
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .._disk import write_atomically
+from .._util.files import write_atomically
 from ..errors import InputError
 from ..report import read_run, render
 from .output import Console, size

@@ -6,18 +6,18 @@ import argparse
 import time
 from pathlib import Path
 
-from .. import retention
-from ..checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..errors import EmptyStream, FormatError, InputError, StoreUnavailable, UnsupportedTensor
-from ..folds import fold_stream
-from ..publisher import Publisher
-from ..signing import Signer
+from ..maintenance import gc as retention
+from ..maintenance.verify import verify_stream
+from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
+from ..state.tensors import State
 from ..store import Store, open_store
 from ..store.check import check_store
-from ..subscriber import Subscriber
-from ..tensors import State
-from ..update import Update
-from ..verify import verify_stream
+from ..stream.signing import Signer
+from ..sync.folds import fold_stream
+from ..sync.publisher import Publisher
+from ..sync.subscriber import Subscriber
+from ..sync.update import Update
 from .output import Console, size
 
 

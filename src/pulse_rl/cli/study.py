@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .._disk import write_atomically
+from .._util.files import write_atomically
 from ..events import progress_to
 from ..report import render
+from ..state.tensors import TensorSpec
 from ..study import COMPUTE_DTYPES, DEFAULT_KS, STEP_SECONDS, CheckpointFolder, Source, StoredStream, study
 from ..study.cast import cast_specs
-from ..tensors import TensorSpec
 from .output import Console, rate, size
 
 _SHOWN_TENSORS = 8

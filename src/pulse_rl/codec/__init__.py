@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import CorruptPatch, InputError
-from ..tensors import UIntArray
+from ..state.tensors import UIntArray
 from .base import MAX_BLOCK_ELEMENTS, Changes, Codec, Layout, Run
 from .context import ContextCodec
 from .dense import DenseCodec

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..tensors import DType, UIntArray
+from ..state.tensors import DType, UIntArray
 
 MAX_BLOCK_ELEMENTS = 1 << 24
 """Positions in a block fit in 32 bits with room to spare; also the cap on what one block may make a reader allocate."""

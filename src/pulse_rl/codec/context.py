@@ -9,7 +9,7 @@ import numpy as np
 
 from .._native import Malformed, context_decode, context_encode
 from ..errors import CorruptPatch
-from ..tensors import DType, UIntArray
+from ..state.tensors import DType, UIntArray
 from .base import Changes, Layout
 
 

@@ -6,9 +6,10 @@ planes of a whole tensor are long, and no entropy table fits two of them.
 
 from __future__ import annotations
 
-from .. import _zstd, bits
+from .._util import zstd as _zstd
 from ..errors import CorruptPatch
-from ..tensors import DType, UIntArray
+from ..state import bits
+from ..state.tensors import DType, UIntArray
 from . import planes
 from .base import Changes, Layout
 

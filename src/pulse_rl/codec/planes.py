@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..tensors import UIntArray
+from ..state.tensors import UIntArray
 
 
 def split(values: UIntArray) -> list[bytes]:

@@ -11,9 +11,9 @@ import struct
 
 import numpy as np
 
-from .. import _zstd
+from .._util import zstd as _zstd
 from ..errors import CorruptPatch
-from ..tensors import DType, UIntArray
+from ..state.tensors import DType, UIntArray
 from . import planes
 from .base import Changes, Layout
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ..errors import StateMismatch
-from ..tensors import DTYPES, State, UIntArray
-from ..update import TensorUpdate, Update
+from ..state.tensors import DTYPES, State, UIntArray
+from ..sync.update import TensorUpdate, Update
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TORCH = {

@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from ..errors import CorruptMessage, Diverged, InputError, StateMismatch
-from ..tensors import TensorSpec
+from ..state.tensors import TensorSpec
 from .exchange import Exchange
 
 _MOST_BYTES = 1 << 20

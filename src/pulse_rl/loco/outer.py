@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from .._native import outer_step
-from .._pool import ordered_map, to_the_end
-from ..digest import StateDigest, state_digest
+from .._util.threads import ordered_map, to_the_end
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
+from ..state.digest import StateDigest, state_digest
 from .exchange import Exchange
 from .gate import Floats
 from .membership import Standing, meet

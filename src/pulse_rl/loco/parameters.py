@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..blocks import Segment, cut
 from ..codec import Run
 from ..errors import InputError, NonFinite, StateMismatch
-from ..tensors import DTYPES, State, TensorSpec
+from ..patch.blocks import Segment, cut
+from ..state.tensors import DTYPES, State, TensorSpec
 from .gate import Floats, is_sound
 
 BLOCK_ELEMENTS = 1 << 22

@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import FormatError, InputError, IntegrityError, PulseError
-from ..events import (
-    Applied,
-    DensityDrift,
-    Event,
-    Folded,
-    FoldFailed,
-    PathFailed,
-    Published,
-    Synced,
-)
+from ..events import Applied, DensityDrift, Event, Folded, FoldFailed, PathFailed, Published, Synced
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

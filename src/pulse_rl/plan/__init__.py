@@ -4,9 +4,9 @@
 here needs numpy.
 """
 
+from .._util.units import parse_bandwidth, parse_count
 from .measured import Measured, from_study
 from .model import METHODS, Crossover, MethodPlan, Plan, Scenario, bandwidth_for, make_plan, patch_bytes, utilisation
-from .units import parse_bandwidth, parse_count
 
 __all__ = [
     "METHODS",

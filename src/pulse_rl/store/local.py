@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from .._disk import create_atomically, disk_error, write_atomically
+from .._util.files import create_atomically, disk_error, write_atomically
 from ..errors import AlreadyExists, NotFound, StoreError
 from .base import Data, ObjectInfo, check_name, check_range, is_name
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UnsupportedTensor
-from ..tensors import DTYPES, DType, State, TensorSpec, UIntArray, round_to_bf16
+from ..state.tensors import DTYPES, DType, State, TensorSpec, UIntArray, round_to_bf16
 
 COMPUTE_DTYPES: Mapping[str, DType] = MappingProxyType(
     {

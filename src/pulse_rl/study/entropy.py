@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..tensors import DType, State, UIntArray
+from ..state.tensors import DType, State, UIntArray
 
 _CHUNK = 1 << 22
 _EMPTY = np.empty(0, np.int64)

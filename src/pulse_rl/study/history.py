@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import bits
 from ..codec import Changes
-from ..tensors import UIntArray
+from ..state import bits
+from ..state.tensors import UIntArray
 
 
 class Earlier(NamedTuple):

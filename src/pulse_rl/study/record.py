@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import bits
 from .. import codec as codecs
-from ..blocks import Block
-from ..patch_header import BlockEntry
-from ..tensors import UIntArray
+from ..patch.blocks import Block
+from ..patch.header import BlockEntry
+from ..state import bits
+from ..state.tensors import UIntArray
 from .entropy import ClassCounts
 from .history import Earlier, History
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
-from .._pool import ordered_map
+from .._util.threads import ordered_map
 from ..errors import InputError
 from .cast import COMPUTE_DTYPES, CastState, cast_specs
 from .record import BlockRecord, Pair

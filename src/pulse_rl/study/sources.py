@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from .. import checkpoint
 from ..errors import InputError, PulseError, StateMismatch
+from ..state import checkpoint
+from ..state.tensors import State, TensorSpec
 from ..store import Store, open_store
-from ..stream import Stream
-from ..subscriber import Subscriber
-from ..tensors import State, TensorSpec
+from ..stream.stream import Stream
+from ..sync.subscriber import Subscriber
 
 _DIGITS = re.compile(r"([0-9]+)")
 _FEWER = "A study compares at least two states of one model."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..tensors import DType
+from ..state.tensors import DType
 from .entropy import ClassCounts
 
 _OTHER_BIAS = {"F8_E5M2FNUZ": 16, "F8_E4M3FNUZ": 8, "F8_E8M0": 127}

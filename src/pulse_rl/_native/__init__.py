@@ -1,0 +1,31 @@
+"""The C++17 kernels (src/native), which release the GIL while they work. All the rest imports them from here."""
+
+from __future__ import annotations
+
+from ._kernels import (
+    Malformed,
+    add_entries,
+    context_decode,
+    context_encode,
+    decode_entries,
+    encode_entries,
+    gate,
+    gather,
+    outer_step,
+    scan,
+    scatter,
+)
+
+__all__ = [
+    "Malformed",
+    "add_entries",
+    "context_decode",
+    "context_encode",
+    "decode_entries",
+    "encode_entries",
+    "gate",
+    "gather",
+    "outer_step",
+    "scan",
+    "scatter",
+]

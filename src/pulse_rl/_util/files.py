@@ -1,0 +1,97 @@
+"""Durable files: written aside, synced, renamed once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import PulseError, StoreError, StoreFull
+
+Chunks = Iterable[bytes | memoryview]
+
+
+def write_atomically(path: Path, chunks: Chunks, *, aside: Path | None = None) -> None:
+    """Puts a file at ``path`` whole or not at all, replacing what was there. ``aside`` is the folder for the unfinished
+    file (``path``'s own by default; it must be on the same file system). Raises StoreFull and StoreError."""
+    try:
+        make_folder(path.parent)
+        unfinished = _write_aside(aside or path.parent, path.name, chunks)
+        try:
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise disk_error(error, f"write {path}") from error
+
+
+def create_atomically(path: Path, chunks: Chunks, *, aside: Path) -> None:
+    """Like `write_atomically`, but raises FileExistsError, atomically, where ``path`` already exists."""
+    try:
+        make_folder(path.parent)
+        unfinished = _write_aside(aside, path.name, chunks)
+        try:
+            os.link(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise disk_error(error, f"create {path}") from error
+
+
+def make_folder(folder: Path) -> None:
+    """mkdir -p whose new entries survive a power cut."""
+    missing = [p for p in [folder, *folder.parents] if not p.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync of a folder, so that a rename in it survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def disk_error(error: OSError, doing: str) -> PulseError:
+    """The typed error of a failed file operation."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return StoreFull(f"no space left to {doing}")
+    return StoreError(f"cannot {doing}: {error.strerror or error}", hint="Check the path and its permissions.")
+
+
+def _write_aside(folder: Path, name: str, chunks: Chunks) -> Path:
+    make_folder(folder)
+    handle, unfinished = tempfile.mkstemp(dir=folder, prefix=f".{name[:64]}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            # mkstemp makes it private; other users' workers read it where the umask lets them.
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+    return Path(unfinished)
+
+
+def _umask() -> int:
+    """The process's umask. It can only be read by setting it, which is done once, before threads write."""
+    global _known_umask
+    if _known_umask is None:
+        _known_umask = os.umask(0o022)
+        os.umask(_known_umask)
+    return _known_umask
+
+
+_known_umask: int | None = None

@@ -1,0 +1,69 @@
+"""Proof of what a live model holds: its tensors are hashed again and compared with a version's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..errors import InputError
+from ..state.checkpoint import as_state
+from ..state.digest import StateDigest, state_digest
+from ..state.tensors import State
+from ..stream.manifest import Manifest
+
+
+class Module(Protocol):
+    """What torch's modules have."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """``root`` is that of the live tensors. ``differing`` names tensors with other bits, dtypes or shapes, ``missing``
+    and ``unexpected`` those that only the version or only the model has; all empty where only a root was given."""
+
+    ok: bool
+    root: str
+    expected_root: str
+    differing: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def audit(
+    model: Module | Mapping[str, Any] | State, version: StateDigest | Manifest | str, *, threads: int | None = None
+) -> AuditReport:
+    """Reads all live weights again and compares them with a version.
+
+    ``version`` is the digest tree of a host state (`Subscriber.digest`), which names the tensors that differ, or a
+    manifest or a root, which only tells whether any does. Tied tensors are compared once. Raises InputError.
+    """
+    state = as_state(model.state_dict() if hasattr(model, "state_dict") else model)
+    live = state_digest(state, threads=threads)
+    if isinstance(version, StateDigest):
+        return _compare(live, version, state.aliases)
+    if not isinstance(version, Manifest | str):
+        raise InputError(f"a {type(version).__name__} is no version", hint="Pass subscriber.digest or a root.")
+    expected = version.root if isinstance(version, Manifest) else version
+    return AuditReport(live.root == expected, live.root, expected, (), (), ())
+
+
+def _compare(live: StateDigest, expected: StateDigest, aliases: dict[str, str]) -> AuditReport:
+    # The model may store a tied tensor under another of its names than the trainer did.
+    stored = {s.name: s.name for s in live.specs} | aliases
+    specs = {s.name: s for s in live.specs}
+    differing, missing, met = [], [], set()
+    for spec in expected.specs:
+        own = stored.get(spec.name)
+        if own is None:
+            missing.append(spec.name)
+            continue
+        met.add(own)
+        same_kind = (specs[own].dtype, specs[own].shape) == (spec.dtype, spec.shape)
+        if not same_kind or live.leaves[own] != expected.leaves[spec.name]:
+            differing.append(spec.name)
+    unexpected = [name for name in specs if name not in met]
+    ok = not (differing or missing or unexpected)
+    return AuditReport(ok, live.root, expected.root, tuple(differing), tuple(missing), tuple(unexpected))

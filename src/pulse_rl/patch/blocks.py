@@ -1,0 +1,95 @@
+"""How a state is cut into blocks: a pure function of the tensors' specs and one number (docs/format.md, section 3).
+
+Sender and receiver compute the same cut, so a patch header lists no block boundaries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..codec import Layout, Run
+from ..state.digest import LEAF_BYTES
+from ..state.tensors import DType, State, TensorSpec, UIntArray
+
+
+class Segment(NamedTuple):
+    """Elements [start, stop) of the flattened tensor ``spec``."""
+
+    spec: TensorSpec
+    start: int
+    stop: int
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """The arguments of `State.read`."""
+        return self.spec.name, self.start, self.stop
+
+
+class Block(NamedTuple):
+    """A run of elements of one tensor, or several whole small tensors of one dtype, in name order."""
+
+    dtype: DType
+    segments: tuple[Segment, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(s.stop - s.start for s in self.segments)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.width
+
+    @property
+    def layout(self) -> Layout:
+        runs = []
+        for spec, start, stop in self.segments:
+            row = spec.shape[-1] if spec.shape else 1
+            runs.append(Run(stop - start, row, start % row))
+        return Layout(self.dtype, tuple(runs))
+
+    def read(self, state: State) -> UIntArray:
+        """The block's elements one after another: a view where the block is one segment of a host tensor."""
+        parts = [state.read(*s.place) for s in self.segments]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def __str__(self) -> str:
+        first, last = self.segments[0], self.segments[-1]
+        if len(self.segments) == 1:
+            return f"{first.spec.name}[{first.start}:{first.stop}]"
+        return f"{first.spec.name} … {last.spec.name}"
+
+
+def cut(specs: tuple[TensorSpec, ...], block_elements: int) -> list[Block]:
+    """The blocks of a state. ``specs`` are in name order; tensors without elements are in no block.
+
+    A tensor of more than ``block_elements`` is cut into the fewest runs of nearly equal length, each but the last a
+    whole number of digest leaves. Consecutive smaller tensors of one dtype share a block while they fit.
+    """
+    blocks: list[Block] = []
+    group: list[Segment] = []
+    room = 0
+
+    def close() -> None:
+        if group:
+            blocks.append(Block(group[0].spec.dtype, tuple(group)))
+            group.clear()
+
+    for spec in specs:
+        if spec.elements > block_elements:
+            close()
+            leaf = LEAF_BYTES // spec.dtype.width
+            runs = -(-spec.elements // block_elements)
+            step = -(-spec.elements // (runs * leaf)) * leaf
+            for start in range(0, spec.elements, step):
+                blocks.append(Block(spec.dtype, (Segment(spec, start, min(start + step, spec.elements)),)))
+        elif spec.elements:
+            if group and (group[0].spec.dtype != spec.dtype or spec.elements > room):
+                close()
+            if not group:
+                room = block_elements
+            group.append(Segment(spec, 0, spec.elements))
+            room -= spec.elements
+    close()
+    return blocks

@@ -1,0 +1,234 @@
+"""The header of a patch: who it applies to, what it makes, and its blocks (docs/format.md, section 3).
+
+File: a 56-byte prelude, the header (one zstd frame), the blocks' payloads one after another to the end of the file.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import NamedTuple
+
+from .._util import zstd as _zstd
+from ..codec import MAX_BLOCK_ELEMENTS, SAME
+from ..errors import CorruptPatch, FormatError, InputError
+from ..state.tensors import DTYPE_BY_ID, MAX_DIMS, MAX_NAME_BYTES, MAX_TENSORS, TensorSpec
+from .blocks import Block, cut
+
+MAGIC = b"\x89PULSE\r\n"
+FORMAT = 1
+MAX_HEADER_BYTES = 128 << 20
+MAX_BLOCKS = 1 << 20
+MAX_NAMES_BYTES = 1 << 25
+"""Of all names together, before front-coding: a small header must not unfold into gigabytes."""
+BLOCK_UNIT = 1 << 20
+"""``block_elements`` is a multiple of this: of a digest leaf's elements for every dtype."""
+_PRELUDE = struct.Struct("<8sIIII32s")  # magic, format, flags (0), stored bytes, plain bytes, SHA-256 of stored
+PRELUDE_BYTES = _PRELUDE.size
+_LEVEL = 9
+_MAX_BLOCK_BYTES = 1 << 40
+_NO_DIGEST = sha256(b"").digest()
+
+
+class BlockEntry(NamedTuple):
+    """One block in the header. Blocks without changes (codec `SAME`) have no bytes and no digest in the file."""
+
+    codec_id: int
+    changed: int
+    length: int
+    sha256: bytes = _NO_DIGEST
+
+
+@dataclass(frozen=True, slots=True)
+class PatchHeader:
+    """Roots are 64 hexadecimal digits; ``specs`` are in name order; ``blocks`` follow `cut`'s order."""
+
+    base_root: str
+    target_root: str
+    block_elements: int
+    specs: tuple[TensorSpec, ...]
+    blocks: tuple[BlockEntry, ...]
+
+    @property
+    def body_bytes(self) -> int:
+        return sum(b.length for b in self.blocks)
+
+    @property
+    def elements(self) -> int:
+        return sum(s.elements for s in self.specs)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of a full sync: the plain tensors."""
+        return sum(s.nbytes for s in self.specs)
+
+    @property
+    def changed(self) -> int:
+        return sum(b.changed for b in self.blocks)
+
+    def cut(self) -> list[Block]:
+        return cut(self.specs, self.block_elements)
+
+    def to_bytes(self) -> bytes:
+        """Prelude and header; raises InputError past the caps."""
+        check_block_elements(self.block_elements)
+        if len(self.blocks) > MAX_BLOCKS or sum(len(s.name.encode()) for s in self.specs) > MAX_NAMES_BYTES:
+            raise InputError(f"a patch holds at most {MAX_BLOCKS} blocks and {MAX_NAMES_BYTES} bytes of names")
+        plain = self._plain()
+        if len(plain) > MAX_HEADER_BYTES:
+            raise InputError(f"the patch header has {len(plain)} bytes, more than {MAX_HEADER_BYTES}")
+        stored = _zstd.compress(plain, _LEVEL)
+        return _PRELUDE.pack(MAGIC, FORMAT, 0, len(stored), len(plain), sha256(stored).digest()) + stored
+
+    def _plain(self) -> bytes:
+        out = bytearray(bytes.fromhex(self.base_root) + bytes.fromhex(self.target_root))
+        _put(out, self.block_elements // BLOCK_UNIT)
+        _put(out, len(self.specs))
+        previous = b""
+        for spec in self.specs:
+            name = spec.name.encode()
+            shared = len(os.path.commonprefix([previous, name]))  # noqa: RUF071 (bytes of a name, not a path)
+            _put(out, shared)
+            _put(out, len(name) - shared)
+            out += name[shared:]
+            previous = name
+        out += bytes(spec.dtype.id for spec in self.specs)
+        for spec in self.specs:
+            _put(out, len(spec.shape))
+            for dim in spec.shape:
+                _put(out, dim)
+        out += bytes(entry.codec_id for entry in self.blocks)
+        for entry in self.blocks:
+            if entry.codec_id != SAME:
+                _put(out, entry.changed)
+                _put(out, entry.length)
+        for entry in self.blocks:
+            if entry.codec_id != SAME:
+                out += entry.sha256
+        return bytes(out)
+
+
+def check_block_elements(block_elements: int) -> None:
+    if not 0 < block_elements <= MAX_BLOCK_ELEMENTS or block_elements % BLOCK_UNIT:
+        raise InputError(f"block_elements must be a multiple of {BLOCK_UNIT} up to {MAX_BLOCK_ELEMENTS}")
+
+
+def parse_header(data: memoryview, elements: int | None = None) -> tuple[PatchHeader, int]:
+    """(header, bytes of prelude and header) from the start of a patch file; raises CorruptPatch.
+
+    A reader that knows how many ``elements`` its state has says so: a header that speaks of more is then refused before
+    its blocks, which may be many for its size, are made.
+    """
+    if len(data) < PRELUDE_BYTES:
+        raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this has {len(data)}")
+    magic, version, flags, stored, plain, digest = _PRELUDE.unpack_from(data)
+    if magic != MAGIC:
+        raise CorruptPatch("this is not a pulse patch: its first bytes are not the magic")
+    if version != FORMAT or flags != 0:
+        raise CorruptPatch(f"patch format {version} (flags {flags}) is unknown", hint="Upgrade pulse-rl to read it.")
+    if stored > MAX_HEADER_BYTES or plain > MAX_HEADER_BYTES:
+        raise CorruptPatch(f"the header claims {max(stored, plain)} bytes, more than {MAX_HEADER_BYTES}")
+    body = data[PRELUDE_BYTES : PRELUDE_BYTES + stored]
+    if len(body) != stored or sha256(body).digest() != digest:
+        raise CorruptPatch("the header is truncated or its bytes do not match their SHA-256")
+    try:
+        header = _Reader(_zstd.decompress(body, plain)).header(elements)
+    except (FormatError, InputError) as error:
+        raise CorruptPatch(f"the header is malformed: {error}") from error
+    return header, PRELUDE_BYTES + stored
+
+
+class _Reader:
+    """Reads a plain header strictly: nothing may be missing, out of its caps, unsorted or left over."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def header(self, elements: int | None) -> PatchHeader:
+        base, target = self._take(32).hex(), self._take(32).hex()
+        block_elements = self._number(MAX_BLOCK_ELEMENTS // BLOCK_UNIT) * BLOCK_UNIT
+        if block_elements == 0:
+            raise CorruptPatch("block_elements is 0")
+        specs = self._specs()
+        if elements is not None and sum(s.elements for s in specs) != elements:
+            raise CorruptPatch(f"the patch is for {sum(s.elements for s in specs)} elements, not for {elements}")
+        # A block takes at least a byte of the header: shapes that claim terabytes end here, before they are cut.
+        fewest = sum(s.elements // block_elements for s in specs)
+        if fewest > min(MAX_BLOCKS, len(self._data) - self._at):
+            raise CorruptPatch(f"the shapes need at least {fewest} blocks, more than the header lists")
+        cuts = cut(specs, block_elements)
+        if len(cuts) > MAX_BLOCKS:
+            raise CorruptPatch(f"the shapes need {len(cuts)} blocks, more than {MAX_BLOCKS}")
+        blocks = self._blocks(cuts)
+        if self._at != len(self._data):
+            raise CorruptPatch(f"{len(self._data) - self._at} bytes follow the header's end")
+        return PatchHeader(base, target, block_elements, specs, blocks)
+
+    def _specs(self) -> tuple[TensorSpec, ...]:
+        names: list[bytes] = []
+        previous, total = b"", 0
+        for _ in range(self._number(MAX_TENSORS)):
+            shared, length = self._number(len(previous)), self._number(MAX_NAME_BYTES)
+            if shared + length > MAX_NAME_BYTES:
+                raise CorruptPatch(f"a tensor name has {shared + length} bytes, more than {MAX_NAME_BYTES}")
+            name = previous[:shared] + self._take(length)
+            if names and name <= previous:
+                raise CorruptPatch("tensor names are not sorted")
+            names.append(name)
+            previous = name
+            total += len(name)
+            if total > MAX_NAMES_BYTES:
+                raise CorruptPatch(f"the names have more than {MAX_NAMES_BYTES} bytes")
+        ids = self._take(len(names))
+        specs = []
+        for name, dtype_id in zip(names, ids, strict=True):
+            if dtype_id not in DTYPE_BY_ID:
+                raise CorruptPatch(f"dtype {dtype_id} is unknown", hint="Upgrade pulse-rl to read it.")
+            shape = tuple(self._number((1 << 64) - 1) for _ in range(self._number(MAX_DIMS)))
+            try:
+                specs.append(TensorSpec(name.decode(), DTYPE_BY_ID[dtype_id], shape))
+            except UnicodeDecodeError:
+                raise CorruptPatch(f"tensor name {name!r} is not UTF-8") from None
+        return tuple(specs)
+
+    def _blocks(self, cuts: list[Block]) -> tuple[BlockEntry, ...]:
+        ids = self._take(len(cuts))
+        entries = [BlockEntry(codec_id, 0, 0) for codec_id in ids]
+        coded = [k for k, codec_id in enumerate(ids) if codec_id != SAME]
+        for k in coded:
+            changed, length = self._number(cuts[k].elements), self._number(_MAX_BLOCK_BYTES)
+            if changed == 0 or length == 0:
+                raise CorruptPatch(f"block {k} is listed as changed but holds nothing")
+            entries[k] = BlockEntry(ids[k], changed, length)
+        for k in coded:
+            entries[k] = entries[k]._replace(sha256=self._take(32))
+        return tuple(entries)
+
+    def _take(self, count: int) -> bytes:
+        part = self._data[self._at : self._at + count]
+        if len(part) != count:
+            raise CorruptPatch("the header ends too early")
+        self._at += count
+        return part
+
+    def _number(self, most: int) -> int:
+        """An unsigned LEB128 number of at most ten bytes and at most ``most``."""
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self._take(1)[0]
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                if value > most or (byte == 0 and shift):
+                    raise CorruptPatch(f"a number in the header is {value}, more than {most} or padded")
+                return value
+        raise CorruptPatch("a number in the header is too long")
+
+
+def _put(out: bytearray, value: int) -> None:
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)

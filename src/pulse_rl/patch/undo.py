@@ -1,0 +1,53 @@
+"""The way back to an earlier version: the old bits of every element that changed since, block by block.
+
+A fold needs the state it starts from only to code against it. Keeping what changed costs some bytes a change, where a
+second state would cost all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..codec import Changes
+from ..state import bits
+from ..state.tensors import UIntArray
+
+_PIECES = 8
+
+
+class UndoLog:
+    """Leads back to version ``base`` with root ``base_root``. Blocks are those of the default cut."""
+
+    def __init__(self, base: int, base_root: str) -> None:
+        self.base = base
+        self.base_root = base_root
+        self._pieces: dict[int, list[Changes]] = {}
+
+    def record(self, undo: Mapping[int, Changes]) -> None:
+        """Adds the old bits of one more version, by block index; to be called version by version."""
+        for index, changes in undo.items():
+            pieces = self._pieces.setdefault(index, [])
+            pieces.append(changes)
+            if len(pieces) >= _PIECES:
+                self._pieces[index] = [_oldest(pieces)]
+
+    def rewind(self, index: int, now: UIntArray) -> UIntArray:
+        """The block's elements at the base, from those now; ``now`` itself where nothing changed."""
+        pieces = self._pieces.get(index)
+        if not pieces:
+            return now
+        changes = _oldest(pieces)
+        before = now.copy()
+        bits.put(before, changes.positions, changes.values)
+        return before
+
+
+def _oldest(pieces: list[Changes]) -> Changes:
+    """One entry a position: of several the first, which holds the bits at the base."""
+    if len(pieces) == 1:
+        return pieces[0]
+    positions = np.concatenate([p.positions for p in pieces])
+    unique, first = np.unique(positions, return_index=True)
+    return Changes(unique, np.concatenate([p.values for p in pieces])[first])

@@ -1,0 +1,26 @@
+"""Flat arrays of bits in place: where they differ, take, put. The native kernels check bounds and release the GIL."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .._native import gather, scan, scatter
+from .tensors import UIntArray
+
+Positions = npt.NDArray[np.uint32]
+
+
+def differing(old: UIntArray, new: UIntArray) -> Positions:
+    """The positions, ascending, at which two arrays of one dtype and of less than 2^32 elements differ."""
+    return scan(old.view(np.uint8), new.view(np.uint8), old.dtype.itemsize)
+
+
+def take(elements: UIntArray, positions: Positions, base: int = 0) -> UIntArray:
+    """``elements[positions - base]``; raises IndexError."""
+    return gather(elements.view(np.uint8), elements.dtype.itemsize, positions, base).view(elements.dtype)
+
+
+def put(elements: UIntArray, positions: Positions, values: UIntArray, base: int = 0) -> None:
+    """``elements[positions - base] = values``, all or, on IndexError, nothing. Repeating it changes nothing."""
+    scatter(elements.view(np.uint8), elements.dtype.itemsize, positions, base, values.view(np.uint8))

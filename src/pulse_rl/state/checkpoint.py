@@ -1,0 +1,210 @@
+"""Checkpoints on disk: safetensors files, single or sharded with an index as Hugging Face writes them.
+
+The format's header is checked strictly: it must fit the file, and the tensors must tile the data without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._util.files import write_atomically
+from ..errors import CorruptCheckpoint, InputError, PulseError, UnsupportedTensor
+from .tensors import DTYPES, State, TensorSpec, UIntArray, dtype_of
+
+MAX_HEADER_BYTES = 100 << 20
+INDEX_NAME = "model.safetensors.index.json"
+FILE_NAME = "model.safetensors"
+_SAFE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+_COPY_BYTES = 64 << 20
+_READ_HINT = "Check the path and its permissions."
+
+Source = State | Mapping[str, Any] | str | os.PathLike[str]
+"""What can be taken for a state: a `State`, a mapping of names to tensors, or the path of a checkpoint."""
+
+
+def as_state(source: Source) -> State:
+    """The state of any `Source`. Checkpoints are mapped, not read. Raises InputError and CorruptCheckpoint."""
+    if isinstance(source, State):
+        return source
+    if isinstance(source, Mapping):
+        return State.of(source)
+    if isinstance(source, str | os.PathLike):
+        return load(source)[0]
+    raise InputError(f"a {type(source).__name__} is no state: pass a mapping, a State or a checkpoint's path")
+
+
+def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
+    """(state mapped read-only from disk, safetensors metadata) of a checkpoint folder or a .safetensors file."""
+    data: dict[str, UIntArray] = {}
+    specs: list[TensorSpec] = []
+    metadata: dict[str, str] = {}
+    files, listed = _files(Path(path))
+    for file in files:
+        for spec, bits in _map_file(file, metadata):
+            if spec.name in data:
+                raise CorruptCheckpoint(f"tensor {spec.name!r} is in two files of {path}")
+            data[spec.name] = bits
+            specs.append(spec)
+    for name in sorted(listed - data.keys()):
+        raise CorruptCheckpoint(f"the index of {path} lists tensor {name!r}, which its files do not hold")
+    return State(tuple(specs), data), metadata
+
+
+def save(path: str | os.PathLike[str], state: State, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes one safetensors file atomically: aside, fsync, rename. Aliases are not written, as Hugging Face does it.
+
+    Raises StoreFull when the disk is full; an existing file is then untouched.
+    """
+    write_atomically(Path(path), serialize(state, state.specs, metadata))
+
+
+def header_bytes(specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Length prefix and header of a safetensors file that holds ``specs`` in this order; padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for spec in specs:
+        header[spec.name] = {
+            "dtype": spec.dtype.name,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def serialize(
+    state: State, specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file of some tensors of a state, as chunks of bounded size."""
+    # Wider types first: each tensor then starts at a multiple of its width, so that a mapped file can be viewed.
+    specs = tuple(sorted(specs, key=lambda s: -s.dtype.width))
+    yield header_bytes(specs, metadata)
+    for spec in specs:
+        step = _COPY_BYTES // spec.dtype.width
+        for start in range(0, spec.elements, step):
+            yield state.read(spec.name, start, min(start + step, spec.elements)).view(np.uint8).data
+
+
+def parse_header(
+    prefix: bytes | memoryview, file_bytes: int
+) -> tuple[list[tuple[TensorSpec, int]], dict[str, str], int]:
+    """([(spec, offset in the data)], metadata, start of the data) from the first bytes of a safetensors file.
+
+    ``prefix`` must hold the whole header, see `header_length`. Raises CorruptCheckpoint.
+    """
+    length = header_length(prefix, file_bytes)
+    try:
+        header = json.loads(bytes(prefix[8 : 8 + length]).decode(), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:  # of a number with thousands of digits, too
+        raise CorruptCheckpoint(f"the safetensors header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise CorruptCheckpoint("the safetensors header is not an object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CorruptCheckpoint("the safetensors metadata is not a map of strings")
+    placed = sorted((_entry(name, entry) for name, entry in header.items()), key=lambda p: (p[1], p[0].nbytes))
+    at = 0
+    for spec, offset in placed:
+        if offset != at:
+            raise CorruptCheckpoint(f"tensor {spec.name!r} starts at byte {offset} of the data, not at {at}")
+        at += spec.nbytes
+    if 8 + length + at != file_bytes:
+        raise CorruptCheckpoint(f"the file has {file_bytes} bytes, its header speaks of {8 + length + at}")
+    return placed, metadata, 8 + length
+
+
+def header_length(prefix: bytes | memoryview, file_bytes: int) -> int:
+    """Bytes of JSON behind the 8-byte length prefix; raises CorruptCheckpoint past the file's end or the cap."""
+    length = int.from_bytes(prefix[:8], "little")
+    if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+        raise CorruptCheckpoint(f"the safetensors header claims {length} bytes in a file of {file_bytes}")
+    return length
+
+
+def _files(path: Path) -> tuple[list[Path], set[str]]:
+    """(the checkpoint's files, the names that its index lists, if it has one)."""
+    try:
+        if path.is_file():
+            return [path], set()
+        if (path / INDEX_NAME).is_file():
+            return _indexed(path / INDEX_NAME)
+        if (path / FILE_NAME).is_file():
+            return [path / FILE_NAME], set()
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {str(path)[:200]!r}: {error}", hint=_READ_HINT) from None
+    if not files:
+        raise InputError(
+            f"no checkpoint at {path}", hint=f"Give a .safetensors file, or a folder with {FILE_NAME} or {INDEX_NAME}."
+        )
+    return files, set()
+
+
+def _indexed(index: Path) -> tuple[list[Path], set[str]]:
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(places.values()))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{index} is not an index of shards: {error}") from None
+    if not names:
+        raise CorruptCheckpoint(f"{index} lists no tensors")
+    for name in names:
+        if not isinstance(name, str) or not _SAFE_FILE.fullmatch(name):
+            raise CorruptCheckpoint(f"{index} names the file {name!r}")
+    return [index.parent / name for name in names], set(places)
+
+
+def _map_file(file: Path, metadata: dict[str, str]) -> Iterator[tuple[TensorSpec, UIntArray]]:
+    try:
+        with file.open("rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            view = memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}", hint=_READ_HINT) from None
+    try:
+        placed, file_metadata, start = parse_header(view, size)
+    except PulseError as error:
+        raise type(error)(f"{file}: {error}", hint=error.hint) from None
+    metadata.update(file_metadata)
+    for spec, offset in placed:
+        raw = np.frombuffer(view, np.uint8, spec.nbytes, start + offset)
+        aligned = raw if (start + offset) % spec.dtype.width == 0 else raw.copy()
+        yield spec, aligned.view(spec.dtype.uint)
+
+
+def _entry(name: str, entry: Any) -> tuple[TensorSpec, int]:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in [*shape, start, stop]):
+            raise ValueError("negative or non-integer number")
+    except (TypeError, KeyError, ValueError) as error:
+        raise CorruptCheckpoint(f"the entry of tensor {name!r} is malformed: {error}") from None
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise UnsupportedTensor(
+            f"tensor {name!r} has dtype {str(dtype)[:40]!r}, which is not supported",
+            hint="The file is damaged, or holds a type that pulse does not know.",
+        )
+    try:
+        spec = TensorSpec(name, dtype_of(dtype), tuple(shape))
+    except InputError as error:
+        raise CorruptCheckpoint(str(error)) from None
+    if stop - start != spec.nbytes:
+        raise CorruptCheckpoint(f"tensor {name!r} needs {spec.nbytes} bytes, its offsets hold {stop - start}")
+    return spec, start
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise CorruptCheckpoint("the safetensors header has the same key twice")
+    return result

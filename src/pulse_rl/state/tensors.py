@@ -1,0 +1,354 @@
+"""Names, dtypes, shapes, and the bits of tensors as flat little-endian unsigned integers.
+
+Everything above this module sees a tensor as `TensorSpec` plus a flat unsigned array: comparisons are made on bits, so
+that NaN payloads, -0.0 and Inf survive and every dtype works alike. torch is never imported here: a torch tensor can
+only arrive from a program that has imported torch itself.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InputError, StateMismatch, UnsupportedTensor
+
+UIntArray = npt.NDArray[Any]
+"""A flat numpy array of uint8, uint16, uint32 or uint64."""
+
+if sys.byteorder != "little":  # pragma: no cover
+    raise ImportError("pulse_rl needs a little-endian machine: roots and patches are defined on little-endian bytes")
+
+MAX_NAME_BYTES = 1024
+MAX_DIMS = 16
+MAX_TENSORS = 1 << 18
+MAX_TENSOR_ELEMENTS = 1 << 48
+
+_UINT: dict[int, np.dtype[Any]] = {w: np.dtype(f"<u{w}") for w in (1, 2, 4, 8)}
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type as safetensors names it.
+
+    ``exponent`` is (lowest bit, number of bits) of the exponent field, None where the dtype has none. ``id`` is the
+    byte that stands for the dtype in a patch header and never changes.
+    """
+
+    id: int
+    name: str
+    width: int
+    exponent: tuple[int, int] | None = None
+
+    @property
+    def uint(self) -> np.dtype[Any]:
+        return _UINT[self.width]
+
+
+DTYPES: dict[str, DType] = {
+    d.name: d
+    for d in (
+        DType(1, "BOOL", 1),
+        DType(2, "U8", 1),
+        DType(3, "I8", 1),
+        DType(4, "F8_E5M2", 1, (2, 5)),
+        DType(5, "F8_E4M3", 1, (3, 4)),
+        DType(6, "F8_E8M0", 1),
+        DType(7, "F8_E5M2FNUZ", 1, (2, 5)),
+        DType(8, "F8_E4M3FNUZ", 1, (3, 4)),
+        DType(9, "U16", 2),
+        DType(10, "I16", 2),
+        DType(11, "F16", 2, (10, 5)),
+        DType(12, "BF16", 2, (7, 8)),
+        DType(13, "U32", 4),
+        DType(14, "I32", 4),
+        DType(15, "F32", 4, (23, 8)),
+        DType(16, "U64", 8),
+        DType(17, "I64", 8),
+        DType(18, "F64", 8, (52, 11)),
+        DType(19, "C64", 8),
+    )
+}
+DTYPE_BY_ID: dict[int, DType] = {d.id: d for d in DTYPES.values()}
+
+# numpy's (and ml_dtypes') and torch's names of the same types.
+_FROM_NAME = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+}
+
+
+def dtype_of(name: str) -> DType:
+    """The `DType` that safetensors calls ``name``; raises UnsupportedTensor."""
+    if not isinstance(name, str) or name not in DTYPES:
+        raise UnsupportedTensor(f"dtype {name!r} is not supported", hint=f"Supported: {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def check_tensor_name(name: object) -> None:
+    """Raises InputError for what cannot name a tensor or an alias."""
+    if not isinstance(name, str):
+        raise InputError(f"a tensor name must be a string, not {name!r}")
+    try:
+        nbytes = len(name.encode())
+    except UnicodeEncodeError:
+        raise InputError(f"tensor name {name!r} is not valid Unicode") from None
+    if not 0 < nbytes <= MAX_NAME_BYTES:
+        raise InputError(f"a tensor name must have 1 to {MAX_NAME_BYTES} bytes, got {nbytes}")
+    if name == "__metadata__":
+        raise InputError("no tensor can be called __metadata__: safetensors keeps that name for itself")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a state without its values: name, dtype and shape. Raises InputError past the caps."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_tensor_name(self.name)
+        if len(self.shape) > MAX_DIMS:
+            raise InputError(f"tensor {self.name!r} has {len(self.shape)} dimensions, more than {MAX_DIMS}")
+        if any(not 0 <= d <= MAX_TENSOR_ELEMENTS for d in self.shape) or self.elements > MAX_TENSOR_ELEMENTS:
+            raise InputError(f"tensor {self.name!r} has an impossible shape {self.shape}")
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.width
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """A tensor given by its bits, for dtypes that numpy lacks: ``Bits(uint16_array, "BF16")``.
+
+    ``array`` has an unsigned dtype of the element's width; its shape is the tensor's.
+    """
+
+    array: UIntArray
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceTensor:
+    """A flat torch tensor that is not in host memory; slices of it are copied on demand."""
+
+    flat: Any  # torch.Tensor [elements * width] of torch.uint8
+    width: int
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        host: UIntArray = self.flat[start * self.width : stop * self.width].cpu().numpy()
+        return host.view(_UINT[self.width])
+
+
+class State:
+    """The full named set of tensors at one version, as bits.
+
+    ``specs`` is sorted by the UTF-8 bytes of the names. ``aliases`` maps the other names of tied tensors to the name
+    under which the tensor is stored; aliases are not part of ``specs``. Host tensors are views, not copies, of what
+    the state was made from.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[TensorSpec, ...],
+        data: Mapping[str, UIntArray | _DeviceTensor],
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        if len(specs) > MAX_TENSORS:
+            raise InputError(f"a state of {len(specs)} tensors is more than {MAX_TENSORS}")
+        self.specs = tuple(sorted(specs, key=lambda s: s.name.encode()))
+        self.aliases = dict(aliases or {})
+        self._data = data
+        self._spec = {s.name: s for s in self.specs}
+        for alias, name in self.aliases.items():
+            check_tensor_name(alias)
+            if name not in self._spec or alias in self._spec:
+                raise InputError(f"alias {alias!r} of {name!r} does not fit the tensors of the state")
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any]) -> Self:
+        """The state of a mapping of names to torch tensors, numpy arrays or `Bits`, without copying host tensors.
+
+        Names that share storage, shape and dtype are tied: the first in the mapping's order stores the tensor and the
+        others become aliases (Hugging Face checkpoints keep the first one as well). Raises UnsupportedTensor and
+        InputError.
+        """
+        specs: list[TensorSpec] = []
+        data: dict[str, UIntArray | _DeviceTensor] = {}
+        aliases: dict[str, str] = {}
+        seen: dict[object, str] = {}
+        # All values stay referenced until the end: a mapping may make them on the fly, and the memory of one that was
+        # freed could come back as the next one's, which would then look tied to it.
+        held = []
+        for name, value in tensors.items():
+            held.append(value)
+            dtype, shape, flat, storage = _ingest(name, value)
+            key = (storage, dtype.name, shape)
+            if storage is not None and key in seen:
+                aliases[name] = seen[key]
+                continue
+            seen[key] = name
+            specs.append(TensorSpec(name, dtype, shape))
+            data[name] = flat
+        return cls(tuple(specs), data, aliases)
+
+    @classmethod
+    def empty(cls, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> Self:
+        """A state of these specs in fresh memory, its values not yet set."""
+        return cls(specs, {s.name: np.empty(s.elements, s.dtype.uint) for s in specs}, aliases)
+
+    @property
+    def elements(self) -> int:
+        return sum(s.elements for s in self.specs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in self.specs)
+
+    @property
+    def names(self) -> list[str]:
+        """All names, aliases included."""
+        return sorted([*self._spec, *self.aliases])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._spec or name in self.aliases
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.specs) + len(self.aliases)
+
+    def spec(self, name: str) -> TensorSpec:
+        """The spec of a tensor or of the tensor that an alias stands for; raises KeyError."""
+        return self._spec[self.aliases.get(name, name)]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
+        """Elements [start, stop) of the flattened tensor as unsigned integers: a view on the host, else a copy."""
+        name = self.aliases.get(name, name)
+        stop = self._spec[name].elements if stop is None else stop
+        data = self._data[name]
+        return data.read(start, stop) if isinstance(data, _DeviceTensor) else data[start:stop]
+
+    def copy(self) -> State:
+        """The same state in fresh host memory."""
+        fresh = State.empty(self.specs, self.aliases)
+        for spec in self.specs:
+            fresh.read(spec.name)[:] = self.read(spec.name)
+        return fresh
+
+    def with_aliases(self, aliases: Mapping[str, str]) -> State:
+        """The same memory under other aliases. Raises InputError."""
+        return State(self.specs, self._data, aliases)
+
+    def readonly(self) -> State:
+        """The same memory, not writable through the result."""
+        views = {}
+        for spec in self.specs:
+            views[spec.name] = self.read(spec.name).view()
+            views[spec.name].flags.writeable = False
+        return State(self.specs, views, self.aliases)
+
+    def require_specs(self, specs: tuple[TensorSpec, ...], what: str) -> None:
+        """Raises StateMismatch that names the first difference unless this state has exactly ``specs``."""
+        if self.specs == specs:
+            return
+        theirs = {s.name: s for s in specs}
+        for spec in self.specs:
+            other = theirs.pop(spec.name, None)
+            if other is None:
+                raise StateMismatch(f"tensor {spec.name!r} is not in {what}")
+            if other != spec:
+                raise StateMismatch(
+                    f"tensor {spec.name!r} is {spec.dtype.name} {list(spec.shape)}, "
+                    f"but {other.dtype.name} {list(other.shape)} in {what}"
+                )
+        raise StateMismatch(f"tensor {next(iter(theirs))!r} of {what} is missing")
+
+
+def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | _DeviceTensor, object]:
+    """(dtype, shape, flat data, storage identity or None) of one tensor-like value."""
+    if type(value).__module__.partition(".")[0] == "torch" or hasattr(value, "untyped_storage"):
+        return _ingest_torch(name, value)
+    if isinstance(value, Bits):
+        dtype, array = dtype_of(value.dtype), np.asarray(value.array)
+        if array.dtype.kind != "u" or array.dtype.itemsize != dtype.width:
+            raise UnsupportedTensor(f"tensor {name!r}: {dtype.name} bits need uint{8 * dtype.width}, got {array.dtype}")
+    elif isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        dtype = _dtype_from(name, array.dtype.name)
+    else:
+        raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__}, not a torch tensor or a numpy array")
+    # Of the caller's own memory, before any conversion: a converted copy has an address of its own.
+    owned = isinstance(value, np.ndarray | Bits) and array.size > 0
+    storage = (array.__array_interface__["data"][0], array.strides) if owned else None
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    flat = np.require(little, requirements=["C", "A"]).reshape(-1).view(dtype.uint)
+    return dtype, array.shape, flat, storage
+
+
+def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | _DeviceTensor, object]:
+    torch: Any = sys.modules["torch"]
+    if not isinstance(value, torch.Tensor) or hasattr(value, "full_tensor"):
+        raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__}, not a plain torch.Tensor")
+    if value.layout != torch.strided or value.is_meta or value.is_quantized:
+        raise UnsupportedTensor(f"tensor {name!r} has no plain storage (layout {value.layout}, device {value.device})")
+    dtype = _dtype_from(name, str(value.dtype).removeprefix("torch."))
+    try:
+        bits_of = (value.is_conj(), value.is_neg())
+        storage = (str(value.device), value.data_ptr(), value.stride(), bits_of) if value.numel() else None
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        host = flat.numpy() if flat.device.type == "cpu" else None
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # fake, nested, wrapped, and what is yet to come
+        raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__} without plain storage: {error}") from None
+    shape = tuple(value.shape)
+    if host is None:
+        return dtype, shape, _DeviceTensor(flat, dtype.width), storage
+    return dtype, shape, host.view(dtype.uint), storage
+
+
+def _dtype_from(name: str, library_name: str) -> DType:
+    if library_name not in _FROM_NAME:
+        raise UnsupportedTensor(f"tensor {name!r} has dtype {library_name}, which is not supported")
+    return DTYPES[_FROM_NAME[library_name]]
+
+
+def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """FP32 values to BF16 bits of the same shape, rounding to nearest, ties to even.
+
+    Overflow becomes Inf. NaN stays NaN: the top bits of its payload are kept and the quiet bit is set.
+    """
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    with np.errstate(over="ignore"):
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(is_nan, quiet, rounded).astype(np.uint16)

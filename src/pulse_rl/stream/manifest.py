@@ -1,0 +1,155 @@
+"""The manifest: the small object whose creation commits a version (docs/format.md, section 5).
+
+Canonical JSON: keys in the order of the structs below, no white space, UTF-8. The same manifest has the same bytes, so
+that a lost reply to its creation can be resolved by reading it back. This is the only module that imports msgspec.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+
+import msgspec
+import numpy as np
+
+from ..errors import CorruptManifest, InputError
+from ..events import Metadata
+
+FORMAT = "pulse.manifest.1"
+MAX_BYTES = 16 << 20
+MAX_NUMBER = (1 << 63) - 1
+
+_HEX64 = re.compile(r"[0-9a-f]{64}")
+
+
+class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A stored object: the SHA-256 of its bytes (64 hexadecimal digits), which is also its name, and its length."""
+
+    sha256: str
+    bytes: int
+
+
+class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A patch from version ``base``, whose root is ``base_root``. ``parts`` lists its files: one a trainer rank."""
+
+    base: int
+    base_root: str
+    changed: int
+    parts: tuple[Payload, ...]
+
+
+class AnchorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The full state as safetensors shards; each tensor is in exactly one of them."""
+
+    shards: tuple[Payload, ...]
+
+
+class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ed25519 over the manifest's bytes with ``signature`` null: public key (32 bytes) and signature (64) in hex."""
+
+    key: str
+    value: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One committed version of a stream.
+
+    ``epoch`` is the publisher's claim to the stream, ``publisher`` a random word of the process that wrote the
+    manifest: two publishers never write equal ones. ``digest`` is the SHA-256 of the bytes with an empty digest and no
+    signature. ``created`` is in Unix seconds and only informs. At least one of ``patch`` and ``anchor`` is present.
+    """
+
+    format: str
+    stream: str
+    version: int
+    epoch: int
+    root: str
+    elements: int
+    dense_bytes: int
+    publisher: str
+    created: float
+    aliases: dict[str, str]
+    metadata: Metadata
+    patch: PatchRef | None
+    anchor: AnchorRef | None
+    digest: str = ""
+    signature: Signature | None = None
+
+    def to_bytes(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    def own_digest(self) -> str:
+        return sha256(msgspec.structs.replace(self, digest="", signature=None).to_bytes()).hexdigest()
+
+    def sealed(self) -> Manifest:
+        """The manifest with its digest, not yet signed."""
+        return msgspec.structs.replace(self, digest=self.own_digest(), signature=None)
+
+    def with_signature(self, signature: Signature | None) -> Manifest:
+        return msgspec.structs.replace(self, signature=signature)
+
+
+_DECODER = msgspec.json.Decoder(Manifest, strict=True)
+
+
+def parse(data: bytes, *, stream: str, version: int) -> Manifest:
+    """The manifest of ``version``; raises CorruptManifest unless it is canonical, complete and where it belongs."""
+    what = f"the manifest of version {version} of {stream!r}"
+    if len(data) > MAX_BYTES:
+        raise CorruptManifest(f"{what} has {len(data)} bytes, more than {MAX_BYTES}")
+    try:
+        manifest = _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptManifest(f"{what} does not decode: {error}") from error
+    if manifest.format != FORMAT:
+        raise CorruptManifest(f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it.")
+    if (manifest.stream, manifest.version) != (stream, version):
+        raise CorruptManifest(f"{what} says it is version {manifest.version} of {manifest.stream!r}")
+    if manifest.to_bytes() != data:
+        raise CorruptManifest(f"{what} is not in canonical form")
+    payloads = list(manifest.anchor.shards) if manifest.anchor else []
+    digests = [manifest.root]
+    if manifest.patch:
+        payloads += manifest.patch.parts
+        digests.append(manifest.patch.base_root)
+        if not 0 <= manifest.patch.base < version or not manifest.patch.parts:
+            raise CorruptManifest(f"{what} has a patch from version {manifest.patch.base}")
+    counts = [manifest.elements, manifest.dense_bytes, manifest.patch.changed if manifest.patch else 0]
+    numbers = [*counts, *(p.bytes for p in payloads), *(v for v in manifest.metadata.values() if isinstance(v, int))]
+    if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in numbers):
+        raise CorruptManifest(f"{what} has a count that is negative or beyond 63 bits")
+    if manifest.patch and manifest.patch.changed > manifest.elements:
+        raise CorruptManifest(f"{what} counts {manifest.patch.changed} changes of {manifest.elements} elements")
+    if not 1 <= manifest.epoch < 10**12:
+        raise CorruptManifest(f"{what} has epoch {manifest.epoch}")
+    if not payloads or any(p.bytes <= 0 for p in payloads):
+        raise CorruptManifest(f"{what} lists nothing to restore the version from")
+    if not all(_HEX64.fullmatch(d) for d in [*digests, *(p.sha256 for p in payloads)]):
+        raise CorruptManifest(f"{what} has a digest that is not 64 lower-case hexadecimal digits")
+    if manifest.digest != manifest.own_digest():
+        raise CorruptManifest(f"{what} does not match its own digest")
+    return manifest
+
+
+def checked_metadata(metadata: Mapping[str, object]) -> Metadata:
+    """A copy with plain values; numpy scalars become Python's. Raises InputError for what JSON cannot hold exactly."""
+    if not isinstance(metadata, Mapping):
+        raise InputError(f"metadata must be a mapping, not a {type(metadata).__name__}")
+    checked: Metadata = {}
+    for key, given in metadata.items():
+        value = given.item() if isinstance(given, np.generic) else given
+        good = isinstance(value, str | bool) or (isinstance(value, int) and abs(value) <= MAX_NUMBER)
+        if not good and not (isinstance(value, float) and math.isfinite(value)):
+            raise InputError(f"metadata {key!r} is {given!r}: strings, finite numbers and booleans can be kept")
+        for text in (key, value):
+            if text is key and not isinstance(text, str):
+                raise InputError(f"a key of the metadata is {key!r}, not a string")
+            if isinstance(text, str) and not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise InputError(f"metadata {key!r} is not valid Unicode") from None
+        checked[key] = value  # type: ignore[assignment]
+    return checked

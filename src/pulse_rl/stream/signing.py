@@ -1,0 +1,99 @@
+"""Ed25519 signatures of manifests, for stores that others can write to (extra ``[sign]``).
+
+A manifest holds the root of its version, and a root covers every bit of the state, so nothing else needs a signature.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import InputError, Untrusted
+from .manifest import Manifest, Signature
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+_INSTALL = "Install it: pip install 'pulse-rl[sign]'."
+
+
+class Signer:
+    """Signs what a publisher commits. ``seed`` is the 32-byte private key; raises InputError."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._key = _private_key(seed)
+        self.public_key: str = self._key.public_key().public_bytes_raw().hex()
+        """64 hexadecimal digits, to be given to subscribers as a trusted key."""
+
+    @classmethod
+    def generate(cls) -> Signer:
+        return cls(secrets.token_bytes(32))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Signer:
+        """From a file that `save` wrote: the private key as 64 hexadecimal digits."""
+        try:
+            return cls(bytes.fromhex(Path(path).read_text().strip()))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is not a private key: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Writes the private key, readable by its owner only."""
+        file = Path(path)
+        try:
+            file.touch(mode=0o600, exist_ok=False)
+        except OSError as error:
+            raise InputError(f"cannot create {path}: {error.strerror}", hint="Choose a new file.") from None
+        file.write_text(self._key.private_bytes_raw().hex() + "\n")
+
+    def sign(self, manifest: Manifest) -> Manifest:
+        value = self._key.sign(manifest.with_signature(None).to_bytes()).hex()
+        return manifest.with_signature(Signature(self.public_key, value))
+
+
+class TrustedKeys:
+    """Accepts manifests that one of these public keys (64 hexadecimal digits each) has signed. Raises InputError."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        if isinstance(keys, str) or not keys:
+            raise InputError("trusted keys are a collection of at least one public key")
+        self._keys = {key.lower(): _public_key(key) for key in keys}
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises Untrusted."""
+        from cryptography.exceptions import InvalidSignature
+
+        what = f"the manifest of version {manifest.version} of {manifest.stream!r}"
+        if manifest.signature is None:
+            raise Untrusted(f"{what} is not signed")
+        key = self._keys.get(manifest.signature.key)
+        if key is None:
+            raise Untrusted(f"{what} is signed by the unknown key {manifest.signature.key[:16]}…")
+        try:
+            key.verify(bytes.fromhex(manifest.signature.value), manifest.with_signature(None).to_bytes())
+        except (InvalidSignature, ValueError):
+            raise Untrusted(f"{what} has a wrong signature") from None
+
+
+def _private_key(seed: bytes) -> Ed25519PrivateKey:
+    try:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    except ImportError as error:
+        raise InputError("signing needs the package cryptography", hint=_INSTALL) from error
+    try:
+        return Ed25519PrivateKey.from_private_bytes(seed)
+    except ValueError as error:
+        raise InputError(f"not an Ed25519 private key: {error}") from None
+
+
+def _public_key(text: str) -> Ed25519PublicKey:
+    try:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    except ImportError as error:
+        raise InputError("checking signatures needs the package cryptography", hint=_INSTALL) from error
+    try:
+        return Ed25519PublicKey.from_public_bytes(bytes.fromhex(text))
+    except ValueError as error:
+        raise InputError(f"{text!r} is not an Ed25519 public key: {error}") from None

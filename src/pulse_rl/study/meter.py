@@ -1,0 +1,190 @@
+"""torch: the sparsity of a run while it trains, measured from a hook on the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .._util.threads import ordered_map
+from ..errors import InputError, UnsupportedTensor
+from ..state.tensors import State, TensorSpec, UIntArray
+from .record import BlockRecord
+from .result import STEP_SECONDS, study_dict
+from .tally import Tally
+
+_COMPUTE = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class SparsityMeter:
+    """Takes a state after every ``every``-th optimizer step and compares it, bitwise after the cast to ``dtype``, with
+    the states ``ks`` before; the first state is that of the moment when the meter is made. ::
+
+        with SparsityMeter(model) as meter:
+            train(model)
+        print(meter.rows())
+
+    Given a model, its parameters are the state, frozen ones too, and the steps of the first optimizer that steps any of
+    them are counted. Given an optimizer, the parameters in its groups are the state: FP32 masters, or the trained part
+    of a model. Floats wider than ``dtype`` are cast to it, other tensors compared as they are. With ``every=4`` and
+    four updates a rollout batch, k = 1 is from one published version to the next.
+
+    Memory: on the device one block of 4 Mi elements at a time. On the host one copy of the cast weights, and of each of
+    the ``max(ks)`` states before it 6 bytes a changed BF16 weight, or a copy where that is less: at most
+    ``max(ks) + 1`` copies, `memory_bytes` now; besides some hundred bytes a state.
+
+    Raises InputError for arguments that make no sense and UnsupportedTensor for sharded or fake parameters.
+    """
+
+    def __init__(
+        self,
+        target: torch.nn.Module | torch.optim.Optimizer,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        ks: Sequence[int] = (1, 8, 32),
+        every: int = 1,
+    ) -> None:
+        if dtype not in _COMPUTE:
+            raise InputError(f"{dtype} is no compute dtype", hint=f"Choose one of: {', '.join(map(str, _COMPUTE))}.")
+        if not ks or min(ks) < 1 or every < 1:
+            raise InputError("ks and every count from 1 on")
+        self._live = _Live(_parameters(target), dtype)
+        self._tally = Tally(self._live.specs, sorted(set(ks)))
+        self._records = [BlockRecord(block, self._tally.ks) for block in self._tally.blocks]
+        self._every = every
+        self._steps = 0
+        self._coded = 0
+        self._states: list[str] = []
+        self._gradients: list[float | None] = []
+        self._shares: list[float] = []
+        self._optimizer = target if isinstance(target, torch.optim.Optimizer) else None
+        self._take()
+        if self._optimizer is not None:
+            self._hook = self._optimizer.register_step_post_hook(self._stepped)
+        else:
+            self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that the kept states take now."""
+        return sum(record.nbytes for record in self._records)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of `to_dict`, one a k for which there are states."""
+        rows: list[dict[str, Any]] = self.to_dict()["rows"]
+        return rows
+
+    def to_dict(self, *, step_seconds: float = STEP_SECONDS) -> dict[str, Any]:
+        """What was measured so far, as `pulse_rl.study` describes it.
+
+        The patches from the states k before to the newest one are built now, by this call: what it says of bytes and
+        exponents rests on the moments when it was called, what it says of sparsity on all states.
+        """
+        if self._coded < len(self._states):
+            for record in self._records:
+                self._tally.take_costs(record.block, record.code_newest())
+            self._coded = len(self._states)
+        return study_dict(
+            self._tally,
+            source="live",
+            states=self._states,
+            lr=self._lr(),
+            step_seconds=step_seconds,
+            gradients=self._gradients,
+        )
+
+    def close(self) -> None:
+        """Ends the measuring; what was measured stays."""
+        self._hook.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._optimizer is None and self._live.has_any_of(optimizer):
+            self._optimizer = optimizer
+        if optimizer is not self._optimizer:
+            return
+        self._steps += 1
+        share = self._live.gradient_density()
+        if share is not None:
+            self._shares.append(share)
+        if self._steps % self._every == 0:
+            self._take()
+
+    def _take(self) -> None:
+        def add(record: BlockRecord) -> None:
+            record.add(record.block.read(self._live))
+
+        for record, _ in zip(self._records, ordered_map(add, self._records), strict=True):
+            self._tally.take(record)
+        self._tally.settle()
+        self._states.append(f"step {self._steps}")
+        self._gradients.append(sum(self._shares) / len(self._shares) if self._shares else None)
+        self._shares = []
+
+    def _lr(self) -> float | None:
+        """The learning rate now, where all parameter groups have the same."""
+        groups = self._optimizer.param_groups if self._optimizer else []
+        rates = {float(group["lr"]) for group in groups if "lr" in group}
+        return rates.pop() if len(rates) == 1 else None
+
+
+class _Live(State):
+    """Parameters after the cast, as they are when they are read."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self._parameters = parameters
+        self._cast = {
+            name: dtype if p.is_floating_point() and p.dtype.itemsize > dtype.itemsize else p.dtype
+            for name, p in parameters.items()
+        }
+        super().__init__(tuple(_spec(name, p, self._cast[name]) for name, p in parameters.items()), {})
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
+        part = self._parameters[name].detach().reshape(-1)[start:stop].to(self._cast[name])
+        raw: UIntArray = part.view(torch.uint8).cpu().numpy()
+        return raw.view(self.spec(name).dtype.uint)
+
+    def has_any_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        own = {id(p) for p in self._parameters.values()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def gradient_density(self) -> float | None:
+        """Non-zero entries of all gradients / their entries; None without gradients."""
+        found = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if not found:
+            return None
+        nonzero = sum(int((g.coalesce().values() if g.is_sparse else g).count_nonzero()) for g in found)
+        return nonzero / max(sum(g.numel() for g in found), 1)
+
+
+def _parameters(target: torch.nn.Module | torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters by name, tied ones once; those of an optimizer without names are called by group and place."""
+    if isinstance(target, torch.nn.Module):
+        found: dict[str, torch.Tensor] = dict(target.named_parameters())
+    elif isinstance(target, torch.optim.Optimizer):
+        found = {}
+        for g, group in enumerate(target.param_groups):
+            names = group.get("param_names") or [f"group{g}.{i}" for i in range(len(group["params"]))]
+            found |= dict(zip(names, group["params"], strict=True))
+    else:
+        raise InputError(f"a {type(target).__name__} is neither a torch module nor an optimizer")
+    if not any(p.numel() for p in found.values()):
+        raise InputError("there are no parameters to measure")
+    return found
+
+
+def _spec(name: str, parameter: torch.Tensor, dtype: torch.dtype) -> TensorSpec:
+    if hasattr(parameter, "full_tensor") or parameter.is_meta:
+        raise UnsupportedTensor(f"parameter {name!r} is a {type(parameter).__name__} without plain storage")
+    (same_dtype,) = State.of({name: torch.empty(0, dtype=dtype)}).specs
+    return TensorSpec(name, same_dtype.dtype, tuple(parameter.shape))

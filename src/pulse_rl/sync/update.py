@@ -1,0 +1,52 @@
+"""What a worker scatters into its live model: names, flat indices, new bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..events import Metadata
+from ..state.tensors import TensorSpec, UIntArray
+
+
+@dataclass(frozen=True, slots=True)
+class TensorUpdate:
+    """New bits of one tensor: at ``indices`` (int64, ascending, into the flattened tensor), or everywhere if None."""
+
+    spec: TensorSpec
+    indices: npt.NDArray[np.int64] | None
+    values: UIntArray
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Update:
+    """The step from version ``previous`` (None: from nothing) to ``version``, verified against ``root``.
+
+    Iterating yields (name, flat indices or None, values as unsigned integers of the element's width). Updates have to
+    be applied in order, each once; `Subscriber.full_update` gives a model that missed one the whole state. Full values
+    are read-only views of the host state, which moves on in a copy while the update is alive: let it go after use.
+    ``aliases`` maps the other names of tied tensors to the name that the update uses.
+    """
+
+    version: int
+    previous: int | None
+    root: str
+    tensors: tuple[TensorUpdate, ...] = field(repr=False)
+    aliases: dict[str, str] = field(repr=False)
+    metadata: Metadata = field(repr=False)
+    payload_bytes: int
+    seconds: float
+
+    @property
+    def full(self) -> bool:
+        return self.previous is None
+
+    @property
+    def changed(self) -> int:
+        return sum(t.values.size for t in self.tensors)
+
+    def __iter__(self) -> Iterator[tuple[str, npt.NDArray[np.int64] | None, UIntArray]]:
+        return ((t.spec.name, t.indices, t.values) for t in self.tensors)
