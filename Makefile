@@ -60,7 +60,7 @@ SEQUENCES ?= 10000
 FAULT_SEED ?= 1
 faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults --sequences $(SEQUENCES) --seed $(FAULT_SEED)
-	$(BIN)/python -m tests.killed --all
+	$(BIN)/python -m tests.support.kill_points --all
 
 # Fuzzes the native codecs under the address and undefined-behaviour sanitizers, each for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60
@@ -68,7 +68,7 @@ fuzz: build/fuzz_context build/fuzz_entries
 	./build/fuzz_context $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_entries $(FUZZ_SECONDS) $(SEED)
 
-build/fuzz_%: tests/fuzz_%.cpp $(wildcard src/native/*)
+build/fuzz_%: tests/fuzz/%.cpp $(wildcard src/native/*)
 	mkdir -p build
 	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off \
 	  -DPULSE_NO_CLONES $< $(filter-out src/native/module%, $(wildcard src/native/*.cpp)) -o $@

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from states import LIMIT_MEMORY, run_python
 
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, state_root, verify_stream
 from pulse_rl.patch.patch import Patch, apply_in_place
@@ -18,11 +16,10 @@ from pulse_rl.store import Data
 from pulse_rl.stream.anchor import restore
 from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload, parse
 from pulse_rl.stream.stream import Stream
+from tests.hostile import make
+from tests.support.states import LIMIT_MEMORY, run_python
 
 CORPUS = Path(__file__).parent / "hostile"
-sys.path.insert(0, str(CORPUS))
-
-import make  # noqa: E402
 
 SPARE_BYTES = 448 << 20
 """What all files together may allocate: twice the cap of a patch's header (128 MiB plain, decoded and joined), and some
@@ -121,15 +118,14 @@ def test_every_hostile_file_is_refused_in_bounded_memory(kind: str) -> None:
     """In a process of its own, native code included: more than the bound is a MemoryError, which is not typed."""
     code = LIMIT_MEMORY + (
         "import sys; sys.path[:0] = sys.argv[3:]\n"
-        "import test_hostile\n"
+        "from tests import test_hostile\n"
         "limit_memory(test_hostile.SPARE_BYTES)\n"
         "for way in test_hostile.WAYS[sys.argv[1]]:\n"
         "    for text in test_hostile.refuse_all(sys.argv[1], way):\n"
         "        print(way, text)\n"
         "print('done')\n"
     )
-    here = Path(__file__).parent
-    done = run_python(code, kind, "", str(here), str(here.parent), timeout=100)
+    done = run_python(code, kind, "", str(Path(__file__).parents[1]), timeout=100)
     assert done.stdout == "done\n", done.stdout + done.stderr[-2000:]
 
 

@@ -1,7 +1,7 @@
 """Where a stream lives: six calls on named immutable objects, behind one address.
 
 To add a backend: write a class that follows `base.Store`, add its scheme to `open_store`, and add it to the fixture of
-tests/test_store.py, whose conformance suite it must pass.
+tests/store/test_store.py, whose conformance suite it must pass.
 """
 
 from __future__ import annotations

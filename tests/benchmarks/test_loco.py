@@ -1,0 +1,199 @@
+"""The PULSELoCo benchmark: its arithmetic on made-up rounds, and a tiny job of every method among real processes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.loco import convergence, cost, methods, plot, tasks, traffic, trainer
+from benchmarks.loco.jobs import NOT_STEADY, SYNC_EVERY, TRAINERS, Job, Seen, Trial
+from tests.support.trainers import Trainer, together
+
+PARAMETERS = 300
+
+
+class Tiny:
+    """A task whose gradients are noise, and which is judged by the norm of its weights."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        start = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(7)) * 0.02
+        self.masters = {"w": torch.nn.Parameter(start)}
+        self._generator = torch.Generator().manual_seed(100 * seed + rank)
+        self.casts = 0
+
+    def gradient(self, step: int) -> float:
+        self.masters["w"].grad = torch.randn(PARAMETERS, generator=self._generator)
+        return float(step)
+
+    def cast(self) -> None:
+        self.casts += 1
+
+    def judge(self) -> tuple[float, float]:
+        return float(self.masters["w"].norm()), 2.0
+
+
+def carry_out(process: Trainer) -> dict[str, list[Seen]]:
+    process.connect("start")
+    tasks.TASKS["tiny"] = Tiny
+    trainer.TASKS = tasks.TASKS
+    return {
+        method: trainer.run(
+            Job("tiny", method, 1e-4, 3, 0, 4, 0.1 if method == methods.TOP_K else None, evaluate=True, dense=True),
+            process.rank,
+            "lo",
+        )
+        for method in methods.METHODS
+    }
+
+
+def test_a_tiny_job_of_every_method() -> None:
+    found = together(carry_out, 3)
+    for method in methods.METHODS:
+        for rounds in zip(*(seen[method] for seen in found), strict=True):
+            assert len({s.held_out_reward for s in rounds}) == 1, "all trainers hold the same weights after a round"
+            assert {s.parameters for s in rounds} == {PARAMETERS}
+            assert all(s.outer_seconds > 0 and s.dense_seconds and s.interface_bytes for s in rounds)
+        one = found[0][method]
+        assert [s.number for s in one] == [1, 2, 3]
+        assert [s.reward for s in one] == [3.5, 11.5, 19.5]
+        assert all(before.held_out_reward != after.held_out_reward for before, after in pairwise(one))
+    dense = 4 * PARAMETERS
+    assert {s.payload_bytes for s in found[0][methods.DDP]} == {SYNC_EVERY * dense}
+    assert {s.sent_bytes for s in found[0][methods.DDP]} == {SYNC_EVERY * dense * 4 // 3}
+    assert {s.payload_bytes for s in found[0][methods.DILOCO]} == {dense}
+    for seen in found[0][methods.PULSE]:
+        assert 0 < seen.entries < PARAMETERS
+        assert seen.u32_bytes == 8 * seen.entries
+        assert seen.gap16_bytes == 6 * seen.entries
+    assert {s.entries for s in found[0][methods.TOP_K]} == {PARAMETERS // 10}
+
+
+def test_plain_layouts() -> None:
+    blocks = [np.array([0, 0xFFFF, 0x20000], np.uint32), np.array([], np.uint32), np.array([0xFFFF], np.uint32)]
+    assert methods.u32_bytes(blocks) == 8 * 4
+    # Gaps of 0, 0xFFFE, 0x10000 and 0xFFFF: the last two do not fit into one number with an escape left.
+    assert methods.gap16_bytes(blocks) == 6 * 4 + 2 * 2
+
+
+def seen(number: int = 6, **facts: object) -> Seen:
+    made = Seen(
+        number=number,
+        parameters=1000,
+        entries=20,
+        payload_bytes=100,
+        sent_bytes=400,
+        interface_bytes=500,
+        u32_bytes=160,
+        gap16_bytes=120,
+        seconds={"gate": 0.1, "exchange": 0.2},
+        outer_seconds=0.4,
+        dense_seconds=0.8,
+        reward=0.5,
+        held_out_reward=0.6,
+        held_out_loss=0.3,
+        root="00",
+    )
+    return replace(made, **facts)
+
+
+def trial(**facts: object) -> Trial:
+    """Five rounds that do not count yet, and two that do."""
+    early = [seen(number, payload_bytes=1, outer_seconds=9.0) for number in range(1, 6)]
+    return [[*early, seen(6, **facts), seen(7, **facts)] for _ in range(TRAINERS)]
+
+
+def test_traffic_ratios() -> None:
+    job = Job(tasks.ARITHMETIC, methods.PULSE, 1e-5, 7, 0, 20)
+    row = traffic.row(job, trial())
+    assert (row.payload, row.density, row.bytes_per_entry) == (100, 0.02, 5)
+    assert (row.dense_payload, row.dense_link) == (4000, 6000)
+    diloco, ddp, _ = traffic.TARGETS
+    assert diloco.measured(row) == {"payload": 40, "link": 15}
+    assert ddp.measured(row) == {"payload": 320, "link": 120}
+    told = traffic.text([row])
+    assert (
+        f"{methods.PULSE}, arithmetic, lr 1e-05, at least 17 times less than DiLoCo? payload 40.0, yes; link 15.0, NO"
+        in told
+    )
+    assert "u32 160 bytes (25.0 times less)" in told
+    short = traffic.row(job, [rounds[:3] for rounds in trial()])
+    assert NOT_STEADY not in told
+    assert NOT_STEADY in traffic.text([row, short])
+    without = traffic.row(job, trial(interface_bytes=None))
+    assert without.interface is None
+    assert " - |" in traffic.text([without])
+
+
+def test_cost_is_that_of_the_slowest_trainer() -> None:
+    job = Job(tasks.PRETRAINED, methods.PULSE, 1e-6, 7, 0, 20, dense=True)
+    measured = trial()
+    measured[2][5] = seen(6, outer_seconds=1.6)
+    row = cost.row(job, measured)
+    assert row.outer == [1.6, 0.4]
+    assert row.ratios == pytest.approx([2.0, 0.5])
+    assert row.phases["gate"] == pytest.approx(0.1)
+    assert row.phases["verify"] == 0
+    assert "less than a dense all-reduce? NO, 1.25 of it" in cost.text([row], cost.LINK)
+    diloco = cost.row(replace(job, method=methods.DILOCO), trial(outer_seconds=0.8))
+    told = cost.text([cost.row(job, trial()), diloco], None)
+    # Of DiLoCo's rounds all but the first count: four long ones and two short ones.
+    assert "less than a dense all-reduce? yes, 0.50 of it; 0.04 of DiLoCo's outer round" in told
+
+
+def curves(**off: float) -> list[convergence.Curve]:
+    return [
+        convergence.Curve(m, s, [0.1, 0.5 + 0.01 * s + off.get(m, 0.0)], [1.0, 0.3], 1e6, 0.1)
+        for m in methods.METHODS
+        for s in convergence.SEEDS
+    ]
+
+
+def test_convergence_verdict() -> None:
+    made = curves(**{methods.PULSE: 0.001, methods.TOP_K: -0.1})
+    # The mean of both rounds halves the offsets, since fewer rounds than `LAST` all count.
+    lines = {line.split(" within")[0]: line for line in convergence.verdicts(made)}
+    assert "reward yes (off by +0.0005" in lines[methods.PULSE]
+    assert "reward NO (off by -0.0500" in lines[methods.TOP_K]
+    assert f"{methods.DILOCO:18}  0.3075 ± 0.0065" in convergence.text(made)
+
+
+def test_a_curve_is_the_mean_of_the_trainers() -> None:
+    of_round = [seen(1, held_out_reward=r, payload_bytes=b) for r, b in ((0.1, 10), (0.2, 20), (0.3, 30), (0.6, 40))]
+    curve = convergence.curve(convergence.job(methods.PULSE, 1, 1), [[s] for s in of_round])
+    assert curve.rewards == pytest.approx([0.3])
+    assert curve.payload_bytes == 25
+
+
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
+    plot.draw(curves(), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_held_out_problems_are_never_drawn() -> None:
+    without = set(tasks.held_out())
+    assert len(without) == tasks.HELD_OUT
+    drawn = tasks.draw(random.Random(0), 500, without)
+    assert len(drawn) == 500
+    assert not without & set(drawn)
+
+
+def test_jobs_travel_as_json() -> None:
+    for quick in (False, True):
+        for job in traffic.jobs(quick):
+            assert Job(**asdict(job)) == job
+            assert job.method in methods.METHODS
+            assert job.task in tasks.TASKS
+
+
+def test_rounds_behind_are_those_since_the_reference_had_the_reward() -> None:
+    rising = [0.1 * n for n in range(1, 9)]
+    reference = convergence.Curve(methods.DILOCO, 0, rising, rising, 0.0, 1.0)
+    late = convergence.Curve(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])], rising, 0.0, 1.0)
+    assert convergence.rounds_behind(late, reference) == pytest.approx(1.5)
+    assert convergence.rounds_behind(reference, late) is None

@@ -1,0 +1,65 @@
+"""`pulse plan`: its JSON, its table, its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pulse_rl.cli import main
+from pulse_rl.plan import METHODS
+from tests.plan.test_plan import STUDY
+
+SEVEN = ["--params", "7B", "--density", "0.0055", "--step-seconds", "50", "--bandwidth", "0.2Gbit"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, float]]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = planned(capsys, *SEVEN)
+    for key in ("utilisation", "worker_utilisation", "sync_seconds", "bandwidth_for_target", "patch_bytes", "phases"):
+        assert list(facts[key]) == list(METHODS)
+    assert facts["bandwidth_for_target"]["full"] == pytest.approx(20e9, rel=0.01)
+    assert facts["utilisation"]["zstd"] > 0.9
+    assert facts["inputs"]["bandwidth"] == 0.2e9
+    assert planned(capsys, *SEVEN, "--target", "0.5")["bandwidth_for_target"]["full"] == pytest.approx(2.24e9)
+
+
+def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SEVEN, "--cores", "4", "--workers", "2", "--shared-link", "--upload-bandwidth", "1Gbit"]) == 0
+    out = capsys.readouterr().out
+    assert "14.00 GB" in out
+    assert "40.3 Gbit/s" in out  # twice the paper's 20, for two workers on one link
+    assert "context (ours)" in out
+
+
+def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(STUDY))
+    link = ["--step-seconds", "1", "--bandwidth", "10MB/s"]
+    facts = planned(capsys, "--study", str(file), *link)
+    assert facts["patch_bytes"]["context"] == 5000
+    assert facts["patch_bytes"]["full"] == 2_000_000
+    assert planned(capsys, "--study", str(file), "--params", "2M", *link)["patch_bytes"]["context"] == 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--params", "7B", "--step-seconds", "1", "--bandwidth", "1Gbit"], "not known"),
+        ([*SEVEN, "--target", "1"], "target is 1"),
+        ([*SEVEN, "--bandwidth", "fast"], "'fast' is not a bandwidth"),
+        ([*SEVEN, "--density", "much"], "--density is 'much'"),
+        ([*SEVEN, "--workers", "0"], "'0' is not a number"),
+        (["--study", "/nowhere.json", "--step-seconds", "1", "--bandwidth", "1Gbit"], "cannot read"),
+    ],
+)
+def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments, "--json"]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert json.loads(captured.out)["error"] == "input"

@@ -1,0 +1,116 @@
+"""The native context codec against its specification: byte for byte what the plain Python oracle makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pulse_rl import codec
+from pulse_rl.codec import Layout, Run
+from pulse_rl.codec.context import _kind
+from pulse_rl.errors import CorruptPatch
+from pulse_rl.state.tensors import DTYPES
+from tests.support.context_oracle import ABSENT, Kind, Reader, code_levels
+from tests.support.context_oracle import decode as oracle_decode
+from tests.support.context_oracle import encode as oracle_encode
+
+CONTEXT = codec.by_name("context")
+NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
+
+
+def random_block(rng: np.random.Generator, name: str) -> tuple[np.ndarray, np.ndarray, Layout]:
+    """Old and new elements in runs of ragged rows, some of them like weights, from no change to every element."""
+    dtype = DTYPES[name]
+    rows = [int(rng.integers(1, 60)) for _ in range(rng.integers(1, 4))]
+    runs = tuple(Run(int(rng.integers(0, 400)), row, int(rng.integers(0, row))) for row in rows)
+    count, top = sum(run.elements for run in runs), 1 << 8 * dtype.width
+    old = rng.integers(0, top, count, dtype=np.uint64).astype(dtype.uint)
+    if name == "BF16":
+        old = (rng.normal(0, 0.02, count).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    new = old.copy()
+    changed = rng.random(count) < rng.choice([0, 0.002, 0.02, 0.2, 0.9, 1])
+    if rng.random() < 0.7:
+        new[changed] += rng.choice([1, top - 1], changed.sum()).astype(dtype.uint)
+    else:
+        new[changed] = rng.integers(0, top, changed.sum(), dtype=np.uint64).astype(dtype.uint)
+    return old, new, Layout(dtype, runs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_oracle_reads_and_writes_the_same_bytes(name: str) -> None:
+    rng = np.random.default_rng(NAMES.index(name))
+    kind = Kind(*_kind(DTYPES[name]))
+    for _ in range(12):
+        old, new, layout = random_block(rng, name)
+        payload, changed = CONTEXT.encode(old, new, layout)
+        assert changed == np.count_nonzero(old != new)
+        assert oracle_decode(payload, old.tolist(), kind, list(layout.runs)) == new.tolist()
+        if not changed:
+            continue
+        decoded = CONTEXT.decode(memoryview(payload), old, layout)
+        np.testing.assert_array_equal(decoded.positions, np.flatnonzero(old != new))
+        np.testing.assert_array_equal(decoded.values, new[decoded.positions])
+        head = next(i for i, byte in enumerate(payload) if byte < 128) + 1
+        boost, first, count = payload[head], payload[head + 1], payload[head + 2] + 1
+        levels = [ABSENT] * 256
+        code_levels(Reader(payload[head + 3 :]), levels, first, count)
+        assert oracle_encode(old.tolist(), new.tolist(), kind, list(layout.runs), boost, levels) == payload
+
+
+def weights_and_update(rng: np.random.Generator, elements: int, lr: float) -> tuple[np.ndarray, np.ndarray, float]:
+    """(old, new, bits per change of the ideal code that knows each element's chance to change)."""
+    old = (rng.normal(0, 0.03, elements).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    step = np.ldexp(1.0, ((old >> 7) & 255).astype(np.int32) - 134)
+    chance = np.minimum(lr / step, 1)
+    changed = rng.random(elements) < chance
+    up = rng.random(elements) < 0.5
+    new = np.where(changed, np.where(up, old + 1, old - 1), old).astype(np.uint16)
+    sure = (chance == 0) | (chance == 1)
+    p = np.where(sure, 0.5, chance)
+    entropy = np.where(sure, 0, -p * np.log2(p) - (1 - p) * np.log2(1 - p)).sum() / changed.sum() + 1
+    return old, new, float(entropy)
+
+
+@pytest.mark.parametrize("lr", [1e-7, 1e-6, 1e-5, 3e-5])
+def test_size_is_within_two_percent_of_the_entropy(lr: float) -> None:
+    """Half-octave levels and an adaptive rate are nearly free, from 0.4% to 40% density."""
+    old, new, entropy = weights_and_update(np.random.default_rng(3), 1 << 21, lr)
+    payload, changed = CONTEXT.encode(old, new, Layout.flat(DTYPES["BF16"], len(old)))
+    assert entropy * 0.98 < 8 * len(payload) / changed < entropy * 1.02 + 800 / changed
+
+
+def test_a_row_with_changes_draws_more() -> None:
+    """An embedding whose touched rows change densely costs little more than those rows alone would."""
+    rng = np.random.default_rng(5)
+    old = (rng.normal(0, 0.03, (4096, 256)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    new = old.copy()
+    touched = rng.choice(4096, 40, replace=False)
+    new[touched] ^= (rng.random((40, 256)) < 0.2).astype(np.uint16)
+    layout = Layout(DTYPES["BF16"], (Run(old.size, 256, 0),))
+    rows, changed = CONTEXT.encode(old.ravel(), new.ravel(), layout)
+    flat, _ = CONTEXT.encode(old.ravel(), new.ravel(), Layout.flat(DTYPES["BF16"], old.size))
+    assert len(rows) < len(flat)
+    assert 8 * len(rows) / changed < 5.6
+
+
+def test_a_long_wait_is_coded_in_pieces() -> None:
+    """One change at each end of a block: the weight between them is many times what one interval covers."""
+    old = np.full(1 << 20, 0x3C00, np.uint16)
+    new = old.copy()
+    new[[0, 1, 2, 3, -1]] += 1
+    layout = Layout.flat(DTYPES["BF16"], len(old))
+    payload, _ = CONTEXT.encode(old, new, layout)
+    decoded = CONTEXT.decode(memoryview(payload), old, layout)
+    assert decoded.positions.tolist() == [0, 1, 2, 3, len(old) - 1]
+    assert len(payload) < 40
+
+
+@pytest.mark.parametrize("tail", [b"\0", b"\xff", bytes(8), bytes(1000)])
+def test_a_code_of_another_length_is_refused(tail: bytes) -> None:
+    old, new, _ = weights_and_update(np.random.default_rng(1), 20_000, 1e-5)
+    layout = Layout.flat(DTYPES["BF16"], len(old))
+    payload, _ = CONTEXT.encode(old, new, layout)
+    longer = payload + bytes(8) + tail
+    for bad in (longer, payload[:-9]):
+        with pytest.raises(CorruptPatch):
+            CONTEXT.decode(memoryview(bad), old, layout)

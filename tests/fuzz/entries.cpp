@@ -1,0 +1,173 @@
+// Fuzzes PULSELoCo's native kernels under the address and undefined-behaviour sanitizers (make fuzz).
+//
+//   fuzz_entries SECONDS [SEED]
+//
+// Each round makes a random block (theta, momentum, runs, rounding, density, kind of values), passes it through the gate,
+// checks that the entries come back whole on both wires, and then feeds the decoder damaged, truncated, extended and
+// random payloads: each must end in Malformed or in finite entries that are in range and in order. Prints counts; any
+// finding aborts with the seed of the round.
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+
+#include "../../src/native/entries.h"
+
+using namespace pulse;
+using Random = std::mt19937_64;
+
+namespace {
+
+constexpr Rounding kRoundings[] = {
+    {7, 1, 0x7F7F0000, 0x7F800000},  {10, 113, 0x477FE000, 0x7F800000}, {3, 121, 0x43E00000, 0x43E00000},
+    {2, 113, 0x47600000, 0x7F800000}, {1, 1, 0x7F000000, 0x7F800000},   {22, 254, 0x7F7FFFFE, 0x7F800000},
+};
+
+uint64_t below(Random& r, uint64_t n) { return n ? r() % n : 0; }
+
+void fail(const char* what, uint64_t seed) {
+    std::fprintf(stderr, "FOUND: %s (round seed %llu)\n", what, (unsigned long long)seed);
+    std::abort();
+}
+
+bool finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+
+// A finite number: like a weight, of any size, denormal, or zero.
+float number(Random& r, int kind) {
+    for (;;) {
+        float x;
+        switch (kind) {
+            case 0: x = float(int64_t(r()) >> 40) * 0x1p-30f; break;
+            case 1: x = float_of(uint32_t(r())); break;
+            case 2: x = float_of(uint32_t(r()) & 0x807fffffu); break;
+            case 3: x = float_of(uint32_t(r()) & 0xffff0000u); break;
+            default: x = float_of(uint32_t(r()) & kSign);
+        }
+        if (finite(x)) return x;
+    }
+}
+
+struct Block {
+    Rounding rounding;
+    std::vector<Run> runs;
+    std::vector<float> theta, momentum, now, residual;
+
+    Shared shared() const { return {theta.data(), momentum.data(), rounding, runs}; }
+};
+
+Block random_block(Random& r) {
+    Block b{kRoundings[below(r, std::size(kRoundings))], {}, {}, {}, {}, {}};
+    const uint64_t most = below(r, 20) ? 1000 : 30000;
+    for (uint64_t n = 1 + below(r, 4); n; n--) {
+        const uint64_t row = 1 + below(r, below(r, 2) ? 50 : 5000);
+        b.runs.push_back({below(r, most), row, below(r, row)});
+    }
+    const int theta_kind = int(below(r, 6)), move_kind = int(below(r, 6)), size = int(below(r, 30)) - 28;
+    const bool still = below(r, 4) == 0;
+    for (const Run& run : b.runs) {
+        for (uint64_t i = 0; i < run.elements; i++) {
+            const float theta = number(r, theta_kind < 5 ? theta_kind : int(below(r, 5)));
+            // A step in proportion to theta, as training makes it, or anything.
+            float move = move_kind < 3 ? theta * std::ldexp(float(int64_t(r()) >> 40) * 0x1p-23f, size)
+                                       : number(r, move_kind - 1);
+            if (!(std::abs(move) < 0x1p60f) || !finite(theta - move)) move = 0;
+            b.theta.push_back(theta);
+            b.now.push_back(theta - move);
+            b.momentum.push_back(still ? 0 : number(r, int(below(r, 5))));
+            b.residual.push_back(below(r, 2) || std::abs(theta) > 0x1p60f ? 0 : theta * 0x1p-20f);
+        }
+    }
+    return b;
+}
+
+void check_range(const Entries& e, const Block& b, uint64_t seed) {
+    if (e.values.size() != e.positions.size()) fail("values and positions differ in number", seed);
+    for (size_t i = 0; i < e.positions.size(); i++) {
+        if (e.positions[i] >= b.theta.size()) fail("position out of range", seed);
+        if (i && e.positions[i] <= e.positions[i - 1]) fail("positions not ascending", seed);
+        if (!finite(e.values[i])) fail("a value that is not finite", seed);
+    }
+}
+
+void check_gate(const Block& b, const std::vector<float>& s, const std::vector<uint32_t>& open, uint64_t seed) {
+    size_t k = 0;
+    for (size_t i = 0; i < s.size(); i++) {
+        if (bits_of(s[i]) != bits_of((b.theta[i] - b.now[i]) + b.residual[i])) fail("s is another sum", seed);
+        const bool opens = b.rounding.round(bits_of(b.theta[i])) != b.rounding.round(bits_of(b.theta[i] - s[i]));
+        if (opens != (k < open.size() && open[k] == i)) fail("the gate", seed);
+        k += opens;
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const double seconds = argc > 1 ? std::atof(argv[1]) : 10;
+    const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+    const auto begin = std::chrono::steady_clock::now();
+    uint64_t rounds = 0, entries = 0, bytes[2] = {}, damaged = 0, refused = 0;
+    for (uint64_t seed = first;; seed++, rounds++) {
+        if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds) break;
+        Random r(seed);
+        const Block b = random_block(r);
+        std::vector<float> s(b.theta.size());
+        std::vector<uint32_t> open;
+        if (!gate(b.theta.data(), b.theta.data(), b.now.data(), b.residual.data(), s.data(), s.size(), b.rounding, 0, open)) {
+            fail("a finite pseudo-gradient is refused", seed);
+        }
+        check_gate(b, s, open, seed);
+        if (below(r, 3) == 0) {  // what other choices of entries would send
+            open.clear();
+            for (uint32_t i = 0; i < s.size(); i++) {
+                if (below(r, 7) == 0) open.push_back(i);
+            }
+        }
+        entries += open.size();
+        for (const bool narrow : {false, true}) {
+            std::vector<float> values;
+            for (uint32_t p : open) values.push_back(narrow ? float_of(bits_of(s[p]) & 0xffff0000u) : s[p]);
+            const std::vector<uint8_t> payload = encode_entries(b.shared(), open.data(), values.data(), open.size(), narrow);
+            bytes[narrow] += payload.size();
+            const std::vector<Entries> back =
+                decode_entries(b.shared(), {{payload.data(), payload.size()}, {payload.data(), payload.size()}}, narrow);
+            for (const Entries& e : back) {
+                if (e.positions != open) fail("the positions do not come back", seed);
+                for (size_t i = 0; i < open.size(); i++) {
+                    if (bits_of(e.values[i]) != bits_of(values[i])) fail("the values do not come back", seed);
+                }
+            }
+            for (int k = 0; k < 4; k++, damaged++) {
+                std::vector<uint8_t> bad = payload;
+                switch (below(r, 4)) {
+                    case 0:
+                        for (uint64_t n = 1 + below(r, 3); n; n--) bad[below(r, bad.size())] ^= uint8_t(1 << below(r, 8));
+                        break;
+                    case 1: bad.resize(below(r, bad.size() + 1)); break;
+                    case 2: for (uint64_t n = 1 + below(r, 20); n; n--) bad.push_back(uint8_t(r())); break;
+                    default:
+                        bad.resize(below(r, 200));
+                        for (auto& x : bad) x = uint8_t(below(r, 3) ? r() : below(r, 2) * 255);
+                }
+                // A copy of exactly this size, so that the sanitizer sees a read of one byte too many.
+                uint8_t* exact = static_cast<uint8_t*>(std::malloc(bad.size() ? bad.size() : 1));
+                std::memcpy(exact, bad.data(), bad.size());
+                try {
+                    for (const Entries& e : decode_entries(b.shared(), {{exact, bad.size()}}, narrow)) check_range(e, b, seed);
+                } catch (const Malformed&) {
+                    refused++;
+                }
+                std::free(exact);
+            }
+        }
+        std::vector<float> theta = b.theta, momentum = b.momentum;
+        outer_step(theta.data(), momentum.data(), s.data(), s.size(), float(1 + below(r, 8)), 0.7f, 0.9f);
+    }
+    std::printf("%llu blocks with %llu entries came back whole in %.3g MB and %.3g MB (FP32, BF16), %llu damaged payloads: "
+                "%llu refused, the rest in range; seeds %llu to %llu\n",
+                (unsigned long long)rounds, (unsigned long long)entries, double(bytes[0]) / 1e6, double(bytes[1]) / 1e6,
+                (unsigned long long)damaged, (unsigned long long)refused, (unsigned long long)first,
+                (unsigned long long)(first + rounds));
+    return 0;
+}

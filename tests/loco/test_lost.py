@@ -1,0 +1,326 @@
+"""Trainers that die or stand still in any part of a round: an error in time, and the others go on with nothing lost."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Self
+
+import pytest
+import torch
+
+from pulse_rl.errors import InputError, TrainerLost
+from pulse_rl.loco import PulseLoCo
+from pulse_rl.loco.exchange import Exchange
+from tests.support.loco_reference import Job, Reference, flat, same
+from tests.support.trainers import Group, Trainer, lose, together
+
+# Where the victim is lost: on entering a phase, or before the n-th collective of the round (lengths, messages, whether
+# all were read, roots).
+PLACES = ["gate", 1, 2, 3, "update", 4]
+FINISHED = {"update", 4}  # by then the others have all that they need
+
+
+class Course:
+    """One trainer's rounds beside the dense reference. Each tells the others what it is about to send."""
+
+    def __init__(self, trainer: Trainer, *, seed: int = 0, timeout: float = 20) -> None:
+        self.trainer, self.job = trainer, Job(seed, lr=1e-3)
+        self.s = self.sent = torch.empty(0)
+        self.job.optimizer.register_step_post_hook(lambda *_: self._speak())
+        self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, timeout=timeout)
+
+    def __enter__(self) -> Self:
+        self.loop.__enter__()
+        self.reference = Reference(flat(self.loop.theta()))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.loop.close()
+
+    def step(self) -> None:
+        self.job.step(self.trainer.rank)
+
+    def _speak(self) -> None:
+        if self.loop.inner_step == 1:
+            self.s, self.sent = copy.deepcopy(self.reference).speak(self.job.weights())
+            self.trainer.say(f"sent-{self.loop.round}", self.sent)
+
+    def after(self, number: int, ranks: tuple[int, ...]) -> Reference:
+        """The reference after a round in which these ranks were heard."""
+        found = copy.deepcopy(self.reference)
+        found.hear([self.trainer.hear(f"sent-{number}", rank) for rank in ranks])
+        found.residual = self.s - self.sent
+        return found
+
+    def round(self, ranks: tuple[int, ...]) -> str:
+        """A round in which all goes well. Returns theta's root."""
+        number = self.loop.round
+        self.step()
+        self.step()
+        self.reference = self.after(number, ranks)
+        self.reference.check(self.loop)
+        assert self.loop.last_round is not None
+        assert (self.loop.last_round.number, self.loop.last_round.trainers) == (number + 1, len(ranks))
+        return self.loop.last_round.root
+
+
+def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:
+    """Once; a process that was stopped may go on."""
+    exchange = loop._exchange
+    assert exchange is not None
+    phase, gathered, calls = loop._phase, exchange._all_gather, 0
+
+    @contextmanager
+    def entering(name: str) -> Iterator[None]:
+        nonlocal place
+        if name == place:
+            place = None
+            lose(how)
+        with phase(name):
+            yield
+
+    def calling(data: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == place:
+            lose(how)
+        return gathered(data)
+
+    loop._phase, exchange._all_gather = entering, calling  # type: ignore[method-assign]
+
+
+def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, timeout: float) -> str:
+    """A round in which ``victim`` is lost; the others go on. Returns theta's root two rounds later."""
+    everyone = (0, 1, 2)
+    survivors = tuple(rank for rank in everyone if rank != victim)
+    trainer.connect("first")
+    with Course(trainer, timeout=timeout) as course:
+        loop = course.loop
+        course.round(everyone)
+        if trainer.rank == victim:
+            lose_at(loop, place, how)
+        course.step()
+        started = time.monotonic()
+        with pytest.raises(TrainerLost) as caught:
+            course.step()
+        assert time.monotonic() - started < (2 * timeout if how == signal.SIGSTOP else timeout)
+        assert "rejoin" in caught.value.hint
+        with pytest.raises(InputError, match="not met"):  # no second try before they have
+            loop._run_round()
+        trainer.connect("second", survivors)
+        loop.rejoin()
+        assert (loop.round, loop.inner_step) == (2, 0)
+        # Nothing is lost, nothing is sent twice: theta has taken what was sent, the residual is what is left of s.
+        course.reference = course.after(1, everyone if place in FINISHED else survivors)
+        course.reference.check(loop)
+        course.round(survivors)
+        return course.round(survivors)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_the_others_go_on(how: signal.Signals) -> None:
+    """In every part of a round; side by side, as most of the time is waiting."""
+    timeout = 20 if how == signal.SIGKILL else 4
+    groups = []
+    for i, place in enumerate(PLACES):
+        victim = i % 3
+        groups.append((victim, Group(survive, 3, place, how, victim, timeout, lost=(victim,))))
+    for victim, group in groups:
+        roots = set(group.results())
+        assert len(roots) == 2, f"the survivors of {victim} differ"
+        assert None in roots
+
+
+def miss_the_end(loop: PulseLoCo) -> None:
+    """The next round ends on all others; this trainer loses them when it has sent everything."""
+    exchange = loop._exchange
+    assert exchange is not None
+    gather = exchange.gather_short
+
+    def cut_off(message: bytes) -> list[bytes]:
+        gather(message)
+        raise TrainerLost("the line went dead")
+
+    exchange.gather_short = cut_off  # type: ignore[method-assign]
+
+
+def come_back(trainer: Trainer) -> list[str]:
+    """Who missed the end of a round, slept through one, comes from a checkpoint, is new, or left in mid-round: all
+    join, and what each has not sent is sent later, once. Returns theta's roots."""
+    me, roots = trainer.rank, []
+    course = Course(trainer, seed=me, timeout=4)
+    loop = course.loop
+    if me != 3:
+        trainer.connect("a", (0, 1, 2))
+        course.__enter__()
+        course.round((0, 1, 2))
+
+        # Trainer 2 misses the end of round 1, in which its message was counted.
+        if me == 2:
+            miss_the_end(loop)
+        course.step()
+        with pytest.raises(TrainerLost):
+            course.step()
+        assert loop.round == (1 if me == 2 else 2)
+        trainer.connect("b", (0, 1, 2))
+        loop.rejoin()
+        course.reference = course.after(1, (0, 1, 2))
+        course.reference.check(loop)
+        roots.append(course.round((0, 1, 2)))
+
+        # Trainer 1 sleeps through round 3. The others make a group of two.
+        if me == 1:
+            trainer.say("pid", os.getpid())
+            lose_at(loop, "gate", signal.SIGSTOP)
+        course.step()
+        with pytest.raises(TrainerLost):
+            course.step()
+        assert loop.round == 3
+        if me != 1:
+            trainer.connect("c", (0, 2))
+            loop.rejoin()
+            course.reference = course.after(3, (0, 2))
+            course.reference.check(loop)
+        if me == 0:
+            os.kill(trainer.hear("pid", 1), signal.SIGCONT)
+
+    # It wakes up, and a new trainer comes.
+    everyone = (0, 1, 2, 3)
+    trainer.connect("d")
+    if me == 3:
+        course.__enter__()
+        assert not course.reference.residual.any()
+        momentum = flat(loop.state_dict()["momentum"])
+        course.reference.outer.state[course.reference.theta] = {"momentum_buffer": momentum}
+    else:
+        loop.rejoin()
+    if me == 1:
+        course.reference = course.after(3, (0, 2))
+        course.reference.residual = course.s  # nobody heard it
+    assert loop.round == 4
+    course.reference.check(loop)
+    early = loop.state_dict()
+    roots.append(course.round(everyone))
+
+    # Trainer 3 comes back from a checkpoint of a round that the others have left: what it kept then may have been sent.
+    trainer.connect("e")
+    if me == 3:
+        assert course.reference.residual.any()
+        loop.load_state_dict(early | {"residual": {k: v + 1 for k, v in early["residual"].items()}})
+        course.reference.residual.zero_()
+    loop.rejoin()
+    assert loop.round == 5
+    course.reference.check(loop)
+    roots.append(course.round(everyone))
+
+    # Trainer 1 leaves in mid-round and comes back two rounds later.
+    if me == 1:
+        course.step()
+        trainer.meet("two rounds on", everyone)
+        left = (flat(loop.theta()) - course.job.weights()) + flat(loop.residual())
+        course.reference = course.after(6, (0, 2, 3))
+        course.reference = course.after(7, (0, 2, 3))
+        course.reference.residual = left
+    else:
+        trainer.connect("f", (0, 2, 3))
+        loop.rejoin()
+        course.round((0, 2, 3))
+        course.round((0, 2, 3))
+        trainer.meet("two rounds on", everyone)
+    trainer.connect("g")
+    loop.rejoin()
+    assert loop.round == 8
+    course.reference.check(loop)
+    roots.append(course.round(everyone))
+    course.__exit__()
+    return roots
+
+
+def test_whoever_comes_back_sends_what_it_has_not_sent() -> None:
+    *old, new = together(come_back, 4, seconds=60)
+    assert old[0] == old[1] == old[2]
+    assert old[0][1:] == new
+
+
+def interrupt(message: bytes) -> list[bytes]:
+    raise KeyboardInterrupt
+
+
+def meetings(trainer: Trainer) -> None:
+    """Trainers that do not come, or are lost while they tell the others where they are."""
+    # Trainer 1 does not come.
+    trainer.connect("a")
+    job = Job(trainer.rank)
+    loop = PulseLoCo(job.model, job.optimizer, sync_every=1, timeout=3)
+    before = flat(loop.theta())
+    if trainer.rank != 1:
+        started = time.monotonic()
+        with pytest.raises(TrainerLost):
+            loop.__enter__()
+        assert time.monotonic() - started < 10
+        assert not job.optimizer._optimizer_step_post_hooks
+        assert same(flat(loop.theta()), before)
+    trainer.meet("nobody met", (0, 1, 2))
+
+    # All but trainer 2 go on for some rounds. It misses a part of what it is told when it comes.
+    if trainer.rank != 2:
+        trainer.connect("b", (0, 1))
+        loop.__enter__()
+        for _ in range(3):
+            job.step(trainer.rank)
+    trainer.meet("three rounds on", (0, 1, 2))
+    trainer.connect("c")
+    broadcast, told = Exchange.broadcast, []
+
+    def half(self: Exchange, array: Any, source: int) -> None:
+        told.append(len(array))
+        if len(told) == 2:
+            if trainer.rank == 2:
+                array[: len(array) // 2] = 7
+            raise TrainerLost("the line went dead")
+        broadcast(self, array, source)
+
+    Exchange.broadcast = half  # type: ignore[method-assign]
+    with pytest.raises(TrainerLost):
+        loop.rejoin() if trainer.rank != 2 else loop.__enter__()
+    Exchange.broadcast = broadcast  # type: ignore[method-assign]
+    if trainer.rank == 2:
+        assert same(flat(loop.theta()), before)
+        assert not flat(loop.state_dict()["momentum"]).any()
+        assert same(job.weights(), before)
+        assert loop.round == 0
+    with pytest.raises(InputError, match="not met") if trainer.rank != 2 else nullcontext():
+        job.step(trainer.rank)
+    trainer.connect("d")
+    if trainer.rank == 2:
+        loop.__enter__()
+    else:
+        loop.rejoin()  # and the round that was due runs, when trainer 2 takes part
+    if trainer.rank == 2:
+        assert loop.round == 3
+        job.step(trainer.rank)
+    assert loop.round == 4
+
+    # Ctrl-C on trainer 1 between two collectives. Nobody died, so torch.distributed need not be initialised anew.
+    exchange = loop._exchange
+    assert exchange is not None
+    if trainer.rank == 1:
+        exchange.gather_short = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt if trainer.rank == 1 else TrainerLost):
+        job.step(trainer.rank)
+    assert loop.round == 4
+    trainer.meet("interrupted", (0, 1, 2))
+    loop.rejoin()
+    assert loop.round == 5
+    trainer.say("theta", flat(loop.theta()))
+    assert same(trainer.hear("theta", 0), flat(loop.theta()))
+    loop.close()
+
+
+def test_a_meeting_that_fails_changes_nothing() -> None:
+    together(meetings, 3)

@@ -1,0 +1,293 @@
+"""One trainer alone: rounds against the dense algorithm, what may be trained, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pulse_rl.errors import InputError, NonFinite
+from pulse_rl.loco import CastDifference, PulseLoCo, Round
+from pulse_rl.loco.parameters import Parameters
+from tests.support.loco_reference import Job, Reference, flat, same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def sgd(*values: float, lr: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[dict[str, torch.Tensor], Any]:
+    """A single tensor and an optimizer that takes its gradient off it."""
+    w = nn.Parameter(torch.tensor(values, dtype=dtype))
+    return {"w": w}, torch.optim.SGD([w], lr=lr)
+
+
+def move(parameters: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, *by: float) -> None:
+    (w,) = parameters.values()
+    w.grad = torch.tensor(by, dtype=w.dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gate", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounds_equal_the_dense_algorithm(dtype: torch.dtype, gate: torch.dtype, wire: torch.dtype) -> None:
+    job = Job(dtype=dtype, lr=1e-2 if dtype == torch.bfloat16 else 1e-3)
+    loop = PulseLoCo(job.model, job.optimizer, sync_every=3, gate_dtype=gate, wire_dtype=wire, threads=2)
+    reference = Reference(flat(loop.theta()), gate_dtype=gate, wire_dtype=wire, model_dtype=dtype)
+    spoken: list[Any] = []
+    job.optimizer.register_step_post_hook(
+        lambda *_: spoken.append(reference.speak(job.weights())) if job.steps % 3 == 0 else None
+    )
+    with loop:
+        for number in range(5):
+            for _ in range(3):
+                job.step(0)
+            s, sent = spoken[-1]
+            reference.hear([sent])
+            reference.check(loop)
+            assert same(s, torch.where(sent == 0, flat(loop.residual()), sent + flat(loop.residual()))), (
+                "s is not whole"
+            )
+            assert loop.last_round is not None
+            assert (loop.last_round.number, loop.last_round.trainers) == (number + 1, 1)
+            assert loop.last_round.sent_bytes == 0
+            assert 0 < loop.last_round.entries < loop.last_round.parameters
+
+
+def test_small_steps_add_up_until_the_gate_opens() -> None:
+    """1 moves by 2^-11 a round; its neighbour below is 1 - 2^-8; half of that is a tie, which goes to the even 1."""
+    parameters, optimizer = sgd(1.0, 1.0)
+    rounds: list[Round] = []
+    with PulseLoCo(parameters, optimizer, sync_every=1, outer_lr=1, outer_momentum=0, on_round=rounds.append) as loop:
+        for k in range(1, 5):
+            move(parameters, optimizer, 2.0**-11, 0)
+            assert loop.residual()["w"].tolist() == [k * 2.0**-11, 0]
+            assert parameters["w"].tolist() == [1, 1]
+        move(parameters, optimizer, 2.0**-11, 0)
+        assert loop.residual()["w"].tolist() == [0, 0]
+        assert parameters["w"].tolist() == loop.theta()["w"].tolist() == [1 - 5 * 2.0**-11, 1]
+    assert [r.entries for r in rounds] == [0, 0, 0, 0, 1]
+    assert rounds[0].root == rounds[3].root != rounds[4].root
+
+
+def test_the_cast_of_theta_is_no_pseudo_gradient() -> None:
+    """A BF16 model holds theta as cast. If it did not move it sends nothing, however far theta is from its cast."""
+    parameters, optimizer = sgd(1.0, -3.0, dtype=torch.bfloat16)
+    with PulseLoCo(parameters, optimizer, sync_every=1, outer_lr=0.3, outer_momentum=0) as loop:
+        move(parameters, optimizer, 2.0**-7, 2.0**-5)
+        theta = loop.theta()["w"].clone()
+        assert not same(theta, theta.bfloat16().float())
+        for _ in range(3):
+            move(parameters, optimizer, 0, 0)
+            assert loop.last_round is not None
+            assert loop.last_round.entries == 0
+            assert same(loop.theta()["w"], theta)
+            assert not loop.residual()["w"].any()
+
+
+# -- what is trained
+
+
+def test_tied_and_frozen_parameters_and_several_groups() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
+    model["b"].weight = model["a"].weight
+    frozen = model["c"].weight.detach().clone()
+    groups = [
+        {"params": [model["a"].weight], "lr": 0.1},
+        {"params": [model["b"].bias, model["a"].bias, model["c"].bias]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.2)
+    with PulseLoCo(model, optimizer, sync_every=1, outer_lr=1, outer_momentum=0) as loop:
+        assert list(loop.theta()) == ["a.bias", "a.weight", "b.bias", "c.bias"]
+        x = torch.randn(8, 4)
+        sum(model[k](x).square().mean() for k in "abc").backward()
+        expected = {p: p.detach() - lr * p.grad for p, lr in ((model["a"].weight, 0.1), (model["c"].bias, 0.2))}
+        optimizer.step()
+        # theta - (theta - w), which is w but for the rounding of the difference
+        for p, value in expected.items():
+            torch.testing.assert_close(p.detach(), value)
+        assert model["b"].weight is model["a"].weight
+        assert same(model["c"].weight, frozen)
+
+
+def test_masters_are_given_by_name() -> None:
+    """An optimizer that trains FP32 copies of a BF16 model."""
+    model = nn.Linear(4, 4).bfloat16()
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(masters.values(), lr=0.1)
+    with pytest.raises(InputError, match="not parameters of the model") as caught:
+        PulseLoCo(model, optimizer, sync_every=1)
+    assert "mapping" in caught.value.hint
+    with PulseLoCo(masters, optimizer, sync_every=1, outer_lr=1, outer_momentum=0) as loop:
+        for p in masters.values():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert loop.round == 1
+        assert same(masters["bias"], loop.theta()["bias"])
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda m: PulseLoCo(m, torch.optim.SGD(m.parameters()), sync_every=0), "sync_every"),
+        (lambda m: PulseLoCo(m, torch.optim.SGD(m.parameters()), sync_every=1, outer_lr=0), "outer_lr"),
+        (lambda m: PulseLoCo(m, torch.optim.SGD(m.parameters()), sync_every=1, outer_lr=float("nan")), "outer_lr"),
+        (lambda m: PulseLoCo(m, torch.optim.SGD(m.parameters()), sync_every=1, outer_momentum=1), "outer_momentum"),
+        (lambda m: PulseLoCo(m, torch.optim.SGD(m.parameters()), sync_every=1, gate_dtype=torch.int8), "gate_dtype"),
+        (lambda m: PulseLoCo(m, torch.optim.SGD(m.parameters()), sync_every=1, wire_dtype=torch.half), "wire_dtype"),
+        (lambda m: PulseLoCo(m.half(), torch.optim.SGD(m.parameters()), sync_every=1), "float16"),
+        (lambda m: PulseLoCo({}, torch.optim.SGD(m.parameters()), sync_every=1), "not parameters"),
+        (lambda m: PulseLoCo(m, torch.optim.SGD([nn.Parameter(torch.ones(1))]), sync_every=1), "not parameters"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(make: Callable[[nn.Module], Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        make(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("timeout", [0, -1])
+def test_a_timeout_is_positive(timeout: float) -> None:
+    job = Job()
+    with pytest.raises(InputError, match="timeout"), PulseLoCo(job.model, job.optimizer, sync_every=1, timeout=timeout):
+        pass
+
+
+def test_several_trainers_need_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    job = Job()
+    with pytest.raises(InputError, match="not initialised"), PulseLoCo(job.model, job.optimizer, sync_every=1):
+        pass
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    job = Job()
+    job.model[0].weight.data[0, 0] = float("nan")
+    with pytest.raises(NonFinite, match=r"0\.weight"), PulseLoCo(job.model, job.optimizer, sync_every=1):
+        pass
+
+
+def test_a_tensor_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a tensor and blocks of many tensors: the cut changes bytes, never theta."""
+    from pulse_rl.loco import parameters
+
+    roots = []
+    for elements in (1 << 22, 1 << 9):
+        monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr("pulse_rl.patch.blocks.LEAF_BYTES", 256)
+        job = Job()
+        loop = PulseLoCo(job.model, job.optimizer, sync_every=1)
+        blocks = loop.parameters.blocks
+        assert (len(blocks) > 4) == (elements == 1 << 9)
+        assert [b.start for b in blocks] == [0, *(b.stop for b in blocks[:-1])]
+        assert blocks[-1].stop == loop.parameters.count
+        with loop:
+            for _ in range(3):
+                job.step(0)
+        assert loop.last_round is not None
+        roots.append(loop.last_round.root)
+    assert roots[0] == roots[1]
+
+
+def test_parameters_of_any_layout_are_read_and_written() -> None:
+    whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    named = {
+        "t": nn.Parameter(whole.t()),
+        "scalar": nn.Parameter(torch.tensor(3.0)),
+        "none": nn.Parameter(torch.ones(0, 3)),
+    }
+    parameters = Parameters(named, torch.optim.SGD(named.values()))
+    found = parameters.read()
+    np.testing.assert_array_equal(found, [3, *whole.t().reshape(-1).tolist()])
+    parameters.write(found * 2)
+    assert same(named["t"].detach(), whole.t().contiguous())  # the same memory
+    assert named["scalar"].item() == 6
+
+
+# -- misuse
+
+
+def test_a_model_loaded_after_construction_is_no_pseudo_gradient() -> None:
+    job, other = Job(0), Job(1)
+    loop = PulseLoCo(job.model, job.optimizer, sync_every=1)
+    job.model.load_state_dict(other.model.state_dict())
+    with loop:
+        assert same(flat(loop.theta()), other.weights())
+
+
+def test_a_parameter_that_joins_the_optimizer_later_is_not_overlooked() -> None:
+    job = Job()
+    with PulseLoCo(job.model, job.optimizer, sync_every=1):
+        job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        with pytest.raises(InputError):
+            job.step(0)
+
+
+def test_no_hook_is_left_behind() -> None:
+    job = Job()
+    loop = PulseLoCo(job.model, job.optimizer, sync_every=2)
+    with suppress(KeyError), loop:
+        job.step(0)
+        raise KeyError
+    job.step(0)
+    assert (loop.round, loop.inner_step) == (0, 1)
+    with loop:  # and it goes on
+        job.step(0)
+    assert loop.round == 1
+
+
+def test_rewind_forgets_the_local_steps() -> None:
+    job = Job()
+    with PulseLoCo(job.model, job.optimizer, sync_every=3) as loop:
+        for _ in range(4):
+            job.step(0)
+        kept = flat(loop.residual())
+        loop.rewind()
+        assert same(job.weights(), flat(loop.theta()))
+        assert (loop.round, loop.inner_step) == (1, 0)
+        assert same(flat(loop.residual()), kept)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.0**64, -3e38])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_not_finite_changes_nothing(value: float, wire: torch.dtype) -> None:
+    parameters, optimizer = sgd(1.0, 2.0, 3.0)
+    with PulseLoCo(parameters, optimizer, sync_every=1, wire_dtype=wire) as loop:
+        move(parameters, optimizer, 0.5, 1e-6, 0.1)
+        before = loop.state_dict()
+        with pytest.raises(NonFinite, match="'w'"):
+            move(parameters, optimizer, 0, value, 0)
+        with pytest.raises(NonFinite, match="'w'"):
+            move(parameters, optimizer, 0, 0, 0)
+        after = loop.state_dict()
+        assert all(same(before[k]["w"], after[k]["w"]) for k in ("theta", "momentum", "residual"))
+        loop.rewind()
+        move(parameters, optimizer, 0.5, 1e-6, 0.1)
+        assert loop.round == 2
+        assert torch.isfinite(loop.theta()["w"]).all()
+
+
+def test_a_value_that_is_too_large_only_as_rounded_changes_nothing() -> None:
+    """The largest number below 2^64 is 2^64 in BF16; and the difference of two casts may be infinite."""
+    parameters, optimizer = sgd(1.0)
+    with PulseLoCo(parameters, optimizer, sync_every=1, wire_dtype=torch.bfloat16) as loop:
+        with pytest.raises(NonFinite, match="'w'"):
+            move(parameters, optimizer, 1.8446743e19)
+        assert loop.theta()["w"].item() == 1
+    parameters, optimizer = sgd(1.0)
+    with CastDifference(parameters, optimizer, sync_every=1, gate_dtype=torch.float16) as loop:
+        with pytest.raises(NonFinite, match="'w'"):
+            move(parameters, optimizer, 1e6)
+        assert loop.theta()["w"].item() == 1
+
+
+def test_the_largest_steps_leave_theta_finite() -> None:
+    parameters, optimizer = sgd(1.0, lr=2.0**63)
+    with PulseLoCo(parameters, optimizer, sync_every=1, outer_lr=1.0) as loop:
+        for _ in range(10):
+            move(parameters, optimizer, 1.0)
+        assert loop.round == 10
+        assert torch.isfinite(loop.theta()["w"]).all()

@@ -1,0 +1,85 @@
+"""PULSELoCo among real processes: bit for bit the dense algorithm, on every trainer, whatever each of them sends."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pulse_rl.loco import PulseLoCo, Round
+from tests.support.loco_reference import Job, Reference, flat, same
+from tests.support.trainers import Trainer, together
+
+ROUNDS = 5
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16 wire": {"wire_dtype": torch.bfloat16},
+    "bf16 model": {"model_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16},
+    "fp16 gate": {"gate_dtype": torch.float16},
+    "fp8 gate": {"gate_dtype": torch.float8_e4m3fn},
+    "all silent": {"rate": 1e-12},
+    "all say everything": {"rate": 0.5},
+}
+
+
+def agree(trainer: Trainer) -> dict[str, list[Round]]:
+    """Rounds against the dense reference; unequal rates, and rounds in which one or all stand still."""
+    trainer.connect("start")
+    return {name: agreed(trainer, **settings) for name, settings in VARIANTS.items()}
+
+
+def agreed(
+    trainer: Trainer, *, model_dtype: torch.dtype = torch.float32, rate: float = 0, **settings: Any
+) -> list[Round]:
+    dtype = model_dtype
+    rate = rate or (1e-2 if dtype == torch.bfloat16 else (1e-4, 3e-4, 1e-5)[trainer.rank])
+    job = Job(seed=trainer.rank, dtype=dtype, lr=rate)
+    spoken: list[tuple[torch.Tensor, torch.Tensor]] = []
+    rounds: list[Round] = []
+    loop = PulseLoCo(
+        job.model, job.optimizer, sync_every=2, timeout=10, threads=1 + trainer.rank, on_round=rounds.append, **settings
+    )
+    # Before the loop's own hook: what the trainer is about to say.
+    job.optimizer.register_step_post_hook(
+        lambda *_: spoken.append(reference.speak(job.weights())) if job.steps % 2 == 0 else None
+    )
+    with loop:
+        reference = Reference(flat(loop.theta()), model_dtype=dtype, **settings)
+        for number in range(ROUNDS):
+            still = (number == 0 and trainer.rank == 1) or number == 3
+            for group in job.optimizer.param_groups:
+                group["lr"] = 0.0 if still else rate
+            job.step(trainer.rank)
+            job.step(trainer.rank)
+            assert len(rounds) == number + 1
+            s, sent = spoken[-1]
+            heard = [torch.empty_like(sent) for _ in range(trainer.size)]
+            dist.all_gather(heard, sent)
+            reference.hear(heard)
+            reference.check(loop)
+            assert same(s, sent + flat(loop.residual()))
+            assert rounds[-1].entries == int(torch.count_nonzero(sent))
+    return rounds
+
+
+def test_every_round_equals_the_dense_algorithm() -> None:
+    found = together(agree, 3)
+    for name in VARIANTS:
+        each = [rounds[name] for rounds in found]
+        for number, seen in enumerate(zip(*each, strict=True)):
+            assert len({r.root for r in seen}) == 1
+            assert {(r.number, r.trainers, r.parameters) for r in seen} == {(number + 1, 3, seen[0].parameters)}
+            # A ring: two heads, two padded messages, two words that all is read, and two roots leave each process.
+            assert {r.sent_bytes for r in seen} == {2 * (40 + max(r.payload_bytes for r in seen) + 1 + 32)}
+            assert {"gate", "exchange", "decode", "update", "verify"} <= seen[0].seconds.keys()
+        assert each[1][0].entries == 0, "one trainer sends nothing"
+        if name == "all silent":
+            assert {r.entries for rounds in each for r in rounds} == {0}
+        else:
+            assert all(before.root != after.root for before, after in pairwise(each[0]))
+            assert each[0][1].entries > 0
+    assert len({rounds["fp32"][1].entries for rounds in found}) == 3, "payloads of unequal lengths"
+    assert found[0]["all say everything"][1].density > 0.99
+    assert found[0]["bf16 wire"][0].payload_bytes < 0.8 * found[0]["fp32"][0].payload_bytes

@@ -1,0 +1,120 @@
+"""gc deletes what no kept version needs, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pulse_rl import EmptyStream, InputError, LocalStore, MemoryStore, Publisher, Subscriber, state_root, verify_stream
+from pulse_rl.maintenance.gc import collect
+from tests.sync.test_folds import Trainer
+
+
+def stream_with_anchors(store: MemoryStore | LocalStore, versions: int = 30) -> tuple[Publisher, Trainer, list[str]]:
+    trainer = Trainer()
+    publisher = Publisher(store, stream="s", folds=(4, 16), anchor_ratio=0.02, threads=1)
+    roots = []
+    for _ in range(versions):
+        trainer.step()
+        roots.append(publisher.publish(trainer.state).root)
+    publisher.wait()
+    return publisher, trainer, roots
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5, 12, 29, 30, 100])
+def test_every_kept_version_is_still_restored(keep: int) -> None:
+    store = MemoryStore()
+    _, _, roots = stream_with_anchors(store)
+    collect(store, "s", keep=keep, grace_seconds=0)
+    for version in range(max(0, 30 - keep), 30):
+        subscriber = Subscriber(store, stream="s", threads=1)
+        subscriber.sync(target=version)
+        assert subscriber.root == roots[version]
+    assert all(report.ok for report in verify_stream(store, "s"))
+
+
+def test_what_goes_is_what_nothing_names() -> None:
+    store = MemoryStore()
+    stream_with_anchors(store)
+    before = {info.name for info in store.list("s")}
+    dry = collect(store, "s", keep=3, grace_seconds=0, dry_run=True)
+    assert {info.name for info in store.list("s")} == before
+    done = collect(store, "s", keep=3, grace_seconds=0)
+    assert done == dry
+    assert {info.name for info in store.list("s")} == before - set(done.names)
+    assert done.names
+    assert collect(store, "s", keep=3, grace_seconds=0).names == ()
+
+
+def test_the_publisher_and_an_old_reader_go_on() -> None:
+    store = MemoryStore()
+    publisher, trainer, _ = stream_with_anchors(store)
+    reader = Subscriber(store, stream="s", threads=1)
+    reader.sync(target=2)
+    collect(store, "s", keep=1, grace_seconds=0)
+    trainer.step()
+    publisher.publish(trainer.state)
+    reader.sync()
+    assert reader.root == state_root(trainer.state)
+
+
+def test_a_payload_whose_manifest_is_on_its_way_stays() -> None:
+    store = MemoryStore()
+    stream_with_anchors(store)
+    store.put(f"s/payloads/{'ab' * 32}.patch", b"just uploaded")
+    assert not any("payloads" in name for name in collect(store, "s", keep=1, grace_seconds=3600).names)
+    assert f"s/payloads/{'ab' * 32}.patch" in collect(store, "s", keep=1, grace_seconds=0).names
+
+
+def test_a_reader_in_mid_restore_finds_another_path() -> None:
+    """gc runs between the reader's planning and its fetching: the read that fails makes it plan again."""
+
+    class Collected(MemoryStore):
+        armed = False
+
+        def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+            if self.armed and name.endswith(".patch"):
+                self.armed = False
+                collect(self, "s", keep=1, grace_seconds=0)
+            return super().get(name, start, stop)
+
+    store = Collected()
+    trainer = Trainer()
+    publisher = Publisher(store, stream="s", anchor_ratio=0.02, threads=1)
+    for _ in range(30):
+        trainer.step()
+        publisher.publish(trainer.state)
+    reader = Subscriber(store, stream="s", threads=1)
+    reader.sync(target=1)
+    store.armed = True
+    reader.sync()
+    assert reader.root == state_root(trainer.state)
+    assert not store.armed
+
+
+def test_bad_wishes() -> None:
+    with pytest.raises(EmptyStream):
+        collect(MemoryStore(), "s", keep=1)
+    with pytest.raises(InputError):
+        collect(MemoryStore(), "s", keep=0)
+
+
+def test_a_clock_that_goes_backwards_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The times of manifests only inform; gc measures age by the store's clock, whatever this machine's says."""
+    now = 2e9
+    monkeypatch.setattr("time.time", lambda: now)
+    store, trainer = LocalStore(tmp_path), Trainer()
+    publisher = Publisher(store, stream="s", anchor_ratio=0.02, threads=1)
+    for _ in range(20):
+        now -= 1000
+        trainer.step()
+        publisher.publish(trainer.state)
+    store.put(f"s/payloads/{'ab' * 32}.patch", b"on its way")
+    now = 9e9
+    collect(store, "s", keep=2)
+    assert f"s/payloads/{'ab' * 32}.patch" in {info.name for info in store.list("s/payloads")}
+    reader = Subscriber(store, stream="s", threads=1)
+    reader.sync()
+    assert reader.root == state_root(trainer.state)
+    assert all(report.ok for report in verify_stream(store, "s"))

@@ -1,0 +1,244 @@
+"""Listeners: JSON lines that survive a crash, the watch over density, and facts of the events that they need."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulse_rl import InputError, MemoryStore, Publisher, Store, Subscriber
+from pulse_rl.events import (
+    Applied,
+    DensityDrift,
+    Event,
+    Folded,
+    FoldFailed,
+    PathFailed,
+    Progress,
+    Published,
+    Resumed,
+    Synced,
+)
+from pulse_rl.metrics import DriftWatch, JsonLines, fan_out, read_events
+from pulse_rl.metrics.drift import FACTOR, IN_A_ROW, QUIET
+from tests.support.states import Rng, history
+from tests.support.stores import names
+
+PUBLISHED = Published("policy", 1, "00", 1000, 10, 2000, 50, 0, 0.5, {"build": 0.4}, {"step": 1})
+SYNCED = Synced("policy", 4, 1, "00", ("the patch",), 50, 0.5, 1.5, {"fetch": 0.4})
+ONE_OF_EACH: list[Event] = [
+    Progress("diff", 1, 2),
+    PUBLISHED,
+    Resumed("policy", 1, "matched"),
+    SYNCED,
+    Applied("policy", 4, 0.01),
+    PathFailed("policy", "the patch 0->1", "its bytes do not match", "corrupt_patch"),
+    Folded("policy", 0, 8, 100, 400),
+    FoldFailed("policy", 0, 8, "gone"),
+    DensityDrift("policy", 60, 0.1, 0.003, 0.03),
+]
+
+
+def of(kind: type[Event], events: list[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def synced_over(store: Store, states: list[Any], *, every: int = 1) -> tuple[list[Event], list[Event]]:
+    """The events of a publisher of ``states``, and of a subscriber that syncs after every few of them."""
+    sent: list[Event] = []
+    seen: list[Event] = []
+    publisher = Publisher(store, stream="policy", on_event=sent.append)
+    subscriber = Subscriber(store, stream="policy", on_event=seen.append)
+    for i, state in enumerate(states):
+        publisher.publish(state, metadata={"reward": i / 10})
+        if i % every == 0:
+            subscriber.sync()
+    return sent, seen
+
+
+def test_events_say_how_far_behind_and_where_the_time_went(rng: Rng) -> None:
+    sent, seen = synced_over(MemoryStore(), history(rng, 7), every=3)
+    syncs = of(Synced, seen)
+    assert [(s.version, s.versions_behind) for s in syncs] == [(0, None), (3, 3), (6, 3)]
+    assert set(syncs[0].phases) == {"plan", "fetch", "restore"}
+    assert set(syncs[1].phases) == {"plan", "fetch", "apply"}
+    for sync in syncs:
+        assert min(sync.phases.values()) >= 0
+        assert 0 < sum(sync.phases.values()) <= sync.seconds
+        assert -0.01 < sync.lag_seconds < 60
+    for published in of(Published, sent)[1:]:
+        assert set(published.phases) == {"resume", "build", "upload", "commit"}
+        assert sum(published.phases.values()) <= published.seconds * 1.01
+
+
+def test_lag_is_the_age_of_the_version(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    committed = Publisher(store, stream="policy")
+    committed.publish(history(rng, 1)[0])
+    head = committed.head()
+    assert head is not None
+    monkeypatch.setattr("pulse_rl.sync.subscriber.time.time", lambda: head.created + 12.5)
+    seen: list[Event] = []
+    Subscriber(store, stream="policy", on_event=seen.append).sync()
+    assert of(Synced, seen)[0].lag_seconds == pytest.approx(12.5)
+
+
+def test_a_failed_path_names_the_kind_of_error(rng: Rng) -> None:
+    store = MemoryStore()
+    publisher = Publisher(store, stream="policy", anchor_ratio=0.0)
+    states = history(rng, 2)
+    publisher.publish(states[0])
+    seen: list[Event] = []
+    subscriber = Subscriber(store, stream="policy", on_event=seen.append)
+    subscriber.sync()
+    publisher.publish(states[1])
+    (patch,) = [name for name in names(store, "policy/payloads") if name.endswith(".patch")]
+    store.put(patch, b"\0" * len(store.get(patch)))
+    subscriber.sync()
+    assert [e.kind for e in of(PathFailed, seen)] == ["digest_mismatch"]
+    assert of(Synced, seen)[-1].links == ("the anchor of version 1",)
+
+
+def test_json_lines_hold_every_event_but_progress(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "events-trainer.jsonl"
+    log = JsonLines(path)
+    for event in ONE_OF_EACH:
+        log(event)
+        assert path.read_bytes().endswith(b"\n") or isinstance(event, Progress)  # on disk before the next event
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["event"] for line in lines] == [
+        "published", "resumed", "synced", "applied", "path_failed", "folded", "fold_failed", "density_drift",
+    ]  # fmt: skip
+    assert lines[0]["metadata"] == {"step": 1}
+    assert lines[0]["changed"] == 10
+    assert lines[2]["lag_seconds"] == 1.5
+    assert lines[2]["links"] == ["the patch"]
+    assert all(1.7e9 < line["time"] < 1e10 for line in lines)
+    assert list(read_events(path)) == lines
+
+
+@pytest.mark.parametrize("cut", [1, 2, 10, 100, 200])
+def test_a_crash_in_mid_line_loses_that_line_only(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "events.jsonl"
+    log = JsonLines(path)
+    log(PUBLISHED)
+    log(replace(PUBLISHED, version=2))
+    log.close()
+    path.write_bytes(path.read_bytes()[:-cut])
+    left = [1, 2] if cut == 1 else [1]  # without its line feed alone, a line is whole
+    assert [e["version"] for e in read_events(path)] == left
+    log = JsonLines(path)
+    log(replace(PUBLISHED, version=3))
+    log.close()
+    assert [e["version"] for e in read_events(path)] == [*left, 3]
+
+
+def test_a_log_that_is_whole_gets_no_empty_line(tmp_path: Path) -> None:
+    for _ in range(3):
+        log = JsonLines(tmp_path / "events.jsonl")
+        log(PUBLISHED)
+        log.close()
+    assert (tmp_path / "events.jsonl").read_bytes().count(b"\n") == 3
+
+
+def test_lines_of_several_threads_do_not_mix(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "events.jsonl")
+    versions = [range(i * 50, i * 50 + 50) for i in range(8)]
+    threads = [threading.Thread(target=lambda r=r: [log(replace(PUBLISHED, version=v)) for v in r]) for r in versions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    assert sorted(e["version"] for e in read_events(tmp_path / "events.jsonl")) == list(range(400))
+
+
+def test_what_is_no_event_is_skipped(tmp_path: Path) -> None:
+    good = b'{"event": "published", "time": 1}\n'
+    bad = [b"\n", b"null\n", b"[1]\n", b'"event"\n', b'{"event": 1, "time": 1}\n', b'{"event": "a"}\n', b"\xff\xfe\n"]
+    bad += [b'{"event": "a", "time": "1"}\n', b"[" * 100_000 + b"\n", b'{"x": "' + b"y" * (1 << 21) + b'"}\n']
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(good + good.join(bad) + good)
+    assert len(list(read_events(path))) == len(bad) + 1
+
+
+def test_paths_that_cannot_be_used_are_input_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot write"):
+        JsonLines(tmp_path)
+    with pytest.raises(InputError, match="cannot read"):
+        list(read_events(tmp_path / "nothing.jsonl"))
+
+
+def test_fan_out_tells_each_in_order() -> None:
+    told: list[tuple[str, Event]] = []
+    fan_out(lambda e: told.append(("a", e)), lambda e: told.append(("b", e)))(PUBLISHED)
+    assert told == [("a", PUBLISHED), ("b", PUBLISHED)]
+
+
+# -- density drift
+
+
+def drifts(densities: list[float]) -> list[int]:
+    """The versions at which a drift is told."""
+    seen: list[Event] = []
+    watch = DriftWatch(seen.append)
+    for version, density in enumerate(densities):
+        watch(replace(PUBLISHED, version=version, elements=10**9, changed=round(density * 10**9)))
+    assert len(of(Published, seen)) == len(densities)
+    return [e.version for e in of(DensityDrift, seen)]
+
+
+def warm_up(steps: int, peak: float) -> list[float]:
+    """Density as in the PULSE paper's runs: a rise over 20 steps, ``peak`` times the steady state, then a decline."""
+    return [0.01 * min(1, (i + 1) / 20) * (1 + (peak - 1) * math.exp(-max(0, i - 20) / 12)) for i in range(steps)]
+
+
+@pytest.mark.parametrize("peak", [1.0, 2.0, 3.0])
+def test_a_warm_up_is_no_drift(peak: float) -> None:
+    assert drifts(warm_up(400, peak)) == []
+
+
+@pytest.mark.parametrize("change", [5.0, 1 / 5])
+def test_a_lasting_change_is_told_once(change: float) -> None:
+    steady = [0.01] * (QUIET + 30)
+    after = [0.01 * change] * 200
+    assert drifts(steady + after) == [len(steady) + IN_A_ROW - 1]
+    assert drifts(steady + after + steady) == [len(steady) + IN_A_ROW - 1, len(steady + after) + IN_A_ROW - 1]
+
+
+def test_single_steps_and_small_changes_are_no_drift() -> None:
+    spikes = [0.01 if i % 5 else 0.0 for i in range(300)]
+    assert drifts(spikes) == []
+    assert drifts([0.01] * 80 + [0.01 * FACTOR * 0.99] * 80) == []
+    assert drifts([0.01] * 80 + [1.0] * (IN_A_ROW - 1) + [0.01] * 80) == []
+
+
+def test_the_first_versions_are_not_judged() -> None:
+    assert drifts([0.001] * 20 + [0.9] * (QUIET - 20)) == []
+
+
+def test_a_drift_says_what_was_usual() -> None:
+    seen: list[Event] = []
+    watch = DriftWatch(seen.append)
+    for version, density in enumerate([0.01] * 60 + [0.2] * 3):
+        watch(replace(PUBLISHED, version=version, changed=round(density * 1000)))
+    (drift,) = of(DensityDrift, seen)
+    assert (drift.stream, drift.version, drift.density) == ("policy", 62, 0.2)
+    assert (drift.low, drift.high) == pytest.approx((0.01 / FACTOR, 0.01 * FACTOR))
+    assert seen[-2:] == [replace(PUBLISHED, version=62, changed=200), drift]
+
+
+def test_streams_are_watched_apart_and_versions_without_a_patch_do_not_count() -> None:
+    seen: list[Event] = []
+    watch = DriftWatch(seen.append)
+    for version in range(100):
+        watch(replace(PUBLISHED, stream="one", version=version))
+        watch(replace(PUBLISHED, stream="two", version=version, changed=800))
+        watch(replace(PUBLISHED, stream="one", version=version, changed=None))
+    assert of(DensityDrift, seen) == []

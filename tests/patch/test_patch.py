@@ -1,0 +1,273 @@
+"""A patch turns its base into its target bit for bit, or leaves the state exactly as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from hashlib import sha256
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pulse_rl import Bits, CorruptPatch, DigestMismatch, InputError, State, StateMismatch, WrongBase, codec
+from pulse_rl.patch import patch
+from pulse_rl.patch.patch import BuiltPatch, Patch, apply_in_place, build
+from pulse_rl.state.digest import StateDigest, state_digest
+from pulse_rl.state.tensors import DTYPES
+from tests.support.states import SPECIAL_BITS, Rng, Tensors, all_dtypes, bits, mutated, policy, snapshot, weights
+
+MIB = 1 << 20
+
+
+def built(old: Tensors, new: Tensors, **options: object) -> BuiltPatch:
+    state = State.of(old)
+    return build(state, State.of(new), state_digest(state), **options)  # type: ignore[arg-type]
+
+
+def digested(tensors: Tensors) -> tuple[State, StateDigest]:
+    state = State.of(tensors).copy()
+    return state, state_digest(state)
+
+
+def check_round_trip(old: Tensors, new: Tensors, **options: object) -> BuiltPatch:
+    before = snapshot(old), snapshot(new)
+    made = built(old, new, **options)
+    data = made.to_bytes()
+    state, digest = digested(old)
+    applied = apply_in_place(Patch.parse(data), state, digest)
+    assert snapshot(state) == snapshot(new)
+    assert (snapshot(old), snapshot(new)) == before
+    assert applied.digest == made.target == state_digest(State.of(new))
+    assert len(data) == made.nbytes
+    check_changes(old, new, applied)
+    return made
+
+
+def check_changes(old: Tensors, new: Tensors, applied: patch.Applied) -> None:
+    """What a live model is told is exactly what differs."""
+    for name in old:
+        before, after = old[name].array.reshape(-1), new[name].array.reshape(-1)
+        expected = np.flatnonzero(before != after)
+        if not len(expected):
+            assert name not in applied.changes
+            continue
+        indices, values = applied.changes[name]
+        assert (indices.dtype, values.dtype) == (np.int64, after.dtype)
+        np.testing.assert_array_equal(indices, expected)
+        np.testing.assert_array_equal(values, after[expected])
+
+
+@pytest.mark.parametrize("name", codec.names())
+@pytest.mark.parametrize("density", [0, 0.02, 0.5, 1.0])
+def test_mixed_dtypes_at_every_density(name: str, density: float, rng: Rng) -> None:
+    """Every dtype of safetensors, empty tensors and scalars in one state."""
+    old = all_dtypes(rng, 400)
+    made = check_round_trip(old, mutated(rng, old, density), codec=name)
+    values = [t.array.size for t in old.values()]
+    assert made.header.changed == sum(min(n, max(round(density * n), 1 if density else 0)) for n in values)
+
+
+@pytest.mark.parametrize("name", codec.names())
+@pytest.mark.parametrize("dtype", SPECIAL_BITS)
+def test_each_special_value_becomes_each_other(name: str, dtype: str) -> None:
+    """-0.0 to 0.0, a NaN payload to another: what float comparison gets wrong."""
+    values = np.array(SPECIAL_BITS[dtype], DTYPES[dtype].uint)
+    old, new = np.repeat(values, len(values)), np.tile(values, len(values))
+    check_round_trip({"w": Bits(old, dtype)}, {"w": Bits(new, dtype)}, codec=name)
+
+
+@pytest.mark.parametrize("name", codec.names())
+def test_tensors_of_several_blocks(name: str, rng: Rng) -> None:
+    """Changes at the blocks' edges, an untouched block in between, small tensors around."""
+    old = {
+        "a.small": weights(rng, 100),
+        "big": weights(rng, 5, MIB // 2 + 3),
+        "bytes": bits(rng, "U8", MIB + 5),
+        "c.small": weights(rng, 7),
+        "wide": bits(rng, "F32", 2 * MIB),
+    }
+    new = mutated(rng, {n: t for n, t in old.items() if n != "wide"}, 0.001) | {"wide": old["wide"]}
+    flat = new["big"].array.reshape(-1)
+    blocks = built(old, new, block_elements=MIB, codec=name).header.cut()
+    edges = [s.start for b in blocks for s in b.segments if s.spec.name == "big"]
+    assert len(edges) == 3
+    flat[edges] ^= 1
+    flat[np.array(edges[1:]) - 1] ^= 1
+    flat[edges[1] + 1 : edges[2] - 1] = old["big"].array.reshape(-1)[edges[1] + 1 : edges[2] - 1]
+    made = check_round_trip(old, new, block_elements=MIB, codec=name)
+    assert [e.codec_id == codec.SAME for b, e in zip(blocks, made.header.blocks, strict=True)][-2:] == [True, True]
+
+
+@given(seed=st.integers(0, 2**32), density=st.sampled_from([0.0, 0.003, 0.1, 1.0]), name=st.sampled_from(codec.names()))
+def test_random_states(seed: int, density: float, name: str) -> None:
+    rng = np.random.default_rng(seed)
+    dtypes = rng.choice(["BF16", "F32", "F8_E4M3", "I64", "U8"], rng.integers(0, 6))
+    shapes = [(), (0,), (1,), (7, 3), (2, 3, 4), (300,), (5, 0)]
+    old = {f"t{k}": bits(rng, str(d), *shapes[rng.integers(len(shapes))]) for k, d in enumerate(dtypes)}
+    check_round_trip(old, mutated(rng, old, density), codec=name)
+
+
+def test_a_patch_is_the_same_whatever_the_number_of_threads(rng: Rng) -> None:
+    old = policy(rng) | {"big": weights(rng, 3, MIB)}
+    new = mutated(rng, old)
+    assert len({built(old, new, threads=n, block_elements=MIB).to_bytes() for n in (1, 2, 5)}) == 1
+
+
+def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
+    old = policy(rng) | {"big": weights(rng, 3, MIB)}
+    making: list[int] = []
+    applying: list[int] = []
+    made = built(old, mutated(rng, old), progress=making.append, block_elements=MIB)
+    state, digest = digested(old)
+    apply_in_place(Patch.parse(made.to_bytes()), state, digest, progress=applying.append)
+    assert sum(making) == sum(applying) == state.nbytes
+    assert len(making) == len(made.header.blocks) > 3
+
+
+def test_unchanged_blocks_cost_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither bytes in the patch nor hashing on either side."""
+    old = {f"w{k}": weights(rng, MIB + k) for k in range(8)}
+    state, digest = digested(old)
+    monkeypatch.setattr(patch, "leaf_digests", lambda bits: pytest.fail("an unchanged block was hashed"))
+    made = build(state, State.of(old), digest, block_elements=MIB)
+    assert made.nbytes < 400
+    assert made.target == digest
+    assert {e.codec_id for e in made.header.blocks} == {codec.SAME}
+    applied = apply_in_place(Patch.parse(made.to_bytes()), state, digest)
+    assert applied.changes == {}
+    assert applied.digest == digest
+
+
+def test_one_changed_element_costs_its_block_only(rng: Rng) -> None:
+    old = {"w": weights(rng, 8, MIB)}
+    new = {"w": Bits(old["w"].array.copy(), "BF16")}
+    new["w"].array[5, 77] ^= 1
+    made = check_round_trip(old, new, block_elements=MIB)
+    assert [e.changed for e in made.header.blocks] == [0, 0, 0, 0, 0, 1, 0, 0]
+    assert made.nbytes < 400
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda t: {("new" if n == "steps" else n): v for n, v in t.items()}, id="renamed"),
+        pytest.param(lambda t: {n: v for n, v in t.items() if n != "steps"}, id="missing"),
+        pytest.param(lambda t: t | {"new": Bits(t["steps"].array.copy(), "I64")}, id="added"),
+        pytest.param(lambda t: t | {"steps": Bits(t["steps"].array.reshape(1), "I64")}, id="reshaped"),
+        pytest.param(lambda t: t | {"steps": Bits(t["steps"].array, "U64")}, id="other-dtype"),
+    ],
+)
+def test_other_tensors_are_a_mismatch_that_names_the_tensor(other: object, rng: Rng) -> None:
+    old = policy(rng)
+    changed = other(old)  # type: ignore[operator]
+    made = built(old, mutated(rng, old))
+    with pytest.raises(StateMismatch, match=r"steps|new"):
+        built(old, changed)
+    state, digest = digested(changed)
+    with pytest.raises(WrongBase):
+        apply_in_place(Patch.parse(made.to_bytes()), state, digest)
+    with pytest.raises(StateMismatch, match=r"steps|new"):
+        apply_in_place(Patch.parse(made.to_bytes()), state, state_digest(State.of(old)))
+    assert snapshot(state) == snapshot(changed)
+
+
+def test_a_wrong_base_is_refused_and_untouched(rng: Rng) -> None:
+    old = policy(rng)
+    other = mutated(rng, old, 0.001)
+    made = built(old, mutated(rng, old))
+    state, digest = digested(other)
+    with pytest.raises(WrongBase) as caught:
+        apply_in_place(Patch.parse(made.to_bytes()), state, digest)
+    assert digest.root[:16] in str(caught.value)
+    assert made.header.base_root[:16] in str(caught.value)
+    assert snapshot(state) == snapshot(other)
+
+
+def test_applying_twice_is_refused(rng: Rng) -> None:
+    old = policy(rng)
+    new = mutated(rng, old)
+    parsed = Patch.parse(built(old, new).to_bytes())
+    state, digest = digested(old)
+    applied = apply_in_place(parsed, state, digest)
+    with pytest.raises(WrongBase):
+        apply_in_place(parsed, state, applied.digest)
+    assert snapshot(state) == snapshot(new)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_cancelling_at_any_block_leaves_the_state_as_it_was(threads: int, rng: Rng) -> None:
+    old = {f"{dtype}.{k}": bits(rng, dtype, 50) for k in range(3) for dtype in ("BF16", "F32", "U8")}
+    new = mutated(rng, old, 0.3)
+    made = built(old, new)
+    parsed = Patch.parse(made.to_bytes())
+    state, digest = digested(old)
+    for stop_at in range(len(made.header.blocks)):
+        seen: list[int] = []
+
+        def cancel(nbytes: int, stop_at: int = stop_at, seen: list[int] = seen) -> None:
+            seen.append(nbytes)
+            if len(seen) > stop_at:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            apply_in_place(parsed, state, digest, threads=threads, progress=cancel)
+        assert snapshot(state) == snapshot(old)
+    apply_in_place(parsed, state, digest, threads=threads)
+    assert snapshot(state) == snapshot(new)
+
+
+def test_a_patch_that_does_not_lead_to_its_target_root_is_undone(rng: Rng) -> None:
+    old = policy(rng)
+    made = built(old, mutated(rng, old))
+    lying = dataclasses.replace(made.header, target_root="0" * 64)
+    state, digest = digested(old)
+    with pytest.raises(DigestMismatch, match="0000000000000000"):
+        apply_in_place(Patch.parse(lying.to_bytes() + made.to_bytes()[-lying.body_bytes :]), state, digest)
+    assert snapshot(state) == snapshot(old)
+
+
+def test_a_block_of_another_patch_under_its_own_digest_is_undone(rng: Rng) -> None:
+    """Each block is checked, but only the root tells that they belong together."""
+    old = {"a": weights(rng, 500), "b": bits(rng, "F32", 500)}
+    one, two = built(old, mutated(rng, old)), built(old, mutated(rng, old))
+    mixed = dataclasses.replace(one.header, blocks=(one.header.blocks[0], two.header.blocks[1]))
+    state, digest = digested(old)
+    with pytest.raises(DigestMismatch):
+        apply_in_place(Patch.parse(mixed.to_bytes() + one.chunks[1] + two.chunks[2]), state, digest)
+    assert snapshot(state) == snapshot(old)
+
+
+def test_a_wrong_count_of_changes_is_refused_and_undone(rng: Rng) -> None:
+    old = {"a": weights(rng, 500), "b": bits(rng, "F32", 500)}
+    made = built(old, mutated(rng, old))
+    first, last = made.header.blocks
+    lying = dataclasses.replace(made.header, blocks=(first, last._replace(changed=last.changed + 1)))
+    state, digest = digested(old)
+    with pytest.raises(CorruptPatch, match=r"block 1 \(b\[0:500\]\): 5 changes, the header counts 6"):
+        apply_in_place(Patch.parse(lying.to_bytes() + b"".join(made.chunks[1:])), state, digest)
+    assert snapshot(state) == snapshot(old)
+
+
+@pytest.mark.parametrize("codec_id", [*(codec.by_name(n).id for n in codec.names()), 99])
+def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(codec_id: int, rng: Rng) -> None:
+    old = {"a": weights(rng, 500), "b": bits(rng, "F32", 500)}
+    made = built(old, mutated(rng, old))
+    junk = b"\xff" * 40
+    entry = made.header.blocks[1]._replace(codec_id=codec_id, length=len(junk), sha256=sha256(junk).digest())
+    lying = dataclasses.replace(made.header, blocks=(made.header.blocks[0], entry))
+    state, digest = digested(old)
+    with pytest.raises((CorruptPatch, DigestMismatch)) as caught:
+        apply_in_place(Patch.parse(lying.to_bytes() + made.chunks[1] + junk), state, digest, threads=1)
+    if isinstance(caught.value, CorruptPatch):
+        assert "block 1 (b[0:500])" in str(caught.value)
+    assert snapshot(state) == snapshot(old)
+
+
+def test_options_that_cannot_be_used(rng: Rng) -> None:
+    old = policy(rng)
+    for wrong in (MIB - 1, MIB + 1, codec.MAX_BLOCK_ELEMENTS + MIB):
+        with pytest.raises(InputError, match="block_elements"):
+            built(old, old, block_elements=wrong)
+    with pytest.raises(InputError, match="codec"):
+        built(old, old, codec="gzip")

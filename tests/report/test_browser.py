@@ -1,0 +1,342 @@
+"""The report in a real browser: what is drawn, what moves with the sliders, narrow, dark, printed, hostile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulse_rl.plan import METHODS, MethodPlan, Scenario, make_plan
+from pulse_rl.report import headline, read_run, render
+from tests.support import chromium
+from tests.support.chromium import Chromium
+from tests.support.reports import HOSTILE, PARAMETERS, START, published, study, synced, write, write_run
+
+EXECUTABLE = chromium.find()
+pytestmark = pytest.mark.skipif(
+    EXECUTABLE is None, reason="no Chromium here: install one, or name it in PULSE_CHROMIUM"
+)
+
+SLIDERS = {
+    "params": (1e6, 1e12),
+    "density": (1e-5, 1),
+    "step_seconds": (0.01, 1000),
+    "bandwidth": (1e6, 1e12),
+    "workers": (1, 1024),
+    "cores": (1, 128),
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    assert EXECUTABLE is not None
+    with Chromium(EXECUTABLE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="module")
+def pages(folder: Path) -> dict[str, Path]:
+    """Pages by name: with everything, the planner alone, three versions, a long run, hostile names."""
+    long_name = "worker-" + "x" * 200
+    write_run(folder / "whole", 60)
+    failed = {
+        "event": "path_failed",
+        "time": START,
+        "stream": "policy",
+        "kind": "digest_mismatch",
+        "reason": "it differs",
+    }
+    drift = {"event": "density_drift", "time": START + 9, "stream": "policy", "version": 7}
+    write(
+        folder / f"whole/events-{long_name}.jsonl",
+        [synced(0, None), failed | {"link": "the patch 1->2"}, drift | {"density": 0.2, "low": 0.003, "high": 0.03}],
+    )
+    write_run(folder / "hostile", 5, stream=HOSTILE)
+    write(
+        folder / "hostile/events-<b>.jsonl",
+        [synced(1, 0, stream=HOSTILE), failed | {"stream": HOSTILE, "link": HOSTILE}],
+    )
+    hostile = study(name=HOSTILE) | {"source": HOSTILE * 5}
+    hostile["layers"][0]["layer"] = HOSTILE
+    made = {
+        "whole": render(run=read_run(write_run(folder / "whole", 60)), study=study()),
+        "planner": render(),
+        "short": render(run=read_run(write_run(folder / "short", 3))),
+        "long": render(run=read_run(write_run(folder / "long", 3000, workers=3))),
+        "hostile": render(run=read_run(folder / "hostile"), study=hostile, title=HOSTILE),
+    }
+    for name, text in made.items():
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
+    return {name: folder / f"{name}.html" for name in made}
+
+
+PAGES = ["whole", "planner", "short", "long", "hostile"]
+
+
+def table(browser: Chromium) -> dict[str, list[str]]:
+    """The planner's rows: method, then bytes, time, two utilisations, bandwidth for the target."""
+    rows: dict[str, list[str]] = browser.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('.plan tbody tr')].map("
+        "row => [row.dataset.method, [...row.querySelectorAll('td')].map(cell => cell.textContent)]))"
+    )
+    return rows
+
+
+def row(plan: MethodPlan) -> list[str]:
+    return [
+        headline.size(plan.patch_bytes),
+        headline.duration(plan.sync_seconds),
+        headline.percent(plan.utilisation),
+        headline.percent(plan.worker_utilisation),
+        headline.rate(plan.bandwidth_for_target),
+    ]
+
+
+def slide(browser: Chromium, name: str, position: int) -> float:
+    """Moves a slider to one of its 1000 places and returns the value that it then stands for."""
+    browser.evaluate(
+        f"(slider => {{ slider.value = {position}; slider.dispatchEvent(new Event('input')); }})"
+        f"(document.getElementById('plan-{name}'))"
+    )
+    low, high = SLIDERS[name]
+    value = low * (high / low) ** (position / 1000)
+    return round(value) if name in ("params", "workers", "cores") else float(f"{value:.3g}")
+
+
+def curves(browser: Chromium) -> list[str]:
+    """The paths of the chart of utilisation by bandwidth, and where its marks are."""
+    drawn: list[str] = browser.evaluate(
+        "[...document.querySelectorAll('#plan svg')[0].querySelectorAll('path.curve, line.mark')]"
+        ".map(shape => shape.getAttribute('d') ?? shape.getAttribute('x1'))"
+    )
+    return drawn
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [360, 1200])
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_draw_fit_and_ask_for_nothing(
+    browser: Chromium, pages: dict[str, Path], name: str, width: int, dark: bool
+) -> None:
+    browser.show(pages[name], width=width, height=780, dark=dark, mobile=width < 600)
+    assert browser.errors == []
+    assert browser.requests == [pages[name].as_uri()]
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    outside = browser.evaluate(
+        "[...document.querySelectorAll('svg text')].filter(text => {"
+        " const box = text.getBoundingClientRect(), around = text.ownerSVGElement.getBoundingClientRect();"
+        " return box.left < Math.max(-1, around.left - 8) || box.right > Math.min(innerWidth + 1, around.right + 14);"
+        "}).map(text => text.textContent)"
+    )
+    assert outside == []
+    paper, ink = browser.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
+    assert (brightness(paper) < 60, brightness(ink) > 200) == (dark, dark)
+    unlabelled = browser.evaluate(
+        "[...document.querySelectorAll('svg[role=img]')].filter(svg => !svg.getAttribute('aria-label')).length +"
+        "[...document.querySelectorAll('input')].filter(input => !input.labels.length).length"
+    )
+    assert unlabelled == 0
+
+
+def brightness(colour: str) -> float:
+    return sum(int(part) for part in re.findall(r"\d+", colour)[:3]) / 3
+
+
+def test_every_figure_is_there(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["whole"])
+    titles = browser.evaluate("[...document.querySelectorAll('figure h3')].map(title => title.textContent)")
+    assert titles == [
+        "Reward", "Density", "Bytes", "Phases", "Workers over time",
+        "Sparsity by k", "Cost of a change", "Density by layer type", "Density by size of the weight",
+        "Density over time", "The densest tensors",
+        "Utilisation by bandwidth", "Where the time of a sync goes",
+    ]  # fmt: skip
+    assert browser.evaluate("document.querySelectorAll('figure').length") == len(titles)
+    warnings = browser.evaluate(
+        "[...document.querySelectorAll('.warning.wide')].map(node => node.firstChild.textContent)"
+    )
+    assert warnings == [
+        "Density drift at version 7: 20%, outside 0.3% to 3%.",
+        "1 path to a version failed, and another was taken.",
+    ]
+
+
+def test_charts_show_what_the_data_says(browser: Chromium, pages: dict[str, Path]) -> None:
+    """Positions of what is drawn, read back through the axes' own ticks."""
+    browser.show(pages["short"])
+    said = browser.evaluate(
+        "[...document.querySelectorAll('svg[role=img]')].map(svg => svg.getAttribute('aria-label'))"
+    )
+    assert said[0] == "Reward by version, running mean from 0.5 to 0.502."
+    assert said[1] == "Density by version, mean 1%."
+    assert said[2] == "Patches have 63 MB on average, full syncs 14 GB."
+    assert said[3].startswith("Mean time by phase: publish 4 s")
+    heights = browser.evaluate(
+        "[...document.querySelectorAll('figure')[2].querySelectorAll('path.curve')].slice(-2)"
+        ".map(path => path.getBBox().y)"
+    )
+    full, patch = heights
+    ticks = browser.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('figure')[2].querySelectorAll('svg:last-of-type text')]"
+        ".filter(text => /B$/.test(text.textContent))"
+        ".map(text => [text.textContent, Number(text.getAttribute('y')) - 4]))"
+    )
+    decade = ticks["1 GB"] - ticks["10 GB"]
+    assert (ticks["10 GB"] - full) / decade == pytest.approx(0.146, abs=0.02)  # log10 of 14 / 10
+    assert (patch - ticks["100 MB"]) / decade == pytest.approx(0.2007, abs=0.02)  # log10 of 100 / 63
+
+
+def test_moving_sliders_draws_what_the_plan_says(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["planner"])
+    scenario = Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=2e8, workers=4)
+    plan = make_plan(scenario)
+    assert table(browser) == {name: row(plan.methods[name]) for name in METHODS}
+    seen = [curves(browser)]
+    changes: dict[str, Any] = {}
+    for name, position in [
+        ("bandwidth", 700),
+        ("density", 380),
+        ("params", 550),
+        ("step_seconds", 400),
+        ("cores", 300),
+    ]:
+        changes[name] = slide(browser, name, position)
+        plan = make_plan(Scenario(**({"params": PARAMETERS, "density": 0.01, "step_seconds": 50.0, "bandwidth": 2e8,
+                                      "workers": 4} | changes)))  # fmt: skip
+        assert table(browser) == {method: row(plan.methods[method]) for method in METHODS}, name
+        said = browser.evaluate(f"document.querySelector('output[for=plan-{name}]').textContent")
+        assert said == browser.evaluate(f"document.getElementById('plan-{name}').getAttribute('aria-valuetext')")
+        seen.append(curves(browser))
+    *moved, cores = pairwise(seen)
+    assert all(before != after for before, after in moved)
+    assert cores[0] == cores[1]  # what blocks a worker is the transfer
+    assert browser.errors == []
+
+
+def test_a_shared_link_divides_the_bandwidth_among_workers(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["planner"])
+    alone = table(browser)
+    slide(browser, "workers", 600)
+    assert table(browser) == alone
+    browser.evaluate("document.getElementById('plan-shared').click()")
+    workers = int(browser.evaluate("document.querySelector('output[for=plan-workers]').textContent"))
+    plan = make_plan(
+        Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=2e8, workers=workers, shared_link=True)
+    )
+    assert table(browser) == {name: row(plan.methods[name]) for name in METHODS} != alone
+
+
+def test_the_keyboard_moves_a_slider(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["planner"])
+    before = table(browser)
+    browser.evaluate("document.getElementById('plan-bandwidth').focus()")
+    for kind in ("rawKeyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key="Home", code="Home", windowsVirtualKeyCode=36)
+    assert browser.evaluate("document.querySelector('output[for=plan-bandwidth]').textContent") == "1 Mbit/s"
+    plan = make_plan(Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=1e6, workers=4))
+    assert table(browser) == {name: row(plan.methods[name]) for name in METHODS} != before
+
+
+def test_bytes_that_a_study_measured_hold_at_its_density(browser: Chromium, folder: Path) -> None:
+    page = folder / "study.html"
+    page.write_text(render(study=study()), encoding="utf-8")
+    browser.show(page)
+    measured = {"context": 0.9, "zstd": 2.8}
+    inputs: dict[str, Any] = {"params": PARAMETERS, "step_seconds": 50.0, "bandwidth": 2e8, "workers": 4}
+    start = make_plan(Scenario(**inputs, density=1 - study()["rows"][0]["sparsity"], bytes_per_changed=measured))
+    assert table(browser) == {name: row(start.methods[name]) for name in METHODS}
+    moved = make_plan(Scenario(**inputs, density=slide(browser, "density", 500)))
+    assert table(browser) == {name: row(moved.methods[name]) for name in METHODS}
+
+
+def test_tables_hold_the_numbers(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["whole"])
+    browser.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
+    browser.evaluate("new Promise(done => setTimeout(done, 50))")
+    tables = browser.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('details .scroll')].map("
+        "box => [box.getAttribute('aria-label'), [...box.querySelectorAll('tr')].map("
+        "row => [...row.children].map(cell => cell.textContent))]))"
+    )
+    assert tables["Table: Density"][1] == ["1", "1%"]
+    assert len(tables["Table: Reward"]) == 41  # a head, and 40 of the 60 versions
+    assert tables["Table: Reward"][-1] == ["59", "0.559"]
+    assert tables["Table: Sparsity by k"][1][:3] == ["1", "39", "98.8%"]
+    assert tables["Table: Workers over time"][1][0] == "worker-0"
+    assert ["publish", "build", "3 s"] in tables["Table: Phases"]
+    assert tables["Table: failed paths"][1][1:] == ["digest_mismatch", "the patch 1->2", "it differs"]
+
+
+def test_hostile_names_are_shown_and_not_run(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["hostile"])
+    assert browser.evaluate("[document.scripts.length, document.images.length]") == [2, 0]
+    assert browser.evaluate("document.title").startswith("</script>")
+    assert "</script><script>" in browser.evaluate("document.querySelector('.about').textContent")
+
+
+def test_the_policy_stops_the_network_and_other_scripts(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["planner"])
+    refused = browser.evaluate("fetch('http://127.0.0.1:9/').then(() => false, () => true)")
+    ran = browser.evaluate(
+        "(() => { const s = document.createElement('script'); s.textContent = 'window.ran = true';"
+        " document.body.append(s); return window.ran === true; })()"
+    )
+    assert (refused, ran) == (True, False)
+    assert any("Content Security Policy" in error for error in browser.errors)
+
+
+def test_the_pointer_reads_a_chart(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["whole"])
+    x, y = browser.evaluate(
+        "(box => [box.left + box.width / 2, box.top + box.height / 2])"
+        "(document.querySelectorAll('figure svg[role=img]')[1].getBoundingClientRect())"
+    )
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    said = browser.evaluate("document.querySelectorAll('figure .readout')[1].textContent")
+    assert re.fullmatch(r"version \d+ · density 1%", said)
+
+
+def test_it_prints_on_paper(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["whole"], dark=True)
+    browser.call(
+        "Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}]
+    )
+    assert brightness(browser.evaluate("getComputedStyle(document.body).backgroundColor")) == 255
+    assert len(browser.call("Page.printToPDF")["data"]) > 20_000
+    browser.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_charts_follow_the_width(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["planner"])
+    wide = browser.evaluate("document.querySelector('#plan svg').getAttribute('width')")
+    browser.call("Emulation.setDeviceMetricsOverride", width=500, height=800, deviceScaleFactor=1, mobile=False)
+    browser.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 100)))")
+    assert 0 < float(browser.evaluate("document.querySelector('#plan svg').getAttribute('width')")) < float(wide)
+    assert browser.errors == []
+
+
+def test_without_a_trainers_events_the_rest_is_drawn(browser: Chromium, folder: Path) -> None:
+    write(folder / "lone/events-w.jsonl", [synced(v, v - 1 if v else None) for v in range(4)])
+    first = write_run(folder / "first", 1)
+    for number, source in enumerate([folder / "lone", first]):
+        page = folder / f"part-{number}.html"
+        page.write_text(render(run=read_run(source)), encoding="utf-8")
+        browser.show(page)
+        assert browser.errors == []
+        assert "Workers over time" in browser.evaluate("document.body.innerText")
+    odd = published(1, changed=0, patch_bytes=0)
+    write(folder / "odd/events-trainer.jsonl", [published(0), odd])
+    (folder / "odd.html").write_text(render(run=read_run(folder / "odd")), encoding="utf-8")
+    browser.show(folder / "odd.html")
+    assert browser.errors == []

@@ -1,0 +1,293 @@
+"""Checkpoints on disk: what safetensors and Hugging Face write is read, what is written they can read, and the rest is
+refused with a typed error."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from pulse_rl import CorruptCheckpoint, FormatError, InputError, State, UnsupportedTensor, as_state, state_root
+from pulse_rl.integrations.torch import to_torch
+from pulse_rl.state.checkpoint import FILE_NAME, INDEX_NAME, MAX_HEADER_BYTES, load, save
+from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, policy, run_python, snapshot
+
+
+def file_of(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
+    """A safetensors file with any header: bytes as they are, another value as JSON."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    return Qwen2ForCausalLM(config).to(torch.bfloat16)
+
+
+def test_safetensors_loads_what_is_saved(tmp_path: Path, rng: Rng) -> None:
+    state = State.of(all_dtypes(rng))
+    save(tmp_path / "model.safetensors", state, {"format": "pt", "note": "größe"})
+    assert snapshot(load_file(tmp_path / "model.safetensors")) == snapshot(state)
+    loaded, metadata = load(tmp_path / "model.safetensors")
+    assert snapshot(loaded) == snapshot(state)
+    assert metadata == {"format": "pt", "note": "größe"}
+
+
+def test_what_safetensors_saves_is_loaded(tmp_path: Path, rng: Rng) -> None:
+    tensors = to_torch(State.of(all_dtypes(rng)).copy())
+    save_file(tensors, tmp_path / "model.safetensors", {"a": "b"})
+    loaded, metadata = load(tmp_path)
+    assert snapshot(loaded) == snapshot(tensors)
+    assert metadata == {"a": "b"}
+
+
+def test_a_state_of_no_tensors(tmp_path: Path) -> None:
+    save(tmp_path / "none.safetensors", State.of({}))
+    assert load_file(tmp_path / "none.safetensors") == {}
+    assert snapshot(load(tmp_path / "none.safetensors")[0]) == {}
+
+
+@pytest.mark.parametrize("shard", ["20KB", "10GB"], ids=["sharded", "one-file"])
+def test_folders_that_hugging_face_writes(tmp_path: Path, qwen: Qwen2ForCausalLM, shard: str) -> None:
+    qwen.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / INDEX_NAME).exists() == (shard == "20KB")
+    assert snapshot(as_state(tmp_path)) == snapshot(qwen.state_dict())
+    assert state_root(tmp_path) == state_root(str(tmp_path)) == state_root(qwen.state_dict())
+
+
+def test_hugging_face_loads_what_is_saved(tmp_path: Path, qwen: Qwen2ForCausalLM) -> None:
+    qwen.config.save_pretrained(tmp_path)
+    save(tmp_path / FILE_NAME, State.of(qwen.state_dict()), {"format": "pt"})
+    again = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert state_root(again.state_dict()) == state_root(qwen.state_dict())
+
+
+def test_tensors_at_odd_offsets_are_read(tmp_path: Path) -> None:
+    """Other writers need not sort by width: a 4-byte element may start at any byte."""
+    values = np.arange(5, dtype=np.float32)
+    header = {"a": entry("U8", [3], [0, 3]), "b": entry("F32", [5], [3, 23])}
+    (tmp_path / "odd.safetensors").write_bytes(file_of(header, b"xyz" + values.tobytes()))
+    state, _ = load(tmp_path / "odd.safetensors")
+    assert (state.read("a").tobytes(), state.read("b").tobytes()) == (b"xyz", values.tobytes())
+
+
+def test_a_loaded_checkpoint_cannot_be_written_through(tmp_path: Path, rng: Rng) -> None:
+    save(tmp_path / "model.safetensors", State.of(policy(rng)))
+    state, _ = load(tmp_path)
+    with pytest.raises(ValueError, match="read-only"):
+        state.read("steps")[0] = 1
+
+
+def test_aliases_are_not_written(tmp_path: Path) -> None:
+    tied = np.zeros(4, np.float32)
+    state = State.of({"embed": tied, "head": tied})
+    save(tmp_path / "model.safetensors", state)
+    assert list(load_file(tmp_path / "model.safetensors")) == ["embed"]
+    assert state_root(tmp_path) == state_root(state)
+
+
+def test_files_in_a_folder_without_an_index(tmp_path: Path) -> None:
+    save(tmp_path / "a.safetensors", State.of({"a": np.zeros(2)}))
+    save(tmp_path / "b.safetensors", State.of({"b": np.zeros(2)}))
+    assert load(tmp_path)[0].names == ["a", "b"]
+    save(tmp_path / "c.safetensors", State.of({"a": np.zeros(2)}))
+    with pytest.raises(CorruptCheckpoint, match="'a' is in two files"):
+        load(tmp_path)
+
+
+U8 = entry()
+HOSTILE = {
+    "empty file": b"",
+    "no header": b"\x08\0\0\0",
+    "header past the end": file_of({}, length=3),
+    "header of exabytes": file_of({}, length=(1 << 64) - 1),
+    "header past the cap": file_of({}, length=MAX_HEADER_BYTES + 1),
+    "header not UTF-8": file_of(b'{"\xff": 1}'),
+    "header not JSON": file_of(b"{'a': 1}"),
+    "header cut": file_of(b'{"a":{"dtype":'),
+    "header nested too deep": file_of(b"[" * 100_000),
+    "header a list": file_of([]),
+    "header null": file_of(None),
+    "number of 5000 digits": file_of(b'{"a":{"dtype":"U8","shape":[' + b"1" * 5000 + b'],"data_offsets":[0,4]}}'),
+    "same key twice": file_of(b'{"a":%s,"a":%s}' % ((json.dumps(U8).encode(),) * 2), bytes(4)),
+    "same field twice": file_of(b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}', bytes(4)),
+    "entry a list": file_of({"a": []}),
+    "entry without a dtype": file_of({"a": {"shape": [4], "data_offsets": [0, 4]}}, bytes(4)),
+    "entry without offsets": file_of({"a": {"dtype": "U8", "shape": [4]}}, bytes(4)),
+    "three offsets": file_of({"a": entry(offsets=[0, 2, 4])}, bytes(4)),
+    "shape a number": file_of({"a": entry(shape=4)}, bytes(4)),
+    "shape a string": file_of({"a": entry(shape="", offsets=[0, 1])}, bytes(1)),
+    "shape an object": file_of({"a": entry(shape={}, offsets=[0, 1])}, bytes(1)),
+    "negative dimension": file_of({"a": entry(shape=[-4])}, bytes(4)),
+    "two negative dimensions": file_of({"a": entry(shape=[-2, -2])}, bytes(4)),
+    "fractional dimension": file_of({"a": entry(shape=[4.0])}, bytes(4)),
+    "true for a dimension": file_of({"a": entry(shape=[True, 4])}, bytes(4)),
+    "dimension not a number": file_of(b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)),
+    "too many dimensions": file_of({"a": entry(shape=[4] + [1] * 16)}, bytes(4)),
+    "terabytes": file_of({"a": entry(shape=[1 << 42], offsets=[0, 1 << 42])}, bytes(4)),
+    "elements past the cap": file_of({"a": entry(shape=[1 << 60], offsets=[0, 1 << 60])}, bytes(4)),
+    "dimension past 64 bits": file_of({"a": entry(shape=[0, 1 << 70], offsets=[0, 0])}),
+    "negative offsets": file_of({"a": entry(offsets=[-4, 0])}, bytes(4)),
+    "offsets swapped": file_of({"a": entry(offsets=[4, 0])}, bytes(4)),
+    "offsets of another length": file_of({"a": entry(offsets=[0, 3])}, bytes(4)),
+    "overlap": file_of({"a": entry(), "b": entry(offsets=[2, 6])}, bytes(6)),
+    "same bytes twice": file_of({"a": entry(), "b": entry()}, bytes(4)),
+    "gap": file_of({"a": entry(), "b": entry(offsets=[5, 9])}, bytes(9)),
+    "gap at the start": file_of({"a": entry(offsets=[1, 5])}, bytes(5)),
+    "beyond the file": file_of({"a": entry()}, bytes(3)),
+    "bytes left over": file_of({"a": entry()}, bytes(5)),
+    "empty name": file_of({"": entry()}, bytes(4)),
+    "long name": file_of({"w" * 1025: entry()}, bytes(4)),
+    "half a character": file_of(b'{"\\ud800":%s}' % json.dumps(U8).encode(), bytes(4)),
+    "metadata a list": file_of({"__metadata__": [], "a": U8}, bytes(4)),
+    "metadata of numbers": file_of({"__metadata__": {"a": 1}, "a": U8}, bytes(4)),
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_files_are_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CorruptCheckpoint) as caught:
+        load(tmp_path)
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_a_header_of_terabytes_allocates_nothing(tmp_path: Path) -> None:
+    for name in ("terabytes", "header past the cap", "elements past the cap"):
+        (tmp_path / f"{name}.safetensors").write_bytes(HOSTILE[name])
+    done = run_python(
+        LIMIT_MEMORY
+        + """
+import sys
+from pathlib import Path
+from pulse_rl import CorruptCheckpoint
+from pulse_rl.state.checkpoint import load
+limit_memory(64 << 20)
+for file in Path(sys.argv[1]).iterdir():
+    try:
+        load(file)
+    except CorruptCheckpoint:
+        print("refused")
+""",
+        str(tmp_path),
+    )
+    assert (done.returncode, done.stdout) == (0, "refused\n" * 3), done.stderr
+
+
+@given(st.data())
+def test_damaged_headers_end_in_a_format_error_or_in_a_state(data: st.DataObject) -> None:
+    header = {"__metadata__": {"a": "b"}, "x": entry("F32", [2, 2], [0, 16]), "y": entry("U8", [3], [16, 19])}
+    broken = bytearray(file_of(header, bytes(19)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        broken[data.draw(st.integers(0, len(broken) - 1))] = data.draw(st.integers(0, 255))
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        file.write(broken[: data.draw(st.sampled_from([len(broken), len(broken) - 1, 8, 30]))])
+        file.flush()
+        try:
+            state, _ = load(file.name)
+        except FormatError:
+            return
+        assert state.nbytes == 19
+
+
+def test_a_dtype_without_whole_bytes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(file_of({"a": entry("F4", [2], [0, 1])}, bytes(1)))
+    with pytest.raises((UnsupportedTensor, CorruptCheckpoint), match="F4"):
+        load(tmp_path)
+
+
+INDEXES = {
+    "not JSON": "{",
+    "not UTF-8": b"\xff",
+    "nested too deep": "[" * 100_000,
+    "a list": "[]",
+    "without a map": "{}",
+    "map a list": '{"weight_map": []}',
+    "a number for a file": '{"weight_map": {"a": 1}}',
+    "null for a file": '{"weight_map": {"a": null}}',
+    "a list for a file": '{"weight_map": {"a": []}}',
+    "numbers and names": '{"weight_map": {"a": 1, "b": "x.safetensors"}}',
+    "no tensors": '{"weight_map": {}}',
+    "parent folder": '{"weight_map": {"a": "../../x.safetensors"}}',
+    "absolute path": '{"weight_map": {"a": "/etc/x.safetensors"}}',
+    "inner folder": '{"weight_map": {"a": "y/x.safetensors"}}',
+    "hidden file": '{"weight_map": {"a": ".x.safetensors"}}',
+    "another kind of file": '{"weight_map": {"a": "x.bin"}}',
+    "empty name": '{"weight_map": {"a": ""}}',
+    "a tensor that its file lacks": '{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}',
+}
+
+
+@pytest.mark.parametrize("text", INDEXES.values(), ids=INDEXES)
+def test_hostile_indexes_are_refused(text: str | bytes, tmp_path: Path) -> None:
+    """Names from an index are checked before they are joined to a path."""
+    folder = tmp_path / "outer" / "inner"
+    for place in (folder, tmp_path):
+        save(place / "x.safetensors", State.of({"a": np.zeros(2)}))
+    (folder / INDEX_NAME).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(CorruptCheckpoint, match="index"):
+        load(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path, qwen: Qwen2ForCausalLM) -> None:
+    qwen.save_pretrained(tmp_path, max_shard_size="20KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises((InputError, FormatError), match=gone.name):
+        load(tmp_path)
+
+
+def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent", tmp_path / "absent.safetensors"):
+        with pytest.raises(InputError, match="no checkpoint"):
+            load(path)
+    (tmp_path / INDEX_NAME).write_text('{"weight_map": {"a": "x.safetensors"}}')
+    with pytest.raises(InputError, match=r"x\.safetensors"):
+        load(tmp_path)
+
+
+def test_what_is_no_source_of_a_state() -> None:
+    for wrong in (None, 3, [np.zeros(1)], torch.nn.Linear(1, 1)):
+        with pytest.raises(InputError):
+            as_state(wrong)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedTensor):
+        as_state({"a": 3})
+
+
+def test_saving_replaces_the_whole_file_or_nothing(tmp_path: Path, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model.safetensors"
+    old, new = State.of(policy(rng)), State.of(policy(rng))
+    save(target, old)
+
+    def breaks(state: State, *rest: Any) -> Iterator[bytes]:
+        yield from whole(state, *rest)
+        raise KeyboardInterrupt
+
+    whole: Callable[..., Iterator[bytes]] = load.__globals__["serialize"]
+    with monkeypatch.context() as patched:
+        patched.setattr("pulse_rl.state.checkpoint.serialize", breaks)
+        with pytest.raises(KeyboardInterrupt):
+            save(target, new)
+    assert snapshot(load(target)[0]) == snapshot(old)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    before, _ = load(target)
+    save(target, new)
+    assert snapshot(load(target)[0]) == snapshot(new)
+    assert snapshot(before) == snapshot(old), "a mapped checkpoint must survive its replacement"

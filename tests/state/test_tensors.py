@@ -1,0 +1,397 @@
+"""How tensors become names, dtypes, shapes and bits, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pulse_rl import Bits, InputError, State, StateMismatch, UnsupportedTensor, state_root
+from pulse_rl.state import tensors
+from pulse_rl.state.tensors import DTYPES, DType, TensorSpec, round_to_bf16
+from tests.support.states import SPECIAL_BITS, all_dtypes, bits, snapshot
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+NUMPY_DTYPES = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "F16": np.float16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "F32": np.float32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F64": np.float64,
+    "C64": np.complex64,
+}
+
+
+def the_only(value: Any) -> tuple[TensorSpec, bytes]:
+    state = State.of({"w": value})
+    return state.spec("w"), state.read("w").tobytes()
+
+
+def test_the_dtypes_are_those_tested_here() -> None:
+    assert list(DTYPES) == list(TORCH_DTYPES)
+    assert [d.id for d in DTYPES.values()] == list(range(1, 20))
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_torch_tensors_keep_their_bits(name: str, rng: np.random.Generator) -> None:
+    raw = rng.integers(0, 2 if name == "BOOL" else 256, 6 * DTYPES[name].width, np.uint8)
+    tensor = torch.from_numpy(raw.copy()).view(TORCH_DTYPES[name]).reshape(2, 3)
+    spec, stored = the_only(tensor)
+    assert (spec.dtype.name, spec.shape, stored) == (name, (2, 3), raw.tobytes())
+
+
+@pytest.mark.parametrize("name", NUMPY_DTYPES)
+def test_numpy_arrays_keep_their_bits(name: str, rng: np.random.Generator) -> None:
+    raw = rng.integers(0, 2 if name == "BOOL" else 256, 6 * DTYPES[name].width, np.uint8)
+    spec, stored = the_only(raw.view(NUMPY_DTYPES[name]).reshape(3, 2))
+    assert (spec.dtype.name, spec.shape, stored) == (name, (3, 2), raw.tobytes())
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_bits_keep_their_bits(name: str, rng: np.random.Generator) -> None:
+    given = bits(rng, name, 2, 3)
+    spec, stored = the_only(given)
+    assert (spec.dtype.name, spec.shape, stored) == (name, (2, 3), given.array.tobytes())
+
+
+@pytest.mark.parametrize("name", SPECIAL_BITS)
+def test_special_values_keep_their_bits_through_torch(name: str) -> None:
+    array = np.array(SPECIAL_BITS[name], DTYPES[name].uint)
+    tensor = torch.from_numpy(array.copy().view(np.uint8)).view(TORCH_DTYPES[name])
+    assert the_only(torch.nn.Parameter(tensor, requires_grad=False))[1] == array.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1, 1)])
+def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
+    for value in (torch.zeros(shape), np.zeros(shape, np.float32), Bits(np.zeros(shape, np.uint32), "F32")):
+        spec, stored = the_only(value)
+        assert spec.shape == shape
+        assert stored == bytes(4 * spec.elements)
+
+
+def test_a_numpy_scalar_is_a_tensor_without_dimensions() -> None:
+    assert the_only(np.float32(1.5)) == (TensorSpec("w", DTYPES["F32"], ()), np.float32(1.5).tobytes())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda x: x[::2], id="every-second-row"),
+        pytest.param(lambda x: x[:, 1:3], id="columns"),
+        pytest.param(lambda x: x.T, id="transposed"),
+    ],
+)
+def test_non_contiguous_tensors_are_read_in_row_major_order(view: Callable[[Any], Any]) -> None:
+    array = np.arange(24, dtype=np.float32).reshape(4, 6)
+    expected = np.ascontiguousarray(view(array)).tobytes()
+    assert the_only(view(array))[1] == expected
+    assert the_only(view(torch.from_numpy(array)))[1] == expected
+    assert the_only(Bits(view(array.view(np.uint32)), "F32"))[1] == expected
+
+
+def test_negative_strides_of_numpy_are_read_in_order() -> None:
+    assert the_only(np.arange(5, dtype=np.uint8)[::-1])[1] == bytes([4, 3, 2, 1, 0])
+
+
+def test_lazily_conjugated_and_negated_tensors_are_read_resolved() -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    assert the_only(value.conj())[1] == np.array([1 - 2j, 3 + 4j], np.complex64).tobytes()
+    assert the_only(value.conj().imag)[1] == np.array([-2, 4], np.float32).tobytes()
+
+
+def test_parameters_and_plain_subclasses_are_tensors() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    expected = the_only(torch.ones(3))
+    assert the_only(torch.nn.Parameter(torch.ones(3))) == expected
+    assert the_only(torch.ones(3).as_subclass(Named)) == expected
+
+
+def test_host_tensors_are_views_and_not_copies() -> None:
+    array, tensor, given = np.zeros(3, np.float32), torch.zeros(3), Bits(np.zeros(3, np.uint16), "BF16")
+    state = State.of({"a": array, "t": tensor, "g": given})
+    array[1], tensor[1], given.array[1] = 1, 1, 7
+    assert state.read("a")[1] == state.read("t")[1] == 0x3F800000
+    assert state.read("g")[1] == 7
+
+
+@pytest.mark.parametrize("code", [">u2", ">i4", ">f4", ">f8", ">c8"])
+def test_big_endian_arrays_have_the_bits_of_little_endian_ones(code: str) -> None:
+    big = np.arange(6).astype(code).reshape(2, 3)
+    little = big.astype(big.dtype.newbyteorder("<"))
+    assert the_only(big) == the_only(little)
+    assert the_only(big.T) == the_only(little.T)
+    assert the_only(Bits(np.array([1, 2], ">u2"), "BF16"))[1] == b"\x01\0\x02\0"
+
+
+def test_two_converted_arrays_are_not_taken_for_tied() -> None:
+    """A temporary copy's address is free for the next copy: it must not stand for the tensor's identity."""
+    pairs = {f"w{k}": (np.arange(6) + 10 * k).astype(">f4").reshape(2, 3).T for k in range(8)}
+    state = State.of(pairs)
+    assert state.aliases == {}
+    assert [float(state.read(f"w{k}").view(np.float32)[0]) for k in range(8)] == [10.0 * k for k in range(8)]
+
+
+def test_tensors_made_on_the_fly_are_not_taken_for_tied() -> None:
+    class Lazy(dict[str, int]):
+        def items(self) -> Any:
+            return ((name, np.full((40, 60), k, np.float32)[:, ::2]) for name, k in super().items())
+
+    state = State.of(Lazy({f"w{k}": k for k in range(8)}))
+    assert state.aliases == {}
+    assert [float(state.read(f"w{k}").view(np.float32)[0]) for k in range(8)] == list(range(8))
+
+
+@pytest.mark.parametrize("make", [torch.zeros, lambda *shape: np.zeros(shape, np.float32)], ids=["torch", "numpy"])
+def test_tied_tensors_are_stored_under_the_first_name(make: Callable[..., Any]) -> None:
+    tied, own = make(4, 2), make(4, 2)
+    state = State.of({"z.embed": tied, "a.head": tied, "m.other": own, "b.head": tied})
+    assert [s.name for s in state.specs] == ["m.other", "z.embed"]
+    assert state.aliases == {"a.head": "z.embed", "b.head": "z.embed"}
+    assert state.names == ["a.head", "b.head", "m.other", "z.embed"]
+    assert list(state) == state.names
+    assert len(state) == 4
+    assert "a.head" in state
+    assert "c.head" not in state
+    tied[1, 1] = 5
+    assert state.read("a.head").tobytes() == state.read("z.embed").tobytes() != state.read("m.other").tobytes()
+    assert state.spec("b.head") == state.spec("z.embed")
+    assert state.copy().aliases == state.aliases == state.readonly().aliases
+
+
+def test_ties_are_found_by_storage_and_not_by_value() -> None:
+    base = torch.zeros(4, 4)
+    same_bytes_other_meaning = {
+        "w": base,
+        "flat": base.view(-1),
+        "ints": base.view(torch.int32),
+        "transposed": base.T,
+        "row": base[0],
+        "next_row": base[1],
+        "equal": torch.zeros(4, 4),
+    }
+    assert State.of(same_bytes_other_meaning).aliases == {}
+    assert State.of({"a": torch.zeros(0), "b": torch.zeros(0)}).aliases == {}
+    assert State.of({"a": base[1], "b": base[1]}).aliases == {"b": "a"}
+
+
+def test_a_tied_state_has_the_root_of_the_state_without_aliases() -> None:
+    tied = torch.arange(6.0)
+    assert state_root({"embed": tied, "head": tied}) == state_root({"embed": tied.clone()})
+
+
+class _Wrapper(torch.Tensor):
+    """Like DTensor and torchao's tensors: a subclass that holds its data elsewhere."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
+        wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class _Sharded(torch.Tensor):
+    def full_tensor(self) -> torch.Tensor:
+        return self
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: torch.zeros(3, device="meta"), id="meta"),
+        pytest.param(lambda: torch.eye(3).to_sparse(), id="sparse"),
+        pytest.param(lambda: torch.eye(3).to_mkldnn(), id="mkldnn"),
+        pytest.param(lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), id="quantized"),
+        pytest.param(lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), id="nested"),
+        pytest.param(_fake, id="fake"),
+        pytest.param(lambda: _Wrapper(torch.zeros(3)), id="wrapper-subclass"),
+        pytest.param(lambda: torch.zeros(3).as_subclass(_Sharded), id="sharded"),
+        pytest.param(lambda: torch.empty(3, dtype=torch.int4), id="int4"),
+        pytest.param(lambda: torch.empty(3, dtype=torch.uint4), id="uint4"),
+        pytest.param(lambda: torch.empty(3, dtype=torch.float4_e2m1fn_x2), id="float4"),
+        pytest.param(lambda: torch.zeros(3, dtype=torch.complex128), id="complex128"),
+        pytest.param(lambda: torch.float32, id="a-dtype"),
+        pytest.param(lambda: np.array(["x"]), id="strings"),
+        pytest.param(lambda: np.array([None]), id="objects"),
+        pytest.param(lambda: np.zeros(3, "f4,i4"), id="records"),
+        pytest.param(lambda: np.zeros(3, np.longdouble), id="longdouble"),
+        pytest.param(lambda: np.zeros(3, "M8[s]"), id="times"),
+        pytest.param(lambda: Bits(np.zeros(3, np.uint32), "BF16"), id="bits-of-another-width"),
+        pytest.param(lambda: Bits(np.zeros(3, np.int16), "BF16"), id="signed-bits"),
+        pytest.param(lambda: Bits(np.zeros(3, np.uint8), "F6_E3M2"), id="unknown-name"),
+        pytest.param(lambda: [1.0, 2.0], id="list"),
+        pytest.param(lambda: 1.0, id="float"),
+        pytest.param(lambda: None, id="none"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, on making such tensors
+def test_what_has_no_plain_bits_is_unsupported(make: Callable[[], Any]) -> None:
+    value = make()
+    with pytest.raises(UnsupportedTensor) as caught:
+        State.of({"fine": torch.zeros(1), "odd": value})
+    assert "odd" in str(caught.value) or "F6_E3M2" in str(caught.value)
+
+
+# The last is where a safetensors header keeps its metadata: an anchor with such a tensor could not be read back.
+@pytest.mark.parametrize("name", ["", "x" * 1025, "é" * 513, "\ud800", 1, None, b"w", "__metadata__"])
+def test_names_that_are_refused(name: Any) -> None:
+    with pytest.raises(InputError):
+        State.of({name: np.zeros(1)})
+    tied = np.zeros(1)
+    with pytest.raises(InputError):
+        State.of({"first": tied, name: tied})
+
+
+def test_names_that_are_kept() -> None:
+    names = ["x" * 1024, "é" * 512, " ", "a/b", "..", "\0", "\U0001f600", "Ω"]
+    assert [s.name for s in State.of({n: np.zeros(1) for n in names}).specs] == sorted(names, key=str.encode)
+
+
+@pytest.mark.parametrize(
+    "shape", [(-1,), (2, -3), (1,) * 17, ((1 << 48) + 1,), (1 << 24, 1 << 24, 2), (0, 1 << 64), (0, 1 << 70)]
+)
+def test_shapes_past_the_caps_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError):
+        TensorSpec("w", DTYPES["BF16"], shape)
+
+
+def test_shapes_at_the_caps_are_kept() -> None:
+    assert TensorSpec("w", DTYPES["BF16"], (1 << 48,)).nbytes == 1 << 49
+    assert TensorSpec("w", DTYPES["BF16"], (1,) * 16).elements == 1
+
+
+def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "MAX_TENSORS", 3)
+    assert len(State.of({str(k): np.zeros(1) for k in range(3)})) == 3
+    with pytest.raises(InputError, match="4 tensors"):
+        State.of({str(k): np.zeros(1) for k in range(4)})
+
+
+@pytest.mark.parametrize("aliases", [{"b": "absent"}, {"a": "a"}, {"a": "c"}])
+def test_aliases_must_fit_the_tensors(aliases: dict[str, str]) -> None:
+    state = State.of({"a": np.zeros(1), "c": np.zeros(1)})
+    with pytest.raises(InputError, match="alias"):
+        State(state.specs, {}, aliases)
+
+
+def test_a_dtype_that_safetensors_does_not_know() -> None:
+    with pytest.raises(UnsupportedTensor, match="F7") as caught:
+        tensors.dtype_of("F7")
+    assert "BF16" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"a": np.zeros(2, np.float32)}, "'b'"),
+        ({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.int8), "c": np.zeros(1)}, "'c'"),
+        ({"a": np.zeros(2, np.float32), "b": np.zeros((3, 1), np.int8)}, r"'b' is I8 \[3\], but I8 \[3, 1\]"),
+        ({"a": np.zeros(2, np.int32), "b": np.zeros(3, np.int8)}, r"'a' is F32 \[2\], but I32 \[2\]"),
+    ],
+)
+def test_the_first_difference_of_two_tensor_sets_is_named(other: dict[str, Any], message: str) -> None:
+    state = State.of({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.int8)})
+    state.require_specs(state.copy().specs, "itself")
+    with pytest.raises(StateMismatch, match=message):
+        state.require_specs(State.of(other).specs, "the other")
+
+
+def test_a_copy_is_independent_and_a_readonly_view_is_not_writable(rng: np.random.Generator) -> None:
+    state = State.of(all_dtypes(rng))
+    copy, before = state.copy(), snapshot(state)
+    assert snapshot(copy) == before
+    copy.read("BF16.values")[0] ^= 1
+    assert snapshot(state) == before != snapshot(copy)
+    with pytest.raises(ValueError, match="read-only"):
+        state.readonly().read("BF16.values")[0] = 1
+
+
+def test_device_tensors_are_copied_by_slices() -> None:
+    """What is not in host memory is read piece by piece; a CPU tensor stands in for the device here."""
+    values = torch.arange(10, dtype=torch.int16)
+    spec = TensorSpec("w", DTYPES["I16"], (10,))
+    state = State((spec,), {"w": tensors._DeviceTensor(values.view(torch.uint8), 2)})
+    assert state.read("w", 3, 6).tolist() == [3, 4, 5]
+    assert snapshot(state) == snapshot({"w": values}) == snapshot(state.copy())
+    assert state_root(state) == state_root({"w": values})
+
+
+def test_rounding_to_bf16_is_torchs_for_every_number() -> None:
+    """All 2^16 upper halves with the lower halves around the ties: ±0, subnormals, overflow to Inf, ±Inf."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    values = (upper[:, None] | lower).reshape(-1).view(np.float32)
+    numbers = ~np.isnan(values)
+    expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    np.testing.assert_array_equal(round_to_bf16(values)[numbers], expected[numbers])
+    assert round_to_bf16(np.array([3.4e38], np.float32))[0] == 0x7F80
+
+
+def test_rounding_keeps_nan_a_quiet_nan_with_its_upper_payload() -> None:
+    """torch's own NaN bits differ between processors, so they are no oracle."""
+    nan = np.array([0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FBFFFFF, 0xFF812345, 0xFFFFFFFF], np.uint32)
+    assert [hex(b) for b in round_to_bf16(nan.view(np.float32))] == [
+        "0x7fc0",
+        "0xffc0",
+        "0x7fc0",
+        "0x7fff",
+        "0xffc1",
+        "0xffff",
+    ]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_rounding_keeps_the_shape(shape: tuple[int, ...]) -> None:
+    assert round_to_bf16(np.ones(shape, np.float32)).shape == shape
+
+
+def test_dtype_records_the_layout_of_its_bits() -> None:
+    assert DTYPES["BF16"] == DType(12, "BF16", 2, (7, 8))
+    for name, (low, count) in {n: d.exponent for n, d in DTYPES.items() if d.exponent}.items():
+        one = torch.ones(1).to(TORCH_DTYPES[name]).view(torch.uint8).numpy().view(DTYPES[name].uint)[0]
+        two = torch.full((1,), 2.0).to(TORCH_DTYPES[name]).view(torch.uint8).numpy().view(DTYPES[name].uint)[0]
+        assert int(two) - int(one) == 1 << low, name
+        assert low + count == 8 * DTYPES[name].width - 1, name

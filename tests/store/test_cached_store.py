@@ -1,0 +1,81 @@
+"""A subscriber with a cache folder downloads each payload once, whatever happens to the folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from pulse_rl import MemoryStore, Publisher, Subscriber, state_root
+from pulse_rl.store import CachedStore
+from tests.sync.test_folds import Trainer
+
+
+class Counted(MemoryStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: Counter[str] = Counter()
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = super().get(name, start, stop)
+        self.read[name] += len(data)
+        return data
+
+    def payload_bytes(self) -> int:
+        return sum(n for name, n in self.read.items() if "/payloads/" in name)
+
+
+def stream(versions: int = 5) -> tuple[Counted, Trainer, Publisher]:
+    store, trainer = Counted(), Trainer()
+    publisher = Publisher(store, stream="s", threads=1)
+    for _ in range(versions):
+        trainer.step()
+        publisher.publish(trainer.state)
+    store.read.clear()
+    return store, trainer, publisher
+
+
+def test_a_restart_downloads_only_what_is_new(tmp_path: Path) -> None:
+    store, trainer, publisher = stream()
+    Subscriber(store, stream="s", cache=tmp_path, threads=1).sync()
+    once = store.payload_bytes()
+    trainer.step()
+    new = publisher.publish(trainer.state).patch_bytes
+    again = Subscriber(store, stream="s", cache=tmp_path, threads=1)
+    again.sync()
+    assert again.root == state_root(trainer.state)
+    assert store.payload_bytes() == once + new
+
+
+def test_a_damaged_copy_is_fetched_again(tmp_path: Path) -> None:
+    store, trainer, _ = stream()
+    Subscriber(store, stream="s", cache=tmp_path, threads=1).sync()
+    once = store.payload_bytes()
+    damaged = sorted((tmp_path / "s/payloads").iterdir())
+    damaged[0].write_bytes(damaged[0].read_bytes()[:-1] + b"?")
+    damaged[1].write_bytes(b"")
+    sizes = sum(store.head(f"s/payloads/{path.name}").nbytes for path in damaged[:2])
+    again = Subscriber(store, stream="s", cache=tmp_path, threads=1)
+    again.sync()
+    assert again.root == state_root(trainer.state)
+    assert store.payload_bytes() == once + sizes
+
+
+def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
+    store, _, _ = stream()
+    names = [info.name for info in store.list("s/payloads")]
+    sizes = {name: store.head(name).nbytes for name in names}
+    limit = sum(sizes.values()) - 1
+    cached = CachedStore(store, tmp_path, max_bytes=limit)
+    for name in names:
+        assert cached.get(name) == MemoryStore.get(store, name)
+        assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) <= limit
+    tiny = CachedStore(store, tmp_path / "tiny", max_bytes=10)
+    assert tiny.get(names[0], 3, 9) == MemoryStore.get(store, names[0])[3:9]
+
+
+def test_a_payload_that_is_not_its_name_is_not_kept(tmp_path: Path) -> None:
+    store = Counted()
+    name = f"s/payloads/{'0' * 64}.patch"
+    store.put(name, b"wrong")
+    assert CachedStore(store, tmp_path).get(name) == b"wrong"
+    assert not list((tmp_path / "s").rglob("*.patch"))

@@ -1,0 +1,330 @@
+"""What is peculiar to one kind of store: addresses, a folder's files, an unreachable server, a store that lies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pulse_rl import (
+    AlreadyExists,
+    InputError,
+    LocalStore,
+    MemoryStore,
+    NotFound,
+    ObjectStore,
+    Publisher,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    open_store,
+)
+from pulse_rl._util.files import disk_error
+from pulse_rl.store import Data, ObjectInfo
+from pulse_rl.store.check import check_store
+from tests.support.states import run_python
+from tests.support.stores import KEYS, names
+
+
+def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for address in (
+        tmp_path / "s",
+        str(tmp_path / "s"),
+        "s",
+        "~/s",
+        f"file://{tmp_path}/s",
+        f"file://localhost{tmp_path}/s",
+    ):
+        store = open_store(address)
+        assert isinstance(store, LocalStore)
+        assert store.root == tmp_path / "s"
+        assert open_store(store) is store
+    spaced = open_store(f"file://{tmp_path}/with%20space")
+    assert isinstance(spaced, LocalStore)
+    assert spaced.root == tmp_path / "with space"
+    open_store("memory://").put("a", b"x")
+    assert names(open_store("memory://"), "a") == []
+
+
+@pytest.mark.parametrize("address", ["ftp://x/y", "http://x/y", "file://host/x", "S4://x"])
+def test_addresses_that_are_no_store(address: str) -> None:
+    with pytest.raises(InputError):
+        open_store(address)
+
+
+def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError):
+        open_store(tmp_path / "file")
+    with pytest.raises(StoreError):
+        open_store(tmp_path / "file" / "below")
+    with pytest.raises((StoreError, InputError)):
+        open_store("s3://bucket", no_such_option="x")
+
+
+def test_s3_is_configured_by_the_environment(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {
+        "AWS_ENDPOINT_URL": s3,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    one, two = open_store("s3://bucket/environment"), open_store("s3://bucket/environment/deeper")
+    one.put("deeper/a", b"x")
+    assert two.get("a") == b"x"
+    assert names(two, "a") == []
+    assert names(one, "deeper") == ["deeper/a"]
+
+
+def unreachable(**keys: str) -> ObjectStore:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
+    options: dict[str, Any] = {"client_options": {"allow_http": True}, "retry_config": retry}
+    return ObjectStore("s3://bucket/x", endpoint=f"http://127.0.0.1:{port}", **(KEYS | keys), **options)
+
+
+def test_an_unreachable_store_is_unavailable() -> None:
+    store = unreachable()
+    calls = [
+        lambda: store.put("a", b"x"),
+        lambda: store.put("a", iter([b"x"])),
+        lambda: store.put_new("a", b"x"),
+        lambda: store.get("a"),
+        lambda: store.get("a", 0, 1),
+        lambda: store.head("a"),
+        lambda: list(store.list("a")),
+        lambda: store.delete("a"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnavailable) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+        assert "s3://bucket/x" in str(caught.value)
+    with pytest.raises(StoreUnavailable):
+        Publisher(store, stream="s").publish({"w": np.zeros(1)})
+
+
+def test_keys_do_not_appear_in_errors() -> None:
+    with pytest.raises(StoreUnavailable) as caught:
+        unreachable(access_key_id="AKIDSECRET", secret_access_key="SECRETKEY").get("a")
+    assert "SECRET" not in str(caught.value)
+
+
+def test_a_bucket_that_does_not_exist(s3: str) -> None:
+    store = open_store("s3://nowhere/x", endpoint=s3, client_options={"allow_http": True}, **KEYS)
+    with pytest.raises(StoreError):
+        store.put("a", b"x")
+    with pytest.raises(NotFound):
+        store.get("a")
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def test_half_written_files_are_never_listed(tmp_path: Path) -> None:
+    """What a killed writer leaves is beside the objects, not among them."""
+    store = LocalStore(tmp_path)
+    seen = []
+
+    def chunks() -> Iterator[bytes]:
+        yield b"half"
+        seen.extend(names(store, "a"))
+        with pytest.raises(NotFound):
+            store.head("a/b")
+        assert len(files_below(tmp_path)) == 1
+        yield b" and half"
+
+    store.put("a/b", chunks())
+    assert seen == []
+    assert store.get("a/b") == b"half and half"
+    assert files_below(tmp_path) == ["a/b"]
+
+
+def test_what_a_killed_writer_left_is_swept_a_day_later(tmp_path: Path) -> None:
+    LocalStore(tmp_path).put("a", b"x")
+    aside = tmp_path / ".unfinished"
+    for name, age in ((".old.x1", 2 * 86400), (".fresh.x2", 60)):
+        (aside / name).write_bytes(b"half")
+        os.utime(aside / name, (time.time() - age,) * 2)
+    store = LocalStore(tmp_path)
+    assert [p.name for p in aside.iterdir()] == [".fresh.x2"]
+    assert store.get("a") == b"x"
+
+
+@pytest.mark.parametrize("stray", [".nfs0001", ".DS_Store", "notes~", "with space"])
+def test_files_that_are_no_objects_do_not_stop_a_list(tmp_path: Path, stray: str) -> None:
+    """A network file system keeps deleted files that are still open under names of its own."""
+    store = LocalStore(tmp_path)
+    store.put("a/b", b"x")
+    (tmp_path / "a" / stray).write_bytes(b"")
+    assert names(store, "a") == ["a/b"]
+
+
+def test_objects_are_readable_by_other_users_as_the_umask_says(tmp_path: Path) -> None:
+    """Trainer and threads often run under different users on one shared folder."""
+    before = os.umask(0o022)
+    try:
+        store = LocalStore(tmp_path)
+        store.put("a/put", b"x")
+        store.put_new("a/new", b"x")
+    finally:
+        os.umask(before)
+    assert {name: oct(stat.S_IMODE((tmp_path / name).stat().st_mode)) for name in ("a/put", "a/new")} == {
+        "a/put": "0o644",
+        "a/new": "0o644",
+    }
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from pulse_rl import LocalStore, NotFound, Publisher, State, StoreFull, verify_stream
+from pulse_rl.state.checkpoint import load, save
+
+def limit(nbytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+def full(call):
+    try:
+        call()
+    except StoreFull as error:
+        assert "space" in str(error) + error.hint
+        return
+    raise SystemExit("the disk was not full")
+
+folder = Path(sys.argv[1])
+store = LocalStore(folder / "store")
+store.put("a/old", b"old")
+state = {"w": np.zeros(50_000, np.float32)}
+save(folder / "model.safetensors", State.of(state))
+publisher = Publisher(store, stream="s")
+publisher.publish(state)
+limit(10_000)
+full(lambda: store.put("a/new", bytes(20_000)))
+full(lambda: store.put("a/old", [bytes(5000)] * 4))
+full(lambda: store.put_new("a/new", bytes(20_000)))
+full(lambda: save(folder / "model.safetensors", State.of({"w": np.ones(50_000)})))
+full(lambda: publisher.publish({"w": np.random.default_rng(0).random(50_000, np.float32)}))
+limit(resource.RLIM_INFINITY)
+assert store.get("a/old") == b"old"
+assert [i.name for i in store.list("a")] == ["a/old"]
+assert not load(folder / "model.safetensors")[0].read("w").any()
+assert list((folder / "store" / ".unfinished").iterdir()) == []
+assert sorted(p.name for p in folder.iterdir()) == ["model.safetensors", "store"]
+assert publisher.publish({"w": np.ones(50_000, np.float32)}).version == 1
+assert [r.problems for r in verify_stream(store, "s")] == [(), ()]
+print("fine")
+"""
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The file size limit stands in for it; both end in the same error of the system call."""
+    done = run_python(FULL_DISK, str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_what_counts_as_a_full_disk(code: int) -> None:
+    assert isinstance(disk_error(OSError(code, "full"), "write x"), StoreFull)
+    assert not isinstance(disk_error(OSError(errno.EACCES, "denied"), "write x"), StoreFull)
+
+
+class Overwrites(MemoryStore):
+    """Like servers that ignore If-None-Match."""
+
+    def put_new(self, name: str, data: bytes) -> None:
+        self.put(name, data)
+
+
+class RefusesButOverwrites(MemoryStore):
+    def put_new(self, name: str, data: bytes) -> None:
+        try:
+            super().put_new(name, data)
+        except AlreadyExists:
+            self.put(name, data)
+            raise
+
+
+class TellsBothThatTheyWon(MemoryStore):
+    """Only the race shows it: a create that comes late enough is refused."""
+
+    def put_new(self, name: str, data: bytes) -> None:
+        if "race" not in name:
+            super().put_new(name, data)
+        else:
+            self.put(name, data)
+
+
+class ListsInDisorder(MemoryStore):
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        yield from reversed(list(super().list(folder, start_after)))
+
+
+class ForgetsWhereToGoOn(MemoryStore):
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        return super().list(folder)
+
+
+class IgnoresRanges(MemoryStore):
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return super().get(name)
+
+
+class KeepsTheFirst(MemoryStore):
+    def put(self, name: str, data: Data) -> None:
+        if name not in self._objects:
+            super().put(name, data)
+
+
+class DeletesByPrefix(MemoryStore):
+    def delete(self, name: str) -> None:
+        for found in [n for n in self._objects if n.startswith(name)]:
+            super().delete(found)
+
+
+class DeletesNothing(MemoryStore):
+    def delete(self, name: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("store", "guarantees"),
+    [
+        (Overwrites, {"a second create is refused", "of two racing creates one wins"}),
+        (RefusesButOverwrites, {"a second create is refused", "of two racing creates one wins"}),
+        (TellsBothThatTheyWon, {"of two racing creates one wins"}),
+        (ListsInDisorder, {"lists are complete and in order"}),
+        (ForgetsWhereToGoOn, {"lists are complete and in order"}),
+        (IgnoresRanges, {"reads see the last finished write, whole and in ranges"}),
+        (KeepsTheFirst, {"reads see the last finished write, whole and in ranges"}),
+        (DeletesByPrefix, {"a delete removes one object"}),
+        (DeletesNothing, {"a delete removes one object"}),
+    ],
+)
+def test_check_store_tells_what_a_store_does_not_keep(store: type[MemoryStore], guarantees: set[str]) -> None:
+    findings = check_store(store(), rounds=5)
+    assert {f.guarantee for f in findings if not f.held} == guarantees
+    assert all(f.seen for f in findings)
+
+
+def test_check_store_does_not_call_an_unreachable_store_unsafe() -> None:
+    with pytest.raises(StoreUnavailable):
+        check_store(unreachable())

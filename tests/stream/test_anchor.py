@@ -1,0 +1,169 @@
+"""Anchors: a full state as safetensors shards, each verified, none larger than promised."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from pulse_rl import CorruptCheckpoint, DigestMismatch, FormatError, State
+from pulse_rl.state.checkpoint import serialize
+from pulse_rl.state.digest import state_digest
+from pulse_rl.stream.anchor import RangeReader, plan_shards, restore
+from pulse_rl.stream.manifest import Payload
+from tests.state.test_checkpoint import HOSTILE
+from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, bits, policy, run_python, snapshot, weights
+
+
+def shards_of(state: State, shard_bytes: int = 1 << 30) -> list[tuple[Payload, bytes]]:
+    planned = plan_shards(state, state_digest(state), shard_bytes)
+    return [(s.payload, b"".join(map(bytes, serialize(state, s.specs)))) for s in planned]
+
+
+def reader(data: bytes) -> RangeReader:
+    def read(start: int, stop: int) -> bytes:
+        assert 0 <= start <= stop <= len(data), "a reader must not be asked for what is not there"
+        return data[start:stop]
+
+    return read
+
+
+def restored(shards: list[tuple[Payload, bytes]], state: State, threads: int | None = None) -> State:
+    readers = [(payload, reader(data)) for payload, data in shards]
+    return restore(readers, elements=state.elements, dense_bytes=state.nbytes, threads=threads)
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 300, 1 << 30])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_restored_anchor_is_the_state(shard_bytes: int, threads: int, rng: Rng) -> None:
+    state = State.of(all_dtypes(rng))
+    assert snapshot(restored(shards_of(state, shard_bytes), state, threads)) == snapshot(state)
+
+
+def test_payloads_tell_digest_and_length_before_they_are_stored(rng: Rng) -> None:
+    for payload, data in shards_of(State.of(policy(rng)), 3000):
+        assert payload == Payload(sha256(data).hexdigest(), len(data))
+
+
+def test_shards_hold_whole_tensors_of_about_the_size_asked_for(rng: Rng) -> None:
+    state = State.of({f"w{k}": weights(rng, 500) for k in range(10)} | {"w5.large": weights(rng, 5000)})
+    groups = [s.specs for s in plan_shards(state, state_digest(state), 3000)]
+    assert [spec for group in groups for spec in group] == list(state.specs)
+    assert [[s.name for s in g] for g in groups] == [
+        ["w0", "w1", "w2"],
+        ["w3", "w4", "w5"],
+        ["w5.large"],
+        ["w6", "w7", "w8"],
+        ["w9"],
+    ]
+
+
+def test_every_shard_is_an_ordinary_safetensors_file(tmp_path: Path, rng: Rng) -> None:
+    state = State.of(all_dtypes(rng))
+    tensors = {}
+    for k, (_, data) in enumerate(shards_of(state, 1000)):
+        (tmp_path / f"{k}.safetensors").write_bytes(data)
+        tensors |= load_file(tmp_path / f"{k}.safetensors")
+    assert snapshot(tensors) == snapshot(state)
+
+
+def test_large_tensors_and_headers_are_read_in_pieces(rng: Rng) -> None:
+    """A header beyond the first read, a tensor beyond a chunk; no range may be larger than a chunk."""
+    state = State.of({f"name.{k:0200}": bits(rng, "U8", 1) for k in range(500)} | {"big": bits(rng, "U8", 17 << 20)})
+    ((payload, data),) = shards_of(state)
+    sizes = []
+
+    def read(start: int, stop: int) -> bytes:
+        sizes.append(stop - start)
+        return data[start:stop]
+
+    fresh = restore([(payload, read)], elements=state.elements, dense_bytes=state.nbytes)
+    assert snapshot(fresh) == snapshot(state)
+    assert sum(sizes) == len(data)
+    assert max(sizes) <= 16 << 20
+
+
+def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
+    state = State.of(policy(rng))
+    seen: list[int] = []
+    readers = [(payload, reader(data)) for payload, data in shards_of(state, 3000)]
+    restore(readers, elements=state.elements, dense_bytes=state.nbytes, threads=1, progress=seen.append)
+    assert sum(seen) == state.nbytes
+
+
+def test_every_flipped_bit_of_a_shard_is_noticed(rng: Rng) -> None:
+    """In the header it may be malformed, elsewhere the digest tells; an error of another kind would stop a subscriber
+    that could have taken another path."""
+    state = State.of({"a": bits(rng, "BF16", 20), "b": bits(rng, "F32", 3)})
+    ((payload, data),) = shards_of(state)
+    for flip in range(8 * len(data)):
+        broken = bytearray(data)
+        broken[flip // 8] ^= 1 << flip % 8
+        with pytest.raises((FormatError, DigestMismatch)):
+            restored([(payload, bytes(broken))], state)
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_shards_are_refused(data: bytes, rng: Rng) -> None:
+    """Under their own right digest, so that only the strict reading stands in the way."""
+    with pytest.raises(CorruptCheckpoint):
+        restored([(Payload(sha256(data).hexdigest(), len(data)), data)], State.of(policy(rng)))
+
+
+def test_a_state_of_another_size_than_promised_is_refused(rng: Rng) -> None:
+    state = State.of(policy(rng))
+    shards = shards_of(state, 3000)
+    for other in (shards[:-1], [*shards, *shards_of(State.of({"more": weights(rng, 1)}))], []):
+        with pytest.raises(CorruptCheckpoint, match="manifest"):
+            restored(other, state)
+
+
+def test_a_tensor_in_two_shards_is_refused(rng: Rng) -> None:
+    state = State.of({"a": weights(rng, 10), "b": weights(rng, 10)})
+    twice = shards_of(State.of({"a": weights(rng, 10)}))
+    with pytest.raises(CorruptCheckpoint, match="twice"):
+        restored([*twice, *twice], state)
+
+
+def test_swapped_shards_are_noticed(rng: Rng) -> None:
+    state = State.of({"a": weights(rng, 10), "b": weights(rng, 10)})
+    (first, one), (second, two) = shards_of(state, 1)
+    with pytest.raises((FormatError, DigestMismatch)):
+        restored([(first, two), (second, one)], state)
+    with pytest.raises((FormatError, DigestMismatch)):
+        restored([(first, one), (replace_digest(second, first), two)], state)
+
+
+def replace_digest(payload: Payload, other: Payload) -> Payload:
+    return Payload(other.sha256, payload.bytes)
+
+
+def test_a_shard_that_claims_terabytes_allocates_nothing() -> None:
+    done = run_python(
+        LIMIT_MEMORY
+        + """
+import json
+from pulse_rl.stream.anchor import restore
+from pulse_rl.errors import CorruptCheckpoint
+from pulse_rl.stream.manifest import Payload
+size = 1 << 42
+text = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+head = len(text).to_bytes(8, "little") + text
+limit_memory(64 << 20)
+try:
+    restore([(Payload("0" * 64, len(head) + size), lambda a, b: head[a:b])], elements=10, dense_bytes=20)
+except CorruptCheckpoint:
+    print("refused")
+"""
+    )
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
+def test_the_rebuilt_state_is_writable_and_its_own(rng: Rng) -> None:
+    state = State.of({"a": np.zeros(5, np.float32)})
+    fresh = restored(shards_of(state), state)
+    fresh.read("a")[0] = 7
+    assert state.read("a")[0] == 0

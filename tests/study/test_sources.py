@@ -1,0 +1,213 @@
+"""Where a study's states come from: folders of checkpoints in natural order, streams; and the command."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+from torch import bfloat16, float32, full, zeros
+
+from pulse_rl import CorruptCheckpoint, InputError, LocalStore, Publisher, State, StateMismatch
+from pulse_rl.cli import main
+from pulse_rl.state import checkpoint
+from pulse_rl.state.tensors import DTYPES
+from pulse_rl.study import CastState, CheckpointFolder, StoredStream, study
+from pulse_rl.study.sources import natural
+from tests.support.states import Rng, Tensors, history, mutated
+
+
+def save(path: Path, state: Tensors) -> None:
+    checkpoint.save(path, State.of(state))
+
+
+def save_sharded(folder: Path, state: Tensors) -> None:
+    """Two shards with an index, as Hugging Face writes them."""
+    names = sorted(state)
+    places = {}
+    for number, part in enumerate((names[:2], names[2:]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save(folder / file, {name: state[name] for name in part})
+        places |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.fixture
+def states(rng: Rng) -> list[Tensors]:
+    return history(rng, 6, density=0.02)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, states: list[Tensors]) -> Path:
+    """Files, folders and sharded folders side by side, and things that are no checkpoints; steps 7 to 12."""
+    place = tmp_path / "run"
+    for i, state in enumerate(states):
+        name = f"step-{7 + i}"
+        if i % 3 == 0:
+            save(place / f"{name}.safetensors", state)
+        elif i % 3 == 1:
+            save(place / name / "model.safetensors", state)
+        else:
+            save_sharded(place / name, state)
+    (place / "logs").mkdir()
+    (place / "trainer_state.json").write_text("{}")
+    return place
+
+
+def test_checkpoints_are_ordered_by_the_numbers_in_their_names(folder: Path) -> None:
+    found = CheckpointFolder(folder)
+    assert found.states == ["step-7.safetensors", "step-8", "step-9", "step-10.safetensors", "step-11", "step-12"]
+
+
+def test_natural_order_of_any_names() -> None:
+    ordered = ["1", "2b", "10", "a", "a1b2", "a1b10", "a2", "a10", "step9.old", "step10.new"]
+    shuffled = random.Random(0).sample(ordered, len(ordered))
+    assert sorted(shuffled, key=natural) == ordered
+
+
+def test_a_folder_of_every_kind_of_checkpoint_is_studied(folder: Path, states: list[Tensors]) -> None:
+    found = study(CheckpointFolder(folder), ks=(1, 5))
+    assert [row["pairs"] for row in found["rows"]] == [5, 1]
+    first, last = (CastState(State.of(states[i]), DTYPES["BF16"]) for i in (0, 5))
+    assert found["rows"][1]["changed"] == sum(int((first.read(n) != last.read(n)).sum()) for n in first)
+    assert found["dtypes"].keys() == {"BF16", "I64"}  # the FP32 norm is cast
+
+
+def test_a_stream_gives_the_numbers_of_the_folder(folder: Path, states: list[Tensors], tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    publisher = Publisher(store, stream="policy")
+    for state in states:
+        publisher.publish(state)
+    stream = study(StoredStream(store, "policy"))
+    files = study(CheckpointFolder(folder))
+    assert stream["states"] == [f"version {i}" for i in range(6)]
+    for name in ("source", "states"):
+        del stream[name], files[name]
+    assert stream == files
+
+
+def test_the_last_checkpoint_beside_the_folders_of_a_trainer_is_left_out(tmp_path: Path, states: list[Tensors]) -> None:
+    for i in (500, 1000):
+        save(tmp_path / f"checkpoint-{i}" / "model.safetensors", states[0])
+    save(tmp_path / "model.safetensors", states[1])
+    assert CheckpointFolder(tmp_path).states == ["checkpoint-500", "checkpoint-1000"]
+
+
+def refused(folder: Path, match: str, kind: type[Exception] = InputError) -> None:
+    with pytest.raises(kind, match=match):
+        CheckpointFolder(folder)
+
+
+def test_what_is_no_folder_of_checkpoints_is_refused(tmp_path: Path, states: list[Tensors]) -> None:
+    refused(tmp_path / "absent", "cannot read .*absent")
+    refused(tmp_path, "holds 0 checkpoints")
+    save(tmp_path / "a.safetensors", states[0])
+    refused(tmp_path, "holds 1 checkpoints")
+    refused(tmp_path / "a.safetensors", "cannot read")
+    save_sharded(tmp_path / "one", states[0])
+    with pytest.raises(InputError, match="holds 1 checkpoints") as caught:
+        CheckpointFolder(tmp_path / "one")
+    assert "folder above" in caught.value.hint
+
+
+def test_states_of_different_models_are_refused_by_name(tmp_path: Path) -> None:
+    save_file({"w": zeros(4, dtype=bfloat16)}, tmp_path / "1.safetensors")
+    for tensors, match in (
+        (
+            {"w": zeros(5, dtype=bfloat16)},
+            r"2\.safetensors: tensor 'w' is BF16 \[5\], but BF16 \[4\] in 1\.safetensors",
+        ),
+        ({"w": zeros(4, dtype=float32)}, "tensor 'w' is F32"),
+        ({"v": zeros(4, dtype=bfloat16)}, "tensor 'v' is not in"),
+        ({"w": zeros(4, dtype=bfloat16), "x": zeros(1)}, "'x'"),
+    ):
+        save_file(tensors, tmp_path / "2.safetensors")
+        refused(tmp_path, match, StateMismatch)
+    (tmp_path / "2.safetensors").write_bytes(b"no")
+    refused(tmp_path, r"2\.safetensors", CorruptCheckpoint)
+
+
+def test_a_stream_of_one_version_or_of_two_models_is_refused(tmp_path: Path, states: list[Tensors]) -> None:
+    store = LocalStore(tmp_path)
+    publisher = Publisher(store, stream="policy")
+    publisher.publish(states[0])
+    with pytest.raises(InputError, match="holds 1 versions"):
+        StoredStream(store, "policy")
+    publisher.publish({name: states[0][name] for name in list(states[0])[:2]})
+    with pytest.raises(StateMismatch, match="version 1: tensor"):
+        study(StoredStream(store, "policy"))
+
+
+# -- the command
+
+
+def pulse(capsys: pytest.CaptureFixture[str], *args: object, status: int = 0) -> str:
+    found = main(["study", *map(str, args)])
+    out, err = capsys.readouterr()
+    assert found == status, out + err
+    return out if status == 0 else err
+
+
+def test_the_command_ends_with_the_three_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = pulse(capsys, folder, "--lr", "1e-6", "--step-seconds", "10").splitlines()
+    assert [line.split()[0] for line in lines[-3:]] == ["sparsity", "bytes", "bandwidth"]
+    assert "90% utilisation at 10 s a step" in lines[-1]
+    assert "6 states (step-7.safetensors … step-12)" in lines[0]
+    assert [line.split()[0] for line in lines[4:7]] == ["1", "2", "4"]
+
+
+def test_the_command_prints_the_study_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = pulse(capsys, folder, "--json", "--k", "5", "2", "--dtype", "fp8_e4m3")
+    assert out.count("\n") == 1
+    assert json.loads(out) == study(CheckpointFolder(folder), ks=(2, 5), dtype="fp8_e4m3")
+    assert {row["k"] for row in json.loads(out)["rows"]} == {2, 5}
+
+
+def test_the_command_studies_a_stream(
+    tmp_path: Path, states: list[Tensors], capsys: pytest.CaptureFixture[str]
+) -> None:
+    publisher = Publisher(LocalStore(tmp_path), stream="policy")
+    for state in states[:3]:
+        publisher.publish(state)
+    found = json.loads(pulse(capsys, tmp_path, "--stream", "policy", "--json"))
+    assert found["source"] == f"{tmp_path} stream policy"
+    assert [row["k"] for row in found["rows"]] == [1, 2]
+
+
+def test_the_command_writes_a_report(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pulse(capsys, folder, "-o", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert page.lower().startswith("<!doctype html>")
+    assert "step-7" in page or str(folder) in page
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--step-seconds", "0"], ["--k", "0"], ["--k", "6"], ["--lr", "-1"], ["--threads", "0"]]
+)
+def test_the_command_refuses_with_one_line(folder: Path, capsys: pytest.CaptureFixture[str], wrong: list[Any]) -> None:
+    assert pulse(capsys, folder, *wrong, status=1).count("\n") == 1
+
+
+def test_a_tensor_that_never_changes_is_all_sparse(
+    tmp_path: Path, rng: Rng, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frozen = {"frozen": full((10,), 2.0, dtype=bfloat16)}
+    for i in range(3):
+        save_file({**frozen, "w": full((10,), float(i), dtype=bfloat16)}, tmp_path / f"{i}.safetensors")
+    found = json.loads(pulse(capsys, tmp_path, "--json"))
+    assert [(t["name"], t["sparsity"]) for t in found["tensors"] if t["k"] == 1] == [("frozen", 1.0), ("w", 0.0)]
+
+
+def test_mutations_are_counted_exactly(tmp_path: Path, rng: Rng) -> None:
+    states = [history(rng, 1)[0]]
+    for density in (0.0, 0.01, 1.0):
+        states.append(mutated(rng, states[-1], density))
+    for i, state in enumerate(states):
+        save(tmp_path / f"{i}.safetensors", {n: b for n, b in state.items() if b.dtype == "BF16"})
+    pairs = study(CheckpointFolder(tmp_path), ks=(1,))["pairs"]
+    elements = sum(b.array.size for b in states[0].values() if b.dtype == "BF16")
+    assert [p["changed"] for p in pairs] == [0, int(np.ceil(elements * 0.01)), elements]

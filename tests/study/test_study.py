@@ -1,0 +1,373 @@
+"""What a study measures, against plain numpy and torch: sparsity, bytes, the bound, density by exponent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pulse_rl import Bits, InputError, State, UnsupportedTensor
+from pulse_rl.patch import patch
+from pulse_rl.state.digest import state_digest
+from pulse_rl.state.tensors import DTYPES, TensorSpec
+from pulse_rl.study import COMPUTE_DTYPES, LAYERS, CastState, bound, layer_of, study
+from pulse_rl.study.cast import cast
+from pulse_rl.study.entropy import ClassCounts
+from pulse_rl.study.run import spread_out
+from pulse_rl.study.theory import exponent_of, exponent_rows, step_of
+from tests.support.states import Rng
+
+Floats = dict[str, np.ndarray]
+KS = (1, 2, 3, 5)
+TORCH = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+SPECIAL = np.array([np.nan, -0.0, 0.0, np.inf, -np.inf, 1e-45, -1e-40, 3e38, 448, -465, 6e4, 7e4], np.float32)
+
+
+FIELDS = (
+    "format source dtype dtypes parameters dense_bytes states rows layers tensors pairs exponents lr "
+    "gradient_density gradients summary"
+)
+ROW_FIELDS = (
+    "k pairs elements changed sparsity sparsity_min sparsity_max untouched coded_pairs bytes bytes_per_changed "
+    "bytes_per_changed_zstd entropy_bound times_bound"
+)
+
+
+class Listed:
+    """A source of states that are at hand."""
+
+    def __init__(self, states: list[State]) -> None:
+        self.name = "listed"
+        self.states = [f"state {i}" for i in range(len(states))]
+        self.specs = states[0].specs
+        self.spare_bytes = 1 << 30
+        self.walks = 0
+        self._given = states
+
+    def walk(self) -> Iterator[State]:
+        self.walks += 1
+        yield from self._given
+
+
+def masters(rng: Rng, count: int = 7, lr: float = 1e-3) -> list[Floats]:
+    """FP32 states of a small model that drift; special values come and go in one of its tensors."""
+    state: Floats = {
+        "model.embed_tokens.weight": rng.standard_normal((50, 20), np.float32) * np.float32(0.02),
+        "model.layers.0.self_attn.q_proj.weight": rng.standard_normal((30, 30), np.float32) * np.float32(0.05),
+        "model.layers.0.mlp.up_proj.weight": rng.choice(SPECIAL, (20, 20)),
+        "model.layers.0.mlp.up_proj.bias": np.zeros(20, np.float32),
+        "model.norm.weight": np.ones(20, np.float32),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+    states = [state]
+    while len(states) < count:
+        state = {k: v + rng.standard_normal(v.shape, np.float32) * np.float32(lr) for k, v in state.items()}
+        odd = state["model.layers.0.mlp.up_proj.weight"]
+        odd[rng.integers(20)] = rng.choice(SPECIAL, 20)
+        states.append(state)
+    return states
+
+
+def cast_by_torch(values: np.ndarray, dtype: str) -> np.ndarray:
+    return torch.from_numpy(values).to(TORCH[dtype]).view(torch.uint8 if "8_" in dtype else torch.int16).numpy()
+
+
+def by_hand(states: list[Floats], dtype: str, k: int) -> dict[str, Any]:
+    """Changed elements per pair and tensor, and untouched ones per pair, from whole arrays of bits."""
+    bits = [{name: cast_by_torch(v, dtype) for name, v in state.items()} for state in states]
+    pairs = list(zip(bits, bits[k:], strict=False))
+    changed = {name: [int((a[name] != b[name]).sum()) for a, b in pairs] for name in states[0]}
+    untouched = []
+    for start in range(len(pairs)):
+        steps = list(pairwise(bits[start : start + k + 1]))
+        untouched.append(sum(int(np.all([a[n] == b[n] for a, b in steps], axis=0).sum()) for n in states[0]))
+    return {"changed": changed, "untouched": untouched}
+
+
+def rows_of(found: dict[str, Any], kind: str, **fields: Any) -> list[dict[str, Any]]:
+    return [row for row in found[kind] if all(row[name] == value for name, value in fields.items())]
+
+
+@pytest.mark.parametrize("lr", [1e-3, 1e-5])  # older states are kept as copies, as changes
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
+def test_k_step_sparsity_is_that_of_whole_arrays(rng: Rng, dtype: str, lr: float) -> None:
+    states = masters(rng, lr=lr)
+    found = study(Listed([State.of(s) for s in states]), dtype=dtype, ks=KS)
+    elements = sum(v.size for v in states[0].values())
+    assert (found["parameters"], found["dtype"]) == (elements, COMPUTE_DTYPES[dtype].name)
+    assert [row["k"] for row in found["rows"]] == list(KS)
+    for k in KS:
+        expected = by_hand(states, dtype, k)
+        totals = np.sum(list(expected["changed"].values()), axis=0)
+        (row,) = rows_of(found, "rows", k=k)
+        assert (row["pairs"], row["elements"]) == (len(states) - k, elements)
+        assert row["changed"] == pytest.approx(np.mean(totals))
+        assert row["sparsity"] == pytest.approx(1 - np.mean(totals) / elements)
+        assert (row["sparsity_min"], row["sparsity_max"]) == (1 - max(totals) / elements, 1 - min(totals) / elements)
+        assert row["untouched"] == pytest.approx(np.mean(expected["untouched"]) / elements)
+        assert [p["changed"] for p in rows_of(found, "pairs", k=k)] == totals.tolist()
+        assert all(p["new"] - p["old"] == k for p in rows_of(found, "pairs", k=k))
+        for name, counts in expected["changed"].items():
+            (tensor,) = rows_of(found, "tensors", k=k, name=name)
+            assert tensor["changed"] == pytest.approx(np.mean(counts))
+            assert tensor["sparsity_min"] == 1 - max(counts) / max(states[0][name].size, 1)
+        for layer in rows_of(found, "layers", k=k):
+            members = [n for n in states[0] if layer_of(n) == layer["layer"]]
+            summed = np.sum([expected["changed"][n] for n in members], axis=0)
+            assert layer["changed"] == pytest.approx(np.mean(summed))
+            assert layer["sparsity_max"] == 1 - min(summed) / max(layer["elements"], 1)
+
+
+def test_something_changes_in_each_dtype_and_end_states_differ_less_than_what_was_touched(rng: Rng) -> None:
+    for dtype in COMPUTE_DTYPES:
+        rows = study(Listed([State.of(s) for s in masters(rng)]), dtype=dtype, ks=KS)["rows"]
+        assert 0 < rows[-1]["untouched"] < rows[-1]["sparsity"] < rows[0]["sparsity"] < 1
+        assert rows[0]["untouched"] == rows[0]["sparsity"]
+
+
+def test_states_in_a_compute_dtype_are_compared_as_they_are(rng: Rng) -> None:
+    """NaN payloads and the sign of zero are bits like others; FP16 stays FP16, integers and FP8 stay, too."""
+    old = {
+        "bf16": Bits(np.array([0x7FC0, 0x7FC1, 0x0000, 0x8000, 0x3F80], np.uint16), "BF16"),
+        "f16": Bits(np.array([0x7C01, 0x0000], np.uint16), "F16"),
+        "f8": Bits(np.array([0x7F, 0x80], np.uint8), "F8_E4M3"),
+        "steps": np.array([7, 8], np.int64),
+    }
+    new = {
+        "bf16": Bits(np.array([0x7FC0, 0x7FC2, 0x8000, 0x8000, 0x3F80], np.uint16), "BF16"),
+        "f16": Bits(np.array([0x7C02, 0x8000], np.uint16), "F16"),
+        "f8": Bits(np.array([0x7F, 0x00], np.uint8), "F8_E4M3"),
+        "steps": np.array([7, 1 << 60], np.int64),
+    }
+    found = study(Listed([State.of(old), State.of(new)]), ks=(1,))
+    assert found["dtypes"] == {"BF16": 5, "F16": 2, "F8_E4M3": 2, "I64": 2}
+    assert {t["name"]: t["changed"] for t in found["tensors"]} == {"bf16": 2, "f16": 2, "f8": 1, "steps": 1}
+    assert found["rows"][0]["entropy_bound"] > 0
+
+
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
+@pytest.mark.parametrize("source", ["F32", "BF16", "F16", "F64"])
+def test_casts_are_those_of_torch(rng: Rng, source: str, dtype: str) -> None:
+    if DTYPES[source].width <= COMPUTE_DTYPES[dtype].width:
+        state = State.of({"w": Bits(np.arange(9, dtype=DTYPES[source].uint), source)})
+        assert CastState(state, COMPUTE_DTYPES[dtype]).spec("w").dtype.name == source
+        return
+    if source in ("BF16", "F16"):
+        bits = np.arange(1 << 16, dtype=np.uint16)
+        values = torch.from_numpy(bits.view(np.int16)).view(TORCH["bf16" if source == "BF16" else "fp16"]).float()
+    else:
+        every = rng.integers(1 << 32, size=1 << 17, dtype=np.uint32).view(np.float32)
+        usual = rng.standard_normal(1 << 17, np.float32) * np.float32(30)
+        halfway = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16) | np.uint32(0x8000)).view(np.float32)
+        values = torch.from_numpy(np.concatenate([every, usual, halfway, SPECIAL]))
+        if source == "F64":
+            values = values[~values.isnan()].double()  # float32 values: torch rounds doubles twice, as we do
+        bits = values.numpy().view(DTYPES[source].uint)
+    if dtype == "fp8_e4m3":  # torch has changed its mind on what exceeds 448
+        keep = ~(values.abs() > 448).numpy()
+        bits, values = bits[keep], values[torch.from_numpy(keep)]
+    result = cast(bits, DTYPES[source], COMPUTE_DTYPES[dtype])
+    expected = values.to(TORCH[dtype])
+    nan = values.isnan().numpy()
+    raw = expected.view(torch.uint8 if expected.dtype.itemsize == 1 else torch.int16).numpy().view(result.dtype)
+    assert np.array_equal(result[~nan], raw[~nan])
+    back = torch.from_numpy(result.view(np.int16) if result.itemsize == 2 else result).view(TORCH[dtype])
+    assert back.float().isnan().numpy().tolist() == nan.tolist()
+
+
+def test_beyond_its_range_e4m3_saturates_and_e5m2_is_infinite() -> None:
+    large = np.array([449, 480, 1e9, np.inf, -np.inf], np.float32).view(np.uint32)
+    assert cast(large, DTYPES["F32"], DTYPES["F8_E4M3"]).tolist() == [0x7E, 0x7E, 0x7E, 0x7E, 0xFE]
+    large = np.array([57344, 61440, 1e9, np.inf, -np.inf], np.float32).view(np.uint32)
+    assert cast(large, DTYPES["F32"], DTYPES["F8_E5M2"]).tolist() == [0x7B, 0x7C, 0x7C, 0x7C, 0xFC]
+
+
+def test_integers_have_no_cast() -> None:
+    with pytest.raises(UnsupportedTensor, match="no cast from I32"):
+        cast(np.zeros(3, np.uint32), DTYPES["I32"], DTYPES["BF16"])
+
+
+def big_states(rng: Rng, count: int = 4) -> list[State]:
+    """BF16 by way of FP32 masters, one tensor larger than a block."""
+    weights = {
+        "big": rng.standard_normal((2100, 2100), np.float32) * np.float32(0.02),
+        "small": rng.standard_normal(3000, np.float32) * np.float32(0.02),
+    }
+    states = []
+    for _ in range(count):
+        states.append(State.of({k: v.copy() for k, v in weights.items()}))
+        for value in weights.values():
+            value += rng.standard_normal(value.shape, np.float32) * np.float32(1e-6)
+    return states
+
+
+def test_bytes_are_those_of_patches_and_the_bound_is_that_of_whole_tensors(rng: Rng) -> None:
+    given = big_states(rng)
+    found = study(Listed(given), ks=(1, 3))
+    states = [CastState(s, DTYPES["BF16"]).copy() for s in given]
+    (row,) = rows_of(found, "rows", k=3)
+    built = patch.build(states[0], states[3], state_digest(states[0]))
+    assert row["coded_pairs"] == 1
+    assert row["bytes"] == pytest.approx(built.nbytes, abs=4)
+    assert row["bytes_per_changed"] == row["bytes"] / built.header.changed
+    zstd = patch.build(states[0], states[3], state_digest(states[0]), codec="zstd")
+    assert row["bytes_per_changed_zstd"] == pytest.approx(zstd.nbytes / built.header.changed, rel=1e-4)
+    assert row["entropy_bound"] == pytest.approx(bound(states[0], states[3]).bytes_per_changed)
+    assert row["times_bound"] == pytest.approx(row["bytes_per_changed"] / row["entropy_bound"])
+    assert 1 < row["times_bound"] < 1.1
+    (row,) = rows_of(found, "rows", k=1)
+    assert (row["pairs"], row["coded_pairs"]) == (3, 3)
+    numbers = found["summary"]
+    assert numbers["sparsity"] == row["sparsity"]
+    assert numbers["bytes_per_sync"] == pytest.approx(row["bytes"], rel=1e-3)
+    assert numbers["bandwidth_for_target"] == pytest.approx(8 * numbers["bytes_per_sync"] * 0.9 / 0.1 / 50)
+    assert numbers["bandwidth_full"] == pytest.approx(8 * found["dense_bytes"] * 0.9 / 0.1 / 50)
+
+
+def test_little_memory_means_more_walks_and_the_same_numbers(rng: Rng) -> None:
+    source = Listed(big_states(rng, 3))
+    whole = study(source, ks=(1, 2), threads=1)
+    assert source.walks == 1
+    pieces = study(source, ks=(1, 2), threads=2, memory_bytes=1)
+    assert source.walks == 1 + 3
+    assert pieces == whole
+
+
+def test_progress_ends_at_the_whole_however_often_a_pass_was_cut(rng: Rng) -> None:
+    source, done = Listed(big_states(rng, 3)), []
+    study(source, ks=(2,), memory_bytes=1, progress=done.append)
+    assert sum(done) == 3 * source.specs[0].elements * 2 + 3 * 3000 * 2
+
+
+def test_density_by_exponent(rng: Rng) -> None:
+    states = [{"w": s["model.embed_tokens.weight"]} for s in masters(rng, 2, lr=1e-5)]
+    rows = study(Listed([State.of(s) for s in states]), ks=(1,), lr=1e-5)["exponents"]
+    old, new = (cast_by_torch(s["w"], "bf16").view(np.uint16).reshape(-1) for s in states)
+    exponent = (old >> 7 & 0xFF).astype(int) - 127
+    assert [r["exponent"] for r in rows] == sorted(set(exponent.tolist()))
+    for row in rows:
+        here = exponent == row["exponent"]
+        assert (row["elements"], row["changed"]) == (here.sum(), (here & (old != new)).sum())
+        assert row["density"] == row["changed"] / row["elements"]
+        assert row["predicted_lr"] == min(1, 1e-5 / 2.0 ** (row["exponent"] - 7))
+        assert row["predicted_10lr"] == min(1, 1e-4 / 2.0 ** (row["exponent"] - 7))
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16)])
+@pytest.mark.parametrize("exponent", [-13, -6, 0])
+def test_updates_below_the_threshold_are_absorbed(dtype: str, torch_dtype: torch.dtype, exponent: int) -> None:
+    threshold = step_of(exponent, DTYPES[dtype]) / 2
+    weight = torch.tensor(1.25 * 2.0**exponent, dtype=torch_dtype)
+    assert (weight.double() + 0.99 * threshold).to(torch_dtype) == weight
+    assert (weight.double() + 1.01 * threshold).to(torch_dtype) != weight
+    if dtype == "BF16":
+        assert threshold == 2.0**exponent / 256
+
+
+def test_subnormals_share_the_lowest_exponent_and_integers_have_none() -> None:
+    assert [exponent_of(f, DTYPES["F8_E4M3"]) for f in (0, 1, 2, 15)] == [-6, -6, -5, 8]
+    counts = ClassCounts(DTYPES["BF16"])
+    counts.add(np.array([0, 0x8000, 1, 0x80], np.uint16), np.array([1, 0x8000, 1, 0x80], np.uint16))
+    (row,) = exponent_rows(counts, None)
+    assert (row["exponent"], row["elements"], row["changed"], row["predicted_lr"]) == (-126, 4, 1, None)
+    assert exponent_rows(ClassCounts(DTYPES["I32"]), 1.0) == []
+
+
+def entropy_of(symbols: list[Any]) -> float:
+    counts = np.array([symbols.count(s) for s in set(symbols)])
+    return float((counts * np.log2(len(symbols) / counts)).sum())
+
+
+def test_the_bound_is_the_entropy_of_flags_and_steps_given_tensor_and_exponent(rng: Rng) -> None:
+    old = {n: rng.integers(0x3F00, 0x4100, 400, np.uint16) for n in "ab"}
+    new = {n: v + rng.choice(np.array([0, 0, 0, 1, 0xFFFF], np.uint16), 400) for n, v in old.items()}
+    bits = 0.0
+    for name in "ab":
+        for exponent in set((old[name] >> 7).tolist()):
+            at = old[name] >> 7 == exponent
+            steps = (new[name] - old[name])[at]
+            bits += entropy_of((steps != 0).tolist()) + entropy_of(steps[steps != 0].tolist())
+    found = bound(*(State.of({n: Bits(v, "BF16") for n, v in s.items()}) for s in (old, new)))
+    assert found.position_bits + found.step_bits == pytest.approx(bits)
+    assert found.changed == sum(int((old[n] != new[n]).sum()) for n in "ab")
+    assert found.blind_bits > bits
+
+
+NAMES = {
+    "model.embed_tokens.weight": "embeddings",
+    "transformer.wte.weight": "embeddings",
+    "embeddings.position_embeddings.weight": "embeddings",
+    "embeddings.LayerNorm.weight": "norms",
+    "embeddings.LayerNorm.bias": "biases",
+    "model.layers.11.self_attn.q_proj.weight": "attention",
+    "model.layers.11.self_attn.q_proj.bias": "biases",
+    "model.layers.3.self_attn.q_norm.weight": "norms",
+    "model.layers.3.input_layernorm.weight": "norms",
+    "transformer.h.0.ln_1.weight": "norms",
+    "transformer.h.0.attn.c_attn.weight": "attention",
+    "encoder.layer.0.attention.output.dense.weight": "attention",
+    "encoder.layer.0.intermediate.dense.weight": "mlp",
+    "encoder.layer.0.output.dense.weight": "mlp",
+    "model.layers.0.mlp.experts.7.down_proj.weight": "mlp",
+    "model.layers.0.block_sparse_moe.experts.1.w2.weight": "mlp",
+    "lm_head.weight": "head",
+    "score.weight": "head",
+    "pooler.dense.weight": "others",
+    "group0.3": "others",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layer_types(name: str) -> None:
+    assert layer_of(name) == NAMES[name]
+    assert layer_of(name) in LAYERS
+
+
+def test_the_dict_is_json_with_the_documented_fields(rng: Rng) -> None:
+    found = study(Listed([State.of(s) for s in masters(rng)]), lr=1e-5)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["format"] == "pulse.study.1"
+    assert [row["k"] for row in found["rows"]] == [1, 2, 4]
+    assert found["rows"][0].keys() == set(ROW_FIELDS.split())
+    assert found.keys() == set(FIELDS.split())
+    assert (found["gradient_density"], found["gradients"], found["lr"]) == (None, [], 1e-5)
+
+
+def test_states_that_are_all_equal_cost_nothing_per_change(rng: Rng) -> None:
+    state = State.of(masters(rng, 1)[0])
+    found = study(Listed([state, state, state]))
+    assert [(r["sparsity"], r["bytes_per_changed"], r["times_bound"]) for r in found["rows"]] == [(1.0, None, None)] * 2
+    assert found["summary"]["bytes_per_sync"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"dtype": "fp4"}, "fp4"), ({"ks": ()}, "from 1 on"), ({"ks": (0, 1)}, "from 1 on"), ({"ks": (9,)}, "too few")],
+)
+def test_arguments_that_make_no_sense(rng: Rng, options: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        study(Listed([State.of(s) for s in masters(rng, 3)]), **options)
+
+
+def test_evenly_spread() -> None:
+    assert spread_out(1, 64, 3) == {1, 33, 64}
+    assert spread_out(5, 6, 3) == {5, 6}
+    assert spread_out(5, 5, 3) == {5}
+
+
+def test_specs_after_the_cast() -> None:
+    state = State.of({"w": np.zeros((2, 3), np.float32), "n": np.zeros(4, np.int32)})
+    assert CastState(state, DTYPES["F16"]).specs == (
+        TensorSpec("n", DTYPES["I32"], (4,)),
+        TensorSpec("w", DTYPES["F16"], (2, 3)),
+    )

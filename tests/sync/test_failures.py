@@ -1,0 +1,339 @@
+"""Failures that recur among similar systems, one test each, named after the failure.
+
+Elsewhere: outages at every store call (test_outages), damaged and missing objects (test_damage), flipped bits and
+hostile sizes in files (test_patch_file, test_codecs, test_checkpoint), two publishers (test_two_publishers), a store
+that ignores If-None-Match (test_store_kinds), a delete of 30 that takes 300 along (test_store), and kills at random
+moments (test_kill).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pulse_rl import (
+    AlreadyExists,
+    Bits,
+    ChainGap,
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    StoreUnavailable,
+    Subscriber,
+    WrongBase,
+    state_root,
+    verify_stream,
+)
+from pulse_rl.integrations.torch import apply_, to_torch
+from pulse_rl.patch.patch import Patch, apply_in_place
+from pulse_rl.state.tensors import DTYPES
+from pulse_rl.stream.stream import Stream
+from tests.support.states import SPECIAL_BITS, Live, Rng, bits, history, mutated, roots, snapshot, weights
+from tests.support.stores import FaultyStore, names
+
+
+def assert_whole(store: Any, versions: int) -> None:
+    assert [r.problems for r in verify_stream(store, "policy")] == [()] * versions
+
+
+def test_baseline_moves_only_after_the_commit(rng: Rng) -> None:
+    """A baseline that moved before the patch was stored makes every later patch one against weights nobody has."""
+    states = history(rng, 3)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy")
+    publisher.publish(states[0])
+    before = snapshot(publisher._baseline.state)
+    for call, folder in (("put", "payloads"), ("put_new", "versions")):
+        store.fail_on(call, folder)
+        with pytest.raises(StoreUnavailable):
+            publisher.publish(states[1])
+        assert snapshot(publisher._baseline.state) == before
+        assert publisher._baseline.version == 0
+        publisher._pending = None  # without this the commit would be repeated, see the next tests
+    publisher.publish(states[2])
+    assert snapshot(publisher._baseline.state) == snapshot(states[2])
+    assert_whole(store, 2)
+
+
+def test_reply_of_the_create_is_lost(rng: Rng) -> None:
+    """The store has the manifest, the publisher does not know it: the next call finds its own commit."""
+    states = history(rng, 3)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy")
+    publisher.publish(states[0])
+    store.fail_on("put_new", "versions", after=True)
+    with pytest.raises(StoreUnavailable):
+        publisher.publish(states[1])
+    assert len(names(store.inner, "policy/versions")) == 2
+    assert publisher.publish(states[2]).version == 2
+    assert [r.root for r in verify_stream(store, "policy")] == roots(states)
+
+
+def test_reply_of_a_payloads_put_is_lost(rng: Rng) -> None:
+    """The object is there without a manifest: it does not exist, and storing it again is harmless."""
+    states = history(rng, 2)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy")
+    publisher.publish(states[0])
+    store.fail_on("put", "payloads", after=True)
+    with pytest.raises(StoreUnavailable):
+        publisher.publish(states[1])
+    assert len(names(store.inner, "policy/payloads")) == 2
+    newcomer = Subscriber(store, stream="policy")
+    newcomer.sync()
+    assert newcomer.version == 0
+    assert publisher.publish(states[1]).version == 1
+    assert len(names(store.inner, "policy/payloads")) == 2
+    assert_whole(store, 2)
+
+
+def test_a_retry_meets_its_own_object(rng: Rng) -> None:
+    """Clients repeat a create by themselves after a lost reply and then report "already exists"."""
+
+    class Retries(MemoryStore):
+        def put_new(self, name: str, data: bytes) -> None:
+            super().put_new(name, data)
+            raise AlreadyExists(f"{name} already exists")
+
+    states = history(rng, 3)
+    store = Retries()
+    publisher = Publisher(store, stream="policy")
+    assert [publisher.publish(s).version for s in states] == [0, 1, 2]
+    assert_whole(store, 3)
+
+
+def test_anchors_hold_the_full_state(tmp_path: Path, rng: Rng) -> None:
+    """A peer's anchors held only the tensors that had changed."""
+    states = history(rng, 2)
+    states[1] = states[0] | {"steps": Bits(states[0]["steps"].array + np.uint64(1), "I64")}
+    store = LocalStore(tmp_path)
+    publisher = Publisher(store, stream="policy", anchor_ratio=0.0, shard_bytes=5000)
+    for state in states:
+        publisher.publish(state)
+    anchor = Stream(store, "policy").manifest(1).anchor
+    assert anchor is not None
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in anchor.shards:
+        tensors |= load_file(tmp_path / "policy" / "payloads" / f"{shard.sha256}.safetensors")
+    assert state_root(tensors) == state_root(states[1])
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3", "I64"])
+def test_changes_are_found_in_every_bit(dtype: str) -> None:
+    """Detectors that looked at the low byte, or predicted changes from the optimizer, missed most of them."""
+    width = 8 * DTYPES[dtype].width
+    zero = {"w": Bits(np.zeros(width, DTYPES[dtype].uint), dtype)}
+    ones = {"w": Bits((1 << np.arange(width, dtype=np.uint64)).astype(DTYPES[dtype].uint), dtype)}
+    store = MemoryStore()
+    publisher = Publisher(store, stream="policy")
+    publisher.publish(zero)
+    assert publisher.publish(ones).changed == width
+    assert_whole(store, 2)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2"])
+def test_negative_zero_and_nan_are_compared_as_bits(dtype: str) -> None:
+    """0.0 == -0.0 would be missed; NaN != NaN would be sent for ever."""
+    special = Bits(np.array(SPECIAL_BITS[dtype], DTYPES[dtype].uint), dtype)
+    signs = Bits(special.array ^ DTYPES[dtype].uint.type(1 << 8 * DTYPES[dtype].width - 1), dtype)
+    store = MemoryStore()
+    publisher = Publisher(store, stream="policy")
+    publisher.publish({"w": special})
+    assert publisher.publish({"w": special}).changed == 0
+    assert publisher.publish({"w": signs}).changed == len(special.array)
+    subscriber = Subscriber(store, stream="policy")
+    subscriber.sync()
+    assert snapshot(subscriber.state) == snapshot({"w": signs})
+
+
+def test_xor_style_double_apply_is_refused(rng: Rng) -> None:
+    """Applied twice, a peer's patch turned the weights back. Here it is refused, and an update holds values, not
+    differences."""
+    states = history(rng, 2)
+    store = MemoryStore()
+    publisher, subscriber, live = Publisher(store, stream="policy"), Subscriber(store, stream="policy"), Live()
+    publisher.publish(states[0])
+    live.apply(subscriber.sync())
+    publisher.publish(states[1])
+    update = subscriber.sync()
+    for _ in range(3):
+        live.apply(update)
+        assert live.root == state_root(states[1])
+    (link,) = [x for x in names(store, "policy/payloads") if x.endswith(".patch")]
+    with pytest.raises(WrongBase):
+        apply_in_place(Patch.parse(store.get(link)), subscriber._replica.state, subscriber._replica.digest)
+    assert snapshot(subscriber.state) == snapshot(states[1])
+
+
+def test_the_live_model_sees_only_verified_updates(rng: Rng) -> None:
+    """Nothing is handed out before its root was checked; what fails leaves the state at the version before."""
+    states = history(rng, 3)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy")
+    for state in states:
+        publisher.publish(state)
+    subscriber = Subscriber(store, stream="policy")
+    subscriber.sync(0)
+    model = to_torch(subscriber.state.copy())
+    before = {n: t.clone() for n, t in model.items()}
+    store.damage = lambda name, data: data[:-1] + bytes([data[-1] ^ 1]) if name.endswith(".patch") else data
+    with pytest.raises(ChainGap):
+        apply_(model, subscriber.sync())  # type: ignore[arg-type]
+    assert all(torch.equal(before[n], model[n]) for n in model)
+    assert (subscriber.version, subscriber.root) == (0, state_root(states[0]))
+    assert snapshot(subscriber.state) == snapshot(states[0])
+
+
+def test_tied_weights_give_one_root(rng: Rng) -> None:
+    """`state_dict()` names the tied head, the saved checkpoint does not: roots must agree all the same."""
+    tied = weights(rng, 20, 4)
+    model = {"embed.weight": tied, "norm": bits(rng, "F32", 4), "head.weight": tied}
+    saved = {"embed.weight": tied, "norm": model["norm"]}
+    assert state_root(model) == state_root(saved)
+    store = MemoryStore()
+    Publisher(store, stream="policy").publish(model)
+    done = Publisher(store, stream="policy").publish(saved)
+    assert (done.changed, done.anchored) == (0, False)
+
+
+def test_hash_sees_names_and_shapes(rng: Rng) -> None:
+    """Exchanged or reshaped tensors of the same bytes had the same hash in the reference code."""
+    a, b = weights(rng, 4, 6), weights(rng, 4, 6)
+    states = [{"a": a, "b": b}, {"a": b, "b": a}, {"a": Bits(a.array.reshape(6, 4), "BF16"), "b": b}, {"a": a, "c": b}]
+    assert len(set(roots(states))) == 4
+
+
+def test_one_dtype_is_not_assumed_for_the_whole_model(rng: Rng) -> None:
+    state = {name: bits(rng, name, 7) for name in DTYPES}
+    store = MemoryStore()
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    for current in (state, mutated(rng, state, 0.3)):
+        publisher.publish(current)
+        subscriber.sync()
+        assert snapshot(subscriber.state) == snapshot(current)
+
+
+def test_new_tensors_are_not_skipped(rng: Rng) -> None:
+    states = history(rng, 1)
+    states.append(states[0] | {"adapter": weights(rng, 8)})
+    store = MemoryStore()
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    for state in states:
+        publisher.publish(state)
+        subscriber.sync()
+    assert snapshot(subscriber.state) == snapshot(states[1])
+
+
+def test_every_payload_is_stored_before_the_manifest(rng: Rng) -> None:
+    """A small "ready" file that lands before the payload makes readers fetch what is not there yet."""
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy", anchor_ratio=0.0, shard_bytes=4000)
+    for state in history(rng, 3):
+        store.calls.clear()
+        publisher.publish(state)
+        writes = [(call, name.split("/")[1]) for call, name in store.calls if call.startswith("put")]
+        writes = [write for write in writes if write != ("put_new", "epochs")]
+        commit = writes.index(("put_new", "versions"))
+        assert set(writes[:commit]) == {("put", "payloads")}
+        assert commit >= 2
+        assert not {("put", "payloads"), ("put_new", "versions")} & set(writes[commit + 1 :])
+
+
+def test_leftovers_of_a_failed_publish_do_not_exist(rng: Rng) -> None:
+    """What no manifest lists is neither read nor in the way, whatever its content."""
+    states = history(rng, 3)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy")
+    publisher.publish(states[0])
+    store.fail_on("put_new", "versions")
+    with pytest.raises(StoreUnavailable):
+        publisher.publish(mutated(rng, states[0], 0.5))
+    for stray in (
+        "payloads/" + "0" * 64 + ".patch",
+        "versions/latest.json",
+        "versions/1.json",
+        "versions/x/000000000007.json",
+    ):
+        store.put(f"policy/{stray}", b"junk")
+    again = Publisher(store, stream="policy")
+    assert [again.publish(s).version for s in states[1:]] == [1, 2]
+    assert_whole(store, 3)
+    subscriber = Subscriber(store, stream="policy")
+    subscriber.sync()
+    assert subscriber.root == state_root(states[2])
+
+
+def test_names_from_a_manifest_cannot_escape(tmp_path: Path, rng: Rng) -> None:
+    """`../../x` from a manifest was joined to a path and written."""
+    (tmp_path / "secret.patch").write_bytes(b"secret")
+    inner = LocalStore(tmp_path / "deep" / "store")
+    states = history(rng, 2)
+    publisher = Publisher(inner, stream="policy")
+    for state in states:
+        publisher.publish(state)
+    manifest = Stream(inner, "policy").manifest(1)
+    assert manifest.patch is not None
+    digest = manifest.patch.parts[0].sha256
+    for escape in ("../../../../secret", "/etc/passwd", "%2e%2e/x", digest[:-1] + "/"):
+        data = manifest.to_bytes().replace(digest.encode(), escape.encode())
+        inner.put("policy/versions/000000000001.json", data)
+        store = FaultyStore(inner)
+        with pytest.raises(ChainGap, match="64 lower-case"):
+            Subscriber(store, stream="policy").sync()
+        assert not [name for _, name in store.calls if escape in name]
+
+
+@pytest.mark.parametrize("create", [False, True], ids=["put", "put_new"])
+def test_files_are_synced_before_they_are_named(create: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut must find the old file or the new one: data, then the name, then the folder's entry."""
+    store = LocalStore(tmp_path)
+    store.put("a/first", b"x")
+    done: list[str] = []
+    real = {name: getattr(os, name) for name in ("fsync", "replace", "link")}
+
+    def fsync(handle: int) -> None:
+        done.append("sync folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "sync file")
+        real["fsync"](handle)
+
+    def naming(name: str) -> Any:
+        def call(source: Any, target: Any) -> None:
+            assert Path(source).read_bytes() == b"data", "the file must be whole before it gets its name"
+            done.append("name")
+            real[name](source, target)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", naming("replace"))
+    monkeypatch.setattr(os, "link", naming("link"))
+    if create:
+        store.put_new("a/b", b"data")
+    else:
+        store.put("a/b", [b"da", b"ta"])
+    assert done == ["sync file", "name", "sync folder"]
+
+
+def test_an_old_reader_never_sees_half_a_version(rng: Rng) -> None:
+    """A subscriber that syncs after each single store call of a publisher sees the old version or the new one."""
+    states = history(rng, 4, elements=500)
+    inner = MemoryStore()
+    follower, seen = Subscriber(inner, stream="policy", threads=1), []
+
+    class Watched(FaultyStore):
+        def _call(self, call: str, name: str, act: Any) -> Any:
+            result = super()._call(call, name, act)
+            follower.sync()
+            if follower.version is not None:
+                seen.append((follower.version, follower.root))
+            return result
+
+    publisher = Publisher(Watched(inner), stream="policy", anchor_ratio=0.0, shard_bytes=2000, threads=1)
+    for state in states:
+        publisher.publish(state)
+    assert set(seen) == set(enumerate(roots(states)))

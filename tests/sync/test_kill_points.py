@@ -1,0 +1,49 @@
+"""SIGKILL at every store call of real processes: nothing committed is lost, and every restart goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "tests.support.kill_points"]
+
+
+@pytest.mark.parametrize(
+    ("role", "versions", "mode", "fewest_calls"),
+    [("publisher", 5, "before", 25), ("subscriber", 4, "after", 30), ("retention", 4, "before", 6)],
+)
+def test_every_kill_point_is_survived(role: str, versions: int, mode: str, fewest_calls: int) -> None:
+    """``make faults`` kills before, after and in the midst of each call in longer runs."""
+    done = subprocess.run(
+        [*PROGRAM, role, "--versions", str(versions), "--modes", mode, "midst", "--json"],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    survived = json.loads(done.stdout)
+    assert survived["calls"] >= fewest_calls
+    assert survived["modes"][mode] == survived["calls"]
+    assert survived["kills"] == sum(survived["modes"].values())
+    if role != "retention":
+        assert survived["modes"]["midst"] > 5
+
+
+def test_a_publisher_that_is_killed_again_and_again_gets_through() -> None:
+    done = subprocess.run(
+        [*PROGRAM, "loop", "--versions", "3", "--json"],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout)["kills"] > 20

@@ -1,0 +1,83 @@
+"""Two publishers on one stream: the newer one takes over, the older one is told, and the chain stays whole."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulse_rl import LocalStore, MemoryStore, Publisher, PublisherConflict, State, verify_stream
+from tests.support.states import Rng, history, mutated, roots
+from tests.support.stores import FaultyStore, names
+
+
+def test_the_second_of_two_publishers_is_told(rng: Rng) -> None:
+    states = history(rng, 4)
+    other = mutated(rng, states[0])
+    store = MemoryStore()
+    one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
+    one.publish(states[0])
+    two.publish(states[1])
+    with pytest.raises(PublisherConflict, match="'policy'"):
+        one.publish(other)
+    with pytest.raises(PublisherConflict) as caught:
+        one.publish(states[2])
+    assert "new Publisher" in caught.value.hint
+    two.publish(states[2])
+    assert Publisher(store, stream="policy").publish(states[3]).version == 3
+    assert [r.root for r in verify_stream(store, "policy")] == roots(states)
+
+
+def test_equal_states_of_two_publishers_are_a_conflict_too(rng: Rng) -> None:
+    """Each would otherwise take the other's version for its own. The listing hides the claim of the second, so that
+    only the commit can tell."""
+    states = history(rng, 2)
+    store = FaultyStore(MemoryStore())
+    one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
+    one.publish(states[0])
+    two.publish(states[1])
+    store.hidden = set(names(store.inner, "policy/epochs"))
+    with pytest.raises(PublisherConflict):
+        one.publish(states[1])
+
+
+def test_a_late_commit_of_the_older_publisher_is_gone_on_from(rng: Rng) -> None:
+    """It did not see yet that it was replaced: its version stands, and the newer one's follows."""
+    states = history(rng, 4)
+    store = FaultyStore(MemoryStore())
+    one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
+    one.publish(states[0])
+    two._resume(State.of(states[0]))
+    store.hidden = set(names(store.inner, "policy/epochs"))
+    assert one.publish(states[1]).version == 1
+    store.hidden = set()
+    assert two.publish(states[2]).version == 2
+    with pytest.raises(PublisherConflict):
+        one.publish(states[2])
+    assert two.publish(states[3]).version == 3
+    assert [r.root for r in verify_stream(store, "policy")] == roots(states)
+
+
+def test_publishers_that_race_from_threads_leave_a_whole_chain(tmp_path: Path, rng: Rng) -> None:
+    states = history(rng, 12, elements=500)
+    store = LocalStore(tmp_path)
+    won: list[str] = []
+
+    def run(mine: list[Any]) -> None:
+        publisher = Publisher(store, stream="policy", threads=1)
+        for state in mine:
+            try:
+                won.append(publisher.publish(state).root)
+            except PublisherConflict:
+                publisher = Publisher(store, stream="policy", threads=1)
+
+    threads = [threading.Thread(target=run, args=(states[k::3],)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reports = list(verify_stream(store, "policy"))
+    assert all(r.ok for r in reports)
+    assert sorted(str(r.root) for r in reports) == sorted(won)
