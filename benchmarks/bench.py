@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks import library, synthetic
 from benchmarks.peers import Peer, peers
 from pulse_rl._util.threads import default_threads
-from pulse_rl.patch.patch import build
+from pulse_rl.patch import build_patch
 from pulse_rl.state.digest import state_digest
 from pulse_rl.study import Bound, bound
 
@@ -163,7 +163,7 @@ def measure_codec(name: str, old: Mapping16, new: Mapping16, times: int, into: M
         if not all(np.array_equal(target.read(s.name), b.read(s.name)) for s in a.specs):
             raise AssertionError(f"{name} is not lossless")
     into.bytes += sum(len(e.payload) for e in encoded)
-    into.file_bytes += build(a, b, state_digest(a), codec=name).nbytes
+    into.file_bytes += build_patch(a, b, state_digest(a), codec=name).nbytes
 
 
 def run_data(data: Data, times: int) -> dict[str, Any]:

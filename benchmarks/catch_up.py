@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import trace
 from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root
 
-SPANS = (8, 64)
+FOLDS = (8, 64)
 ELEMENTS, VERSIONS, DENSITY = 100_000, 513, 0.005
 
 State = dict[str, Bits]
@@ -87,7 +87,7 @@ def synthetic(seed: int = 0) -> Iterator[State]:
 def measure(name: str, states: Iterator[State], distances: tuple[int, ...]) -> list[Cost]:
     """Publishes ``states`` with folds and catches up over each distance to the last of them."""
     store = CountingStore()
-    publisher = Publisher(store, stream="s", anchor_ratio=1e9, folds=SPANS)
+    publisher = Publisher(store, stream="s", anchor_ratio=1e9, folds=FOLDS)
     last: State = {}
     versions = 0
     for last in states:

@@ -26,8 +26,8 @@ import numpy as np
 from benchmarks.synthetic import SHAPES, pair
 from pulse_rl import codec as codecs
 from pulse_rl._util.threads import default_threads, ordered_map
+from pulse_rl.patch import DEFAULT_BLOCK_ELEMENTS, Patch, apply_patch, build_patch
 from pulse_rl.patch.blocks import Block, cut
-from pulse_rl.patch.patch import DEFAULT_BLOCK_ELEMENTS, Patch, apply_in_place, build
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import Bits, State
 from pulse_rl.sync.publisher import Publisher
@@ -121,9 +121,9 @@ def kernels(old: Mapping16, new: Mapping16, codec: str, workers: int, times: int
 
     seconds["decode+apply"], _ = best_of(times, lambda: coder.decode(target, encoded, workers), rewind)
     assert all(np.array_equal(target.read(s.name), b.read(s.name)) for s in b.specs), "decoded state differs"
-    seconds["publish"], built = best_of(times, lambda: build(a, b, base, codec=codec, threads=workers))
+    seconds["publish"], built = best_of(times, lambda: build_patch(a, b, base, codec=codec, threads=workers))
     patch = Patch.parse(built.to_bytes())
-    seconds["consume"], applied = best_of(times, lambda: apply_in_place(patch, target, base, threads=workers), rewind)
+    seconds["consume"], applied = best_of(times, lambda: apply_patch(patch, target, base, threads=workers), rewind)
     assert applied.digest.root == state_digest(b, threads=workers).root
     return {**seconds, "patch_bytes": built.nbytes, "changed": built.header.changed}
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import pulse_rl
-from pulse_rl import MemoryStore, Subscriber, codec
-from pulse_rl.patch import patch
-from pulse_rl.patch.patch import Patch
+from pulse_rl import MemoryStore, Subscriber, codec, patch
+from pulse_rl.patch import Patch
 from pulse_rl.state.checkpoint import load
 from pulse_rl.state.digest import state_digest
 
@@ -30,7 +29,7 @@ def test_patches_decode(name: str) -> None:
     assert (parsed.header.base_root, parsed.header.target_root) == (OLD_ROOT, NEW_ROOT)
     assert codec.by_name(name).id in {entry.codec_id for entry in parsed.header.blocks}
     state = load(GOLDEN / "old.safetensors")[0].copy()
-    patch.apply_in_place(parsed, state, state_digest(state))
+    patch.apply_patch(parsed, state, state_digest(state))
     new = load(GOLDEN / "new.safetensors")[0]
     for spec in new.specs:
         np.testing.assert_array_equal(state.read(spec.name), new.read(spec.name))
@@ -53,7 +52,7 @@ def test_a_stream_is_followed() -> None:
 def test_an_unchanged_state_gives_this_header() -> None:
     """The plain header, byte by byte as docs/format.md has it."""
     state = pulse_rl.State.of({"a.x": np.zeros((2, 3), np.float32), "a.y": np.uint8(1)})
-    built = patch.build(state, state, state_digest(state))
+    built = patch.build_patch(state, state, state_digest(state))
     root = state_digest(state).root
     expected = bytes.fromhex(root + root) + bytes([4, 2, 0, 3]) + b"a.x" + bytes([2, 1]) + b"y"
     assert built.header._plain() == expected + bytes([15, 2, 2, 2, 3, 0, 0, 0])

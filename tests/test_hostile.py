@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, state_root, verify_stream
-from pulse_rl.patch.patch import Patch, apply_in_place
+from pulse_rl.patch import Patch, apply_patch
 from pulse_rl.state.checkpoint import load
 from pulse_rl.state.digest import state_digest
 from pulse_rl.store import Data
@@ -46,7 +46,7 @@ def through_patch(path: Path) -> None:
     state = make.base()
     before = state_digest(state)
     try:
-        apply_in_place(Patch.parse(path.read_bytes(), state.elements), state, before, threads=1)
+        apply_patch(Patch.parse(path.read_bytes(), state.elements), state, before, threads=1)
     finally:
         assert state_digest(state).root == before.root, f"{path.name} changed the state"
 

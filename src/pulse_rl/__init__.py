@@ -41,7 +41,7 @@ from .errors import (
 from .events import Event, PathFailed, Progress, Published, Resumed, Synced
 from .maintenance.audit import AuditReport, audit
 from .maintenance.verify import verify_stream
-from .state.checkpoint import Source, as_state
+from .state.checkpoint import StateSource, as_state
 from .state.digest import state_digest
 from .state.tensors import Bits, State, round_to_bf16
 from .store import LocalStore, MemoryStore, ObjectStore, Store, open_store
@@ -91,9 +91,9 @@ __all__ = [
     "PulseError",
     "Resumed",
     "Signer",
-    "Source",
     "State",
     "StateMismatch",
+    "StateSource",
     "Store",
     "StoreError",
     "StoreFull",
@@ -131,6 +131,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def state_root(source: Source, *, threads: int | None = None) -> str:
+def state_root(source: StateSource, *, threads: int | None = None) -> str:
     """The root of any state: a mapping of names to tensors, a `State` or a checkpoint's path; 64 hexadecimal digits."""
     return state_digest(as_state(source), threads=threads).root

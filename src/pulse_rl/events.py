@@ -169,14 +169,14 @@ def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[
     return add
 
 
-class Laps:
-    """Wall-clock seconds by phase: each goes to the phase that ends with it."""
+class PhaseTimer:
+    """Wall-clock seconds by phase: the time since the last phase's end goes to the one that ends now."""
 
     def __init__(self) -> None:
-        self.phases: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def end(self, phase: str) -> None:
         now = time.perf_counter()
-        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now

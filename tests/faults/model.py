@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from pulse_rl import Bits, PulseError, State, Update, state_root
-from pulse_rl.patch.patch import Patch
+from pulse_rl.patch import Patch
 
 from .store import Disk
 

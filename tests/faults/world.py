@@ -10,8 +10,8 @@ from pathlib import Path
 from random import Random
 
 from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, audit, verify_stream
-from pulse_rl.maintenance.gc import collect
-from pulse_rl.sync.folds import fold_stream
+from pulse_rl.maintenance.fold import fold_stream
+from pulse_rl.maintenance.gc import gc_stream
 
 from .model import GAP, MUST, STREAM, Model, check, version_name
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
@@ -19,7 +19,7 @@ from .trainer import Trainer
 from .worker import Worker
 
 _MOST_WORKERS = 4
-_SPANS = (2, 4, 8)
+_FOLDS = (2, 4, 8)
 
 
 class World:
@@ -38,7 +38,7 @@ class World:
         self.destroyed = False
         self.silently = False  # an object was damaged in a way that its size does not show
         self.ratio = rng.choice((0.5, 1.0, 3.0, 1000.0, 1000.0))
-        self.folds = rng.choice(((), _SPANS, _SPANS, (4, 8)))
+        self.folds = rng.choice(((), _FOLDS, _FOLDS, (4, 8)))
         self.shard_bytes = rng.choice((1 << 30, 500))
         self._folder: Path | None = None
 
@@ -84,7 +84,7 @@ class World:
         client.expect(self._faults(rng))
 
         def run() -> None:
-            list(fold_stream(client, STREAM, rng.choice((_SPANS, (8,), (3,))), threads=1))
+            list(fold_stream(client, STREAM, rng.choice((_FOLDS, (8,), (3,))), threads=1))
 
         self._tool(client, run, "fold")
 
@@ -100,7 +100,7 @@ class World:
         keep = rng.randint(1, 12)
         stored = self.model.listed(self.disk)
         before = self.model.reach(self.disk)
-        self._tool(client, lambda: collect(client, STREAM, keep=keep, grace_seconds=grace), f"gc keep={keep}")
+        self._tool(client, lambda: gc_stream(client, STREAM, keep=keep, grace_seconds=grace), f"gc keep={keep}")
         after = self.model.reach(self.disk)
         if not self.silently:
             for version in sorted(stored)[-keep:]:

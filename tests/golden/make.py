@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pulse_rl import Bits, Publisher, State, codec
-from pulse_rl.patch import patch as patches
+from pulse_rl import patch as patches
 from pulse_rl.state import checkpoint as checkpoints
 from pulse_rl.state.digest import state_digest
 
@@ -47,7 +47,7 @@ def main() -> None:
     checkpoints.save(folder / "old.safetensors", old)
     checkpoints.save(folder / "new.safetensors", new)
     for name in codec.names():
-        built = patches.build(old, new, state_digest(old), codec=name)
+        built = patches.build_patch(old, new, state_digest(old), codec=name)
         (folder / f"{name}.patch").write_bytes(built.to_bytes())
     publisher = Publisher(folder / "store", stream="golden")
     publisher.publish(old, metadata={"step": 0, "reward": 0.5, "note": "é"})

@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from pulse_rl import Bits, State
+from pulse_rl import Bits, State, patch
 from pulse_rl._util import zstd as _zstd
 from pulse_rl.codec.context import ContextCodec
 from pulse_rl.codec.zstd import ZstdCodec
-from pulse_rl.patch import patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import BlockEntry, PatchHeader
 from pulse_rl.state.digest import state_digest
@@ -89,7 +88,7 @@ def with_block(payload: bytes, codec_id: int, count: int, index: int = 0) -> byt
 
 
 def honest() -> bytes:
-    return patch.build(base(), changed(), state_digest(base()), threads=1).to_bytes()
+    return patch.build_patch(base(), changed(), state_digest(base()), threads=1).to_bytes()
 
 
 def patches() -> Iterator[tuple[str, bytes]]:

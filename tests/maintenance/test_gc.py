@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pulse_rl import EmptyStream, InputError, LocalStore, MemoryStore, Publisher, Subscriber, state_root, verify_stream
-from pulse_rl.maintenance.gc import collect
+from pulse_rl.maintenance.gc import gc_stream
 from tests.sync.test_folds import Trainer
 
 
@@ -26,7 +26,7 @@ def stream_with_anchors(store: MemoryStore | LocalStore, versions: int = 30) -> 
 def test_every_kept_version_is_still_restored(keep: int) -> None:
     store = MemoryStore()
     _, _, roots = stream_with_anchors(store)
-    collect(store, "s", keep=keep, grace_seconds=0)
+    gc_stream(store, "s", keep=keep, grace_seconds=0)
     for version in range(max(0, 30 - keep), 30):
         subscriber = Subscriber(store, stream="s", threads=1)
         subscriber.sync(target=version)
@@ -38,13 +38,13 @@ def test_what_goes_is_what_nothing_names() -> None:
     store = MemoryStore()
     stream_with_anchors(store)
     before = {info.name for info in store.list("s")}
-    dry = collect(store, "s", keep=3, grace_seconds=0, dry_run=True)
+    dry = gc_stream(store, "s", keep=3, grace_seconds=0, dry_run=True)
     assert {info.name for info in store.list("s")} == before
-    done = collect(store, "s", keep=3, grace_seconds=0)
+    done = gc_stream(store, "s", keep=3, grace_seconds=0)
     assert done == dry
     assert {info.name for info in store.list("s")} == before - set(done.names)
     assert done.names
-    assert collect(store, "s", keep=3, grace_seconds=0).names == ()
+    assert gc_stream(store, "s", keep=3, grace_seconds=0).names == ()
 
 
 def test_the_publisher_and_an_old_reader_go_on() -> None:
@@ -52,7 +52,7 @@ def test_the_publisher_and_an_old_reader_go_on() -> None:
     publisher, trainer, _ = stream_with_anchors(store)
     reader = Subscriber(store, stream="s", threads=1)
     reader.sync(target=2)
-    collect(store, "s", keep=1, grace_seconds=0)
+    gc_stream(store, "s", keep=1, grace_seconds=0)
     trainer.step()
     publisher.publish(trainer.state)
     reader.sync()
@@ -63,8 +63,8 @@ def test_a_payload_whose_manifest_is_on_its_way_stays() -> None:
     store = MemoryStore()
     stream_with_anchors(store)
     store.put(f"s/payloads/{'ab' * 32}.patch", b"just uploaded")
-    assert not any("payloads" in name for name in collect(store, "s", keep=1, grace_seconds=3600).names)
-    assert f"s/payloads/{'ab' * 32}.patch" in collect(store, "s", keep=1, grace_seconds=0).names
+    assert not any("payloads" in name for name in gc_stream(store, "s", keep=1, grace_seconds=3600).names)
+    assert f"s/payloads/{'ab' * 32}.patch" in gc_stream(store, "s", keep=1, grace_seconds=0).names
 
 
 def test_a_reader_in_mid_restore_finds_another_path() -> None:
@@ -76,7 +76,7 @@ def test_a_reader_in_mid_restore_finds_another_path() -> None:
         def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
             if self.armed and name.endswith(".patch"):
                 self.armed = False
-                collect(self, "s", keep=1, grace_seconds=0)
+                gc_stream(self, "s", keep=1, grace_seconds=0)
             return super().get(name, start, stop)
 
     store = Collected()
@@ -95,9 +95,9 @@ def test_a_reader_in_mid_restore_finds_another_path() -> None:
 
 def test_bad_wishes() -> None:
     with pytest.raises(EmptyStream):
-        collect(MemoryStore(), "s", keep=1)
+        gc_stream(MemoryStore(), "s", keep=1)
     with pytest.raises(InputError):
-        collect(MemoryStore(), "s", keep=0)
+        gc_stream(MemoryStore(), "s", keep=0)
 
 
 def test_a_clock_that_goes_backwards_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_clock_that_goes_backwards_loses_nothing(monkeypatch: pytest.MonkeyPat
         publisher.publish(trainer.state)
     store.put(f"s/payloads/{'ab' * 32}.patch", b"on its way")
     now = 9e9
-    collect(store, "s", keep=2)
+    gc_stream(store, "s", keep=2)
     assert f"s/payloads/{'ab' * 32}.patch" in {info.name for info in store.list("s/payloads")}
     reader = Subscriber(store, stream="s", threads=1)
     reader.sync()

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl import Bits, CorruptPatch, DigestMismatch, InputError, State, StateMismatch, WrongBase, codec
-from pulse_rl.patch import patch
-from pulse_rl.patch.patch import BuiltPatch, Patch, apply_in_place, build
+from pulse_rl import Bits, CorruptPatch, DigestMismatch, InputError, State, StateMismatch, WrongBase, codec, patch
+from pulse_rl.patch import BuiltPatch, Patch, apply_patch, build_patch
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import DTYPES
 from tests.support.states import SPECIAL_BITS, Rng, Tensors, all_dtypes, bits, mutated, policy, snapshot, weights
@@ -22,7 +21,7 @@ MIB = 1 << 20
 
 def built(old: Tensors, new: Tensors, **options: object) -> BuiltPatch:
     state = State.of(old)
-    return build(state, State.of(new), state_digest(state), **options)  # type: ignore[arg-type]
+    return build_patch(state, State.of(new), state_digest(state), **options)  # type: ignore[arg-type]
 
 
 def digested(tensors: Tensors) -> tuple[State, StateDigest]:
@@ -35,7 +34,7 @@ def check_round_trip(old: Tensors, new: Tensors, **options: object) -> BuiltPatc
     made = built(old, new, **options)
     data = made.to_bytes()
     state, digest = digested(old)
-    applied = apply_in_place(Patch.parse(data), state, digest)
+    applied = apply_patch(Patch.parse(data), state, digest)
     assert snapshot(state) == snapshot(new)
     assert (snapshot(old), snapshot(new)) == before
     assert applied.digest == made.target == state_digest(State.of(new))
@@ -44,7 +43,7 @@ def check_round_trip(old: Tensors, new: Tensors, **options: object) -> BuiltPatc
     return made
 
 
-def check_changes(old: Tensors, new: Tensors, applied: patch.Applied) -> None:
+def check_changes(old: Tensors, new: Tensors, applied: patch.AppliedPatch) -> None:
     """What a live model is told is exactly what differs."""
     for name in old:
         before, after = old[name].array.reshape(-1), new[name].array.reshape(-1)
@@ -120,7 +119,7 @@ def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
     applying: list[int] = []
     made = built(old, mutated(rng, old), progress=making.append, block_elements=MIB)
     state, digest = digested(old)
-    apply_in_place(Patch.parse(made.to_bytes()), state, digest, progress=applying.append)
+    apply_patch(Patch.parse(made.to_bytes()), state, digest, progress=applying.append)
     assert sum(making) == sum(applying) == state.nbytes
     assert len(making) == len(made.header.blocks) > 3
 
@@ -129,12 +128,12 @@ def test_unchanged_blocks_cost_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch
     """Neither bytes in the patch nor hashing on either side."""
     old = {f"w{k}": weights(rng, MIB + k) for k in range(8)}
     state, digest = digested(old)
-    monkeypatch.setattr(patch, "leaf_digests", lambda bits: pytest.fail("an unchanged block was hashed"))
-    made = build(state, State.of(old), digest, block_elements=MIB)
+    monkeypatch.setattr("pulse_rl.patch.tree.leaf_digests", lambda bits: pytest.fail("an unchanged block was hashed"))
+    made = build_patch(state, State.of(old), digest, block_elements=MIB)
     assert made.nbytes < 400
     assert made.target == digest
     assert {e.codec_id for e in made.header.blocks} == {codec.SAME}
-    applied = apply_in_place(Patch.parse(made.to_bytes()), state, digest)
+    applied = apply_patch(Patch.parse(made.to_bytes()), state, digest)
     assert applied.changes == {}
     assert applied.digest == digest
 
@@ -166,9 +165,9 @@ def test_other_tensors_are_a_mismatch_that_names_the_tensor(other: object, rng: 
         built(old, changed)
     state, digest = digested(changed)
     with pytest.raises(WrongBase):
-        apply_in_place(Patch.parse(made.to_bytes()), state, digest)
+        apply_patch(Patch.parse(made.to_bytes()), state, digest)
     with pytest.raises(StateMismatch, match=r"steps|new"):
-        apply_in_place(Patch.parse(made.to_bytes()), state, state_digest(State.of(old)))
+        apply_patch(Patch.parse(made.to_bytes()), state, state_digest(State.of(old)))
     assert snapshot(state) == snapshot(changed)
 
 
@@ -178,7 +177,7 @@ def test_a_wrong_base_is_refused_and_untouched(rng: Rng) -> None:
     made = built(old, mutated(rng, old))
     state, digest = digested(other)
     with pytest.raises(WrongBase) as caught:
-        apply_in_place(Patch.parse(made.to_bytes()), state, digest)
+        apply_patch(Patch.parse(made.to_bytes()), state, digest)
     assert digest.root[:16] in str(caught.value)
     assert made.header.base_root[:16] in str(caught.value)
     assert snapshot(state) == snapshot(other)
@@ -189,9 +188,9 @@ def test_applying_twice_is_refused(rng: Rng) -> None:
     new = mutated(rng, old)
     parsed = Patch.parse(built(old, new).to_bytes())
     state, digest = digested(old)
-    applied = apply_in_place(parsed, state, digest)
+    applied = apply_patch(parsed, state, digest)
     with pytest.raises(WrongBase):
-        apply_in_place(parsed, state, applied.digest)
+        apply_patch(parsed, state, applied.digest)
     assert snapshot(state) == snapshot(new)
 
 
@@ -211,9 +210,9 @@ def test_cancelling_at_any_block_leaves_the_state_as_it_was(threads: int, rng: R
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            apply_in_place(parsed, state, digest, threads=threads, progress=cancel)
+            apply_patch(parsed, state, digest, threads=threads, progress=cancel)
         assert snapshot(state) == snapshot(old)
-    apply_in_place(parsed, state, digest, threads=threads)
+    apply_patch(parsed, state, digest, threads=threads)
     assert snapshot(state) == snapshot(new)
 
 
@@ -223,7 +222,7 @@ def test_a_patch_that_does_not_lead_to_its_target_root_is_undone(rng: Rng) -> No
     lying = dataclasses.replace(made.header, target_root="0" * 64)
     state, digest = digested(old)
     with pytest.raises(DigestMismatch, match="0000000000000000"):
-        apply_in_place(Patch.parse(lying.to_bytes() + made.to_bytes()[-lying.body_bytes :]), state, digest)
+        apply_patch(Patch.parse(lying.to_bytes() + made.to_bytes()[-lying.body_bytes :]), state, digest)
     assert snapshot(state) == snapshot(old)
 
 
@@ -234,7 +233,7 @@ def test_a_block_of_another_patch_under_its_own_digest_is_undone(rng: Rng) -> No
     mixed = dataclasses.replace(one.header, blocks=(one.header.blocks[0], two.header.blocks[1]))
     state, digest = digested(old)
     with pytest.raises(DigestMismatch):
-        apply_in_place(Patch.parse(mixed.to_bytes() + one.chunks[1] + two.chunks[2]), state, digest)
+        apply_patch(Patch.parse(mixed.to_bytes() + one.chunks[1] + two.chunks[2]), state, digest)
     assert snapshot(state) == snapshot(old)
 
 
@@ -245,7 +244,7 @@ def test_a_wrong_count_of_changes_is_refused_and_undone(rng: Rng) -> None:
     lying = dataclasses.replace(made.header, blocks=(first, last._replace(changed=last.changed + 1)))
     state, digest = digested(old)
     with pytest.raises(CorruptPatch, match=r"block 1 \(b\[0:500\]\): 5 changes, the header counts 6"):
-        apply_in_place(Patch.parse(lying.to_bytes() + b"".join(made.chunks[1:])), state, digest)
+        apply_patch(Patch.parse(lying.to_bytes() + b"".join(made.chunks[1:])), state, digest)
     assert snapshot(state) == snapshot(old)
 
 
@@ -258,7 +257,7 @@ def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(codec_id: 
     lying = dataclasses.replace(made.header, blocks=(made.header.blocks[0], entry))
     state, digest = digested(old)
     with pytest.raises((CorruptPatch, DigestMismatch)) as caught:
-        apply_in_place(Patch.parse(lying.to_bytes() + made.chunks[1] + junk), state, digest, threads=1)
+        apply_patch(Patch.parse(lying.to_bytes() + made.chunks[1] + junk), state, digest, threads=1)
     if isinstance(caught.value, CorruptPatch):
         assert "block 1 (b[0:500])" in str(caught.value)
     assert snapshot(state) == snapshot(old)

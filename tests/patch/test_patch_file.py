@@ -13,9 +13,9 @@ import pytest
 from pulse_rl import CorruptPatch, InputError, State, StateMismatch, WrongBase
 from pulse_rl._util import zstd as _zstd
 from pulse_rl.codec import SAME
+from pulse_rl.patch import Patch, apply_patch, build_patch
 from pulse_rl.patch import header as patch_header
 from pulse_rl.patch.header import BlockEntry, PatchHeader, parse_header
-from pulse_rl.patch.patch import Patch, apply_in_place, build
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from tests.support.states import Rng, Tensors, bits, mutated, snapshot, weights
@@ -26,7 +26,7 @@ MIB = 1 << 20
 def refused_and_unchanged(broken: bytes, base: State) -> Exception:
     before = snapshot(base)
     with pytest.raises((CorruptPatch, WrongBase)) as caught:
-        apply_in_place(Patch.parse(broken), base, state_digest(base), threads=1)
+        apply_patch(Patch.parse(broken), base, state_digest(base), threads=1)
     assert snapshot(base) == before
     return caught.value
 
@@ -37,7 +37,7 @@ def a_patch(rng: Rng) -> tuple[bytes, State, PatchHeader]:
     new = mutated(rng, old, 0.05)
     new["layer.1.U8"] = old["layer.1.U8"]
     state = State.of(old).copy()
-    made = build(state, State.of(new), state_digest(state))
+    made = build_patch(state, State.of(new), state_digest(state))
     return made.to_bytes(), state, made.header
 
 
@@ -54,7 +54,7 @@ def test_every_flipped_bit_is_refused(rng: Rng) -> None:
             index = int(np.searchsorted(ends, flip // 8, side="right"))
             assert f"block {index} ({header.cut()[index]})" in str(error)
             assert "layer." in str(error)
-    apply_in_place(Patch.parse(data), base, state_digest(base))
+    apply_patch(Patch.parse(data), base, state_digest(base))
 
 
 def test_every_truncation_and_every_leftover_is_refused(rng: Rng) -> None:
@@ -197,7 +197,7 @@ def test_a_consistent_claim_of_terabytes_is_not_applied(rng: Rng) -> None:
         parsed = Patch.parse(PatchHeader(digest.root, "1" * 64, 1 << 24, (terabytes,), blocks).to_bytes())
         assert parsed.header.dense_bytes == 1 << 41
         with pytest.raises(StateMismatch):
-            apply_in_place(parsed, state, digest)
+            apply_patch(parsed, state, digest)
 
 
 def test_a_claimed_plain_size_allocates_nothing() -> None:

@@ -192,7 +192,7 @@ for file in Path(sys.argv[1]).iterdir():
 
 
 @given(st.data())
-def test_damaged_headers_end_in_a_format_error_or_in_a_state(data: st.DataObject) -> None:
+def test_damaged_headers_end_in_a_typed_error_or_in_a_state(data: st.DataObject) -> None:
     header = {"__metadata__": {"a": "b"}, "x": entry("F32", [2, 2], [0, 16]), "y": entry("U8", [3], [16, 19])}
     broken = bytearray(file_of(header, bytes(19)))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -202,7 +202,7 @@ def test_damaged_headers_end_in_a_format_error_or_in_a_state(data: st.DataObject
         file.flush()
         try:
             state, _ = load(file.name)
-        except FormatError:
+        except (FormatError, UnsupportedTensor):  # a damaged dtype looks like one that is not known
             return
         assert state.nbytes == 19
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pulse_rl import MemoryStore, Publisher, Subscriber, state_root
 from pulse_rl.store import CachedStore
+from pulse_rl.stream.names import payload_digest
 from tests.sync.test_folds import Trainer
 
 
@@ -65,11 +66,11 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     names = [info.name for info in store.list("s/payloads")]
     sizes = {name: store.head(name).nbytes for name in names}
     limit = sum(sizes.values()) - 1
-    cached = CachedStore(store, tmp_path, max_bytes=limit)
+    cached = CachedStore(store, tmp_path, payload_digest, max_bytes=limit)
     for name in names:
         assert cached.get(name) == MemoryStore.get(store, name)
         assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) <= limit
-    tiny = CachedStore(store, tmp_path / "tiny", max_bytes=10)
+    tiny = CachedStore(store, tmp_path / "tiny", payload_digest, max_bytes=10)
     assert tiny.get(names[0], 3, 9) == MemoryStore.get(store, names[0])[3:9]
 
 
@@ -77,5 +78,5 @@ def test_a_payload_that_is_not_its_name_is_not_kept(tmp_path: Path) -> None:
     store = Counted()
     name = f"s/payloads/{'0' * 64}.patch"
     store.put(name, b"wrong")
-    assert CachedStore(store, tmp_path).get(name) == b"wrong"
+    assert CachedStore(store, tmp_path, payload_digest).get(name) == b"wrong"
     assert not list((tmp_path / "s").rglob("*.patch"))

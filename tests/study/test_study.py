@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import Bits, InputError, State, UnsupportedTensor
-from pulse_rl.patch import patch
+from pulse_rl import Bits, InputError, State, UnsupportedTensor, patch
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from pulse_rl.study import COMPUTE_DTYPES, LAYERS, CastState, bound, layer_of, study
@@ -216,11 +215,11 @@ def test_bytes_are_those_of_patches_and_the_bound_is_that_of_whole_tensors(rng: 
     found = study(Listed(given), ks=(1, 3))
     states = [CastState(s, DTYPES["BF16"]).copy() for s in given]
     (row,) = rows_of(found, "rows", k=3)
-    built = patch.build(states[0], states[3], state_digest(states[0]))
+    built = patch.build_patch(states[0], states[3], state_digest(states[0]))
     assert row["coded_pairs"] == 1
     assert row["bytes"] == pytest.approx(built.nbytes, abs=4)
     assert row["bytes_per_changed"] == row["bytes"] / built.header.changed
-    zstd = patch.build(states[0], states[3], state_digest(states[0]), codec="zstd")
+    zstd = patch.build_patch(states[0], states[3], state_digest(states[0]), codec="zstd")
     assert row["bytes_per_changed_zstd"] == pytest.approx(zstd.nbytes / built.header.changed, rel=1e-4)
     assert row["entropy_bound"] == pytest.approx(bound(states[0], states[3]).bytes_per_changed)
     assert row["times_bound"] == pytest.approx(row["bytes_per_changed"] / row["entropy_bound"])

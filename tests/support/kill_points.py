@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from pulse_rl import Bits, LocalStore, Publisher, Subscriber, state_root, verify_stream
-from pulse_rl.maintenance.gc import collect
+from pulse_rl.maintenance.gc import gc_stream
 from pulse_rl.state.checkpoint import load, save
+from pulse_rl.stream.names import PATCH
 from pulse_rl.stream.stream import Stream
 from tests.support.fuse import Fuse, FusedStore, die, forked
 
@@ -127,10 +128,10 @@ def check_stream(root: Path, steps: int, before: dict[int, bytes], acknowledged:
     late = Subscriber(LocalStore(root), stream=STREAM, threads=1)
     late.sync()
     require(late.root == state_root(policy(steps)), "a newcomer does not reach the head")
-    collect(LocalStore(root), STREAM, keep=2, grace_seconds=0)
+    gc_stream(LocalStore(root), STREAM, keep=2, grace_seconds=0)
     last = Subscriber(LocalStore(root), stream=STREAM, threads=1)
     last.sync()
-    require(last.root == late.root, "the head was lost to retention")
+    require(last.root == late.root, "the head was lost to gc")
 
 
 def check_links(root: Path) -> None:
@@ -138,7 +139,7 @@ def check_links(root: Path) -> None:
     stream = Stream(LocalStore(root), STREAM)
     for link in stream.links():
         for payload in link.payloads or ():
-            data = (root / stream.payload_name(payload, "patch")).read_bytes()
+            data = (root / stream.names.payload(payload.sha256, PATCH)).read_bytes()
             require(sha256(data).hexdigest() == payload.sha256, f"{link} is damaged")
 
 
@@ -259,9 +260,9 @@ def is_whole(payload: Path) -> bool:
     return sha256(payload.read_bytes()).hexdigest() == payload.name.partition(".")[0]
 
 
-def retention_points(folder: Path, steps: int, modes: Iterable[str]) -> Survived:
+def gc_points(folder: Path, steps: int, modes: Iterable[str]) -> Survived:
     """``pulse gc`` killed at each of its calls, and run again; what is to be kept can be restored in between, too."""
-    result = Survived("retention")
+    result = Survived("gc")
     whole = folder / "store"
     require(forked(lambda: publish(FusedStore(whole, Fuse()), folder / "log", steps, False)) == 0, "publishing")
     roots = [json.loads(data)["root"] for _, data in sorted(manifests(whole).items())]
@@ -273,9 +274,9 @@ def retention_points(folder: Path, steps: int, modes: Iterable[str]) -> Survived
             shutil.copytree(whole, root)
             keep = 2
             ended = forked(
-                lambda: collect(FusedStore(root, Fuse(at, mode)), STREAM, keep=keep, grace_seconds=0)  # noqa: B023
+                lambda: gc_stream(FusedStore(root, Fuse(at, mode)), STREAM, keep=keep, grace_seconds=0)  # noqa: B023
             )
-            require(ended in (0, -signal.SIGKILL), f"retention, {mode} call {at}: ended with {ended}")
+            require(ended in (0, -signal.SIGKILL), f"gc, {mode} call {at}: ended with {ended}")
 
             def check() -> None:
                 # Whatever is still named is still there: links go before manifests, manifests before payloads.
@@ -290,14 +291,14 @@ def retention_points(folder: Path, steps: int, modes: Iterable[str]) -> Survived
                         reader = Subscriber(LocalStore(root), stream=STREAM, threads=1)  # noqa: B023
                         reader.sync(version)
                         require(reader.root == roots[version], f"version {version} was lost")
-                    collect(LocalStore(root), STREAM, keep=keep, grace_seconds=0)  # noqa: B023
+                    gc_stream(LocalStore(root), STREAM, keep=keep, grace_seconds=0)  # noqa: B023
                 left = manifests(root)  # noqa: B023
                 require(all(r.ok for r in verify_stream(LocalStore(root), STREAM, threads=1)), "what is left")  # noqa: B023
                 named = b"".join(left.values())
                 for path in (root / STREAM / "payloads").glob("*.safetensors"):  # noqa: B023
                     require(path.stem.encode() in named, "a payload is left that nothing names")
 
-            require(forked(check) == 0, f"retention, {mode} call {at}: something was lost")
+            require(forked(check) == 0, f"gc, {mode} call {at}: something was lost")
             shutil.rmtree(root)
             if ended == 0:
                 break
@@ -309,7 +310,7 @@ def retention_points(folder: Path, steps: int, modes: Iterable[str]) -> Survived
 ROLES: dict[str, Callable[[Path, int, Iterable[str]], Survived]] = {
     "publisher": publisher_points,
     "subscriber": subscriber_points,
-    "retention": retention_points,
+    "gc": gc_points,
     "loop": lambda folder, steps, modes: crash_loops(folder, steps, range(1, 25, 1 if steps > 5 else 3)),
 }
 
@@ -336,7 +337,7 @@ def main() -> None:
         parser.error("give a role or --all")
     plan: list[tuple[str, int]] = [(args.role, args.versions)]
     if args.all:
-        plan = [("publisher", 21), ("subscriber", 33), ("retention", 13), ("loop", 8)]
+        plan = [("publisher", 21), ("subscriber", 33), ("gc", 13), ("loop", 8)]
     total = 0
     for role, versions in plan:
         result = run(role, versions, args.modes)

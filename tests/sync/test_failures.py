@@ -31,7 +31,7 @@ from pulse_rl import (
     verify_stream,
 )
 from pulse_rl.integrations.torch import apply_, to_torch
-from pulse_rl.patch.patch import Patch, apply_in_place
+from pulse_rl.patch import Patch, apply_patch
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.stream.stream import Stream
 from tests.support.states import SPECIAL_BITS, Live, Rng, bits, history, mutated, roots, snapshot, weights
@@ -167,7 +167,7 @@ def test_xor_style_double_apply_is_refused(rng: Rng) -> None:
         assert live.root == state_root(states[1])
     (link,) = [x for x in names(store, "policy/payloads") if x.endswith(".patch")]
     with pytest.raises(WrongBase):
-        apply_in_place(Patch.parse(store.get(link)), subscriber._replica.state, subscriber._replica.digest)
+        apply_patch(Patch.parse(store.get(link)), subscriber._host.state, subscriber._host.digest)
     assert snapshot(subscriber.state) == snapshot(states[1])
 
 

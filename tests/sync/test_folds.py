@@ -8,9 +8,9 @@ import pytest
 from pulse_rl import Bits, ChainGap, MemoryStore, Publisher, StoreUnavailable, Subscriber, state_root, verify_stream
 from pulse_rl.codec import Changes
 from pulse_rl.events import Event, FoldFailed, Synced
+from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.stream.stream import Stream
-from pulse_rl.sync.folds import fold_stream
 
 
 class Trainer:

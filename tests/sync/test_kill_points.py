@@ -15,7 +15,7 @@ PROGRAM = [sys.executable, "-m", "tests.support.kill_points"]
 
 @pytest.mark.parametrize(
     ("role", "versions", "mode", "fewest_calls"),
-    [("publisher", 5, "before", 25), ("subscriber", 4, "after", 30), ("retention", 4, "before", 6)],
+    [("publisher", 5, "before", 25), ("subscriber", 4, "after", 30), ("gc", 4, "before", 6)],
 )
 def test_every_kill_point_is_survived(role: str, versions: int, mode: str, fewest_calls: int) -> None:
     """``make faults`` kills before, after and in the midst of each call in longer runs."""
@@ -32,7 +32,7 @@ def test_every_kill_point_is_survived(role: str, versions: int, mode: str, fewes
     assert survived["calls"] >= fewest_calls
     assert survived["modes"][mode] == survived["calls"]
     assert survived["kills"] == sum(survived["modes"].values())
-    if role != "retention":
+    if role != "gc":
         assert survived["modes"]["midst"] > 5
 
 

@@ -1,4 +1,4 @@
-"""Dense or sparse by the publisher's own choice: each way a worker follows, and the event says why."""
+"""A patch or an anchor by the publisher's own choice: each way a worker follows, and the event says why."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def follow(store: MemoryStore, *versions: int) -> Live:
 def test_each_version_by_its_density(rng: Rng) -> None:
     """A fast link: few changes make a patch, many an anchor, and workers at any version follow across both."""
     chain, store = states(rng, 0.01, 0.9, 0.01, 0.9), MemoryStore()
-    done = publish_all(chain, store, mode="auto", link=FAST)
+    done = publish_all(chain, store, mode="auto", bandwidth=FAST)
     assert [d.changed is None for d in done] == [True, False, True, False, True]
     assert [d.anchored for d in done] == [True, False, True, False, True]
-    assert [d.reason.partition(":")[0] for d in done] == ["", "sparse", "dense", "sparse", "dense"]
+    assert [d.reason.partition(":")[0] for d in done] == ["", "patch", "anchor", "patch", "anchor"]
     assert "density 89.9" in done[2].reason
     assert "choose" in done[2].phases
     assert [r.problems for r in verify_stream(store, "s")] == [()] * 5
@@ -65,24 +65,24 @@ def test_each_version_by_its_density(rng: Rng) -> None:
 
 
 def test_a_slow_link_always_gets_patches(rng: Rng) -> None:
-    done = publish_all(states(rng, 0.01, 1.0), MemoryStore(), mode="auto", link=SLOW, anchor_ratio=9.0)
+    done = publish_all(states(rng, 0.01, 1.0), MemoryStore(), mode="auto", bandwidth=SLOW, anchor_ratio=9.0)
     assert [d.patch_bytes > 0 for d in done] == [False, True, True]
     assert "50 Mbit/s" in done[2].reason
 
 
 def test_the_choice_is_the_planners(rng: Rng) -> None:
-    """The publisher changes its mind at the density at which the planner says that dense wins."""
+    """The publisher changes its mind at the density at which the planner says that a full sync wins."""
     chain = states(rng)
     scenario = Scenario(params=ELEMENTS + 7, density=0.01, step_seconds=1, bandwidth=FAST, cores=1)
     where = make_plan(scenario).dense_wins.density
     assert where is not None
-    for share, dense in ((0.98 * where, False), (1.02 * where, True)):
-        done = publish_all([chain[0], changed(chain[0], share, rng)], MemoryStore(), mode="auto", link=FAST)
-        assert (done[1].changed is None) == dense
+    for share, anchored in ((0.98 * where, False), (1.02 * where, True)):
+        done = publish_all([chain[0], changed(chain[0], share, rng)], MemoryStore(), mode="auto", bandwidth=FAST)
+        assert (done[1].changed is None) == anchored
 
 
-def test_dense_mode_and_a_failed_commit(rng: Rng) -> None:
-    """The baseline of a dense version, too, moves only after the commit."""
+def test_anchor_mode_and_a_failed_commit(rng: Rng) -> None:
+    """The baseline of a version without a patch, too, moves only after the commit."""
 
     class Failing(MemoryStore):
         fail = False
@@ -93,7 +93,7 @@ def test_dense_mode_and_a_failed_commit(rng: Rng) -> None:
             super().put_new(name, data)
 
     chain, store = states(rng, 0.01, 0.01), Failing()
-    publisher = Publisher(store, stream="s", mode="dense", threads=1)
+    publisher = Publisher(store, stream="s", mode="anchor", threads=1)
     assert publisher.publish(chain[0]).changed is None
     store.fail = True
     with pytest.raises(StoreUnavailable):
@@ -104,9 +104,9 @@ def test_dense_mode_and_a_failed_commit(rng: Rng) -> None:
     assert follow(store, 0, 1, 2).root == state_root(chain[2])
 
 
-def test_a_restarted_publisher_goes_on_sparse(rng: Rng) -> None:
+def test_a_restarted_publisher_goes_on_with_patches(rng: Rng) -> None:
     chain, store = states(rng, 0.01, 0.01), MemoryStore()
-    publish_all(chain[:2], store, mode="dense")
+    publish_all(chain[:2], store, mode="anchor")
     done = publish_all(chain[2:], store)
     assert done[0].changed == round(0.01 * ELEMENTS)
     assert follow(store, 0, 2).root == state_root(chain[2])
@@ -114,7 +114,7 @@ def test_a_restarted_publisher_goes_on_sparse(rng: Rng) -> None:
 
 def test_equal_states_make_an_empty_patch(rng: Rng) -> None:
     (state,) = states(rng)
-    done = publish_all([state, state], MemoryStore(), mode="auto", link=FAST)
+    done = publish_all([state, state], MemoryStore(), mode="auto", bandwidth=FAST)
     assert done[1].changed == 0
 
 
@@ -128,11 +128,11 @@ def test_the_default_neither_compares_nor_explains(rng: Rng) -> None:
     ("options", "message"),
     [
         ({"mode": "fast"}, "no mode 'fast'"),
-        ({"mode": "auto"}, "needs a link"),
-        ({"link": "50Mbit"}, "has no use for a link"),
-        ({"mode": "auto", "link": "50"}, "not a bandwidth"),
-        ({"mode": "auto", "link": 0}, "above 0"),
-        ({"mode": "auto", "link": 1e6, "codec": "dense"}, "costs of codec 'dense'"),
+        ({"mode": "auto"}, "needs a bandwidth"),
+        ({"bandwidth": "50Mbit"}, "has no use for a bandwidth"),
+        ({"mode": "auto", "bandwidth": "50"}, "not a bandwidth"),
+        ({"mode": "auto", "bandwidth": 0}, "above 0"),
+        ({"mode": "auto", "bandwidth": 1e6, "codec": "dense"}, "costs of codec 'dense'"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
@@ -141,7 +141,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_version_without_a_patch_is_reached_by_its_own_anchor() -> None:
-    """A newcomer once fetched every anchor of a dense stream, the oldest first."""
+    """A newcomer once fetched every anchor of a stream without patches, the oldest first."""
 
     class Counting(MemoryStore):
         shards = 0
@@ -151,7 +151,7 @@ def test_a_version_without_a_patch_is_reached_by_its_own_anchor() -> None:
             return super().get(name, start, stop)
 
     store, weights = Counting(), np.zeros(1000, np.float32)
-    publisher = Publisher(store, stream="s", mode="dense")
+    publisher = Publisher(store, stream="s", mode="anchor")
     follower = Subscriber(store, stream="s")
     for i in range(12):
         weights[i] = 1

@@ -294,7 +294,7 @@ def test_a_state_left_half_way_is_given_up_and_restored(rng: Rng) -> None:
     listener.at = 1
     with pytest.raises(KeyboardInterrupt):
         subscriber.sync()
-    subscriber._replica.state.read("embed.weight")[5] ^= 1
+    subscriber._host.state.read("embed.weight")[5] ^= 1
     update = subscriber.sync()
     assert update is not None
     assert update.full

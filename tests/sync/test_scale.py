@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, state_root
-from pulse_rl.patch import patch
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, patch, state_root
 from pulse_rl.state.digest import state_digest
 from pulse_rl.store import Data, ObjectInfo
 from pulse_rl.stream import anchor, manifest
 from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload
-from pulse_rl.stream.stream import PATCH, SHARD, Stream
+from pulse_rl.stream.names import PATCH, SHARD
+from pulse_rl.stream.stream import Stream
 
 LENGTHS = (100, 1000, 10_000)
-SPANS = (8, 64)
+FOLDS = (8, 64)
 CYCLE = 5
 ANCHOR_EVERY = 600
 
@@ -97,7 +97,7 @@ def cycle() -> tuple[list[State], list[str]]:
 @cache
 def patch_between(base: int, target: int) -> bytes:
     states, _ = cycle()
-    return patch.build(states[base], states[target], state_digest(states[base]), threads=1).to_bytes()
+    return patch.build_patch(states[base], states[target], state_digest(states[base]), threads=1).to_bytes()
 
 
 def long_stream(versions: int) -> CountingStore:
@@ -116,7 +116,7 @@ def long_stream(versions: int) -> CountingStore:
             patch_ref = PatchRef(version - 1, roots[at - 1], 1, (payload,))
         if version % ANCHOR_EVERY == 0:
             (shard,) = anchor.plan_shards(states[at], state_digest(states[at]), threads=1)
-            stream.put_payload(shard.payload, SHARD, anchor.proved(states[at], shard))
+            stream.put_payload(shard.payload, SHARD, anchor.verified_chunks(states[at], shard))
             anchor_ref = AnchorRef((shard.payload,))
             stream.put_anchor_link(version, shard.payload.bytes)
         made = Manifest(
@@ -135,7 +135,7 @@ def long_stream(versions: int) -> CountingStore:
             anchor=anchor_ref,
         ).sealed()
         assert stream.commit(made)
-        for span in SPANS:
+        for span in FOLDS:
             if version and version % span == 0:
                 data = patch_between((version - span) % CYCLE, at)
                 payload = Payload(sha256(data).hexdigest(), len(data))
@@ -176,7 +176,7 @@ def test_who_follows_lists_only_what_is_new(streams: dict[int, CountingStore]) -
 def test_publishing_lists_only_what_is_new(streams: dict[int, CountingStore]) -> None:
     costs = {}
     for versions, store in streams.items():
-        publisher = Publisher(store, stream="s", folds=SPANS, anchor_ratio=1e9, threads=1)
+        publisher = Publisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
         states, _ = cycle()
         publisher.publish(states[(versions - 1) % CYCLE])  # resumes
         cost = []
@@ -253,7 +253,7 @@ def test_ten_thousand_versions_behind_without_an_anchor_nearby() -> None:
 def test_two_hundred_subscribers_on_one_store() -> None:
     """Workers that join at different versions follow together; each costs the store a few calls a version."""
     store = CountingStore()
-    publisher = Publisher(store, stream="s", folds=SPANS, anchor_ratio=1e9, threads=1)
+    publisher = Publisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
     states, _ = cycle()
     for version in range(20):
         publisher.publish(states[version % CYCLE])

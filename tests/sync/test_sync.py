@@ -319,7 +319,7 @@ def test_updates_yields_until_nothing_comes(rng: Rng) -> None:
     publisher, live = Publisher(store, stream="policy"), Live()
     publisher.publish(states[0])
     found = []
-    for update in Subscriber(store, stream="policy").updates(poll_seconds=0.001, timeout=0.05):
+    for update in Subscriber(store, stream="policy").updates(poll_seconds=0.001, timeout_seconds=0.05):
         live.apply(update)
         found.append(update.version)
         if update.version < 3:

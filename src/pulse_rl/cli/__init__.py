@@ -16,7 +16,7 @@ from .. import __version__
 from .. import codec as codecs
 from ..errors import PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
-from ..sync.folds import SPANS
+from ..sync.folds import DEFAULT_FOLDS
 from . import files, plan, report, streams, study
 from .output import Console
 
@@ -97,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=streams.verify)
 
     command = commands.add_parser("fold", parents=[common, stream], help="make patches over many versions")
-    command.add_argument("--spans", type=_count, nargs="+", default=list(SPANS), metavar="N", help="default: 8 64")
+    command.add_argument(
+        "--folds", type=_count, nargs="+", default=list(DEFAULT_FOLDS), metavar="N", help="default: 8 64"
+    )
     command.set_defaults(run=streams.fold)
 
     command = commands.add_parser("gc", parents=[common, stream], help="delete what kept versions do not need")

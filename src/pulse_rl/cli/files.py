@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import codec as codecs
+from .. import patch
 from .._util.files import write_atomically
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
-from ..patch import patch
+from ..patch import Patch
 from ..patch.header import MAGIC, PatchHeader
-from ..patch.patch import Patch
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..state.digest import state_digest
 from .output import Console, size
@@ -23,7 +23,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     old, new = load(args.old)[0], load(args.new)[0]
     digest = state_digest(old, threads=args.threads, progress=progress_to(console, "digest", old.nbytes))
-    built = patch.build(
+    built = patch.build_patch(
         old,
         new,
         digest,
@@ -51,7 +51,7 @@ def apply(args: argparse.Namespace, console: Console) -> int:
     digest = state_digest(base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes))
     if parsed.header.base_root == digest.root:
         base = base.copy()
-    applied = patch.apply_in_place(
+    applied = patch.apply_patch(
         parsed, base, digest, threads=args.threads, progress=progress_to(console, "apply", base.nbytes)
     )
     save(target, base, {k: v for k, v in metadata.items() if not k.startswith("pulse.")})

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 from ..errors import EmptyStream, FormatError, InputError, StoreUnavailable, UnsupportedTensor
-from ..maintenance import gc as retention
+from ..maintenance.fold import fold_stream
+from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..store.check import check_store
 from ..stream.signing import Signer
-from ..sync.folds import fold_stream
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
@@ -105,7 +105,7 @@ def verify(args: argparse.Namespace, console: Console) -> int:
 
 
 def fold(args: argparse.Namespace, console: Console) -> int:
-    made = list(fold_stream(_store(args.store), args.stream, tuple(args.spans), threads=args.threads, on_event=console))
+    made = list(fold_stream(_store(args.store), args.stream, tuple(args.folds), threads=args.threads, on_event=console))
     lines = [f"fold {base}->{version}" for base, version in made]
     console.result(
         {"stream": args.stream, "folds": [{"base": b, "version": v} for b, v in made]},
@@ -115,9 +115,7 @@ def fold(args: argparse.Namespace, console: Console) -> int:
 
 
 def gc(args: argparse.Namespace, console: Console) -> int:
-    plan = retention.collect(
-        _store(args.store), args.stream, keep=args.keep, grace_seconds=args.grace, dry_run=args.dry_run
-    )
+    plan = gc_stream(_store(args.store), args.stream, keep=args.keep, grace_seconds=args.grace, dry_run=args.dry_run)
     facts = {
         "stream": args.stream,
         "oldest": plan.oldest,

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from ..errors import EmptyStream, PulseError, StoreUnavailable
 from ..events import Listener
 from ..store import Store, open_store
-from ..stream.chain import links_of
+from ..stream.chain import Link, links_of
 from ..stream.signing import TrustedKeys
 from ..stream.stream import Stream
-from ..sync.host_state import Replica
+from ..sync.catch_up import catch_up, follow_link
+from ..sync.host_state import HostState
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +40,49 @@ def verify_stream(
     """Replays a stream from its first version on and yields a report a version.
 
     Every patch is applied to the version it starts from and every anchor restored by itself; with ``trusted_keys``
-    every manifest must be signed by one of them. Raises EmptyStream and StoreUnavailable; whatever is wrong with a
-    version is in its report.
+    (Ed25519 public keys, 64 hexadecimal digits each) every manifest must be signed by one of them. ``threads``: at most
+    so many at once (None: one a core); ``on_event`` gets the events of the replay. Raises EmptyStream and
+    StoreUnavailable; whatever is wrong with a version is in its report.
     """
     where = Stream(open_store(store), stream, None if trusted_keys is None else TrustedKeys(trusted_keys))
     versions = where.versions()
     if not versions:
         raise EmptyStream(f"stream {stream!r} has no versions")
     listed = set(versions)
-    chain = Replica(where, threads=threads, listener=on_event)
+
+    def reached_by(link: Link, chain: HostState) -> HostState:
+        """A host state at the link's version: ``chain`` itself where it can be led on."""
+        host = chain
+        if link.base is None or link.base != chain.version:
+            host = HostState(threads=threads, listener=on_event)
+        if link.base is not None:
+            catch_up(host, where, link.base)
+        follow_link(host, where, link)
+        return host
+
+    chain = HostState(threads=threads, listener=on_event)
     for version in versions:
-        good, problems, root = [], [], None
         try:
             manifest = where.manifest(version)
-            root = manifest.root
         except StoreUnavailable:
             raise
         except PulseError as error:
             yield VersionReport(version, None, (), (str(error),))
             continue
+        good: list[str] = []
+        problems: list[str] = []
         for link in links_of(manifest):
             if link.base is not None and link.base not in listed and manifest.anchor:
-                continue  # retention took the base; the anchor leads here
-            replica = Replica(where, threads=threads, listener=on_event) if link.base is None else chain
+                continue  # the base was collected as garbage; the anchor leads here
             try:
-                if link.base is not None and chain.version != link.base:
-                    replica = chain = Replica(where, threads=threads, listener=on_event)
-                    chain.move_to(link.base)
-                replica.follow(link)
-                good.append(str(link))
-                if chain.version != version:
-                    chain = replica
+                host = reached_by(link, chain)
             except StoreUnavailable:
                 raise
             except PulseError as error:
                 problems.append(f"{link}: {error}")
+            else:
+                good.append(str(link))
+                chain = host if chain.version != version else chain
         if not good and not problems:
             problems.append("nothing leads to it")
-        yield VersionReport(version, root, tuple(good), tuple(problems))
+        yield VersionReport(version, manifest.root, tuple(good), tuple(problems))

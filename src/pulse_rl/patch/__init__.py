@@ -1,1 +1,20 @@
 """One patch: cut a state into blocks, build, parse, apply, undo (docs/format.md, section 3). Pure functions."""
+
+from __future__ import annotations
+
+from .apply import AppliedPatch, Patch, advance_state, apply_patch
+from .build import DEFAULT_BLOCK_ELEMENTS, BuiltPatch, build_fold, build_patch
+from .changes import StateChanges, TensorChanges
+
+__all__ = [
+    "DEFAULT_BLOCK_ELEMENTS",
+    "AppliedPatch",
+    "BuiltPatch",
+    "Patch",
+    "StateChanges",
+    "TensorChanges",
+    "advance_state",
+    "apply_patch",
+    "build_fold",
+    "build_patch",
+]

@@ -1,28 +1,39 @@
-"""What changed over several moves of a state: per tensor, the elements that moved and their bits."""
+"""What changed in a state: per tensor, the elements and their new bits; and how several changes become one."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 
-from ..state.tensors import State
-from .patch import TensorChanges
-
-Moves = dict[str, TensorChanges]
+from ..state.tensors import State, UIntArray
 
 
-def merged(moves: tuple[Moves, ...], state: State) -> Moves:
-    """One change per element over several moves, with the bits of the state now."""
-    if len(moves) == 1:
-        return moves[0]
-    whole: Moves = {}
-    for name in sorted({name for move in moves for name in move}):
-        indices = np.unique(np.concatenate([move[name].indices for move in moves if name in move]))
+class TensorChanges(NamedTuple):
+    """Changed elements of one tensor: flat indices, ascending, and the new bits at them."""
+
+    indices: npt.NDArray[np.int64]
+    values: UIntArray
+
+
+StateChanges = dict[str, TensorChanges]
+"""What changed in a state, by the name of the tensor; tensors without changes are left out."""
+
+
+def merged(steps: tuple[StateChanges, ...], state: State) -> StateChanges:
+    """One change per element over several steps, with the bits of ``state``, to which the last one led."""
+    if len(steps) == 1:
+        return steps[0]
+    whole: StateChanges = {}
+    for name in sorted({name for step in steps for name in step}):
+        indices = np.unique(np.concatenate([step[name].indices for step in steps if name in step]))
         whole[name] = TensorChanges(indices, state.read(name)[indices])
     return whole
 
 
-def difference(old: State, new: State) -> Moves:
-    """What a state that replaced another changed in it."""
+def difference(old: State, new: State) -> StateChanges:
+    """What changed where ``new`` took the place of ``old``, a state of the same tensors."""
     changes = {}
     for spec in new.specs:
         indices = np.flatnonzero(old.read(spec.name) != new.read(spec.name))  # may exceed 32-bit positions

@@ -26,12 +26,12 @@ _SAFE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _COPY_BYTES = 64 << 20
 _READ_HINT = "Check the path and its permissions."
 
-Source = State | Mapping[str, Any] | str | os.PathLike[str]
+StateSource = State | Mapping[str, Any] | str | os.PathLike[str]
 """What can be taken for a state: a `State`, a mapping of names to tensors, or the path of a checkpoint."""
 
 
-def as_state(source: Source) -> State:
-    """The state of any `Source`. Checkpoints are mapped, not read. Raises InputError and CorruptCheckpoint."""
+def as_state(source: StateSource) -> State:
+    """The state of any `StateSource`. Checkpoints are mapped, not read. Raises InputError and CorruptCheckpoint."""
     if isinstance(source, State):
         return source
     if isinstance(source, Mapping):

@@ -1,28 +1,37 @@
-"""A store behind a local folder that keeps the payloads it has read, so that a restart does not download them again."""
+"""A store behind a local folder that keeps what it has read, so that a restart does not download it again."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 
 from ..errors import NotFound, StoreFull
 from .base import Data, ObjectInfo, Store
 from .local import LocalStore
 
-_PAYLOAD = re.compile(r"[^/]+/payloads/([0-9a-f]{64})\.[a-z]+")
 _CHUNK_BYTES = 16 << 20
 DEFAULT_MAX_BYTES = 64 << 30
 
 
 class CachedStore:
-    """Payloads are named by their SHA-256, so a kept copy is checked against its name the first time that it is used; a
-    damaged one is fetched again. Everything else passes through. Above ``max_bytes`` the least recently used go."""
+    """Keeps objects that are named by their content in ``folder``, up to ``max_bytes``; the least recently used go
+    first.
 
-    def __init__(self, store: Store, folder: str | os.PathLike[str], max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    ``digest_of`` gives the SHA-256 that an object's name promises (64 hexadecimal digits), None for other objects,
+    which pass through. A kept copy is hashed the first time that it is used, and fetched again where it is damaged.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: str | os.PathLike[str],
+        digest_of: Callable[[str], str | None],
+        max_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> None:
         self._store = store
         self._kept = LocalStore(folder)
+        self._digest_of = digest_of
         self._max_bytes = max_bytes
         self._checked: set[str] = set()
 
@@ -33,12 +42,12 @@ class CachedStore:
         self._store.put_new(name, data)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        digest = _PAYLOAD.fullmatch(name)
+        digest = self._digest_of(name)
         if digest is None:
             return self._store.get(name, start, stop)
-        if not self._has(name, digest[1]):
+        if not self._has(name, digest):
             try:
-                self._keep(name, digest[1])
+                self._keep(name, digest)
             except StoreFull:
                 return self._store.get(name, start, stop)
         try:
@@ -47,8 +56,8 @@ class CachedStore:
             return self._store.get(name, start, stop)
 
     def head(self, name: str) -> ObjectInfo:
-        digest = _PAYLOAD.fullmatch(name)
-        if digest and self._has(name, digest[1]):
+        digest = self._digest_of(name)
+        if digest and self._has(name, digest):
             return self._kept.head(name)
         return self._store.head(name)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def plan_shards(
     return list(ordered_map(run, groups, threads))
 
 
-def proved(state: State, shard: Shard) -> Iterator[bytes | memoryview]:
+def verified_chunks(state: State, shard: Shard) -> Iterator[bytes | memoryview]:
     """The shard's chunks, for one pass. Raises IntegrityError at the end unless they are what was planned."""
     running = sha256()
     for chunk in serialize(state, shard.specs):
@@ -93,36 +94,22 @@ def restore(
     Raises CorruptCheckpoint.
     """
     headers = list(ordered_map(_read_header, shards, threads))
-    specs = [spec for placed, _, _ in headers for spec, _ in placed]
+    specs = [spec for header in headers for spec in header.specs]
     if len({s.name for s in specs}) != len(specs):
         raise CorruptCheckpoint("the anchor's shards hold the same tensor twice")
     if (sum(s.elements for s in specs), sum(s.nbytes for s in specs)) != (elements, dense_bytes):
         raise CorruptCheckpoint(f"the anchor's shards hold other tensors than the manifest's {dense_bytes} bytes")
     state = State.empty(tuple(specs))
 
-    def fill(item: tuple[tuple[Payload, RangeReader], tuple[list[tuple[TensorSpec, int]], bytes, int]]) -> None:
-        (payload, read), (placed, head, start) = item
-        digest = sha256(head)
-        first = 0  # of the tensors that are not yet whole
-        # In ranges over many tensors: a request a tensor would cost more time than its bytes on most networks.
-        for at in range(start, payload.bytes, _CHUNK_BYTES):
-            stop = min(at + _CHUNK_BYTES, payload.bytes)
-            chunk = memoryview(read(at, stop))
-            if len(chunk) != stop - at:
-                raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}… ends too early")
+    def fill(shard: tuple[tuple[Payload, RangeReader], _ShardHeader]) -> None:
+        (payload, read), header = shard
+        tensors = _Buffers(state.read(spec.name).view(np.uint8).data for spec in header.specs)
+        digest = sha256(header.data)
+        for chunk in _chunks(payload, read, len(header.data)):
             digest.update(chunk)
-            while first < len(placed):
-                spec, offset = placed[first]
-                begin, end = start + offset, start + offset + spec.nbytes
-                here, there = max(begin, at), min(end, stop)
-                if here < there:
-                    into = state.read(spec.name).view(np.uint8).data
-                    into[here - begin : there - begin] = chunk[here - at : there - at]
-                if end > stop:
-                    break
-                first += 1
+            tensors.write(chunk)
             if progress:
-                progress(stop - at)
+                progress(len(chunk))
         if digest.hexdigest() != payload.sha256:
             raise DigestMismatch(f"the anchor's shard {payload.sha256[:16]}… does not match its SHA-256")
 
@@ -131,8 +118,14 @@ def restore(
     return state
 
 
-def _read_header(shard: tuple[Payload, RangeReader]) -> tuple[list[tuple[TensorSpec, int]], bytes, int]:
-    """(specs with offsets, the header's bytes, start of the data)."""
+class _ShardHeader(NamedTuple):
+    """``specs`` in the order in which their bytes tile the shard behind the header, whose own bytes are ``data``."""
+
+    specs: list[TensorSpec]
+    data: bytes
+
+
+def _read_header(shard: tuple[Payload, RangeReader]) -> _ShardHeader:
     payload, read = shard
     try:
         head = read(0, min(_FIRST_READ, payload.bytes))
@@ -140,8 +133,35 @@ def _read_header(shard: tuple[Payload, RangeReader]) -> tuple[list[tuple[TensorS
         if end > len(head):
             head += read(len(head), end)
         placed, _, start = parse_header(head, payload.bytes)
+    except StoreError:
+        raise
     except PulseError as error:
-        if isinstance(error, StoreError):
-            raise
         raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}…: {error}") from error
-    return placed, head[:start], start
+    return _ShardHeader([spec for spec, _ in placed], head[:start])
+
+
+def _chunks(payload: Payload, read: RangeReader, start: int) -> Iterator[memoryview]:
+    """The shard's bytes from ``start`` on, in ranges over many tensors: a request a tensor would cost more time than
+    its bytes on most networks."""
+    for at in range(start, payload.bytes, _CHUNK_BYTES):
+        stop = min(at + _CHUNK_BYTES, payload.bytes)
+        chunk = memoryview(read(at, stop))
+        if len(chunk) != stop - at:
+            raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}… ends too early")
+        yield chunk
+
+
+class _Buffers:
+    """Buffers that are filled one after another from chunks of any size, which together have their length."""
+
+    def __init__(self, buffers: Iterator[memoryview]) -> None:
+        self._buffers = buffers
+        self._room = memoryview(b"")
+
+    def write(self, chunk: memoryview) -> None:
+        while len(chunk):
+            if not len(self._room):
+                self._room = next(self._buffers)
+            nbytes = min(len(chunk), len(self._room))
+            self._room[:nbytes] = chunk[:nbytes]
+            self._room, chunk = self._room[nbytes:], chunk[nbytes:]

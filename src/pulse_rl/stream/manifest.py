@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 
 import msgspec
@@ -109,47 +109,59 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         raise CorruptManifest(f"{what} says it is version {manifest.version} of {manifest.stream!r}")
     if manifest.to_bytes() != data:
         raise CorruptManifest(f"{what} is not in canonical form")
-    payloads = list(manifest.anchor.shards) if manifest.anchor else []
-    digests = [manifest.root]
-    if manifest.patch:
-        payloads += manifest.patch.parts
-        digests.append(manifest.patch.base_root)
-        if not 0 <= manifest.patch.base < version or not manifest.patch.parts:
-            raise CorruptManifest(f"{what} has a patch from version {manifest.patch.base}")
-    counts = [manifest.elements, manifest.dense_bytes, manifest.patch.changed if manifest.patch else 0]
-    numbers = [*counts, *(p.bytes for p in payloads), *(v for v in manifest.metadata.values() if isinstance(v, int))]
-    if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in numbers):
-        raise CorruptManifest(f"{what} has a count that is negative or beyond 63 bits")
-    if manifest.patch and manifest.patch.changed > manifest.elements:
-        raise CorruptManifest(f"{what} counts {manifest.patch.changed} changes of {manifest.elements} elements")
-    if not 1 <= manifest.epoch < 10**12:
-        raise CorruptManifest(f"{what} has epoch {manifest.epoch}")
-    if not payloads or any(p.bytes <= 0 for p in payloads):
-        raise CorruptManifest(f"{what} lists nothing to restore the version from")
-    if not all(_HEX64.fullmatch(d) for d in [*digests, *(p.sha256 for p in payloads)]):
-        raise CorruptManifest(f"{what} has a digest that is not 64 lower-case hexadecimal digits")
-    if manifest.digest != manifest.own_digest():
-        raise CorruptManifest(f"{what} does not match its own digest")
+    for flaw in _flaws(manifest):
+        raise CorruptManifest(f"{what} {flaw}")
     return manifest
+
+
+def _flaws(manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the values of a manifest that is well-formed."""
+    patch, anchor = manifest.patch, manifest.anchor
+    payloads = [*(patch.parts if patch else ()), *(anchor.shards if anchor else ())]
+    if patch and (not 0 <= patch.base < manifest.version or not patch.parts):
+        yield f"has a patch from version {patch.base}"
+    counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
+    told = [value for value in manifest.metadata.values() if isinstance(value, int)]
+    if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in [*counts, *(p.bytes for p in payloads), *told]):
+        yield "has a count that is negative or beyond 63 bits"
+    if patch and patch.changed > manifest.elements:
+        yield f"counts {patch.changed} changes of {manifest.elements} elements"
+    if not 1 <= manifest.epoch < 10**12:
+        yield f"has epoch {manifest.epoch}"
+    if not payloads or any(p.bytes <= 0 for p in payloads):
+        yield "lists nothing to restore the version from"
+    digests = [manifest.root, *([patch.base_root] if patch else ()), *(p.sha256 for p in payloads)]
+    if not all(_HEX64.fullmatch(digest) for digest in digests):
+        yield "has a digest that is not 64 lower-case hexadecimal digits"
+    if manifest.digest != manifest.own_digest():
+        yield "does not match its own digest"
 
 
 def checked_metadata(metadata: Mapping[str, object]) -> Metadata:
     """A copy with plain values; numpy scalars become Python's. Raises InputError for what JSON cannot hold exactly."""
     if not isinstance(metadata, Mapping):
         raise InputError(f"metadata must be a mapping, not a {type(metadata).__name__}")
-    checked: Metadata = {}
-    for key, given in metadata.items():
-        value = given.item() if isinstance(given, np.generic) else given
-        good = isinstance(value, str | bool) or (isinstance(value, int) and abs(value) <= MAX_NUMBER)
-        if not good and not (isinstance(value, float) and math.isfinite(value)):
-            raise InputError(f"metadata {key!r} is {given!r}: strings, finite numbers and booleans can be kept")
-        for text in (key, value):
-            if text is key and not isinstance(text, str):
-                raise InputError(f"a key of the metadata is {key!r}, not a string")
-            if isinstance(text, str) and not text.isascii():
-                try:
-                    text.encode()
-                except UnicodeEncodeError:
-                    raise InputError(f"metadata {key!r} is not valid Unicode") from None
-        checked[key] = value  # type: ignore[assignment]
-    return checked
+    return {
+        _checked_text(key, f"a key of the metadata, {key!r},"): _checked_fact(key, metadata[key]) for key in metadata
+    }
+
+
+def _checked_fact(key: str, given: object) -> str | int | float | bool:
+    value = given.item() if isinstance(given, np.generic) else given
+    if isinstance(value, str):
+        return _checked_text(value, f"metadata {key!r}")
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) <= MAX_NUMBER):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise InputError(f"metadata {key!r} is {given!r}: strings, finite numbers and booleans can be kept")
+
+
+def _checked_text(text: object, what: str) -> str:
+    if not isinstance(text, str):
+        raise InputError(f"{what} is not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{what} is not valid Unicode") from None
+    return text

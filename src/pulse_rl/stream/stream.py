@@ -1,59 +1,53 @@
-"""A stream's objects in a store: their names, the listing, manifests and payloads, and the commit.
-
-Names are zero-padded numbers or SHA-256 digests and nothing else, so that no name that was read can lead elsewhere.
-"""
+"""A stream in a store: its listings, manifests, payloads and claims, and the commit."""
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from hashlib import sha256
 
-from ..errors import CorruptManifest, DigestMismatch, InvalidName, PublisherConflict
+from ..errors import CorruptCheckpoint, CorruptManifest, DigestMismatch, PublisherConflict
 from ..store.base import Data, Store, create_or_confirm
 from . import manifest as manifests
+from .anchor import RangeReader
 from .chain import Link
 from .manifest import Manifest, Payload
+from .names import SHARD, AnchorName, EpochName, FoldName, StreamNames, VersionName
 from .signing import TrustedKeys
 
-_STREAM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_VERSION = re.compile(r"([0-9]{12})\.json")
-_FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
-_ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
-PATCH, SHARD = "patch", "safetensors"
-_EPOCH = re.compile(r"[0-9]{12}")
 # Above the length of a stream that is kept in order, so that looking for a way around a gap reads each manifest once.
 _KEPT_MANIFESTS = 1 << 14
 _CLAIM_TRIES = 100
 
 
 class Stream:
-    """Versions, payloads, and links: empty objects whose names say all that planning needs (docs/format.md, 6)."""
+    """Versions, payloads, epochs, and links: empty objects whose names say all that planning needs (docs/format.md, 6).
+
+    Raises InvalidName. With ``trusted`` keys only manifests that one of them has signed are read.
+    """
 
     def __init__(self, store: Store, name: str, trusted: TrustedKeys | None = None) -> None:
-        if not isinstance(name, str) or not _STREAM.fullmatch(name):
-            raise InvalidName(f"{name!r} is not a name for a stream")
         self.store = store
         self.name = name
+        self.names = StreamNames(name)
         self._trusted = trusted
         self._manifests: dict[int, Manifest] = {}
         self._listed_bytes: dict[int, int] = {}
 
     def versions(self, after: int | None = None) -> list[int]:
         """The committed versions greater than ``after``, ascending."""
-        start_after = None if after is None else self._version_name(after)
+        start_after = None if after is None else self.names.version(after)
         found = []
-        for info in self.store.list(f"{self.name}/versions", start_after):
-            match = _VERSION.fullmatch(info.name.removeprefix(f"{self.name}/versions/"))
-            if match:
-                found.append(int(match[1]))
+        for info in self.store.list(self.names.versions, start_after):
+            if isinstance(name := self.names.parse(info.name), VersionName):
+                found.append(name.version)
                 if len(self._listed_bytes) < _KEPT_MANIFESTS:
-                    self._listed_bytes[found[-1]] = info.nbytes
+                    self._listed_bytes[name.version] = info.nbytes
         return found
 
     def manifest(self, version: int) -> Manifest:
         """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are kept once read."""
         if version not in self._manifests:
-            name = self._version_name(version)
+            name = self.names.version(version)
             nbytes = self._listed_bytes.pop(version, None) or self.store.head(name).nbytes
             if nbytes > manifests.MAX_BYTES:
                 raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
@@ -70,53 +64,51 @@ class Stream:
 
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest, which commits its version. False when another publisher has taken the version."""
-        return create_or_confirm(self.store, self._version_name(manifest.version), manifest.to_bytes())
+        return create_or_confirm(self.store, self.names.version(manifest.version), manifest.to_bytes())
 
     def claim(self, publisher: str) -> int:
         """Creates the next epoch of the stream for this publisher and returns it; older publishers then stop."""
         epoch = max(self.epochs(0), default=0)
         for _ in range(_CLAIM_TRIES):
             epoch += 1
-            if create_or_confirm(self.store, self._epoch_name(epoch), publisher.encode()):
+            if create_or_confirm(self.store, self.names.epoch(epoch), publisher.encode()):
                 return epoch
         raise PublisherConflict(f"{_CLAIM_TRIES} other publishers claimed {self.name!r} at the same time")
 
     def epochs(self, after: int) -> list[int]:
         """The claimed epochs greater than ``after``, ascending."""
-        listed = self.store.list(f"{self.name}/epochs", self._epoch_name(after))
-        names = [info.name.rpartition("/")[2] for info in listed]
-        return [int(name) for name in names if _EPOCH.fullmatch(name)]
+        listed = self.store.list(self.names.epochs, self.names.epoch(after))
+        names = [self.names.parse(info.name) for info in listed]
+        return [name.epoch for name in names if isinstance(name, EpochName)]
 
     def links(self, after: int | None = None) -> list[Link]:
         """The folds and anchors that are listed as such, of versions greater than ``after``. One listing, no reads."""
-        start_after = None if after is None else f"{self.name}/links/{after + 1:012d}"
+        start_after = None if after is None else self.names.links_from(after + 1)
         found = []
-        for info in self.store.list(f"{self.name}/links", start_after):
-            name = info.name.removeprefix(f"{self.name}/links/")
-            if match := _FOLD.fullmatch(name):
-                version, base, nbytes = int(match[1]), int(match[2]), int(match[3])
-                if version - base > 1 and nbytes > 0:
-                    found.append(Link(base, version, nbytes, (Payload(match[4], nbytes),)))
-            elif match := _ANCHOR.fullmatch(name):
-                found.append(Link(None, int(match[1]), int(match[2])))
+        for info in self.store.list(self.names.links, start_after):
+            match self.names.parse(info.name):
+                case FoldName(version, base, nbytes, digest) if version - base > 1 and nbytes > 0:
+                    found.append(Link(base, version, nbytes, (Payload(digest, nbytes),)))
+                case AnchorName(version, nbytes):
+                    found.append(Link(None, version, nbytes))
         return found
 
     def put_fold_link(self, base: int, version: int, payload: Payload) -> None:
-        self.store.put(f"{self.name}/links/{version:012d}-{base:012d}-{payload.bytes:015d}-{payload.sha256}", b"")
+        self.store.put(self.names.fold(base, version, payload.bytes, payload.sha256), b"")
 
     def put_anchor_link(self, version: int, nbytes: int) -> None:
-        self.store.put(f"{self.name}/links/{version:012d}-anchor-{nbytes:015d}", b"")
+        self.store.put(self.names.anchor(version, nbytes), b"")
 
     def put_payload(self, payload: Payload, kind: str, data: Data) -> None:
         """Stores a payload under its digest. Repeating it is harmless."""
-        self.store.put(self.payload_name(payload, kind), data)
+        self.store.put(self.names.payload(payload.sha256, kind), data)
 
     def fetch(self, payload: Payload, kind: str) -> bytes:
         """A payload's verified bytes. Raises NotFound and DigestMismatch.
 
         A damaged answer is asked for once more, since a network breaks bytes more often than a disk does.
         """
-        name = self.payload_name(payload, kind)
+        name = self.names.payload(payload.sha256, kind)
         for _ in range(2):
             stored = self.store.head(name).nbytes
             if stored == payload.bytes:
@@ -125,11 +117,10 @@ class Stream:
                     return data
         raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
 
-    def payload_name(self, payload: Payload, kind: str) -> str:
-        return f"{self.name}/payloads/{payload.sha256}.{kind}"
-
-    def _epoch_name(self, epoch: int) -> str:
-        return f"{self.name}/epochs/{epoch:012d}"
-
-    def _version_name(self, version: int) -> str:
-        return f"{self.name}/versions/{version:012d}.json"
+    def shard_reader(self, payload: Payload) -> RangeReader:
+        """Reads ranges of an anchor's shard. Raises NotFound, and CorruptCheckpoint where it has another length."""
+        name = self.names.payload(payload.sha256, SHARD)
+        stored = self.store.head(name).nbytes
+        if stored != payload.bytes:
+            raise CorruptCheckpoint(f"the anchor's shard {name} has {stored} bytes, its manifest says {payload.bytes}")
+        return partial(self.store.get, name)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..patch import DEFAULT_BLOCK_ELEMENTS
 from ..patch.blocks import Block, cut
 from ..patch.header import BlockEntry, PatchHeader
-from ..patch.patch import DEFAULT_BLOCK_ELEMENTS
 from ..state.tensors import TensorSpec
 from .entropy import ClassCounts
 from .layers import LAYERS, layer_of

@@ -6,37 +6,38 @@ A fold of span s leads from version k·s to (k+1)·s. It is stored only where it
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 
 from .. import codec as codecs
 from ..codec import Changes
 from ..errors import PulseError
 from ..events import Folded, FoldFailed, Listener
-from ..patch import patch
+from ..patch import build_fold
 from ..patch.undo import UndoLog
 from ..state.digest import StateDigest
 from ..state.tensors import State
-from ..store import Store, open_store
 from ..stream.chain import Link
 from ..stream.manifest import Payload
-from ..stream.stream import PATCH, Stream
-from .host_state import Replica
+from ..stream.names import PATCH
+from ..stream.stream import Stream
 
-SPANS = (8, 64)
+DEFAULT_FOLDS = (8, 64)
+"""The spans of folds, in versions."""
 
 
 class FoldMaker:
     """Watches a state move from version to version and stores the folds that fall due, in a thread of its own.
 
-    It is a `Watcher` of the replica. It keeps the old bits of what changed since the last multiple of each span: about
-    6 bytes for every BF16 weight that changed at least once in that time.
+    A `Watcher` of the host state. ``folds`` are the spans; ``skip`` are folds, as (base, version), that are there
+    already. It keeps the old bits of what changed since the last multiple of each span: about 6 bytes for every BF16
+    weight that changed at least once in that time.
     """
 
     def __init__(
         self,
         stream: Stream,
-        spans: Collection[int] = SPANS,
+        folds: Collection[int] = DEFAULT_FOLDS,
         *,
         codec: str = codecs.DEFAULT,
         skip: Collection[tuple[int | None, int]] = (),
@@ -44,7 +45,7 @@ class FoldMaker:
         listener: Listener | None = None,
     ) -> None:
         self._stream = stream
-        self._spans = sorted(spans)
+        self._spans = sorted(folds)
         self._codec = codec
         self._skip = skip
         self._threads = threads
@@ -53,7 +54,9 @@ class FoldMaker:
         self._patch_bytes: dict[int, int] = {}
         self._thread: threading.Thread | None = None
 
-    def moved(self, link: Link, base_root: str, undo: Mapping[int, Changes], state: State, digest: StateDigest) -> None:
+    def advanced(
+        self, link: Link, base_root: str, undo: Mapping[int, Changes], state: State, digest: StateDigest
+    ) -> None:
         """Takes note of the old bits, and starts the folds that are due."""
         assert link.base is not None
         due = []
@@ -76,7 +79,7 @@ class FoldMaker:
             )
             self._thread.start()
 
-    def broken(self) -> None:
+    def replaced(self) -> None:
         """The state has moved in another way: the logs no longer lead back."""
         self.wait()
         self._logs.clear()
@@ -90,7 +93,7 @@ class FoldMaker:
     def _make(self, due: list[tuple[UndoLog, int]], version: int, state: State, digest: StateDigest) -> None:
         for log, patch_bytes in due:
             try:
-                built = patch.fold(log, state, digest, codec=self._codec, threads=self._threads)
+                built = build_fold(log, state, digest, codec=self._codec, threads=self._threads)
                 if built.nbytes < patch_bytes:
                     payload = Payload(sha256(built.to_bytes()).hexdigest(), built.nbytes)
                     self._stream.put_payload(payload, PATCH, built.chunks)
@@ -101,36 +104,3 @@ class FoldMaker:
                 # A fold is a shortcut: without it readers take the patches. The publisher must not fail for it.
                 if self._listener:
                     self._listener(FoldFailed(self._stream.name, log.base, version, str(error)))
-
-
-def fold_stream(
-    store: Store | str,
-    stream: str,
-    spans: Collection[int] = SPANS,
-    *,
-    codec: str = codecs.DEFAULT,
-    threads: int | None = None,
-    on_event: Listener | None = None,
-) -> Iterator[tuple[int, int]]:
-    """Makes the folds that a stream lacks, on any machine, and yields (base, version) of each that is there then.
-
-    Restores the stream at the first version that a missing fold starts from and replays it. Raises ChainGap where a
-    version cannot be reached.
-    """
-    where = Stream(open_store(store), stream)
-    listed = {(link.base, link.version) for link in where.links()}
-    versions = where.versions()
-    there = set(versions)
-    missing = {(v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there} - listed
-    if not missing:
-        return
-    maker = FoldMaker(where, spans, codec=codec, skip=listed, threads=threads, listener=on_event)
-    replica = Replica(where, threads=threads, listener=on_event)
-    replica.watcher = maker
-    first, last = min(b for b, _ in missing), max(v for _, v in missing)
-    for version in versions:
-        if first <= version <= last:
-            replica.move_to(version)
-    maker.wait()
-    there_now = {(link.base, link.version) for link in where.links()}
-    yield from sorted(missing & there_now)

@@ -8,22 +8,23 @@ live member has staged its target.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
-from ..errors import AlreadyExists, FormatError, InvalidName
+from ..errors import AlreadyExists, FormatError
+from ..stream.names import GroupNames, check_word
 from .subscriber import Subscriber
 from .update import Update
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[0-9]{1,12}")
 DEFAULT_TIMEOUT_SECONDS = 60.0
 _KEPT_ROUNDS = 8
 
 
 class Member:
-    """One worker of a group.
+    """One worker of a group: ``name`` among the members of ``group``, with a ``subscriber`` of its own.
 
     Call `poll` regularly, at least a few times in ``timeout_seconds``: a member that has not for that long (by the
-    store's clock) does not hold the others. One that comes back joins at the group's version.
+    store's clock) does not hold the others. One that comes back joins at the group's version. Raises InvalidName.
     """
 
     def __init__(
@@ -34,13 +35,11 @@ class Member:
         name: str,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
-        for word in (group, name):
-            if not _NAME.fullmatch(word):
-                raise InvalidName(f"{word!r} is not a name for a group or a member")
+        check_word(name, "a member")
         self._subscriber = subscriber
         self._store = subscriber.stream.store
-        self._folder = f"{subscriber.stream.name}/groups/{group}"
-        self._name = name
+        self._names = GroupNames(subscriber.stream.names, group)
+        self._note = self._names.member(name)
         self._timeout = timeout_seconds
         self._staged: Update | None = None
         self._round = 0
@@ -57,11 +56,11 @@ class Member:
         if version is None:
             return None
         self._stage(version)
-        self._note(number)
+        self._write_note(number)
         if not self._switched(number):
             if not self._all_staged(number):
                 return None
-            self._create(f"switches/{number:012d}", b"")
+            self._create(self._names.switch(number), b"")
             self._tidy(number)
         update, self._staged = self._staged, None
         self._round, self.version = number, version
@@ -69,15 +68,15 @@ class Member:
 
     def _current_round(self) -> tuple[int, int | None]:
         """The newest round that is open or that this member has not joined; a new one is proposed for a new version."""
-        rounds = self._numbers("targets", self._round - 1)
+        rounds = self._targets_after(self._round - 1)
         newest = rounds[-1] if rounds else 0
         if newest > self._round or (newest and not self._switched(newest)):
             return newest, self._target(newest)
         versions = self._subscriber.stream.versions(self.version)
         if not versions:
-            self._note(self._round)  # alive, with nothing to do
+            self._write_note(self._round)  # alive, with nothing to do
             return newest, None
-        self._create(f"targets/{newest + 1:012d}", str(versions[-1]).encode())
+        self._create(self._names.target(newest + 1), str(versions[-1]).encode())
         return newest + 1, self._target(newest + 1)
 
     def _stage(self, version: int) -> None:
@@ -91,19 +90,19 @@ class Member:
     def _all_staged(self, number: int) -> bool:
         """Whether every member whose note is fresh has staged this round. Fresh: by the store's own clock, against the
         newest note, which is at most as old as this member's."""
-        notes = list(self._store.list(f"{self._folder}/members"))
+        notes = list(self._store.list(self._names.members))
         newest = max(info.modified for info in notes)
         fresh = [info.name for info in notes if newest - info.modified <= self._timeout]
         return all(self._number(name) >= number for name in fresh)
 
-    def _note(self, number: int) -> None:
-        self._store.put(f"{self._folder}/members/{self._name}", str(number).encode())
+    def _write_note(self, number: int) -> None:
+        self._store.put(self._note, str(number).encode())
 
     def _switched(self, number: int) -> bool:
-        return number in self._numbers("switches", number - 1)
+        return number in self._switches_after(number - 1)
 
     def _target(self, number: int) -> int:
-        return self._number(f"{self._folder}/targets/{number:012d}")
+        return self._number(self._names.target(number))
 
     def _number(self, name: str) -> int:
         data = self._store.get(name)
@@ -112,20 +111,27 @@ class Member:
             raise FormatError(f"{name} does not hold a number")
         return int(text)
 
-    def _numbers(self, kind: str, after: int) -> list[int]:
-        start_after = f"{self._folder}/{kind}/{max(after, 0):012d}"
-        names = [info.name.rpartition("/")[2] for info in self._store.list(f"{self._folder}/{kind}", start_after)]
-        return [int(name) for name in names if _NUMBER.fullmatch(name)]
+    def _targets_after(self, number: int) -> list[int]:
+        return self._rounds(self._names.targets, self._names.target(max(number, 0)))
+
+    def _switches_after(self, number: int) -> list[int]:
+        return self._rounds(self._names.switches, self._names.switch(max(number, 0)))
+
+    def _rounds(self, folder: str, start_after: str) -> list[int]:
+        """The rounds of the objects in a folder whose names come after ``start_after``, ascending."""
+        rounds = [self._names.round_of(info.name) for info in self._store.list(folder, start_after)]
+        return [number for number in rounds if number is not None]
 
     def _create(self, name: str, data: bytes) -> None:
         """Creates an object of the group unless another member has; which of them does not matter."""
-        try:
-            self._store.put_new(f"{self._folder}/{name}", data)
-        except AlreadyExists:
-            return
+        with suppress(AlreadyExists):
+            self._store.put_new(name, data)
 
     def _tidy(self, number: int) -> None:
-        for kind in ("switches", "targets"):
-            for old in self._numbers(kind, 0):
-                if old <= number - _KEPT_ROUNDS:
-                    self._store.delete(f"{self._folder}/{kind}/{old:012d}")
+        """Deletes the rounds that no member can still be in."""
+        for old in self._switches_after(0):
+            if old <= number - _KEPT_ROUNDS:
+                self._store.delete(self._names.switch(old))
+        for old in self._targets_after(0):
+            if old <= number - _KEPT_ROUNDS:
+                self._store.delete(self._names.target(old))

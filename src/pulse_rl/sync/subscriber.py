@@ -6,30 +6,36 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator
+from types import TracebackType
+from typing import Self
 
 from ..errors import EmptyStream, FormatError, InputError, NotFound, SubscriberPoisoned, Untrusted
 from ..events import Listener, Synced
-from ..state.checkpoint import Source, as_state
+from ..state.checkpoint import StateSource, as_state
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..store import CachedStore, Store, open_store
 from ..stream.manifest import Manifest
+from ..stream.names import payload_digest
 from ..stream.signing import TrustedKeys
 from ..stream.stream import Stream
-from .host_state import Replica, Step
-from .update import TensorUpdate, Update
+from .catch_up import catch_up
+from .delivery import Step
+from .host_state import HostState
+from .update import Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
 
 
 class Subscriber:
-    """Holds one version of a stream in host memory and moves it forward on `sync`.
+    """Holds one version of a stream in host memory and moves it forward on `sync`. A context manager; see `close`.
 
-    ``store`` is a store or its address. ``base`` is a state that the worker has already, such as its checkpoint: where
-    its root is that of a version of the stream, syncing starts there instead of from an anchor. Payloads are
-    kept in the folder ``cache``, if given, and not downloaded again after a restart. With ``trusted_keys``
-    (Ed25519 public keys, 64 hexadecimal digits each; extra ``[sign]``) only manifests that one of them has signed are
-    accepted. Not thread-safe.
+    ``store``: a store, or its address (see `open_store`). ``stream``: its name. ``base``: a state that the worker has
+    already, such as its checkpoint's path: where its root is that of a version of the stream, syncing starts there
+    instead of from an anchor. ``cache``: a folder in which payloads are kept, not to be downloaded again after a
+    restart. ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each; extra ``[sign]``); then only manifests
+    that one of them has signed are accepted. ``threads``: at most so many at once (None: one a core). ``on_event`` gets
+    the events of `pulse_rl.events`. Not thread-safe. Raises InputError, InvalidName and StoreError.
     """
 
     def __init__(
@@ -37,7 +43,7 @@ class Subscriber:
         store: Store | str,
         *,
         stream: str,
-        base: Source | None = None,
+        base: StateSource | None = None,
         cache: str | os.PathLike[str] | None = None,
         trusted_keys: Collection[str] | None = None,
         threads: int | None = None,
@@ -45,8 +51,8 @@ class Subscriber:
     ) -> None:
         trusted = None if trusted_keys is None else TrustedKeys(trusted_keys)
         opened = open_store(store)
-        self.stream = Stream(opened if cache is None else CachedStore(opened, cache), stream, trusted)
-        self._replica = Replica(self.stream, threads=threads, listener=on_event)
+        self.stream = Stream(opened if cache is None else CachedStore(opened, cache, payload_digest), stream, trusted)
+        self._host = HostState(threads=threads, listener=on_event)
         self._base = base
         self._threads = threads
         self._listener = on_event
@@ -54,13 +60,14 @@ class Subscriber:
     @property
     def status(self) -> str:
         """One of "empty" (no version yet), "ready" (the state is the verified `version`) and "poisoned"."""
-        if self._replica.poisoned:
+        if self._host.poisoned:
             return "poisoned"
-        return "empty" if self._replica.version is None else "ready"
+        return "empty" if self._host.version is None else "ready"
 
     @property
     def version(self) -> int | None:
-        return self._replica.version
+        """The version that the host state holds, None before the first sync."""
+        return self._host.version
 
     @property
     def root(self) -> str:
@@ -88,26 +95,27 @@ class Subscriber:
         return self._ready().state.readonly()
 
     def sync(self, target: int | None = None) -> Update | None:
-        """Moves to ``target`` (default: the newest version) and returns what changed; None where nothing is newer.
+        """Moves to version ``target`` (default: the newest) and returns what changed; None where nothing is newer.
 
         All is fetched and verified on the host before this returns, so that a worker pauses only to scatter the
         update. A missing or damaged object makes it take another path. When this raises (ChainGap, StoreUnavailable …)
         the state rests at a verified version, at which a repeated call goes on.
         """
         started = time.perf_counter()
-        replica = self._replica
-        replica.recover()
+        host = self._host
+        host.recover()
         if self._base is not None and self._adopt_base(self._base):
             self._base = None
         if target is None:
-            newer = self.stream.versions(replica.version)
-            target = newer[-1] if newer else replica.version
-        if target is None or (replica.version is not None and target < replica.version):
+            newer = self.stream.versions(host.version)
+            target = newer[-1] if newer else host.version
+        if target is None or (host.version is not None and target < host.version):
             return None
-        if target == replica.version and replica.is_told:
+        if target == host.version and host.acknowledged:
             return None
         looked = time.perf_counter() - started
-        step = replica.move_to(target)
+        phases = catch_up(host, self.stream, target)
+        step = host.outstanding()
         update = self._update(step, started)
         if self._listener:
             self._listener(
@@ -120,24 +128,25 @@ class Subscriber:
                     fetched_bytes=update.payload_bytes,
                     seconds=update.seconds,
                     lag_seconds=time.time() - self.stream.manifest(target).created,
-                    phases=step.phases | {"plan": looked + step.phases.get("plan", 0.0)},
+                    phases=phases | {"plan": looked + phases.get("plan", 0.0)},
                 )
             )
-        # Last: whatever fails before, the next call tells the caller the same once more.
-        replica.tell()
+        # Last: whatever fails before, the next call delivers the same once more.
+        host.acknowledge()
         return update
 
     def full_update(self) -> Update:
-        """The whole current state as an update, for a model that is new or missed one."""
+        """The whole current state as an update, for a model that is new or missed one. Raises as `state` does."""
         started = time.perf_counter()
-        return self._update(Step(None, self.manifest.version, (), None, frozenset(), {}), started)
+        return self._update(Step(None, self.manifest.version), started)
 
-    def updates(self, *, poll_seconds: float = 1.0, timeout: float | None = None) -> Iterator[Update]:
-        """Yields updates as versions appear; ends when none has appeared for ``timeout`` seconds (None: never)."""
+    def updates(self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None) -> Iterator[Update]:
+        """Yields updates as versions appear, looking every ``poll_seconds``; ends when none has appeared for
+        ``timeout_seconds`` (None: never). Raises InputError, and what `sync` raises."""
         last = time.monotonic()
         if not (0 <= poll_seconds < math.inf):
             raise InputError(f"poll_seconds must be a number from 0 on, not {poll_seconds}")
-        while timeout is None or time.monotonic() - last < timeout:
+        while timeout_seconds is None or time.monotonic() - last < timeout_seconds:
             update = self.sync()
             if update is None:
                 time.sleep(poll_seconds)
@@ -145,39 +154,33 @@ class Subscriber:
                 yield update
                 last = time.monotonic()
 
-    def _ready(self) -> Replica:
-        if self._replica.poisoned:
+    def close(self) -> None:
+        """Lets the host state go. May be called twice; a `sync` afterwards starts as a new Subscriber would."""
+        self._host = HostState(threads=self._threads, listener=self._listener)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ready(self) -> HostState:
+        if self._host.poisoned:
             raise SubscriberPoisoned("the last sync was interrupted while it applied a patch")
-        if self._replica.version is None:
+        if self._host.version is None:
             raise EmptyStream(f"nothing was synced from {self.stream.name!r} yet", hint="Call sync() first.")
-        return self._replica
+        return self._host
 
     def _update(self, step: Step, started: float) -> Update:
-        manifest, state = self.stream.manifest(step.version), self._ready().state.readonly()
-        if step.changes is None:
-            tensors = [TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs]
-        else:
-            tensors = [
-                TensorUpdate(state.spec(name), changed.indices, changed.values)
-                for name, changed in step.changes.items()
-                if name not in step.renamed
-            ]
-            tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in sorted(step.renamed)]
-        update = Update(
-            version=step.version,
-            previous=step.previous,
-            root=manifest.root,
-            tensors=tuple(tensors),
-            aliases=dict(state.aliases),
-            metadata=manifest.metadata,
-            payload_bytes=sum(link.nbytes for link in step.links),
-            seconds=time.perf_counter() - started,
-        )
-        if any(tensor.indices is None for tensor in tensors):
-            self._replica.lend(update)
+        host = self._ready()
+        update = make_update(step, host.state.readonly(), self.stream.manifest(step.version), started)
+        if any(tensor.indices is None for tensor in update.tensors):
+            host.pin(update)
         return update
 
-    def _adopt_base(self, base: Source) -> bool:
+    def _adopt_base(self, base: StateSource) -> bool:
         """Starts from the caller's state where its root is that of a recent version. False while there are none."""
         versions = self.stream.versions()
         if not versions:
@@ -192,6 +195,6 @@ class Subscriber:
             if manifest.root == digest.root:
                 # What the worker has is what it loaded, under the names that it knows: aliases that the version adds
                 # are told with the next update.
-                self._replica.adopt(version, state.copy(), digest)
+                self._host.adopt(version, state.copy(), digest)
                 break
         return True

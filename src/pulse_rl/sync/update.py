@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -9,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..events import Metadata
-from ..state.tensors import TensorSpec, UIntArray
+from ..state.tensors import State, TensorSpec, UIntArray
+from ..stream.manifest import Manifest
+from .delivery import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,36 @@ class Update:
 
     @property
     def full(self) -> bool:
+        """Whether the whole state is new to the model."""
         return self.previous is None
 
     @property
     def changed(self) -> int:
+        """Elements that the update writes."""
         return sum(t.values.size for t in self.tensors)
 
     def __iter__(self) -> Iterator[tuple[str, npt.NDArray[np.int64] | None, UIntArray]]:
         return ((t.spec.name, t.indices, t.values) for t in self.tensors)
+
+
+def make_update(step: Step, state: State, manifest: Manifest, started: float) -> Update:
+    """The update along ``step``, to the version of ``manifest``, whose verified ``state`` is read-only."""
+    if step.changes is None:
+        tensors = [TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs]
+    else:
+        tensors = [
+            TensorUpdate(state.spec(name), changed.indices, changed.values)
+            for name, changed in step.changes.items()
+            if name not in step.renamed
+        ]
+        tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in sorted(step.renamed)]
+    return Update(
+        version=step.version,
+        previous=step.previous,
+        root=manifest.root,
+        tensors=tuple(tensors),
+        aliases=dict(state.aliases),
+        metadata=manifest.metadata,
+        payload_bytes=sum(link.nbytes for link in step.links),
+        seconds=time.perf_counter() - started,
+    )

@@ -1,0 +1,179 @@
+"""Parses a patch and applies it in place, or undoes it to the last bit (docs/format.md, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+
+from .. import codec as codecs
+from .._util.threads import ordered_map
+from ..codec import Changes
+from ..errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
+from ..state import bits
+from ..state.digest import StateDigest
+from ..state.tensors import State, UIntArray
+from .blocks import Block, Segment
+from .build import BuiltPatch
+from .changes import StateChanges, TensorChanges
+from .header import BlockEntry, PatchHeader, parse_header
+from .tree import TreeUpdate, block_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A parsed patch: the checked header and the blocks' bytes, not yet decoded."""
+
+    header: PatchHeader
+    body: memoryview
+
+    @classmethod
+    def parse(cls, data: bytes | memoryview, elements: int | None = None) -> Patch:
+        """Checks magic, header digest, caps and tiling; raises CorruptPatch. The blocks' own digests are checked when
+        they are decoded. ``elements``, where given, are those that the patch has to be for."""
+        view = memoryview(data)
+        header, size = parse_header(view, elements)
+        if size + header.body_bytes != len(view):
+            raise CorruptPatch(f"the patch has {len(view)} bytes, its header speaks of {size + header.body_bytes}")
+        return cls(header, view[size:])
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedPatch:
+    """What `apply_patch` did: the changes per tensor name, the digest tree of the state now, and the old bits by
+    block index."""
+
+    changes: StateChanges
+    digest: StateDigest
+    undo: dict[int, Changes]
+
+
+def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None) -> dict[int, Changes]:
+    """Turns the state that a patch was built from into its target; returns the old bits by block index.
+
+    Nothing is hashed: `build_patch` has proved each block and knows the target's tree. A state in which this was
+    interrupted must be given up.
+    """
+    blocks = built.header.cut()
+    undo: dict[int, Changes] = {}
+
+    def run(index: int) -> None:
+        block, entry, changes = blocks[index], built.header.blocks[index], built.changes[index]
+        if entry.codec_id == codecs.SAME:
+            return
+        before = block.read(state)
+        if changes is None:
+            payload = memoryview(built.chunks[1 + index])
+            changes = codecs.by_id(entry.codec_id).decode(payload, before, block.layout)
+        undo[index] = Changes(changes.positions, bits.take(before, changes.positions))
+        _scatter(block, state, changes)
+
+    for _ in ordered_map(run, range(len(blocks)), threads):
+        pass
+    return undo
+
+
+def apply_patch(
+    patch: Patch,
+    state: State,
+    digest: StateDigest,
+    *,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> AppliedPatch:
+    """Turns ``state`` (host memory, with tree ``digest``) into the patch's target, or leaves it exactly as it was.
+
+    The state's root must be the patch's base root (WrongBase), so that applying twice is refused rather than harmful.
+    Every block's bytes are checked against the header, every changed leaf is hashed again and the root compared with
+    the target root (DigestMismatch). On any failure, cancellation included, what was written is undone first.
+    """
+    header = patch.header
+    if header.base_root != digest.root:
+        raise WrongBase(f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…")
+    state.require_specs(header.specs, "the patch")
+    blocks = header.cut()
+    offsets = np.concatenate([[0], np.cumsum([e.length for e in header.blocks], dtype=np.int64)])
+    journal: dict[int, Changes] = {}
+
+    def run(index: int) -> tuple[Changes, list[bytes] | None]:
+        block, entry = blocks[index], header.blocks[index]
+        payload = patch.body[int(offsets[index]) : int(offsets[index + 1])]
+        before = block.read(state)
+        changes = _decode(index, block, entry, payload, before)
+        if entry.codec_id == codecs.SAME:
+            return changes, None
+        # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
+        journal[index] = Changes(changes.positions, bits.take(before, changes.positions))
+        _scatter(block, state, changes)
+        return changes, block_leaves(block, block.read(state))
+
+    tree = TreeUpdate(digest)
+    per_tensor: dict[str, list[TensorChanges]] = {}
+    try:
+        # closing() ends the calls in flight before the undo below, so that none writes after it.
+        with closing(ordered_map(run, range(len(blocks)), threads)) as results:
+            for index, (changes, leaves) in enumerate(results):
+                tree.add(blocks[index], leaves)
+                _collect(blocks[index], changes, per_tensor)
+                if progress:
+                    progress(blocks[index].nbytes)
+        target = tree.finish()
+        if target.root != header.target_root:
+            raise DigestMismatch(
+                f"the patched state has root {target.root[:16]}…, the patch promises {header.target_root[:16]}…"
+            )
+    except BaseException:
+        for index, undo in journal.items():
+            _scatter(blocks[index], state, undo)
+        raise
+    return AppliedPatch({name: _join(pieces) for name, pieces in per_tensor.items()}, target, journal)
+
+
+def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, before: UIntArray) -> Changes:
+    """The changes of one block; every error names the block and its tensors."""
+    where = f"block {index} ({block})"
+    if entry.codec_id == codecs.SAME:
+        return Changes(np.empty(0, np.uint32), np.empty(0, block.dtype.uint))
+    if sha256(payload).digest() != entry.sha256:
+        raise CorruptPatch(f"{where}: its bytes do not match their SHA-256")
+    try:
+        codec = codecs.by_id(entry.codec_id)
+        if not codec.supports(block.dtype):
+            raise CorruptPatch(f"codec {codec.name} does not code {block.dtype.name}")
+        changes = codec.decode(payload, before, block.layout)
+    except PulseError as error:
+        raise CorruptPatch(f"{where}: {error}", hint=error.hint) from error
+    if len(changes.positions) != entry.changed:
+        raise CorruptPatch(f"{where}: {len(changes.positions)} changes, the header counts {entry.changed}")
+    return changes
+
+
+def _pieces(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Changes]]:
+    """The changes of a block by segment: (segment, place of its first element in the block, its changes)."""
+    base = first = 0
+    for segment in block.segments:
+        end = base + segment.stop - segment.start
+        last = int(np.searchsorted(changes.positions, end))
+        if last > first:
+            yield segment, base, Changes(changes.positions[first:last], changes.values[first:last])
+        base, first = end, last
+
+
+def _scatter(block: Block, state: State, changes: Changes) -> None:
+    for segment, base, piece in _pieces(block, changes):
+        bits.put(state.read(*segment.place), piece.positions, piece.values, base)
+
+
+def _collect(block: Block, changes: Changes, into: dict[str, list[TensorChanges]]) -> None:
+    for segment, base, piece in _pieces(block, changes):
+        indices = piece.positions.astype(np.int64) + (segment.start - base)
+        into.setdefault(segment.spec.name, []).append(TensorChanges(indices, piece.values))
+
+
+def _join(pieces: list[TensorChanges]) -> TensorChanges:
+    if len(pieces) == 1:
+        return pieces[0]
+    return TensorChanges(np.concatenate([p.indices for p in pieces]), np.concatenate([p.values for p in pieces]))

@@ -1,0 +1,126 @@
+"""Builds a patch from two states: compare, code, prove and hash in one walk over the blocks (docs/format.md, 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+
+from .. import codec as codecs
+from .._util.threads import ordered_map
+from ..codec import Changes
+from ..errors import IntegrityError
+from ..state import bits
+from ..state.digest import StateDigest
+from ..state.tensors import State, UIntArray
+from .blocks import Block, cut
+from .header import BlockEntry, PatchHeader, check_block_elements
+from .tree import TreeUpdate, block_leaves
+from .undo import UndoLog
+
+DEFAULT_BLOCK_ELEMENTS = 1 << 22
+
+# Changes of a built patch are kept for `advance_state` up to this density; above it they would outweigh the saving and
+# are decoded again.
+_KEPT_DENSITY = 1 / 32
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPatch:
+    """A patch as chunks of bytes in file order (header, then a payload a block), and the digest tree of the state that
+    it produces. ``changes`` holds the decoded blocks, None where they were too many to keep."""
+
+    header: PatchHeader
+    chunks: tuple[bytes, ...]
+    target: StateDigest
+    changes: tuple[Changes | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.chunks))
+
+    def to_bytes(self) -> bytes:
+        return b"".join(self.chunks)
+
+
+def build_patch(
+    old: State,
+    new: State,
+    old_digest: StateDigest,
+    *,
+    codec: str = codecs.DEFAULT,
+    block_elements: int = DEFAULT_BLOCK_ELEMENTS,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> BuiltPatch:
+    """The patch that turns ``old`` into ``new``. ``old_digest`` is the tree of ``old``.
+
+    One walk over both: each block is compared, coded, decoded again to prove it, and hashed. Blocks without changes are
+    not hashed again. Raises StateMismatch unless both hold the same tensors, and IntegrityError where a block does not
+    decode to the new elements, which means that they changed during the call. ``progress`` is called with the bytes of
+    model that were worked through since its last call.
+    """
+    new.require_specs(old.specs, "the base state")
+    check_block_elements(block_elements)
+    chosen = codecs.by_name(codec)
+
+    def run(block: Block) -> tuple[codecs.Encoded, Changes | None, list[bytes] | None]:
+        before, after = block.read(old), block.read(new)
+        encoded, changes = _encode(chosen, block, before, after)
+        return encoded, changes, None if encoded.codec_id == codecs.SAME else block_leaves(block, after)
+
+    blocks = cut(old.specs, block_elements)
+    tree = TreeUpdate(old_digest)
+    coded, kept = [], []
+    for block, (encoded, changes, leaves) in zip(blocks, ordered_map(run, blocks, threads), strict=True):
+        coded.append(encoded)
+        kept.append(changes)
+        tree.add(block, leaves)
+        if progress:
+            progress(block.nbytes)
+    return _assemble(old_digest.root, tree.finish(), block_elements, coded, kept)
+
+
+def build_fold(
+    log: UndoLog, state: State, digest: StateDigest, *, codec: str = codecs.DEFAULT, threads: int | None = None
+) -> BuiltPatch:
+    """The patch from the version that ``log`` leads back to, to ``state`` with its tree ``digest``. Hashes nothing."""
+    chosen = codecs.by_name(codec)
+    blocks = cut(state.specs, DEFAULT_BLOCK_ELEMENTS)
+
+    def run(index: int) -> codecs.Encoded:
+        after = blocks[index].read(state)
+        return _encode(chosen, blocks[index], log.rewind(index, after), after)[0]
+
+    coded = list(ordered_map(run, range(len(blocks)), threads))
+    return _assemble(log.base_root, digest, DEFAULT_BLOCK_ELEMENTS, coded, [None] * len(coded))
+
+
+def _encode(
+    chosen: codecs.Codec, block: Block, before: UIntArray, after: UIntArray
+) -> tuple[codecs.Encoded, Changes | None]:
+    """One block, proved by decoding it, and its changes where they are few enough to keep."""
+    encoded = codecs.encode_block(chosen, before, after, block.layout)
+    if encoded.codec_id == codecs.SAME:
+        return encoded, None
+    changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, block.layout)
+    same = len(changes.positions) == encoded.changed
+    if not same or not np.array_equal(bits.take(after, changes.positions), changes.values):
+        raise IntegrityError(
+            f"{block} does not decode to what was encoded", hint="Do not change tensors while they are published."
+        )
+    return encoded, changes if encoded.changed <= _KEPT_DENSITY * block.elements else None
+
+
+def _assemble(
+    base_root: str,
+    target: StateDigest,
+    block_elements: int,
+    coded: list[codecs.Encoded],
+    kept: list[Changes | None],
+) -> BuiltPatch:
+    entries = tuple(BlockEntry(e.codec_id, e.changed, len(e.payload), sha256(e.payload).digest()) for e in coded)
+    header = PatchHeader(base_root, target.root, block_elements, target.specs, entries)
+    return BuiltPatch(header, (header.to_bytes(), *(e.payload for e in coded)), target, tuple(kept))

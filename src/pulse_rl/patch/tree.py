@@ -1,0 +1,39 @@
+"""The SHA-256 tree of a state that a patch leads to: new leaves where a block changed, the old state's elsewhere."""
+
+from __future__ import annotations
+
+from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests
+from ..state.tensors import UIntArray
+from .blocks import Block
+
+
+def block_leaves(block: Block, elements: UIntArray) -> list[bytes]:
+    """Leaf digests per segment of a block whose elements are given one segment after another."""
+    leaves, at = [], 0
+    for segment in block.segments:
+        length = segment.stop - segment.start
+        leaves.append(leaf_digests(elements[at : at + length]))
+        at += length
+    return leaves
+
+
+class TreeUpdate:
+    """The tree of a new state, block by block in order; blocks without changes keep the old state's leaves."""
+
+    def __init__(self, old: StateDigest) -> None:
+        self._old = old
+        self._pieces: dict[str, list[bytes]] = {}
+
+    def add(self, block: Block, leaves: list[bytes] | None) -> None:
+        for k, segment in enumerate(block.segments):
+            if leaves is not None:
+                piece = leaves[k]
+            else:
+                per_leaf = LEAF_BYTES // segment.spec.dtype.width
+                old = self._old.leaves[segment.spec.name]
+                piece = old[segment.start // per_leaf * 32 : -(-segment.stop // per_leaf) * 32]
+            self._pieces.setdefault(segment.spec.name, []).append(piece)
+
+    def finish(self) -> StateDigest:
+        leaves = {spec.name: b"".join(self._pieces.get(spec.name, ())) for spec in self._old.specs}
+        return StateDigest(self._old.specs, leaves)

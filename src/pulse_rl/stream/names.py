@@ -1,0 +1,175 @@
+"""The names of a stream's objects: built and parsed here, and spelled nowhere else (docs/format.md, section 6).
+
+Names are zero-padded numbers, SHA-256 digests and checked words, so that no name that was read can lead elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import InvalidName
+
+PATCH, SHARD = "patch", "safetensors"
+"""The kinds of payload: a patch, and one file of an anchor."""
+
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NUMBER = re.compile(r"[0-9]{12}")
+_VERSION = re.compile(r"([0-9]{12})\.json")
+_PAYLOAD = re.compile(r"([0-9a-f]{64})\.([a-z]+)")
+_FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
+_ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
+
+
+class VersionName(NamedTuple):
+    """The manifest of a version."""
+
+    version: int
+
+
+class PayloadName(NamedTuple):
+    """A payload by the SHA-256 of its bytes; ``kind`` is `PATCH` or `SHARD`."""
+
+    sha256: str
+    kind: str
+
+
+class FoldName(NamedTuple):
+    """The link that lists a fold from ``base`` to ``version``, a payload of ``nbytes`` bytes."""
+
+    version: int
+    base: int
+    nbytes: int
+    sha256: str
+
+
+class AnchorName(NamedTuple):
+    """The link that lists an anchor of ``nbytes`` bytes."""
+
+    version: int
+    nbytes: int
+
+
+class EpochName(NamedTuple):
+    """A publisher's claim to the stream."""
+
+    epoch: int
+
+
+ObjectName = VersionName | PayloadName | FoldName | AnchorName | EpochName
+
+
+@dataclass(frozen=True, slots=True)
+class StreamNames:
+    """The names of the objects of ``stream``. Raises InvalidName for a stream that could escape its folder."""
+
+    stream: str
+
+    def __post_init__(self) -> None:
+        check_word(self.stream, "a stream")
+
+    @property
+    def versions(self) -> str:
+        return f"{self.stream}/versions"
+
+    @property
+    def payloads(self) -> str:
+        return f"{self.stream}/payloads"
+
+    @property
+    def links(self) -> str:
+        return f"{self.stream}/links"
+
+    @property
+    def epochs(self) -> str:
+        return f"{self.stream}/epochs"
+
+    def version(self, version: int) -> str:
+        return f"{self.versions}/{version:012d}.json"
+
+    def payload(self, sha256: str, kind: str) -> str:
+        return f"{self.payloads}/{sha256}.{kind}"
+
+    def fold(self, base: int, version: int, nbytes: int, sha256: str) -> str:
+        return f"{self.links}/{version:012d}-{base:012d}-{nbytes:015d}-{sha256}"
+
+    def anchor(self, version: int, nbytes: int) -> str:
+        return f"{self.links}/{version:012d}-anchor-{nbytes:015d}"
+
+    def links_from(self, version: int) -> str:
+        """Sorts before the links to ``version`` and after those to the versions before it."""
+        return f"{self.links}/{version:012d}"
+
+    def epoch(self, epoch: int) -> str:
+        return f"{self.epochs}/{epoch:012d}"
+
+    def parse(self, name: str) -> ObjectName | None:
+        """What ``name`` stands for, None where it is not spelled as one of these names is."""
+        folder, _, last = name.rpartition("/")
+        if folder == self.versions and (found := _VERSION.fullmatch(last)):
+            return VersionName(int(found[1]))
+        if folder == self.payloads and (found := _PAYLOAD.fullmatch(last)) and found[2] in (PATCH, SHARD):
+            return PayloadName(found[1], found[2])
+        if folder == self.links and (found := _FOLD.fullmatch(last)):
+            return FoldName(int(found[1]), int(found[2]), int(found[3]), found[4])
+        if folder == self.links and (found := _ANCHOR.fullmatch(last)):
+            return AnchorName(int(found[1]), int(found[2]))
+        if folder == self.epochs and _NUMBER.fullmatch(last):
+            return EpochName(int(last))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNames:
+    """The names of the objects by which the members of ``group`` switch versions together. Raises InvalidName."""
+
+    stream: StreamNames
+    group: str
+
+    def __post_init__(self) -> None:
+        check_word(self.group, "a group")
+
+    @property
+    def members(self) -> str:
+        return f"{self._folder}/members"
+
+    @property
+    def targets(self) -> str:
+        return f"{self._folder}/targets"
+
+    @property
+    def switches(self) -> str:
+        return f"{self._folder}/switches"
+
+    def member(self, name: str) -> str:
+        return f"{self.members}/{name}"
+
+    def target(self, number: int) -> str:
+        return f"{self.targets}/{number:012d}"
+
+    def switch(self, number: int) -> str:
+        return f"{self.switches}/{number:012d}"
+
+    @staticmethod
+    def round_of(name: str) -> int | None:
+        """The round of a target or a switch, None where ``name`` is neither."""
+        last = name.rpartition("/")[2]
+        return int(last) if _NUMBER.fullmatch(last) else None
+
+    @property
+    def _folder(self) -> str:
+        return f"{self.stream.stream}/groups/{self.group}"
+
+
+def check_word(word: object, what: str) -> None:
+    """Raises InvalidName unless ``word`` can be one part of a name."""
+    if not isinstance(word, str) or not _WORD.fullmatch(word):
+        raise InvalidName(f"{word!r} is not a name for {what}")
+
+
+def payload_digest(name: str) -> str | None:
+    """The SHA-256 that the bytes of a payload of any stream must have, None for an object that is no payload."""
+    stream, _, rest = name.partition("/")
+    found = _PAYLOAD.fullmatch(rest.removeprefix("payloads/")) if rest.startswith("payloads/") else None
+    return found[1] if found and _WORD.fullmatch(stream) else None

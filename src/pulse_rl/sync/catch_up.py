@@ -1,0 +1,145 @@
+"""Moves a host state along a stream's links: fetch ahead, check, apply or restore (docs/protocol.md, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from typing import NamedTuple
+
+from .._util.threads import ordered_map
+from ..errors import ChainGap, CorruptManifest, DigestMismatch, FormatError, InputError
+from ..events import PathFailed, PhaseTimer, progress_to
+from ..patch import Patch
+from ..patch.header import MAX_HEADER_BYTES
+from ..state.digest import StateDigest, state_digest
+from ..state.tensors import State, check_tensor_name
+from ..stream import anchor
+from ..stream.chain import Link, resolved
+from ..stream.manifest import Manifest
+from ..stream.names import PATCH
+from ..stream.stream import Stream
+from .host_state import HostState
+from .route import BROKEN_LINK, Route
+
+_PREFETCH = 4
+
+
+class _Fetched(NamedTuple):
+    """A link as it was planned and as its manifest has it, with the bytes of its patch; None for an anchor.
+
+    ``error`` is what went wrong: it is handed over, to be raised when it is the link's turn.
+    """
+
+    planned: Link
+    link: Link
+    manifest: Manifest | None = None
+    payload: bytes | None = None
+    error: Exception | None = None
+
+
+def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
+    """Follows the cheapest working path of links to version ``target``; returns seconds by phase (see `Synced`).
+
+    A link whose object is missing or damaged is avoided and the path planned again. Raises ChainGap when none is left;
+    the host state then rests at the last version that was verified. StoreUnavailable passes through.
+    """
+    host.recover()
+    timer, route = PhaseTimer(), Route(stream, target)
+    while host.version != target:
+        path = route.plan(host.version)
+        timer.end("plan")
+        with closing(_fetch_ahead(stream, path)) as fetched:
+            for item in fetched:
+                timer.end("fetch")
+                try:
+                    _follow(host, stream, item)
+                except BROKEN_LINK as error:
+                    route.avoid(item.planned, item.link, error)
+                    if host.listener:
+                        host.listener(PathFailed(stream.name, str(item.link), str(error), error.kind))
+                    break
+                finally:
+                    timer.end("restore" if item.link.base is None else "apply")
+        timer.end("fetch")
+    return timer.seconds
+
+
+def follow_link(host: HostState, stream: Stream, link: Link) -> None:
+    """Follows one link, whatever else leads to its version; raises what is wrong with it."""
+    with closing(_fetch_ahead(stream, [link])) as fetched:
+        for item in fetched:
+            _follow(host, stream, item)
+
+
+def _fetch_ahead(stream: Stream, path: list[Link]) -> Generator[_Fetched, None, None]:
+    """The path's links with the bytes of their patches, a few ahead of their use."""
+
+    def fetch(planned: Link) -> _Fetched:
+        link = planned
+        try:
+            manifest = stream.manifest(planned.version)
+            link = resolved(planned, manifest)
+            return _Fetched(planned, link, manifest, _payload_of(stream, link, manifest))
+        except BROKEN_LINK as error:
+            return _Fetched(planned, link, error=error)
+
+    return ordered_map(fetch, path, _PREFETCH)
+
+
+def _payload_of(stream: Stream, link: Link, manifest: Manifest) -> bytes | None:
+    if link.base is None:
+        return None
+    if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
+        raise FormatError(f"{link} has {link.nbytes} bytes for a state of {manifest.dense_bytes}")
+    parts = link.payloads or ()
+    if len(parts) != 1:
+        raise FormatError(f"{link} has {len(parts)} parts", hint="Upgrade pulse-rl to read it.")
+    return stream.fetch(parts[0], PATCH)
+
+
+def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> None:
+    if fetched.error:
+        raise fetched.error
+    link, manifest = fetched.link, fetched.manifest
+    assert manifest is not None
+    if fetched.payload is None:
+        host.replace(link, *_restored(host, stream, manifest))
+        return
+    if link.base != host.version:
+        raise ChainGap(f"{link} starts from version {link.base}, the state is {host.version}")
+    patch = Patch.parse(fetched.payload, host.state.elements)
+    if patch.header.target_root != manifest.root:
+        raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
+    _check_aliases(manifest, host.state)
+    host.apply(link, patch, manifest.aliases)
+
+
+def _restored(host: HostState, stream: Stream, manifest: Manifest) -> tuple[State, StateDigest]:
+    """The state of an anchor and its digest tree, verified against the manifest."""
+    assert manifest.anchor is not None
+    state = anchor.restore(
+        [(payload, stream.shard_reader(payload)) for payload in manifest.anchor.shards],
+        elements=manifest.elements,
+        dense_bytes=manifest.dense_bytes,
+        threads=host.threads,
+        progress=progress_to(host.listener, "restore", manifest.dense_bytes),
+    )
+    _check_aliases(manifest, state)
+    digest = state_digest(state, threads=host.threads)
+    if digest.root != manifest.root:
+        raise DigestMismatch(
+            f"the anchor of version {manifest.version} has root {digest.root[:16]}…, not {manifest.root[:16]}…"
+        )
+    return state.with_aliases(manifest.aliases), digest
+
+
+def _check_aliases(manifest: Manifest, state: State) -> None:
+    """Raises CorruptManifest unless the aliases fit the tensors."""
+    stored = {spec.name for spec in state.specs}
+    for alias, name in manifest.aliases.items():
+        try:
+            check_tensor_name(alias)
+        except InputError as error:
+            raise CorruptManifest(f"an alias of version {manifest.version}: {error}") from None
+        if alias in stored or name not in stored:
+            raise CorruptManifest(f"version {manifest.version} has an alias {alias!r} of {name!r} that fits no tensor")

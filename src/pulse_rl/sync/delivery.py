@@ -1,0 +1,64 @@
+"""What the owner of a host state has been told of it, and what is still to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from ..patch.changes import StateChanges, difference, merged
+from ..state.tensors import State
+from ..stream.chain import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How a state moved since its owner was last told: from version ``previous`` to ``version``, along ``links``.
+
+    ``changes`` holds the bits now, per tensor; it and ``previous`` are None where everything is new. ``renamed`` names
+    tensors that have another name since, under which a live model may hold them apart.
+    """
+
+    previous: int | None
+    version: int
+    links: tuple[Link, ...] = ()
+    changes: StateChanges | None = None
+    renamed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """``acknowledged`` is the version that the owner knows, ``aliases`` those that it knows; both None if it knows
+    none.
+
+    ``links`` were followed since, and ``pending`` are the changes along them; None: everything is new to the owner.
+    """
+
+    acknowledged: int | None = None
+    aliases: Mapping[str, str] | None = None
+    links: tuple[Link, ...] = ()
+    pending: tuple[StateChanges, ...] | None = None
+
+    @classmethod
+    def complete(cls, version: int, state: State) -> Self:
+        """The owner knows all of ``version``."""
+        return cls(version, state.aliases, (), ())
+
+    def after_patch(self, link: Link, changes: StateChanges) -> Delivery:
+        pending = None if self.pending is None else (*self.pending, changes)
+        return replace(self, links=(*self.links, link), pending=pending)
+
+    def after_restore(self, link: Link, old: State, new: State) -> Delivery:
+        """Told as changes where ``new`` has the tensors of ``old``, else everything is new."""
+        links = (*self.links, link)
+        if self.pending is None or old.specs != new.specs:
+            return Delivery(links=links)
+        return replace(self, links=links, pending=(*self.pending, difference(old, new)))
+
+    def outstanding(self, version: int, state: State) -> Step:
+        """All that the owner has not been told of ``state``, which is ``version``."""
+        known = self.aliases or {}
+        renamed = frozenset(name for alias, name in state.aliases.items() if known.get(alias) != name)
+        if self.pending is None:
+            return Step(None, version, self.links, None, renamed)
+        return Step(self.acknowledged, version, self.links, merged(self.pending, state), renamed)

@@ -1,0 +1,75 @@
+"""The next version before it is stored: a patch from the baseline, or the whole state (docs/protocol.md, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..events import PhaseTimer, progress_to
+from ..patch import BuiltPatch, build_patch
+from ..state.digest import StateDigest, state_digest
+from ..state.tensors import State
+from ..stream.manifest import Manifest
+from .host_state import HostState
+from .mode import ModeSelector
+
+
+@dataclass(frozen=True, slots=True)
+class PatchDraft:
+    """A patch from version ``base`` to ``state``, the trainer's own memory. ``reason``: see `Published`."""
+
+    state: State
+    base: int
+    built: BuiltPatch
+    reason: str
+
+    @property
+    def target(self) -> StateDigest:
+        return self.built.target
+
+    def take_effect(self, baseline: HostState, manifest: Manifest) -> None:
+        """Moves the baseline to the version, which is committed."""
+        baseline.advance(manifest.version, self.built, manifest.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class FullDraft:
+    """A version without a patch. ``state`` is an own copy, which becomes the baseline, ``target`` its digest tree."""
+
+    state: State
+    target: StateDigest
+    reason: str
+
+    def take_effect(self, baseline: HostState, manifest: Manifest) -> None:
+        """Makes the state the baseline."""
+        baseline.adopt(manifest.version, self.state, self.target)
+
+
+Draft = PatchDraft | FullDraft
+
+
+def make_draft(baseline: HostState, state: State, mode: ModeSelector, *, codec: str, timer: PhaseTimer) -> Draft:
+    """Chooses and builds. Without a baseline, or with one of other tensors, no patch can be made.
+
+    Ends the phases "choose", where the mode measures, and "build". Raises what `build_patch` raises.
+    """
+    reason = ""
+    if baseline.version is not None and baseline.state.specs == state.specs:
+        choice = mode.select(baseline.state, state)
+        if reason := choice.reason:
+            timer.end("choose")
+        if not choice.anchor:
+            built = build_patch(
+                baseline.state,
+                state,
+                baseline.digest,
+                codec=codec,
+                threads=baseline.threads,
+                progress=progress_to(baseline.listener, "diff", state.nbytes),
+            )
+            timer.end("build")
+            return PatchDraft(state, baseline.version, built, reason)
+    own = state.copy()
+    progress = progress_to(baseline.listener, "digest", state.nbytes)
+    target = state_digest(own, threads=baseline.threads, progress=progress)
+    timer.end("build")
+    return FullDraft(own, target, reason)

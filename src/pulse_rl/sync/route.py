@@ -1,0 +1,95 @@
+"""The search for a path of links from one version to another, around those that do not work (docs/protocol.md, 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch, Untrusted
+from ..stream.chain import Key, Link, cheapest_path, links_of
+from ..stream.stream import Stream
+
+_FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
+_UNREADABLE = (NotFound, FormatError, Untrusted)
+BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
+"""What makes one link unusable and another path worth trying; a store that is away is neither."""
+
+
+class Route:
+    """Plans the way to version ``target`` of a stream, again whenever a link turns out not to work."""
+
+    def __init__(self, stream: Stream, target: int) -> None:
+        self._stream = stream
+        self._target = target
+        self._avoided: dict[Key, str] = {}
+        self._listed: list[Link] | None = None
+
+    def avoid(self, planned: Link, link: Link, error: Exception) -> None:
+        """Leaves out a link that did not work: as it was planned, and with the payloads that its manifest named."""
+        self._avoided[planned.key] = self._avoided[link.key] = f"{link}: {error}"
+
+    def plan(self, have: int | None) -> list[Link]:
+        """The cheapest path by bytes from version ``have`` (None: from nothing) that is not known to be broken.
+
+        Raises ChainGap, with what was wrong with the links that are avoided.
+        """
+        if self._listed is None:
+            self._listed = self._from_listings(have)
+        reasons: list[str] = []
+        for links in self._candidates(self._listed, have, reasons):
+            try:
+                return cheapest_path([link for link in links if self._usable(link)], have, self._target)
+            except ChainGap as error:
+                gap = error
+        broken = dict.fromkeys([*self._avoided.values(), *reasons])
+        raise ChainGap("; ".join([f"{self._stream.name}: {gap}", *broken]), hint=gap.hint)
+
+    def _candidates(self, listed: list[Link], have: int | None, reasons: list[str]) -> Iterator[list[Link]]:
+        """Ever larger sets of links, each dearer to gather; what cannot be read goes to ``reasons``."""
+        yield listed
+        links = [link for link in self._stream.links() if link.version <= self._target]
+        yield [*links, *self._from_manifests(have, reasons)]
+        for version in self._stream.versions():
+            if version <= self._target:
+                links += self._named_by(version, reasons)
+        yield links
+
+    def _from_listings(self, have: int | None) -> list[Link]:
+        """Links as the listings show them. The size of a patch is not listed: the target's stands for all.
+
+        From close by, no listing is needed: the patches in between are the way.
+        """
+        try:
+            manifest = self._stream.manifest(self._target)
+        except BROKEN_LINK:
+            return []
+        if manifest.patch is None:
+            return links_of(manifest)
+        guess = sum(p.bytes for p in manifest.patch.parts)
+        if have is not None and self._target - have < _FAR:
+            return [Link(v - 1, v, guess) for v in range(have + 1, self._target + 1)]
+        links = [link for link in self._stream.links(have) if link.version <= self._target]
+        starts = [have] if have is not None else [link.version for link in links if link.base is None]
+        versions = [v for v in self._stream.versions(min(starts)) if v <= self._target] if starts else []
+        return [*links, *(Link(v - 1, v, guess) for v in versions)]
+
+    def _from_manifests(self, have: int | None, reasons: list[str]) -> list[Link]:
+        """The links that manifests name, from the target down to version ``have`` or to an anchor."""
+        links: list[Link] = []
+        version: int | None = self._target
+        while version is not None:
+            found = [link for link in self._named_by(version, reasons) if self._usable(link)]
+            links += found
+            anchored = any(link.base is None for link in found) and (have is None or have >= version)
+            bases = [link.base for link in found if link.base is not None]
+            version = bases[0] if bases and not anchored and version != have else None
+        return links
+
+    def _named_by(self, version: int, reasons: list[str]) -> list[Link]:
+        try:
+            return links_of(self._stream.manifest(version))
+        except _UNREADABLE as error:
+            reasons.append(str(error))
+            return []
+
+    def _usable(self, link: Link) -> bool:
+        return link.key not in self._avoided

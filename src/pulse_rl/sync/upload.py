@@ -1,0 +1,35 @@
+"""Stores the payloads of a version that is about to be committed (docs/protocol.md, section 3, "Upload")."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from ..events import Listener, progress_to
+from ..stream import anchor
+from ..stream.manifest import AnchorRef, PatchRef, Payload
+from ..stream.names import PATCH, SHARD
+from ..stream.stream import Stream
+from .draft import Draft, PatchDraft
+
+
+def upload_patch(stream: Stream, draft: PatchDraft) -> PatchRef:
+    digest = sha256()
+    for chunk in draft.built.chunks:
+        digest.update(chunk)
+    payload = Payload(digest.hexdigest(), draft.built.nbytes)
+    stream.put_payload(payload, PATCH, draft.built.chunks)
+    header = draft.built.header
+    return PatchRef(draft.base, header.base_root, header.changed, (payload,))
+
+
+def upload_anchor(
+    stream: Stream, draft: Draft, *, shard_bytes: int, threads: int | None, listener: Listener | None
+) -> AnchorRef:
+    """Raises IntegrityError where the draft's state is no longer what its digest tree says."""
+    shards = anchor.plan_shards(draft.state, draft.target, shard_bytes, threads)
+    progress = progress_to(listener, "upload", sum(s.payload.bytes for s in shards))
+    for shard in shards:
+        stream.put_payload(shard.payload, SHARD, anchor.verified_chunks(draft.state, shard))
+        if progress:
+            progress(shard.payload.bytes)
+    return AnchorRef(tuple(shard.payload for shard in shards))
