@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import secrets
+import time
 from contextlib import suppress
 from typing import NoReturn
 
 from ..errors import FormatError, NotFound, PublisherConflict, StoreError
+from ..events import Metadata
+from ..stream import manifest as manifests
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
+from .draft import Draft
+from .upload import Uploaded
 
 
 class Claim:
@@ -35,6 +40,24 @@ class Claim:
         if self.epoch == 0:
             self.epoch = self._stream.claim(self.publisher)
         self.head = newest(self._stream, self.head)
+
+    def manifest(self, draft: Draft, uploaded: Uploaded, metadata: Metadata) -> Manifest:
+        """The manifest of the version after the head, sealed but not signed."""
+        return Manifest(
+            format=manifests.FORMAT,
+            stream=self._stream.name,
+            version=0 if self.head is None else self.head + 1,
+            epoch=self.epoch,
+            root=draft.target.root,
+            elements=draft.state.elements,
+            dense_bytes=draft.state.nbytes,
+            publisher=self.publisher,
+            created=round(time.time(), 3),
+            aliases=draft.state.aliases,
+            metadata=metadata,
+            patch=uploaded.patch,
+            anchor=uploaded.anchor,
+        ).sealed()
 
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest of the version after the head, which commits it. Repeating this after StoreUnavailable

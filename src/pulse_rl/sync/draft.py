@@ -26,6 +26,10 @@ class PatchDraft:
     def target(self) -> StateDigest:
         return self.built.target
 
+    @property
+    def patch_bytes(self) -> int:
+        return self.built.nbytes
+
     def take_effect(self, baseline: HostState, manifest: Manifest) -> None:
         """Moves the baseline to the version, which is committed."""
         baseline.advance(manifest.version, self.built, manifest.aliases)
@@ -38,6 +42,7 @@ class FullDraft:
     state: State
     target: StateDigest
     reason: str
+    patch_bytes = 0
 
     def take_effect(self, baseline: HostState, manifest: Manifest) -> None:
         """Makes the state the baseline."""

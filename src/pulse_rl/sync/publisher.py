@@ -6,7 +6,6 @@ baseline follows.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -19,16 +18,16 @@ from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream import anchor
 from ..stream import manifest as manifests
-from ..stream.manifest import AnchorRef, Manifest, PatchRef, checked_metadata
+from ..stream.manifest import Manifest, checked_metadata
 from ..stream.signing import Signer
 from ..stream.stream import Stream
 from .commit import Claim, newest
-from .draft import Draft, PatchDraft, make_draft
+from .draft import Draft, make_draft
 from .folds import FoldMaker
 from .host_state import HostState
 from .mode import ModeSelector
 from .resume import resume
-from .upload import upload_anchor, upload_patch
+from .upload import upload
 
 _MAX_STALE_COMMITS = 8
 
@@ -109,9 +108,20 @@ class Publisher:
             self._resume(state)
             timer.end("resume")
             draft = make_draft(self._baseline, state, self._mode, codec=self._codec, timer=timer)
-            patch_ref, anchor_ref = self._upload(draft)
+            uploaded = upload(
+                self._stream,
+                draft,
+                with_anchor=self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes,
+                shard_bytes=self._shard_bytes,
+                threads=self._threads,
+                listener=self._listener,
+            )
             timer.end("upload")
-            manifest = self._manifest(draft, patch_ref, anchor_ref, facts)
+            manifest = self._claim.manifest(draft, uploaded, facts)
+            if self._signer:
+                manifest = self._signer.sign(manifest)
+            # Before it is created for good: what no reader could parse must not be committed.
+            manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
             self._pending = _Pending(manifest, draft)
             if self._settle():
                 timer.end("commit")
@@ -169,10 +179,7 @@ class Publisher:
             # The version is committed; a baseline that did not follow is given up, and the next call resumes.
             self._baseline = self._new_baseline()
             raise
-        if manifest.anchor:
-            self._since_anchor = 0
-        elif isinstance(draft, PatchDraft):
-            self._since_anchor += draft.built.nbytes
+        self._since_anchor = 0 if manifest.anchor else self._since_anchor + draft.patch_bytes
         return True
 
     def _resume(self, state: State) -> None:
@@ -189,42 +196,6 @@ class Publisher:
             self._baseline = self._new_baseline()
         if self._listener:
             self._listener(event)
-
-    def _upload(self, draft: Draft) -> tuple[PatchRef | None, AnchorRef | None]:
-        """The patch, if there is one; and an anchor where there is none or the patches since the last are too many."""
-        patch_ref = None
-        if isinstance(draft, PatchDraft):
-            patch_ref = upload_patch(self._stream, draft)
-            enough = self._since_anchor + draft.built.nbytes > self._anchor_ratio * draft.state.nbytes
-            if not enough:
-                return patch_ref, None
-        return patch_ref, upload_anchor(
-            self._stream, draft, shard_bytes=self._shard_bytes, threads=self._threads, listener=self._listener
-        )
-
-    def _manifest(
-        self, draft: Draft, patch_ref: PatchRef | None, anchor_ref: AnchorRef | None, metadata: Metadata
-    ) -> Manifest:
-        head = self._claim.head
-        manifest = Manifest(
-            format=manifests.FORMAT,
-            stream=self._stream.name,
-            version=0 if head is None else head + 1,
-            epoch=self._claim.epoch,
-            root=draft.target.root,
-            elements=draft.state.elements,
-            dense_bytes=draft.state.nbytes,
-            publisher=self._claim.publisher,
-            created=round(time.time(), 3),
-            aliases=draft.state.aliases,
-            metadata=metadata,
-            patch=patch_ref,
-            anchor=anchor_ref,
-        ).sealed()
-        if self._signer:
-            manifest = self._signer.sign(manifest)
-        manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
-        return manifest
 
     def _published(self, manifest: Manifest, draft: Draft, timer: PhaseTimer) -> Published:
         published = Published(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import NamedTuple
 
 from ..events import Listener, progress_to
 from ..stream import anchor
@@ -12,7 +13,33 @@ from ..stream.stream import Stream
 from .draft import Draft, PatchDraft
 
 
-def upload_patch(stream: Stream, draft: PatchDraft) -> PatchRef:
+class Uploaded(NamedTuple):
+    """What a manifest says of the payloads of its version; at least one of the two is there."""
+
+    patch: PatchRef | None
+    anchor: AnchorRef | None
+
+
+def upload(
+    stream: Stream,
+    draft: Draft,
+    *,
+    with_anchor: bool,
+    shard_bytes: int,
+    threads: int | None = None,
+    listener: Listener | None = None,
+) -> Uploaded:
+    """Stores the draft's patch, if it has one, and its anchor, if it has no patch or is to be stored ``with_anchor``.
+
+    Raises IntegrityError where the draft's state is no longer what its digest tree says, and StoreError.
+    """
+    patch = _upload_patch(stream, draft) if isinstance(draft, PatchDraft) else None
+    if patch and not with_anchor:
+        return Uploaded(patch, None)
+    return Uploaded(patch, _upload_anchor(stream, draft, shard_bytes, threads, listener))
+
+
+def _upload_patch(stream: Stream, draft: PatchDraft) -> PatchRef:
     digest = sha256()
     for chunk in draft.built.chunks:
         digest.update(chunk)
@@ -22,10 +49,9 @@ def upload_patch(stream: Stream, draft: PatchDraft) -> PatchRef:
     return PatchRef(draft.base, header.base_root, header.changed, (payload,))
 
 
-def upload_anchor(
-    stream: Stream, draft: Draft, *, shard_bytes: int, threads: int | None, listener: Listener | None
+def _upload_anchor(
+    stream: Stream, draft: Draft, shard_bytes: int, threads: int | None, listener: Listener | None
 ) -> AnchorRef:
-    """Raises IntegrityError where the draft's state is no longer what its digest tree says."""
     shards = anchor.plan_shards(draft.state, draft.target, shard_bytes, threads)
     progress = progress_to(listener, "upload", sum(s.payload.bytes for s in shards))
     for shard in shards:
