@@ -66,7 +66,7 @@ class Display:
         for reason, count in event["refused"].items():
             self.note(f"before step {event['step']} the trainer refused {count} batches of rollouts: {reason}")
         sizes = ["none", f"{event['dense_bytes'] / 1e3:.0f}", "1.0"]
-        if event["density"] is not None:
+        if event["changed"] is not None:
             ratio = min(event["ratio"], 99999.0)  # of an empty patch, when no group had a reward to learn from
             sizes = [f"{event['density']:.2%}", f"{event['patch_bytes'] / 1e3:.1f}", f"{ratio:.1f}"]
         row = [

@@ -149,7 +149,7 @@ class Orchestrator:
         if result is None:
             print("failed: the trainer ended without a result", file=sys.stderr)
             return 1
-        rows = [row for _, row in sorted(self.steps.items()) if row["density"] is not None]
+        rows = [row for _, row in sorted(self.steps.items()) if row["changed"] is not None]
         if rows:
             save_plot(rows, self.settings, self.folder.plot)
             restarts = sum(child.restarts for child in self.children)

@@ -6,6 +6,7 @@ Worker: ``update = Subscriber(store, stream="policy").sync()``, then `pulse_rl.i
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -38,14 +39,30 @@ from .errors import (
     Untrusted,
     WrongBase,
 )
-from .events import Event, PathFailed, Progress, Published, Resumed, Synced
-from .maintenance.audit import AuditReport, audit
-from .maintenance.verify import verify_stream
+from .events import (
+    Applied,
+    CallFailed,
+    DensityDrift,
+    Event,
+    Folded,
+    FoldFailed,
+    Listener,
+    Metadata,
+    PathFailed,
+    Progress,
+    Published,
+    Resumed,
+    Synced,
+)
+from .maintenance.audit import AuditReport, Module, audit
+from .maintenance.fold import fold_stream
+from .maintenance.gc import GcPlan, gc_stream
+from .maintenance.verify import VersionReport, verify_stream
 from .state.checkpoint import StateSource, as_state
-from .state.digest import state_digest
-from .state.tensors import Bits, State, round_to_bf16
-from .store import LocalStore, MemoryStore, ObjectStore, Store, open_store
-from .stream.manifest import Manifest
+from .state.digest import StateDigest, state_digest
+from .state.tensors import Bits, DType, State, TensorSpec, UIntArray, round_to_bf16
+from .store import Data, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
+from .stream.manifest import AnchorRef, Manifest, PatchRef, Payload, Signature
 from .stream.signing import Signer
 from .sync.group import Member
 from .sync.publisher import Publisher
@@ -54,44 +71,62 @@ from .sync.update import TensorUpdate, Update
 
 if TYPE_CHECKING:
     from .loco import PulseLoCo as PulseLoCo
+    from .loco import Round as Round
     from .study.meter import SparsityMeter as SparsityMeter
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyExists",
+    "AnchorRef",
+    "Applied",
     "AuditReport",
     "Bits",
+    "CallFailed",
     "ChainGap",
     "CorruptCheckpoint",
     "CorruptManifest",
     "CorruptMessage",
     "CorruptPatch",
+    "DType",
+    "Data",
+    "DensityDrift",
     "DigestMismatch",
     "Diverged",
     "EmptyStream",
     "Event",
+    "FoldFailed",
+    "Folded",
     "FormatError",
+    "GcPlan",
     "InputError",
     "IntegrityError",
     "InvalidName",
+    "Listener",
     "LocalStore",
     "LocoError",
     "Manifest",
     "Member",
     "MemoryStore",
+    "Metadata",
+    "Module",
     "NonFinite",
     "NotFound",
+    "ObjectInfo",
     "ObjectStore",
+    "PatchRef",
     "PathFailed",
+    "Payload",
     "Progress",
     "Published",
     "Publisher",
     "PublisherConflict",
     "PulseError",
     "Resumed",
+    "Signature",
     "Signer",
     "State",
+    "StateDigest",
     "StateMismatch",
     "StateSource",
     "Store",
@@ -102,35 +137,44 @@ __all__ = [
     "Subscriber",
     "SubscriberPoisoned",
     "Synced",
+    "TensorSpec",
     "TensorUpdate",
     "TrainerLost",
+    "UIntArray",
     "UnsupportedTensor",
     "Untrusted",
     "Update",
+    "VersionReport",
     "WrongBase",
     "__version__",
     "as_state",
     "audit",
+    "fold_stream",
+    "gc_stream",
     "open_store",
     "round_to_bf16",
     "state_root",
     "verify_stream",
 ]
 
+_WITH_TORCH = {"PulseLoCo": "loco", "Round": "loco", "SparsityMeter": "study.meter"}
+
 
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is asked for."""
-    if name == "PulseLoCo":
-        from .loco import PulseLoCo
-
-        return PulseLoCo
-    if name == "SparsityMeter":
-        from .study.meter import SparsityMeter
-
-        return SparsityMeter
+    if name in _WITH_TORCH:
+        return getattr(import_module(f".{_WITH_TORCH[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WITH_TORCH])
+
+
 def state_root(source: StateSource, *, threads: int | None = None) -> str:
-    """The root of any state: a mapping of names to tensors, a `State` or a checkpoint's path; 64 hexadecimal digits."""
+    """The root of any state as 64 hexadecimal digits (docs/format.md, section 2).
+
+    ``source``: a mapping of names to tensors, a `State`, or a checkpoint's path. ``threads``: at most so many at once
+    (None: one a core). Raises InputError, UnsupportedTensor and CorruptCheckpoint.
+    """
     return state_digest(as_state(source), threads=threads).root

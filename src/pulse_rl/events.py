@@ -1,11 +1,19 @@
-"""What happens, as frozen dataclasses handed to a callback: metrics and progress bars are listeners."""
+"""What happens, as frozen dataclasses handed to a callback: metrics and progress bars are listeners.
+
+Everywhere ``stream`` is the stream's name, ``version`` and ``base`` are version numbers, ``root`` is a state's root (64
+hexadecimal digits), ``metadata`` the publisher's own facts, ``seconds`` a wall-clock duration, and ``reason`` an
+error's message.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from .errors import PulseError
 
 Metadata = dict[str, str | int | float | bool]
 """The publisher's own facts about a version (a training step, a reward), small and flat."""
@@ -22,11 +30,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version was committed. Bytes are those stored for this version; seconds are wall-clock.
+    """A version was committed. ``patch_bytes`` and ``anchor_bytes`` were stored for it; either may be 0.
 
-    ``changed`` is None where the version has no patch (the first one, or after a change of the tensor set). ``phases``
-    are wall-clock seconds: "resume" (claiming the stream, finding its head; next to nothing after the first call),
-    "build" (diff, encode and proof), "upload" and "commit" (the manifest; then the baseline moves).
+    ``elements`` and ``dense_bytes`` are those of the whole state. ``changed`` counts the elements that the patch
+    changes; None where the version has no patch (the first one, after a change of the tensor set, or an anchor alone).
+    ``phases`` are wall-clock seconds: "resume" (claiming the stream, finding its head; next to nothing after the first
+    call), "choose" (only where the mode measures), "build" (diff, encode and proof, or the copy of the whole state),
+    "upload" and "commit" (the manifest; then the baseline moves). ``reason`` says why a publisher that chooses by
+    itself stored a patch or an anchor.
     """
 
     stream: str
@@ -43,17 +54,18 @@ class Published:
     reason: str = field(default="", repr=False)
 
     @property
-    def density(self) -> float | None:
-        """Changed elements / all elements."""
-        return None if self.changed is None else self.changed / max(self.elements, 1)
+    def density(self) -> float:
+        """Changed elements / all elements; 1.0 where the version has no patch, so that all elements are sent."""
+        return 1.0 if self.changed is None else self.changed / max(self.elements, 1)
 
     @property
-    def ratio(self) -> float | None:
-        """Bytes of a full sync / bytes of the patch."""
-        return None if self.changed is None else self.dense_bytes / self.patch_bytes
+    def ratio(self) -> float:
+        """Bytes of a full sync / bytes that a worker at the version before fetches: the patch, or else the anchor."""
+        return self.dense_bytes / max(self.patch_bytes or self.anchor_bytes, 1)
 
     @property
     def anchored(self) -> bool:
+        """Whether an anchor was stored, alone or along with a patch."""
         return self.anchor_bytes > 0
 
 
@@ -70,7 +82,10 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """A subscriber's host state is now the verified ``version``. ``links`` are the objects' roles, in order.
+    """A subscriber's host state is now the verified ``version``; ``previous`` is the one that was told before (None:
+    none).
+
+    ``links`` are the objects' roles, in order; ``fetched_bytes`` is what they have together.
 
     ``lag_seconds`` is how old the version was by then: from the publisher's clock at its commit to this machine's.
     ``phases`` are wall-clock seconds: "plan" (what is new, and the way to it), "fetch" (waiting for patches; what
@@ -106,12 +121,22 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class PathFailed:
-    """A way to a version did not work and another one is tried. ``kind`` is that of the error (`pulse_rl.errors`)."""
+    """A way to a version, ``link``, did not work and another is tried. ``kind`` is the error's (`pulse_rl.errors`)."""
 
     stream: str
     link: str
     reason: str
     kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """A ``call``, "publish" or "sync", raised an error; ``kind`` is its stable word (`pulse_rl.errors`)."""
+
+    stream: str
+    call: str
+    kind: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +163,7 @@ class FoldFailed:
 
 @dataclass(frozen=True, slots=True)
 class DensityDrift:
-    """Density left its usual band, from ``low`` to ``high``, for several versions (`pulse_rl.metrics.DriftWatch`)."""
+    """``density`` left its usual band, ``low`` to ``high``, for several versions (`pulse_rl.metrics.DriftWatch`)."""
 
     stream: str
     version: int
@@ -147,7 +172,9 @@ class DensityDrift:
     high: float
 
 
-Event = Progress | Published | Resumed | Synced | Applied | PathFailed | Folded | FoldFailed | DensityDrift
+Event = Progress | Published | Resumed | Synced | Applied | PathFailed | CallFailed | Folded | FoldFailed | DensityDrift
+"""All that a listener may be handed."""
+
 Listener = Callable[[Event], None]
 """Called from the thread that publishes or syncs, but with `Progress`, `Folded` and `FoldFailed` also from others."""
 
@@ -180,3 +207,14 @@ class PhaseTimer:
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
+
+
+@contextmanager
+def failures_to(listener: Listener | None, stream: str, call: str) -> Iterator[None]:
+    """Hands a `CallFailed` to the listener when an error of this library leaves the block."""
+    try:
+        yield
+    except PulseError as error:
+        if listener:
+            listener(CallFailed(stream, call, error.kind, str(error)))
+        raise

@@ -12,8 +12,7 @@ from traceback import format_exc
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from pulse_rl.sync import folds, publisher
-from pulse_rl.sync import host_state as replica
+from pulse_rl.sync import catch_up, commit, folds, route
 
 from .store import CrashNow
 from .world import RULES, World
@@ -55,11 +54,11 @@ def repeatable(rng: Random) -> Iterator[None]:
     clock = SimpleNamespace(time=lambda: 1e9 + next(ticks) / 8, perf_counter=lambda: 0.0)
     with ExitStack() as stack:
         for module, name, value in (
-            (publisher, "time", clock),
-            (publisher, "secrets", SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())),
+            (commit, "time", clock),
+            (commit, "secrets", SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())),
             (folds, "threading", SimpleNamespace(Thread=_AtOnce)),
-            (replica, "_PREFETCH", 1),
-            (replica, "_FAR", rng.choice((3, replica._FAR))),
+            (catch_up, "_PREFETCH", 1),
+            (route, "_FAR", rng.choice((3, route._FAR))),
         ):
             stack.enter_context(patch.object(module, name, value))
         yield

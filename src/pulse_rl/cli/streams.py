@@ -45,7 +45,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         "ratio": done.ratio,
         "seconds": round(done.seconds, 6),
     }
-    if done.ratio is None:
+    if done.changed is None:
         cost = f"an anchor of {size(done.anchor_bytes)}"
     else:
         cost = f"{size(done.patch_bytes)} for {size(done.dense_bytes)}, {done.ratio:.1f} times smaller"

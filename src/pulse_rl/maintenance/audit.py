@@ -14,15 +14,19 @@ from ..stream.manifest import Manifest
 
 
 class Module(Protocol):
-    """What torch's modules have."""
+    """Anything with a ``state_dict``, as torch's modules have it."""
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> Mapping[str, Any]:
+        """Tensors by name."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """``root`` is that of the live tensors. ``differing`` names tensors with other bits, dtypes or shapes, ``missing``
-    and ``unexpected`` those that only the version or only the model has; all empty where only a root was given."""
+    """``ok`` where the live tensors are the version's, whose root is ``expected_root``; ``root`` is theirs.
+    ``differing`` names tensors with other bits, dtypes or shapes, ``missing`` and ``unexpected`` those that only the
+    version or only the model has; all empty where only a root was given.
+    """
 
     ok: bool
     root: str
@@ -35,10 +39,12 @@ class AuditReport:
 def audit(
     model: Module | Mapping[str, Any] | State, version: StateDigest | Manifest | str, *, threads: int | None = None
 ) -> AuditReport:
-    """Reads all live weights again and compares them with a version.
+    """Reads all live weights of ``model`` (a module, a mapping of names to tensors, or a `State`) again and compares
+    them with a version.
 
-    ``version`` is the digest tree of a host state (`Subscriber.digest`), which names the tensors that differ, or a
-    manifest or a root, which only tells whether any does. Tied tensors are compared once. Raises InputError.
+    ``threads``: at most so many at once (None: one a core). ``version`` is the digest tree of a host state
+    (`Subscriber.digest`), which names the tensors that differ, or a manifest or a root, which only tells whether any
+    does. Tied tensors are compared once. Raises InputError.
     """
     state = as_state(model.state_dict() if hasattr(model, "state_dict") else model)
     live = state_digest(state, threads=threads)

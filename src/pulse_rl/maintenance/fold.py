@@ -22,10 +22,12 @@ def fold_stream(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Makes the folds that a stream lacks, on any machine, and yields (base, version) of each that is there then.
+    """Makes the folds that ``stream`` in ``store`` lacks, on any machine, and yields (base, version) of each that is
+    there then.
 
-    ``folds`` are the spans in versions; ``on_event`` gets what `FoldMaker` and the replay tell. Restores the stream at
-    the first version that a missing fold starts from and replays it. Raises ChainGap where a version cannot be reached.
+    ``folds`` are the spans in versions, ``codec`` is that of their blocks, ``threads`` limits how many work at once;
+    ``on_event`` gets what `FoldMaker` and the replay tell. Restores the stream at the first version that a missing fold
+    starts from and replays it. Raises ChainGap where a version cannot be reached.
     """
     where = Stream(open_store(store), stream)
     listed = {(link.base, link.version) for link in where.links()}

@@ -117,7 +117,8 @@ def gc_stream(
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
     dry_run: bool = False,
 ) -> GcPlan:
-    """Deletes what the last ``keep`` versions do not need; returns what went, or would go with ``dry_run``.
+    """Deletes what the last ``keep`` versions of ``stream`` in ``store`` do not need; returns what went, or would go
+    with ``dry_run``.
 
     The versions between the oldest anchor that is needed and the oldest kept one stay, since the kept ones are replayed
     from there. A reader in mid-restore finds another path or gets ChainGap. Publishing may go on: payloads written in

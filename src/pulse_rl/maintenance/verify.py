@@ -17,7 +17,9 @@ from ..sync.host_state import HostState
 
 @dataclass(frozen=True, slots=True)
 class VersionReport:
-    """What was found of one version. ``links`` were followed and ended at its root; ``problems`` did not."""
+    """What was found of ``version``. ``links`` were followed and ended at its ``root`` (None where its manifest cannot
+    be read); ``problems`` say what did not.
+    """
 
     version: int
     root: str | None
@@ -26,6 +28,7 @@ class VersionReport:
 
     @property
     def ok(self) -> bool:
+        """Whether everything that leads to the version works."""
         return not self.problems
 
 
@@ -37,7 +40,7 @@ def verify_stream(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[VersionReport]:
-    """Replays a stream from its first version on and yields a report a version.
+    """Replays the stream ``stream`` of ``store`` from its first version on and yields a report a version.
 
     Every patch is applied to the version it starts from and every anchor restored by itself; with ``trusted_keys``
     (Ed25519 public keys, 64 hexadecimal digits each) every manifest must be signed by one of them. ``threads``: at most

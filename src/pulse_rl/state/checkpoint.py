@@ -31,7 +31,8 @@ StateSource = State | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def as_state(source: StateSource) -> State:
-    """The state of any `StateSource`. Checkpoints are mapped, not read. Raises InputError and CorruptCheckpoint."""
+    """The state of ``source``; a checkpoint is mapped, not read. Raises InputError, UnsupportedTensor and
+    CorruptCheckpoint."""
     if isinstance(source, State):
         return source
     if isinstance(source, Mapping):

@@ -26,7 +26,7 @@ _TASK_BYTES = 8 * LEAF_BYTES
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """The tree of one state. ``leaves[name]`` holds the 32-byte leaf digests of a tensor one after another."""
+    """The SHA-256 tree of a state with ``specs``. ``leaves[name]`` holds a tensor's 32-byte leaf digests, in order."""
 
     specs: tuple[TensorSpec, ...]
     leaves: dict[str, bytes]
@@ -37,6 +37,7 @@ class StateDigest:
         return root_of([self.tensor(spec) for spec in self.specs])
 
     def tensor(self, spec: TensorSpec) -> bytes:
+        """The 32-byte digest of the tensor ``spec``."""
         return tensor_digest(spec, self.leaves[spec.name])
 
 

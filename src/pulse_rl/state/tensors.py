@@ -34,7 +34,7 @@ _UINT: dict[int, np.dtype[Any]] = {w: np.dtype(f"<u{w}") for w in (1, 2, 4, 8)}
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type as safetensors names it.
+    """An element type by the ``name`` that safetensors gives it; an element has ``width`` bytes.
 
     ``exponent`` is (lowest bit, number of bits) of the exponent field, None where the dtype has none. ``id`` is the
     byte that stands for the dtype in a patch header and never changes.
@@ -47,6 +47,7 @@ class DType:
 
     @property
     def uint(self) -> np.dtype[Any]:
+        """The unsigned dtype of the element's width."""
         return _UINT[self.width]
 
 
@@ -123,7 +124,7 @@ def check_tensor_name(name: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a state without its values: name, dtype and shape. Raises InputError past the caps."""
+    """A tensor without its values: its ``name``, ``dtype`` and ``shape``. Raises InputError past the caps."""
 
     name: str
     dtype: DType
@@ -138,10 +139,12 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
+        """The number of elements; 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements."""
         return self.elements * self.dtype.width
 
 
@@ -149,7 +152,8 @@ class TensorSpec:
 class Bits:
     """A tensor given by its bits, for dtypes that numpy lacks: ``Bits(uint16_array, "BF16")``.
 
-    ``array`` has an unsigned dtype of the element's width; its shape is the tensor's.
+    ``array`` has an unsigned dtype of the element's width; its shape is the tensor's. ``dtype`` is what safetensors
+    calls the dtype.
     """
 
     array: UIntArray
@@ -173,7 +177,7 @@ class State:
 
     ``specs`` is sorted by the UTF-8 bytes of the names. ``aliases`` maps the other names of tied tensors to the name
     under which the tensor is stored; aliases are not part of ``specs``. Host tensors are views, not copies, of what
-    the state was made from.
+    the state was made from. Made by `of` and `empty`; ``data`` maps each name to its flat elements.
     """
 
     def __init__(
@@ -195,7 +199,8 @@ class State:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> Self:
-        """The state of a mapping of names to torch tensors, numpy arrays or `Bits`, without copying host tensors.
+        """The state of ``tensors``, a mapping of names to torch tensors, numpy arrays or `Bits`; host tensors are not
+        copied.
 
         Names that share storage, shape and dtype are tied: the first in the mapping's order stores the tensor and the
         others become aliases (Hugging Face checkpoints keep the first one as well). Raises UnsupportedTensor and
@@ -222,15 +227,17 @@ class State:
 
     @classmethod
     def empty(cls, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> Self:
-        """A state of these specs in fresh memory, its values not yet set."""
+        """A state of ``specs`` and ``aliases`` in fresh memory, its values not yet set."""
         return cls(specs, {s.name: np.empty(s.elements, s.dtype.uint) for s in specs}, aliases)
 
     @property
     def elements(self) -> int:
+        """Elements of all tensors."""
         return sum(s.elements for s in self.specs)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(s.nbytes for s in self.specs)
 
     @property
@@ -248,11 +255,13 @@ class State:
         return len(self.specs) + len(self.aliases)
 
     def spec(self, name: str) -> TensorSpec:
-        """The spec of a tensor or of the tensor that an alias stands for; raises KeyError."""
+        """The spec of the tensor ``name``, or of the one that the alias ``name`` stands for; raises KeyError."""
         return self._spec[self.aliases.get(name, name)]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
-        """Elements [start, stop) of the flattened tensor as unsigned integers: a view on the host, else a copy."""
+        """Elements [``start``, ``stop``) of the tensor ``name``, flattened, as unsigned integers: a view of host
+        memory, a copy of a device's. Without ``stop``, to the end. Raises KeyError.
+        """
         name = self.aliases.get(name, name)
         stop = self._spec[name].elements if stop is None else stop
         data = self._data[name]
@@ -266,7 +275,7 @@ class State:
         return fresh
 
     def with_aliases(self, aliases: Mapping[str, str]) -> State:
-        """The same memory under other aliases. Raises InputError."""
+        """The same memory under other ``aliases``. Raises InputError."""
         return State(self.specs, self._data, aliases)
 
     def readonly(self) -> State:
@@ -278,7 +287,9 @@ class State:
         return State(self.specs, views, self.aliases)
 
     def require_specs(self, specs: tuple[TensorSpec, ...], what: str) -> None:
-        """Raises StateMismatch that names the first difference unless this state has exactly ``specs``."""
+        """Raises StateMismatch that names the first difference unless this state has exactly ``specs``, those of
+        ``what`` (words for the message).
+        """
         if self.specs == specs:
             return
         theirs = {s.name: s for s in specs}
@@ -342,7 +353,7 @@ def _dtype_from(name: str, library_name: str) -> DType:
 
 
 def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """FP32 values to BF16 bits of the same shape, rounding to nearest, ties to even.
+    """FP32 ``values`` to BF16 bits of the same shape, rounding to nearest, ties to even.
 
     Overflow becomes Inf. NaN stays NaN: the top bits of its payload are kept and the quiet bit is set.
     """

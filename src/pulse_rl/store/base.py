@@ -20,7 +20,8 @@ MAX_NAME = 512
 
 
 class ObjectInfo(NamedTuple):
-    """Name, length in bytes, and time of writing in Unix seconds by the store's clock."""
+    """An object's ``name``, its length ``nbytes`` in bytes, and when it was ``modified``: Unix seconds by the store's
+    clock."""
 
     name: str
     nbytes: int
@@ -35,21 +36,22 @@ class Store(Protocol):
     """
 
     def put(self, name: str, data: Data) -> None:
-        """Stores an object, replacing one of the same name. Raises StoreFull."""
+        """Stores ``data`` as the object ``name``, replacing one of the same name. Raises StoreFull."""
         ...
 
     def put_new(self, name: str, data: bytes) -> None:
-        """Stores an object unless one of this name exists, atomically among all clients. Raises AlreadyExists, also
+        """Stores ``data`` unless an object ``name`` exists, atomically among all clients. Raises AlreadyExists, also
         when an earlier try of this very call was carried out and only its reply was lost."""
         ...
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of an object, to its end without ``stop``. Raises NotFound, and StoreError for a range
-        that is not inside the object."""
+        """Bytes [``start``, ``stop``) of the object ``name``, to its end without ``stop``. Raises NotFound, and
+        StoreError for a range that is not inside the object.
+        """
         ...
 
     def head(self, name: str) -> ObjectInfo:
-        """Raises NotFound."""
+        """Length and time of the object ``name``. Raises NotFound."""
         ...
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
@@ -57,7 +59,7 @@ class Store(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """Removes an object; one that does not exist is no error."""
+        """Removes the object ``name``; one that does not exist is no error."""
         ...
 
 

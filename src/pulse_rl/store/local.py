@@ -17,8 +17,9 @@ _ABANDONED_SECONDS = 24 * 3600
 
 
 class LocalStore:
-    """Objects are files below ``root``, which the first write makes. Unfinished ones live in a hidden folder beside
-    them, are never listed, and are swept away when a store is opened a day later."""
+    """A `Store` in a folder. Objects are files below ``root``, which the first write makes. Unfinished ones live in a
+    hidden folder beside them, are never listed, and are swept away when a store is opened a day later.
+    """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)

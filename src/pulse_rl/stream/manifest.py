@@ -25,14 +25,16 @@ _HEX64 = re.compile(r"[0-9a-f]{64}")
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A stored object: the SHA-256 of its bytes (64 hexadecimal digits), which is also its name, and its length."""
+    """A stored object: the ``sha256`` of its bytes (64 hexadecimal digits), which is also its name, and how many
+    ``bytes`` it has."""
 
     sha256: str
     bytes: int
 
 
 class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A patch from version ``base``, whose root is ``base_root``. ``parts`` lists its files: one a trainer rank."""
+    """A patch from version ``base``, whose root is ``base_root``, with ``changed`` elements. ``parts`` lists its files:
+    one a trainer rank."""
 
     base: int
     base_root: str
@@ -41,24 +43,27 @@ class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnchorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The full state as safetensors shards; each tensor is in exactly one of them."""
+    """The full state as safetensors files, its ``shards``; each tensor is in exactly one of them."""
 
     shards: tuple[Payload, ...]
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ed25519 over the manifest's bytes with ``signature`` null: public key (32 bytes) and signature (64) in hex."""
+    """Ed25519 over the manifest's bytes with ``signature`` null: the public ``key`` (32 bytes) and the signature's
+    ``value`` (64 bytes), in hexadecimal digits."""
 
     key: str
     value: str
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One committed version of a stream.
+    """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.1".
 
-    ``epoch`` is the publisher's claim to the stream, ``publisher`` a random word of the process that wrote the
-    manifest: two publishers never write equal ones. ``digest`` is the SHA-256 of the bytes with an empty digest and no
-    signature. ``created`` is in Unix seconds and only informs. At least one of ``patch`` and ``anchor`` is present.
+    ``root`` is that of the state, which has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the other
+    names of tied tensors to the stored ones; ``metadata`` are the publisher's own facts. ``epoch`` is the publisher's
+    claim to the stream, ``publisher`` a random word of the process that wrote the manifest: two publishers never write
+    equal ones. ``digest`` is the SHA-256 of the bytes with an empty digest and no ``signature``. ``created`` is in Unix
+    seconds and only informs. At least one of ``patch`` and ``anchor`` is present.
     """
 
     format: str
@@ -78,9 +83,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     signature: Signature | None = None
 
     def to_bytes(self) -> bytes:
+        """Canonical JSON."""
         return msgspec.json.encode(self)
 
     def own_digest(self) -> str:
+        """What ``digest`` has to be, 64 hexadecimal digits."""
         return sha256(msgspec.structs.replace(self, digest="", signature=None).to_bytes()).hexdigest()
 
     def sealed(self) -> Manifest:
@@ -88,6 +95,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, digest=self.own_digest(), signature=None)
 
     def with_signature(self, signature: Signature | None) -> Manifest:
+        """The same manifest with ``signature``."""
         return msgspec.structs.replace(self, signature=signature)
 
 

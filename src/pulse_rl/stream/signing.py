@@ -29,18 +29,19 @@ class Signer:
 
     @classmethod
     def generate(cls) -> Signer:
+        """A new key, from the system's source of randomness."""
         return cls(secrets.token_bytes(32))
 
     @classmethod
     def load(cls, path: str | Path) -> Signer:
-        """From a file that `save` wrote: the private key as 64 hexadecimal digits."""
+        """From the file ``path`` that `save` wrote: the private key as 64 hexadecimal digits. Raises InputError."""
         try:
             return cls(bytes.fromhex(Path(path).read_text().strip()))
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is not a private key: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Writes the private key, readable by its owner only."""
+        """Writes the private key to the new file ``path``, readable by its owner only. Raises InputError."""
         file = Path(path)
         try:
             file.touch(mode=0o600, exist_ok=False)
@@ -49,6 +50,7 @@ class Signer:
         file.write_text(self._key.private_bytes_raw().hex() + "\n")
 
     def sign(self, manifest: Manifest) -> Manifest:
+        """``manifest`` with this key's signature."""
         value = self._key.sign(manifest.with_signature(None).to_bytes()).hex()
         return manifest.with_signature(Signature(self.public_key, value))
 

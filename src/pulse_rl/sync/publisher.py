@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from .. import codec as codecs
 from ..errors import PublisherConflict
-from ..events import Listener, Metadata, PhaseTimer, Published
+from ..events import Listener, Metadata, PhaseTimer, Published, failures_to
 from ..state.checkpoint import StateSource, as_state
 from ..state.tensors import State
 from ..store import Store, open_store
@@ -100,33 +100,34 @@ class Publisher:
         dtypes or shapes than the last starts anew with an anchor. Raises also UnsupportedTensor, InputError and
         PublisherConflict.
         """
-        timer = PhaseTimer()
-        facts = checked_metadata(metadata or {})
-        state = as_state(source)
-        for _ in range(_MAX_STALE_COMMITS):
-            self._settle()
-            self._resume(state)
-            timer.end("resume")
-            draft = make_draft(self._baseline, state, self._mode, codec=self._codec, timer=timer)
-            uploaded = upload(
-                self._stream,
-                draft,
-                with_anchor=self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes,
-                shard_bytes=self._shard_bytes,
-                threads=self._threads,
-                listener=self._listener,
-            )
-            timer.end("upload")
-            manifest = self._claim.manifest(draft, uploaded, facts)
-            if self._signer:
-                manifest = self._signer.sign(manifest)
-            # Before it is created for good: what no reader could parse must not be committed.
-            manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
-            self._pending = _Pending(manifest, draft)
-            if self._settle():
-                timer.end("commit")
-                return self._published(manifest, draft, timer)
-        raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
+        with failures_to(self._listener, self._stream.name, "publish"):
+            timer = PhaseTimer()
+            facts = checked_metadata(metadata or {})
+            state = as_state(source)
+            for _ in range(_MAX_STALE_COMMITS):
+                self._settle()
+                self._resume(state)
+                timer.end("resume")
+                draft = make_draft(self._baseline, state, self._mode, codec=self._codec, timer=timer)
+                uploaded = upload(
+                    self._stream,
+                    draft,
+                    with_anchor=self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes,
+                    shard_bytes=self._shard_bytes,
+                    threads=self._threads,
+                    listener=self._listener,
+                )
+                timer.end("upload")
+                manifest = self._claim.manifest(draft, uploaded, facts)
+                if self._signer:
+                    manifest = self._signer.sign(manifest)
+                # Before it is created for good: what no reader could parse must not be committed.
+                manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
+                self._pending = _Pending(manifest, draft)
+                if self._settle():
+                    timer.end("commit")
+                    return self._published(manifest, draft, timer)
+            raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
 
     def head(self) -> Manifest | None:
         """The newest committed version as the store lists it, None while there is none. Its metadata tells a

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import EmptyStream, FormatError, InputError, NotFound, SubscriberPoisoned, Untrusted
-from ..events import Listener, Synced
+from ..events import Listener, Synced, failures_to
 from ..state.checkpoint import StateSource, as_state
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
@@ -101,6 +101,41 @@ class Subscriber:
         update. A missing or damaged object makes it take another path. When this raises (ChainGap, StoreUnavailable …)
         the state rests at a verified version, at which a repeated call goes on.
         """
+        with failures_to(self._listener, self.stream.name, "sync"):
+            return self._sync(target)
+
+    def full_update(self) -> Update:
+        """The whole current state as an update, for a model that is new or missed one. Raises as `state` does."""
+        started = time.perf_counter()
+        return self._update(Step(None, self.manifest.version), started)
+
+    def updates(self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None) -> Iterator[Update]:
+        """Yields updates as versions appear, looking every ``poll_seconds``; ends when none has appeared for
+        ``timeout_seconds`` (None: never). Raises InputError, and what `sync` raises."""
+        last = time.monotonic()
+        if not (0 <= poll_seconds < math.inf):
+            raise InputError(f"poll_seconds must be a number from 0 on, not {poll_seconds}")
+        while timeout_seconds is None or time.monotonic() - last < timeout_seconds:
+            update = self.sync()
+            if update is None:
+                time.sleep(poll_seconds)
+            else:
+                yield update
+                last = time.monotonic()
+
+    def close(self) -> None:
+        """Lets the host state go. May be called twice; a `sync` afterwards starts as a new Subscriber would."""
+        self._host = HostState(threads=self._threads, listener=self._listener)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _sync(self, target: int | None) -> Update | None:
         started = time.perf_counter()
         host = self._host
         host.recover()
@@ -134,37 +169,6 @@ class Subscriber:
         # Last: whatever fails before, the next call delivers the same once more.
         host.acknowledge()
         return update
-
-    def full_update(self) -> Update:
-        """The whole current state as an update, for a model that is new or missed one. Raises as `state` does."""
-        started = time.perf_counter()
-        return self._update(Step(None, self.manifest.version), started)
-
-    def updates(self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None) -> Iterator[Update]:
-        """Yields updates as versions appear, looking every ``poll_seconds``; ends when none has appeared for
-        ``timeout_seconds`` (None: never). Raises InputError, and what `sync` raises."""
-        last = time.monotonic()
-        if not (0 <= poll_seconds < math.inf):
-            raise InputError(f"poll_seconds must be a number from 0 on, not {poll_seconds}")
-        while timeout_seconds is None or time.monotonic() - last < timeout_seconds:
-            update = self.sync()
-            if update is None:
-                time.sleep(poll_seconds)
-            else:
-                yield update
-                last = time.monotonic()
-
-    def close(self) -> None:
-        """Lets the host state go. May be called twice; a `sync` afterwards starts as a new Subscriber would."""
-        self._host = HostState(threads=self._threads, listener=self._listener)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _ready(self) -> HostState:
         if self._host.poisoned:

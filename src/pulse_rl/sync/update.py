@@ -17,7 +17,8 @@ from .delivery import Step
 
 @dataclass(frozen=True, slots=True)
 class TensorUpdate:
-    """New bits of one tensor: at ``indices`` (int64, ascending, into the flattened tensor), or everywhere if None."""
+    """New bits of the tensor ``spec``: ``values``, unsigned integers of its element's width, at ``indices`` (int64,
+    ascending, into the flattened tensor), or everywhere if None."""
 
     spec: TensorSpec
     indices: npt.NDArray[np.int64] | None
@@ -31,7 +32,8 @@ class Update:
     Iterating yields (name, flat indices or None, values as unsigned integers of the element's width). Updates have to
     be applied in order, each once; `Subscriber.full_update` gives a model that missed one the whole state. Full values
     are read-only views of the host state, which moves on in a copy while the update is alive: let it go after use.
-    ``aliases`` maps the other names of tied tensors to the name that the update uses.
+    ``aliases`` maps the other names of tied tensors to the name that the update uses; ``tensors`` without changes are
+    left out. ``metadata`` is the publisher's. ``payload_bytes`` were fetched for it, in ``seconds`` of wall-clock time.
     """
 
     version: int
