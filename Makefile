@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*)
 
-.PHONY: demo demo-loco test check lint types imports bench bench-network bench-loco study faults fuzz clean
+.PHONY: demo demo-loco test check lint types imports docs bench bench-network bench-loco study faults fuzz clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -16,6 +16,10 @@ test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(ARGS)
 
 check: lint types imports
+
+# The documentation site, in build/docs/index.html. A broken link or a reference to nothing fails it.
+docs: $(VENV)/.ready
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

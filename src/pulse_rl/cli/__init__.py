@@ -24,7 +24,7 @@ _MOST_SECONDS = 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     console = Console(args.json)
     try:
         status: int = args.run(args, console)
@@ -41,85 +41,109 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; each command sets ``run``."""
     parser = argparse.ArgumentParser(prog="pulse", description="Lossless sparse sync of model weights.")
     parser.add_argument("--version", action="version", version=f"pulse {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON")
-    common.add_argument("--threads", type=_count, default=None, metavar="N", help="threads (default: all cores)")
+    common.add_argument("--threads", type=_count, default=None, metavar="N", help="threads (default: one a core)")
     coding = argparse.ArgumentParser(add_help=False)
-    coding.add_argument("--codec", choices=codecs.names(), default=codecs.DEFAULT)
+    coding.add_argument(
+        "--codec",
+        choices=codecs.names(),
+        default=codecs.DEFAULT,
+        help=f"how changes are coded (default: {codecs.DEFAULT})",
+    )
     stream = argparse.ArgumentParser(add_help=False)
     stream.add_argument("store", metavar="STORE", help="a folder, file://, s3://, gs:// or az://")
     stream.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
     trust = argparse.ArgumentParser(add_help=False)
-    trust.add_argument("--trust", action="append", metavar="KEY", help="accept only what this public key has signed")
+    trust.add_argument(
+        "--trust",
+        action="append",
+        metavar="KEY",
+        help="accept only versions signed by this public key; may be repeated",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("diff", parents=[common, coding], help="make a patch from two checkpoints")
     command.add_argument("old", metavar="OLD", help="a checkpoint: a .safetensors file or a folder")
-    command.add_argument("new", metavar="NEW")
-    command.add_argument("-o", "--output", required=True, metavar="PATCH")
+    command.add_argument("new", metavar="NEW", help="the checkpoint that the patch leads to")
+    command.add_argument("-o", "--output", required=True, metavar="PATCH", help="the patch file to write")
     command.set_defaults(run=files.diff)
 
     command = commands.add_parser("apply", parents=[common], help="apply a patch to a checkpoint")
-    command.add_argument("base", metavar="BASE")
-    command.add_argument("patch", metavar="PATCH")
-    command.add_argument("-o", "--output", required=True, metavar="OUT", help="a folder or a .safetensors file")
+    command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")
+    command.add_argument("patch", metavar="PATCH", help="a patch file")
+    command.add_argument(
+        "-o", "--output", required=True, metavar="OUT", help="the result: a folder or a .safetensors file"
+    )
     command.set_defaults(run=files.apply)
 
-    command = commands.add_parser("inspect", parents=[common], help="show what a patch holds")
-    command.add_argument("patch", metavar="PATCH")
+    command = commands.add_parser("inspect", parents=[common], help="show what is in a patch")
+    command.add_argument("patch", metavar="PATCH", help="a patch file")
     command.set_defaults(run=files.inspect)
 
     command = commands.add_parser("digest", parents=[common], help="print a checkpoint's root")
-    command.add_argument("checkpoint", metavar="CHECKPOINT")
-    command.add_argument("--tensors", action="store_true", help="also the digest of each tensor")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
+    command.add_argument("--tensors", action="store_true", help="print the digest of each tensor, too")
     command.set_defaults(run=files.digest)
 
     command = commands.add_parser("publish", parents=[common, coding], help="publish a checkpoint as the next version")
-    command.add_argument("checkpoint", metavar="CHECKPOINT")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
     command.add_argument("store", metavar="STORE", help="a folder, file://, s3://, gs:// or az://")
     command.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
-    command.add_argument("--sign-key", metavar="FILE", help="sign the version (see keygen)")
+    command.add_argument("--sign-key", metavar="FILE", help="sign the version with this private key (see keygen)")
     command.set_defaults(run=streams.publish)
 
     command = commands.add_parser(
         "follow", parents=[common, stream, trust], help="keep a checkpoint at the newest version"
     )
     command.add_argument("--out", required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
-    command.add_argument("--once", action="store_true", help="sync once and end")
-    command.add_argument("--poll", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
-    command.add_argument("--cache", metavar="DIR", help="keep payloads there, to be downloaded once")
+    command.add_argument("--once", action="store_true", help="sync once, then exit")
+    command.add_argument(
+        "--poll", type=_seconds, default=1.0, metavar="SECONDS", help="time between two looks (default: 1)"
+    )
+    command.add_argument("--cache", metavar="DIR", help="keep downloaded payloads in this folder")
     command.set_defaults(run=streams.follow)
 
     command = commands.add_parser("verify", parents=[common, stream, trust], help="replay and check a whole stream")
     command.set_defaults(run=streams.verify)
 
-    command = commands.add_parser("fold", parents=[common, stream], help="make patches over many versions")
+    command = commands.add_parser(
+        "fold", parents=[common, stream], help="make patches over many versions, for workers that are far behind"
+    )
     command.add_argument(
-        "--folds", type=_count, nargs="+", default=list(DEFAULT_FOLDS), metavar="N", help="default: 8 64"
+        "--folds",
+        type=_count,
+        nargs="+",
+        default=list(DEFAULT_FOLDS),
+        metavar="N",
+        help="versions that a fold spans (default: 8 64)",
     )
     command.set_defaults(run=streams.fold)
 
-    command = commands.add_parser("gc", parents=[common, stream], help="delete what kept versions do not need")
-    command.add_argument("--keep", type=_count, required=True, metavar="N", help="versions to keep, from the newest")
+    command = commands.add_parser("gc", parents=[common, stream], help="delete what the kept versions do not need")
+    command.add_argument(
+        "--keep", type=_count, required=True, metavar="N", help="how many versions to keep, from the newest"
+    )
     command.add_argument(
         "--grace",
         type=_seconds,
         default=DEFAULT_GRACE_SECONDS,
         metavar="SECONDS",
-        help="payloads written since stay, named or not (default 3600)",
+        help="keep payloads written in the last SECONDS (default: 3600)",
     )
-    command.add_argument("--dry-run", action="store_true", help="only say what would go")
+    command.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
     command.set_defaults(run=streams.gc)
 
-    command = commands.add_parser("keygen", parents=[common], help="make a key to sign with, print its public key")
-    command.add_argument("file", metavar="FILE", help="the private key; must not exist")
+    command = commands.add_parser("keygen", parents=[common], help="make a private key and print its public key")
+    command.add_argument("file", metavar="FILE", help="the new file for the private key")
     command.set_defaults(run=streams.keygen)
 
-    command = commands.add_parser("store-check", parents=[common], help="is a store safe to publish to?")
-    command.add_argument("store", metavar="STORE")
+    command = commands.add_parser("store-check", parents=[common], help="check that a store is safe to publish to")
+    command.add_argument("store", metavar="STORE", help="a folder, file://, s3://, gs:// or az://")
     command.set_defaults(run=streams.store_check)
 
     plan.add_parser(commands)

@@ -1,0 +1,58 @@
+"""The documentation site, `make docs`. A name in single backticks is a reference; one that leads nowhere fails it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+from pulse_rl import __version__
+
+project = "Pulse"
+author = "The Pulse developers"
+copyright = "The Pulse developers, Apache-2.0"  # noqa: A001
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+html_theme = "furo"
+html_title = f"Pulse {__version__}"
+html_extra_path: list[str] = []
+exclude_patterns = ["_build"]
+default_role = "py:obj"
+nitpicky = True
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True, "undoc-members": True, "exclude-members": "__new__, __init__"}
+# Aliases and types of other libraries, whose documentation is not at hand when this one is built.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(numpy|np|npt|torch|dist|msgspec|prometheus_client|collections|typing|os|pathlib|abc)\b.*"),
+    (
+        r"py:.*",
+        r"(Any|Self|Path|Mapping|Iterator|Iterable|Callable|Sequence|Collection|TracebackType|ClassVar|PathLike)",
+    ),
+]
+
+
+def resolve(app: Sphinx, env: BuildEnvironment, node: Any, content: nodes.TextElement) -> nodes.Node | None:
+    """A reference by a name's last part, where only one object of the public interface has it."""
+    if node.get("refdomain") != "py":
+        return None
+    name = node["reftarget"].lstrip(".~")
+    domain = env.get_domain("py")
+    found = {entry.docname: key for key, entry in domain.data["objects"].items() if f".{key}".endswith(f".{name}")}
+    keys = sorted(set(found.values()), key=len)
+    if not keys:
+        return None
+    entry = domain.data["objects"][keys[0]]
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", keys[0], node, content) if entry else None
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("missing-reference", resolve)

@@ -1,0 +1,49 @@
+"""Writes docs/commands.md from the parsers of the command line: python docs/make_commands.py"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from pulse_rl.cli import make_parser
+
+PAGE = Path(__file__).parent / "commands.md"
+_HEAD = """# Commands
+
+Each command prints readable lines, or with `--json` one JSON object a result. Errors are one line with a hint on stderr.
+Exit status: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted. Checkpoints are `.safetensors` files, or folders
+with `model.safetensors` or with a sharded checkpoint and its index. `python docs/make_commands.py` writes this page.
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    (commands,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    helps = {choice.dest: choice.help or "" for choice in commands._choices_actions}
+    return "\n".join([_HEAD, *(line for name in helps for line in _section(name, helps[name], commands.choices[name]))])
+
+
+def _section(name: str, summary: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    actions = [action for action in parser._actions if action.dest != "help"]
+    yield f"## pulse {name}\n"
+    yield f"{summary[:1].upper()}{summary[1:]}{'' if summary.endswith('?') else '.'}\n"
+    usage = " ".join(_usage(action) for action in sorted(actions, key=lambda action: bool(action.option_strings)))
+    yield f"```\npulse {name} {usage}\n```\n"
+    yield "| argument | meaning |\n|---|---|"
+    for action in actions:
+        words = ", ".join(action.option_strings) or str(action.metavar)
+        yield f"| `{words}` | {action.help} |".replace("%%", "%")
+    yield ""
+
+
+def _usage(action: argparse.Action) -> str:
+    value = "" if action.nargs == 0 else str(action.metavar or "|".join(action.choices or ()))
+    if action.nargs == "+":
+        value = f"{value} …"
+    text = " ".join(part for part in (*action.option_strings[:1], value) if part)
+    return text if action.required else f"[{text}]"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

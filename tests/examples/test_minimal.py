@@ -1,0 +1,38 @@
+"""The smallest programs, run as a newcomer would run them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pulse_rl
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def run(program: str, *args: str) -> str:
+    command = [sys.executable, f"examples/{program}", *args]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_worker_follows_a_trainer(tmp_path: Path) -> None:
+    printed = run("minimal.py", str(tmp_path))
+    assert [int(v) for v in re.findall(r"published version (\d+)", printed)] == [0, 1, 2]
+    reports = list(pulse_rl.verify_stream(str(tmp_path), "policy"))
+    assert all(report.ok for report in reports)
+    assert printed.splitlines()[-1] == f"bit-identical, root {reports[-1].root}"
+
+
+def test_two_trainers_stay_in_step() -> None:
+    rounds = re.findall(r"round (\d+): ([\d,]+) bytes a trainer, not ([\d,]+); root", run("minimal_loco.py"))
+    assert [int(number) for number, _, _ in rounds] == [1, 2, 3]
+    assert all(int(sent.replace(",", "")) < int(dense.replace(",", "")) for _, sent, dense in rounds)
+
+
+def test_both_are_about_fifty_lines() -> None:
+    for program in ("minimal.py", "minimal_loco.py"):
+        assert len((CHECKOUT / "examples" / program).read_text().splitlines()) <= 60
