@@ -12,9 +12,9 @@ PAGE = Path(__file__).parent / "commands.md"
 _HEAD = """# Commands
 
 Each command prints readable lines, or with `--json` one JSON object a result. Errors are one line with a hint on
-stderr. Exit status: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted. Checkpoints are `.safetensors` files,
-or folders with `model.safetensors` or with a sharded checkpoint and its index. `python docs/make_commands.py` writes this
-page.
+stderr. Exit status: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted. Checkpoints are `.safetensors`
+files, or folders with `model.safetensors` or with a sharded checkpoint and its index.
+`python docs/make_commands.py` writes this page.
 """
 
 
