@@ -6,7 +6,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -22,6 +24,22 @@ using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device:
 using Positions = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RunTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
 constexpr uint64_t kMostElements = uint64_t(1) << 24;
+
+// The kernels load and store whole elements, at addresses that are multiples of their width.
+template <class Array>
+void check_elements(const Array& array, int width, const char* name) {
+    const size_t bytes = array.size() * sizeof(typename Array::Scalar), w = size_t(width);
+    if (bytes % w != 0) {
+        throw nb::value_error((std::string(name) + " is no whole number of elements of " + std::to_string(w) + " bytes").c_str());
+    }
+    if (bytes != 0 && reinterpret_cast<uintptr_t>(array.data()) % w != 0) {
+        throw nb::value_error((std::string(name) + " is not aligned to " + std::to_string(w) + " bytes").c_str());
+    }
+}
+template <class Array>
+void check_elements(const Array& array, const char* name) {
+    check_elements(array, int(sizeof(typename Array::Scalar)), name);
+}
 
 // The runs, which must cover `elements`.
 inline std::vector<pulse::Run> checked_runs(const std::vector<RunTuple>& runs, uint64_t elements) {

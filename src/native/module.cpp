@@ -8,13 +8,13 @@ using namespace binding;
 
 namespace {
 
-// An element is as wide as its class needs; the array holds whole elements.
-std::vector<pulse::Run> checked(const std::vector<RunTuple>& runs, const pulse::Elements& kind, size_t bytes) {
+// Runs that cover `old`, whose elements are of that kind.
+std::vector<pulse::Run> checked(const std::vector<RunTuple>& runs, const pulse::Elements& kind, const Bytes& old) {
     if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 || kind.mask > 255) {
         throw nb::value_error("width, shift or mask is out of range");
     }
-    if (bytes % size_t(kind.width) != 0) throw nb::value_error("the runs do not cover the array");
-    return checked_runs(runs, bytes / size_t(kind.width));
+    check_elements(old, kind.width, "old");
+    return checked_runs(runs, old.size() / size_t(kind.width));
 }
 
 // Calls `f` with a null pointer to the unsigned type of that width.
@@ -44,8 +44,9 @@ NB_MODULE(_kernels, m) {
         "context_encode",
         [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating, const std::vector<RunTuple>& runs) {
             const pulse::Elements kind{width, shift, mask, floating};
-            const auto covered = checked(runs, kind, old.size());
+            const auto covered = checked(runs, kind, old);
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
+            check_elements(now, width, "new");
             pulse::Encoded encoded;
             {
                 nb::gil_scoped_release release;
@@ -61,7 +62,7 @@ NB_MODULE(_kernels, m) {
         [](Bytes payload, Bytes old, int width, int shift, uint32_t mask, bool floating,
            const std::vector<RunTuple>& runs) {
             const pulse::Elements kind{width, shift, mask, floating};
-            const auto covered = checked(runs, kind, old.size());
+            const auto covered = checked(runs, kind, old);
             pulse::Decoded decoded;
             {
                 nb::gil_scoped_release release;
@@ -79,9 +80,10 @@ NB_MODULE(_kernels, m) {
             if (old.size() / size_t(width < 1 ? 1 : width) > UINT32_MAX) throw nb::value_error("the array is too long");
             std::vector<uint32_t> positions;
             for_width(width, [&](auto*) {
+                check_elements(old, width, "old");
+                check_elements(now, width, "new");
                 nb::gil_scoped_release release;
-                const size_t bytes = old.size() - old.size() % size_t(width);
-                pulse::differing(old.data(), now.data(), bytes, width, 0, positions);
+                pulse::differing(old.data(), now.data(), old.size(), width, 0, positions);
             });
             return to_numpy(std::move(positions));
         },
@@ -93,6 +95,8 @@ NB_MODULE(_kernels, m) {
             std::vector<uint8_t> out;
             for_width(width, [&](auto* type) {
                 using U = std::remove_pointer_t<decltype(type)>;
+                check_elements(elements, width, "elements");
+                check_elements(positions, "positions");
                 nb::gil_scoped_release release;
                 check_positions(positions, base, elements.size(), width);
                 out.resize(positions.size() * sizeof(U));
@@ -108,6 +112,9 @@ NB_MODULE(_kernels, m) {
         [](MutableBytes elements, int width, Positions positions, uint32_t base, Bytes values) {
             for_width(width, [&](auto* type) {
                 using U = std::remove_pointer_t<decltype(type)>;
+                check_elements(elements, width, "elements");
+                check_elements(values, width, "values");
+                check_elements(positions, "positions");
                 if (values.size() != positions.size() * sizeof(U)) throw nb::value_error("values and positions differ");
                 nb::gil_scoped_release release;
                 check_positions(positions, base, elements.size(), width);

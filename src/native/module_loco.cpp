@@ -24,9 +24,11 @@ pulse::Rounding checked_rounding(const RoundingTuple& rounding) {
     return {mantissa, least, most, beyond};
 }
 
+// Arrays of `count` numbers each.
 template <class... Arrays>
-void check_lengths(size_t count, const Arrays&... arrays) {
+void check_arrays(size_t count, const Arrays&... arrays) {
     if (((arrays.size() != count) || ...)) throw nb::value_error("the arrays differ in length");
+    (check_elements(arrays, "an array"), ...);
 }
 
 }  // namespace
@@ -38,7 +40,7 @@ void bind_loco(nb::module_& m) {
            uint32_t base) -> std::optional<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>> {
             const auto checked = checked_rounding(rounding);
             const size_t count = theta.size();
-            check_lengths(count, start, now, residual, s);
+            check_arrays(count, theta, start, now, residual, s);
             if (uint64_t(base) + count > UINT32_MAX) throw nb::value_error("the array is too long");
             std::vector<uint32_t> open;
             bool finite;
@@ -60,8 +62,8 @@ void bind_loco(nb::module_& m) {
            Positions positions, Floats values, bool narrow) {
             const auto covered = checked_runs(runs, theta.size());
             const auto checked = checked_rounding(rounding);
-            check_lengths(theta.size(), momentum);
-            check_lengths(positions.size(), values);
+            check_arrays(theta.size(), theta, momentum);
+            check_arrays(positions.size(), positions, values);
             std::vector<uint8_t> payload;
             {
                 nb::gil_scoped_release release;
@@ -84,7 +86,7 @@ void bind_loco(nb::module_& m) {
            const std::vector<RunTuple>& runs, bool narrow) {
             const auto covered = checked_runs(runs, theta.size());
             const auto checked = checked_rounding(rounding);
-            check_lengths(theta.size(), momentum);
+            check_arrays(theta.size(), theta, momentum);
             std::vector<std::pair<const uint8_t*, size_t>> views;
             for (const Bytes& payload : payloads) views.emplace_back(payload.data(), payload.size());
             std::vector<pulse::Entries> decoded;
@@ -104,7 +106,8 @@ void bind_loco(nb::module_& m) {
     m.def(
         "add_entries",
         [](MutableFloats total, Positions positions, Floats values) {
-            check_lengths(positions.size(), values);
+            check_arrays(positions.size(), positions, values);
+            check_elements(total, "total");
             nb::gil_scoped_release release;
             if (!pulse::all_within(positions.data(), positions.size(), 0, total.size())) {
                 throw nb::index_error("a position is outside the block");
@@ -116,7 +119,7 @@ void bind_loco(nb::module_& m) {
     m.def(
         "outer_step",
         [](MutableFloats theta, MutableFloats momentum, Floats total, float trainers, float lr, float mu) {
-            check_lengths(theta.size(), momentum, total);
+            check_arrays(theta.size(), theta, momentum, total);
             nb::gil_scoped_release release;
             pulse::outer_step(theta.data(), momentum.data(), total.data(), theta.size(), trainers, lr, mu);
         },

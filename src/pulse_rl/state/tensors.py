@@ -195,7 +195,8 @@ class State:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> Self:
-        """The state of a mapping of names to torch tensors, numpy arrays or `Bits`, without copying host tensors.
+        """The state of a mapping of names to torch tensors, numpy arrays or `Bits`, without copying host tensors
+        (but for strided ones, and those at addresses that are no multiple of their element's width).
 
         Names that share storage, shape and dtype are tied: the first in the mapping's order stores the tensor and the
         others become aliases (Hugging Face checkpoints keep the first one as well). Raises UnsupportedTensor and
@@ -311,8 +312,7 @@ def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | 
     owned = isinstance(value, np.ndarray | Bits) and array.size > 0
     storage = (array.__array_interface__["data"][0], array.strides) if owned else None
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    flat = np.require(little, requirements=["C", "A"]).reshape(-1).view(dtype.uint)
-    return dtype, array.shape, flat, storage
+    return dtype, array.shape, _aligned(little.reshape(-1).view(dtype.uint)), storage
 
 
 def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | _DeviceTensor, object]:
@@ -332,7 +332,12 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
     shape = tuple(value.shape)
     if host is None:
         return dtype, shape, _DeviceTensor(flat, dtype.width), storage
-    return dtype, shape, host.view(dtype.uint), storage
+    return dtype, shape, _aligned(host.view(dtype.uint)), storage
+
+
+def _aligned(flat: UIntArray) -> UIntArray:
+    """The array, or a copy of one whose elements lie at no multiple of their width, where no kernel may read them."""
+    return np.require(flat, requirements=["A"])
 
 
 def _dtype_from(name: str, library_name: str) -> DType:
