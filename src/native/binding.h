@@ -12,7 +12,8 @@
 #include <tuple>
 #include <vector>
 
-#include "places.h"
+#include "payload.h"
+#include "positions.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -29,12 +30,11 @@ constexpr uint64_t kMostElements = uint64_t(1) << 24;
 template <class Array>
 void check_elements(const Array& array, int width, const char* name) {
     const size_t bytes = array.size() * sizeof(typename Array::Scalar), w = size_t(width);
-    if (bytes % w != 0) {
-        throw nb::value_error((std::string(name) + " is no whole number of elements of " + std::to_string(w) + " bytes").c_str());
-    }
-    if (bytes != 0 && reinterpret_cast<uintptr_t>(array.data()) % w != 0) {
-        throw nb::value_error((std::string(name) + " is not aligned to " + std::to_string(w) + " bytes").c_str());
-    }
+    const auto refuse = [&](const char* what) {
+        throw nb::value_error((std::string(name) + what + std::to_string(w) + " bytes").c_str());
+    };
+    if (bytes % w != 0) refuse(" is no whole number of elements of ");
+    if (bytes != 0 && reinterpret_cast<uintptr_t>(array.data()) % w != 0) refuse(" is not aligned to ");
 }
 template <class Array>
 void check_elements(const Array& array, const char* name) {

@@ -9,7 +9,7 @@ using namespace binding;
 namespace {
 
 // Runs that cover `old`, whose elements are of that kind.
-std::vector<pulse::Run> checked(const std::vector<RunTuple>& runs, const pulse::Elements& kind, const Bytes& old) {
+std::vector<pulse::Run> checked(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind, const Bytes& old) {
     if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 || kind.mask > 255) {
         throw nb::value_error("width, shift or mask is out of range");
     }
@@ -43,7 +43,7 @@ NB_MODULE(_kernels, m) {
     m.def(
         "context_encode",
         [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating, const std::vector<RunTuple>& runs) {
-            const pulse::Elements kind{width, shift, mask, floating};
+            const pulse::ElementKind kind{width, shift, mask, floating};
             const auto covered = checked(runs, kind, old);
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
             check_elements(now, width, "new");
@@ -61,7 +61,7 @@ NB_MODULE(_kernels, m) {
         "context_decode",
         [](Bytes payload, Bytes old, int width, int shift, uint32_t mask, bool floating,
            const std::vector<RunTuple>& runs) {
-            const pulse::Elements kind{width, shift, mask, floating};
+            const pulse::ElementKind kind{width, shift, mask, floating};
             const auto covered = checked(runs, kind, old);
             pulse::Decoded decoded;
             {

@@ -7,6 +7,7 @@
 #include "binding.h"
 #include "entries.h"
 #include "gate.h"
+#include "outer_step.h"
 
 using namespace binding;
 

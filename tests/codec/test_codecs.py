@@ -296,7 +296,8 @@ def test_a_tiny_frame_that_claims_a_huge_size_stays_bounded() -> None:
         + f"""
 import struct
 import numpy as np
-from pulse_rl import _zstd, codec
+from pulse_rl import codec
+from pulse_rl._util import zstd as _zstd
 from pulse_rl.codec import Layout
 from pulse_rl.errors import FormatError
 from pulse_rl.state.tensors import DTYPES

@@ -14,6 +14,8 @@
 #include <random>
 
 #include "../../src/native/entries.h"
+#include "../../src/native/gate.h"
+#include "../../src/native/outer_step.h"
 
 using namespace pulse;
 using Random = std::mt19937_64;
