@@ -9,14 +9,10 @@ namespace {
 
 constexpr size_t kChunk = 256;
 
-struct Bf16Rounding {
-    uint32_t round(uint32_t bits) const { return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; }
-};
-
 // Sets open[i] for a chunk; false if a pseudo-gradient is not finite. Inlined into the clones below.
 template <class R>
 inline __attribute__((always_inline)) bool gate_chunk(const float* theta, const float* start, const float* now,
-                                                      const float* residual, float* s, size_t count, const R& rounding,
+                                                      const float* residual, float* s, size_t count, const R& round,
                                                       uint8_t* open, uint32_t& any) {
     uint32_t highest = 0, changed = 0;
     for (size_t i = 0; i < count; i++) {
@@ -24,7 +20,7 @@ inline __attribute__((always_inline)) bool gate_chunk(const float* theta, const 
         s[i] = x;
         const uint32_t exponent = bits_of(x) & 0x7f800000u;
         highest = exponent > highest ? exponent : highest;
-        const uint32_t differs = rounding.round(bits_of(theta[i])) != rounding.round(bits_of(theta[i] - x));
+        const uint32_t differs = round(bits_of(theta[i])) != round(bits_of(theta[i] - x));
         open[i] = uint8_t(differs);
         changed |= differs;
     }
@@ -34,13 +30,19 @@ inline __attribute__((always_inline)) bool gate_chunk(const float* theta, const 
 
 PULSE_CLONES bool bf16_chunk(const float* theta, const float* start, const float* now, const float* residual, float* s,
                              size_t count, uint8_t* open, uint32_t& any) {
-    return gate_chunk(theta, start, now, residual, s, count, Bf16Rounding{}, open, any);
+    return gate_chunk(theta, start, now, residual, s, count, Bf16Rounder{}, open, any);
+}
+
+PULSE_CLONES bool narrow_chunk(const float* theta, const float* start, const float* now, const float* residual, float* s,
+                               size_t count, const Rounder& round, uint8_t* open, uint32_t& any) {
+    return gate_chunk(theta, start, now, residual, s, count, round, open, any);
 }
 
 }  // namespace
 
 bool gate(const float* theta, const float* start, const float* now, const float* residual, float* s, size_t count,
           const Rounding& rounding, uint32_t base, std::vector<uint32_t>& open) {
+    const Rounder round(rounding);
     uint8_t differs[kChunk];
     for (size_t at = 0; at < count; at += kChunk) {
         const size_t n = std::min(kChunk, count - at);
@@ -48,7 +50,7 @@ bool gate(const float* theta, const float* start, const float* now, const float*
         const bool finite =
             rounding.is_bf16()
                 ? bf16_chunk(theta + at, start + at, now + at, residual + at, s + at, n, differs, any)
-                : gate_chunk(theta + at, start + at, now + at, residual + at, s + at, n, rounding, differs, any);
+                : narrow_chunk(theta + at, start + at, now + at, residual + at, s + at, n, round, differs, any);
         if (!finite) return false;
         if (!any) continue;
         for (size_t i = 0; i < n; i++) {

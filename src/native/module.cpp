@@ -2,6 +2,7 @@
 #include "apply.h"
 #include "binding.h"
 #include "context.h"
+#include "rounding.h"
 #include "scan.h"
 
 using namespace binding;
@@ -54,7 +55,7 @@ NB_MODULE(_kernels, m) {
             }
             return nb::make_tuple(nb::bytes(encoded.payload.data(), encoded.payload.size()), encoded.changed);
         },
-        "old"_a, "new"_a, "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
+        array("old"), array("new"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
         "(payload, number of changes) of one block; runs are (elements, row, phase).");
 
     m.def(
@@ -70,7 +71,7 @@ NB_MODULE(_kernels, m) {
             }
             return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)));
         },
-        "payload"_a, "old"_a, "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
+        array("payload"), array("old"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
         "(uint32 positions, uint8 bytes of the new elements) of one block; raises Malformed.");
 
     m.def(
@@ -87,7 +88,7 @@ NB_MODULE(_kernels, m) {
             });
             return to_numpy(std::move(positions));
         },
-        "old"_a, "new"_a, "width"_a, "The uint32 positions at which the elements of two arrays differ.");
+        array("old"), array("new"), "width"_a, "The uint32 positions at which the elements of two arrays differ.");
 
     m.def(
         "gather",
@@ -105,7 +106,7 @@ NB_MODULE(_kernels, m) {
             });
             return to_numpy(std::move(out));
         },
-        "elements"_a, "width"_a, "positions"_a, "base"_a, "The bytes of the elements at positions - base.");
+        array("elements"), "width"_a, array("positions"), "base"_a, "The bytes of the elements at positions - base.");
 
     m.def(
         "scatter",
@@ -122,7 +123,25 @@ NB_MODULE(_kernels, m) {
                                reinterpret_cast<const U*>(values.data()));
             });
         },
-        "elements"_a, "width"_a, "positions"_a, "base"_a, "values"_a, "Writes values at positions - base, in place.");
+        array("elements"), "width"_a, array("positions"), "base"_a, array("values"), "Writes values at positions - base, in place.");
+
+    m.def(
+        "round_values",
+        [](Bits32 bits, const RoundingTuple& rounding, uint32_t nan, int width, MutableBytes out) {
+            const auto checked = checked_rounding(rounding);
+            if (width != 1 && width != 2) throw nb::value_error("width is out of range");
+            if (std::max(pulse::Rounder(checked).beyond(), nan) >> (8 * width - 1)) {
+                throw nb::value_error("the numbers do not fit the width");
+            }
+            check_elements(bits, "bits");
+            check_elements(out, width, "out");
+            if (out.size() != bits.size() * size_t(width)) throw nb::value_error("bits and out differ in length");
+            nb::gil_scoped_release release;
+            if (width == 1) return pulse::round_values(bits.data(), bits.size(), checked, nan, out.data());
+            pulse::round_values(bits.data(), bits.size(), checked, nan, reinterpret_cast<uint16_t*>(out.data()));
+        },
+        array("bits"), "rounding"_a, "nan"_a, "width"_a, array("out"),
+        "FP32 numbers, given by their bits, rounded to a narrower float; a NaN gets the bits `nan` besides its own.");
 
     bind_loco(m);
 }

@@ -15,15 +15,6 @@ namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using MutableFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using RoundingTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
-
-pulse::Rounding checked_rounding(const RoundingTuple& rounding) {
-    const auto& [mantissa, least, most, beyond] = rounding;
-    if (mantissa < 1 || mantissa > 22 || least < 1 || least > 254 || most >= 0x7f800000u || beyond > 0x7f800000u) {
-        throw nb::value_error("the rounding is out of range");
-    }
-    return {mantissa, least, most, beyond};
-}
 
 // Arrays of `count` numbers each.
 template <class... Arrays>
@@ -53,7 +44,7 @@ void bind_loco(nb::module_& m) {
             if (!finite) return std::nullopt;
             return to_numpy(std::move(open));
         },
-        "theta"_a, "start"_a, "now"_a, "residual"_a, "s"_a, "rounding"_a, "base"_a,
+        array("theta"), array("start"), array("now"), array("residual"), array("s"), "rounding"_a, "base"_a,
         "s = (start - now) + residual; the positions, plus base, where theta and theta - s round differently; None if a "
         "pseudo-gradient is not finite, or 2^64 or more.");
 
@@ -78,7 +69,7 @@ void bind_loco(nb::module_& m) {
             }
             return nb::bytes(payload.data(), payload.size());
         },
-        "theta"_a, "momentum"_a, "rounding"_a, "runs"_a, "positions"_a, "values"_a, "narrow"_a,
+        array("theta"), array("momentum"), "rounding"_a, "runs"_a, array("positions"), array("values"), "narrow"_a,
         "The payload of one block; runs are (elements, row, phase).");
 
     m.def(
@@ -101,7 +92,7 @@ void bind_loco(nb::module_& m) {
             }
             return results;
         },
-        "payloads"_a, "theta"_a, "momentum"_a, "rounding"_a, "runs"_a, "narrow"_a,
+        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "runs"_a, "narrow"_a,
         "(uint32 positions, FP32 values) of one block for each payload; raises Malformed.");
 
     m.def(
@@ -115,7 +106,7 @@ void bind_loco(nb::module_& m) {
             }
             for (size_t i = 0; i < positions.size(); i++) total.data()[positions.data()[i]] += values.data()[i];
         },
-        "total"_a, "positions"_a, "values"_a, "total[positions] += values, in place; the positions are unique.");
+        array("total"), array("positions"), array("values"), "total[positions] += values, in place; the positions are unique.");
 
     m.def(
         "outer_step",
@@ -124,5 +115,5 @@ void bind_loco(nb::module_& m) {
             nb::gil_scoped_release release;
             pulse::outer_step(theta.data(), momentum.data(), total.data(), theta.size(), trainers, lr, mu);
         },
-        "theta"_a, "momentum"_a, "total"_a, "trainers"_a, "lr"_a, "mu"_a, "Nesterov SGD on total / trainers, in place.");
+        array("theta"), array("momentum"), array("total"), "trainers"_a, "lr"_a, "mu"_a, "Nesterov SGD on total / trainers, in place.");
 }

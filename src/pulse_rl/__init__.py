@@ -43,7 +43,8 @@ from .maintenance.audit import AuditReport, audit
 from .maintenance.verify import verify_stream
 from .state.checkpoint import Source, as_state
 from .state.digest import state_digest
-from .state.tensors import Bits, State, round_to_bf16
+from .state.rounding import round_to_bf16
+from .state.tensors import Bits, State
 from .store import LocalStore, MemoryStore, ObjectStore, Store, open_store
 from .stream.manifest import Manifest
 from .stream.signing import Signer

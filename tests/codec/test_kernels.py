@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl._native import context_decode, context_encode, gather, scan, scatter
+from pulse_rl._native import (
+    add_entries,
+    context_decode,
+    context_encode,
+    gather,
+    outer_step,
+    round_values,
+    scan,
+    scatter,
+)
 from tests.support.arrays import Array, misaligned
 
 POSITIONS = np.uint32([0, 2])
@@ -111,3 +120,32 @@ def test_arrays_of_unequal_length_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="differ"):
             call()
+
+
+def test_an_array_is_never_converted() -> None:
+    """A strided array, or one of another dtype, would be copied, and what is written into the copy lost."""
+    raw, one, value = np.zeros(16, np.uint8), np.uint32([0]), np.uint8([9])
+    floats, four = np.zeros(8, np.float32), np.zeros(4, np.float32)
+    calls: list[Callable[[], Any]] = [
+        lambda: scatter(raw[::2], 1, one, 0, value),
+        lambda: scatter(raw.view(np.uint16), 2, one, 0, raw[:2]),
+        lambda: round_values(np.zeros(8, np.uint32), (3, 121, 0x43E00000, 0x43E00000), 0x7F, 1, raw[::2]),
+        lambda: add_entries(floats[::2], one, np.float32([9])),
+        lambda: add_entries(np.zeros(8), one, np.float32([9])),
+        lambda: outer_step(floats[::2], four, four, 2, 0.7, 0.9),
+        lambda: gather(raw, 1, np.int64([0]), 0),
+        lambda: scan(raw[::2], raw[::2], 1),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="incompatible"):
+            call()
+    assert not raw.any()
+    assert not floats.any()
+
+
+def test_a_read_only_array_is_not_written() -> None:
+    raw = np.zeros(4, np.uint8)
+    raw.flags.writeable = False
+    with pytest.raises(TypeError, match="incompatible"):
+        scatter(raw, 1, np.uint32([0]), 0, np.uint8([9]))
+    assert gather(raw, 1, np.uint32([0]), 0).tolist() == [0]

@@ -344,16 +344,3 @@ def _dtype_from(name: str, library_name: str) -> DType:
     if library_name not in _FROM_NAME:
         raise UnsupportedTensor(f"tensor {name!r} has dtype {library_name}, which is not supported")
     return DTYPES[_FROM_NAME[library_name]]
-
-
-def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """FP32 values to BF16 bits of the same shape, rounding to nearest, ties to even.
-
-    Overflow becomes Inf. NaN stays NaN: the top bits of its payload are kept and the quiet bit is set.
-    """
-    bits = np.asarray(values, np.float32).view(np.uint32)
-    with np.errstate(over="ignore"):
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(is_nan, quiet, rounded).astype(np.uint16)
