@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := $(wildcard CMakeLists.txt src/native/*)
+NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
 .PHONY: demo demo-loco test check lint types imports docs bench bench-network bench-loco study faults fuzz clean
 
@@ -72,7 +72,7 @@ fuzz: build/fuzz_context build/fuzz_entries
 	./build/fuzz_context $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_entries $(FUZZ_SECONDS) $(SEED)
 
-build/fuzz_%: tests/fuzz/%.cpp $(wildcard src/native/*)
+build/fuzz_%: tests/fuzz/%.cpp $(wildcard src/native/*.cpp src/native/*.h)
 	mkdir -p build
 	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off \
 	  -DPULSE_NO_CLONES $< $(filter-out src/native/module%, $(wildcard src/native/*.cpp)) -o $@

@@ -13,7 +13,7 @@ from benchmarks.study.recorder import Recorder
 from benchmarks.study.settings import Settings
 from pulse_rl import State
 
-_TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
+_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
 _CLIP = 0.2
 
 
@@ -30,7 +30,7 @@ def run(settings: Settings, seed: int, progress: Callable[[int, float, float], N
     prompts = trace.Prompts(policy.vocabulary, seed)
     rollouts = _rollouts(settings, policy, prompts, generator)
     fill = _supervised(policy, prompts) if settings.supervised else rollouts
-    recorders = {name: Recorder(settings, state_of(policy, adam, name)) for name in ("bf16", *settings.dtypes)}
+    recorders = {name: Recorder(settings, state_of(policy, adam, name)) for name in ("BF16", *settings.dtypes)}
     gradients, rewards = [], []
     for step in range(1, settings.steps + 1):
         rewards.append(fill())
@@ -38,7 +38,7 @@ def run(settings: Settings, seed: int, progress: Callable[[int, float, float], N
         adam.step()
         for name, recorder in recorders.items():
             recorder.add(state_of(policy, adam, name))
-        progress(step, rewards[-1], recorders["bf16"].density[-1])
+        progress(step, rewards[-1], recorders["BF16"].density[-1])
     main, *_ = recorders.values()
     others = {name: recorders[name].result(gradients) for name in settings.dtypes}
     return {**main.result(gradients), "rewards": rewards, "dtypes": others}
@@ -46,7 +46,7 @@ def run(settings: Settings, seed: int, progress: Callable[[int, float, float], N
 
 def state_of(policy: trace.Policy, adam: trace.AdamW, dtype: str) -> State:
     """The weights after the cast; in BF16 they are what the forward pass uses."""
-    flat = policy.flat if adam.master is None or dtype == "bf16" else adam.master
+    flat = policy.flat if adam.master is None or dtype == "BF16" else adam.master
     parts = flat.to(_TORCH[dtype]).split([int(np.prod(s)) for s in policy.shapes.values()])
     return State.of({k: p.view(s) for (k, s), p in zip(policy.shapes.items(), parts, strict=True)})
 

@@ -34,7 +34,7 @@ class Settings:
 RUNS = (
     Settings("lr5e-7", "minilm", 5e-7),
     Settings("lr1e-6", "minilm", 1e-6),
-    Settings("lr3e-6", "minilm", 3e-6, dtypes=("fp16", "fp8_e4m3")),
+    Settings("lr3e-6", "minilm", 3e-6, dtypes=("F16", "F8_E4M3")),
     Settings("lr5e-6", "minilm", 5e-6),
     Settings("sft2e-5", "minilm", 2e-5, supervised=True),
     Settings("lr3e-6-no-warm-up", "minilm", 3e-6, warmup=1),

@@ -6,11 +6,15 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <vector>
 
-#include "places.h"
+#include "payload.h"
+#include "positions.h"
+#include "rounding.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,9 +23,37 @@ namespace binding {
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Positions = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bits32 = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Positions = Bits32;
+using RoundingTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
 using RunTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
 constexpr uint64_t kMostElements = uint64_t(1) << 24;
+
+// An array as it is: a converted one would be a copy, and what is written into that is lost.
+inline auto array(const char* name) { return nb::arg(name).noconvert(); }
+
+// The kernels load and store whole elements, at addresses that are multiples of their width.
+template <class Array>
+void check_elements(const Array& array, int width, const char* name) {
+    const size_t bytes = array.size() * sizeof(typename Array::Scalar), w = size_t(width);
+    const auto refuse = [&](const char* what) {
+        throw nb::value_error((std::string(name) + what + std::to_string(w) + " bytes").c_str());
+    };
+    if (bytes % w != 0) refuse(" is no whole number of elements of ");
+    if (bytes != 0 && reinterpret_cast<uintptr_t>(array.data()) % w != 0) refuse(" is not aligned to ");
+}
+template <class Array>
+void check_elements(const Array& array, const char* name) {
+    check_elements(array, int(sizeof(typename Array::Scalar)), name);
+}
+
+inline pulse::Rounding checked_rounding(const RoundingTuple& rounding) {
+    const auto& [mantissa, least, most, beyond] = rounding;
+    if (mantissa < 1 || mantissa > 22 || least < 1 || least > 254 || most >= 0x7f800000u || beyond > 0x7f800000u) {
+        throw nb::value_error("the rounding is out of range");
+    }
+    return {mantissa, least, most, beyond};
+}
 
 // The runs, which must cover `elements`.
 inline std::vector<pulse::Run> checked_runs(const std::vector<RunTuple>& runs, uint64_t elements) {

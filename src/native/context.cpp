@@ -4,8 +4,8 @@
 #include <array>
 #include <cmath>
 
-#include "places.h"
-#include "survey.h"
+#include "block_statistics.h"
+#include "payload.h"
 
 namespace pulse {
 namespace {
@@ -88,17 +88,17 @@ U unordered(U y, bool floating) {
 }
 
 template <class U>
-Encoded encode(const U* old, const U* now, const Elements& kind, const std::vector<Run>& runs) {
+Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::vector<Run>& runs) {
     const ClassOf cls{kind.shift, kind.mask};
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
-    const Survey<U> survey = survey_block(old, now, total, runs, cls);
-    const std::vector<uint32_t>& positions = survey.positions;
+    const BlockChanges<U> changes = compare_block(old, now, total, runs, cls);
+    const std::vector<uint32_t>& positions = changes.positions;
     Encoded result{{}, positions.size()};
     put_varint(result.payload, positions.size());
     if (positions.empty()) return result;
 
-    Plan plan = plan_block(survey.tally);
+    CodePlan plan = plan_code(changes.statistics);
     for (int x : {plan.boost, plan.first, plan.count - 1}) result.payload.push_back(uint8_t(x));
     Writer side;
     Models models;
@@ -106,15 +106,15 @@ Encoded encode(const U* old, const U* now, const Elements& kind, const std::vect
     models.expect(plan.levels);
     const Weights weights(plan.levels, plan.boost);
 
-    PlaceWriter<U> places(old, cls, weights, runs);
-    int tally = 0;
+    PositionWriter<U> writer(old, cls, weights, runs);
+    int balance = 0;  // steps up less steps down in this row so far
     for (size_t i = 0; i < positions.size(); i++) {
         const U before = old[positions[i]];
-        if (places.write(side.coder, positions[i])) tally = 0;
-        const U step = U(ordered(survey.values[i], kind.floating) - ordered(before, kind.floating));
+        if (writer.write(side.coder, positions[i])) balance = 0;
+        const U step = U(ordered(changes.values[i], kind.floating) - ordered(before, kind.floating));
         const bool down = step >> (8 * sizeof(U) - 1);
-        side.bit(models.against[std::min(std::abs(tally), 3)], down != (tally < 0));
-        tally += down ? -1 : 1;
+        side.bit(models.against[std::min(std::abs(balance), 3)], down != (balance < 0));
+        balance += down ? -1 : 1;
         code_size(side, models, int(cls(before)), down ? U(-step) : step);
     }
     const std::vector<uint8_t> code = side.coder.finish();
@@ -123,14 +123,14 @@ Encoded encode(const U* old, const U* now, const Elements& kind, const std::vect
 }
 
 template <class U>
-Decoded decode(const uint8_t* data, size_t size, const U* old, const Elements& kind, const std::vector<Run>& runs) {
+Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind, const std::vector<Run>& runs) {
     const ClassOf cls{kind.shift, kind.mask};
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
     size_t at_byte = 0;
     const uint64_t changed = take_count(data, size, at_byte);
     if (changed == 0 || changed > total) throw Malformed("the number of changes is 0 or exceeds the elements");
-    Plan plan;
+    CodePlan plan;
     plan.boost = take_byte(data, size, at_byte);
     plan.first = take_byte(data, size, at_byte);
     plan.count = take_byte(data, size, at_byte) + 1;
@@ -138,7 +138,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const Elements& k
         throw Malformed("the block's head is out of range");
     }
     plan.levels.fill(kAbsent);
-    Reader side{Decoder(data + at_byte, size - at_byte)};
+    Reader side{RangeDecoder(data + at_byte, size - at_byte)};
     Models models;
     code_levels(side, models, plan.levels, plan.first, plan.count);
     models.expect(plan.levels);
@@ -147,18 +147,18 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const Elements& k
     Decoded result;
     result.positions.resize(changed);
     result.values.resize(changed * sizeof(U));
-    PlaceReader<U> places(old, cls, weights, runs);
-    int tally = 0;
+    PositionReader<U> reader(old, cls, weights, runs);
+    int balance = 0;  // steps up less steps down in this row so far
     for (size_t i = 0; i < changed; i++) {
-        if (places.read(side)) tally = 0;
-        const U before = old[places.position()];
-        const bool down = side.bit(models.against[std::min(std::abs(tally), 3)], false) != (tally < 0);
-        tally += down ? -1 : 1;
+        if (reader.read(side)) balance = 0;
+        const U before = old[reader.position()];
+        const bool down = side.bit(models.against[std::min(std::abs(balance), 3)], false) != (balance < 0);
+        balance += down ? -1 : 1;
         const U length = U(code_size(side, models, int(cls(before)), 0)), step = down ? U(-length) : length;
         const U value = unordered(U(ordered(before, kind.floating) + step), kind.floating);
         if (length == 0) throw Malformed("a change by nothing");
         std::memcpy(&result.values[i * sizeof(U)], &value, sizeof(U));
-        result.positions[i] = uint32_t(places.position());
+        result.positions[i] = uint32_t(reader.position());
     }
     if (!side.coder.finished()) throw Malformed("the code is longer or shorter than its changes");
     return result;
@@ -166,7 +166,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const Elements& k
 
 }  // namespace
 
-Encoded encode_block(const void* old, const void* now, const Elements& kind, const std::vector<Run>& runs) {
+Encoded encode_block(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs) {
     switch (kind.width) {
         case 1: return encode(static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now), kind, runs);
         case 2: return encode(static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now), kind, runs);
@@ -174,7 +174,7 @@ Encoded encode_block(const void* old, const void* now, const Elements& kind, con
     }
 }
 
-Decoded decode_block(const uint8_t* payload, size_t size, const void* old, const Elements& kind,
+Decoded decode_block(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
                      const std::vector<Run>& runs) {
     switch (kind.width) {
         case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs);

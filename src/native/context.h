@@ -5,13 +5,14 @@
 #include <cstdint>
 #include <vector>
 
-#include "places.h"
+#include "payload.h"
+#include "positions.h"
 
 namespace pulse {
 
 // What both sides know of the elements. `floating`: sign and magnitude; else a two's complement integer. The class of an
 // element is (bits >> shift) & mask; mask is at most 255.
-struct Elements {
+struct ElementKind {
     int width;  // bytes: 1, 2 or 4
     int shift;
     uint32_t mask;
@@ -29,10 +30,10 @@ struct Decoded {
 };
 
 // The runs cover the arrays, which are aligned to `width` and have at most 2^24 elements.
-Encoded encode_block(const void* old, const void* now, const Elements& kind, const std::vector<Run>& runs);
+Encoded encode_block(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs);
 
 // Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
-Decoded decode_block(const uint8_t* payload, size_t size, const void* old, const Elements& kind,
+Decoded decode_block(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
                      const std::vector<Run>& runs);
 
 }  // namespace pulse

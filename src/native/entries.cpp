@@ -4,7 +4,9 @@
 #include <map>
 #include <memory>
 
-#include "survey.h"
+#include "block_statistics.h"
+#include "entry_classes.h"
+#include "gate.h"
 #include "symbols.h"
 
 namespace pulse {
@@ -13,7 +15,7 @@ namespace {
 constexpr int kEscape = kSymbols - 1;
 constexpr size_t kTile = 1 << 13;
 
-// One description of each value serves both directions, as in places.h: a range coder, and plain bits beside it.
+// One description of each value serves both directions, as in payload.h: a range coder, and plain bits beside it.
 struct EntryWriter : Writer {
     BitWriter bits;
     uint32_t symbol(AdaptiveSymbol& model, uint32_t value) {
@@ -107,9 +109,9 @@ float code_value(Side& side, Models& models, const Rounding& rounding, uint32_t 
         if (multiple >= need && multiple != 0) excess = multiple - need + 1;
         if (excess >> 31) excess = 0;
     }
-    const uint32_t place = uint32_t(std::clamp(int(exponent) - base, 0, 15));
+    const uint32_t binade = uint32_t(std::clamp(int(exponent) - base, 0, 15));
     const int length = excess ? 31 - __builtin_clz(uint32_t(excess)) : kEscape;
-    const int read = int(side.symbol(models.sizes[place << 5 | (cls & 15) << 1 | near], uint32_t(length)));
+    const int read = int(side.symbol(models.sizes[binade << 5 | (cls & 15) << 1 | near], uint32_t(length)));
     if (read == kEscape) return float_of(sign | side.rest(bits & kMagnitude, 31));
     const uint32_t rest = (1u << read) | side.rest(uint32_t(excess) & ((1u << read) - 1), read);
     const uint64_t multiple = uint64_t(rest) - 1 + need;
@@ -138,19 +140,19 @@ Entries decode_one(const Shared& shared, const uint8_t* data, size_t size, size_
     uint32_t coded = 0;
     for (int k = 0; k < 4; k++) coded |= uint32_t(take_byte(data, size, at)) << (8 * k);
     if (coded > size - at) throw Malformed("the code ends past the block");
-    EntryReader side{{Decoder(data + at, coded)}, {data + at + coded, size - at - coded}};
+    EntryReader side{{RangeDecoder(data + at, coded)}, {data + at + coded, size - at - coded}};
     const auto models = std::make_unique<Models>();
     std::array<uint8_t, kClasses> levels;
     levels.fill(kAbsent);
     code_levels(side, *models, levels, head.first, head.count);
     const Weights weights(levels, head.boost);
-    PlaceReader<uint8_t> places(classes, {0, 255}, weights, shared.runs);
+    PositionReader<uint8_t> reader(classes, {0, 255}, weights, shared.runs);
     Entries result;
     result.positions.resize(count);
     result.values.resize(count);
     for (size_t i = 0; i < count; i++) {
-        places.read(side);
-        const size_t p = places.position();
+        reader.read(side);
+        const size_t p = reader.position();
         const float value = code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base,
                                        narrow, 0.0f);
         if ((bits_of(value) & kMagnitude) >= kHuge) throw Malformed("a value that is not finite");
@@ -191,17 +193,17 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     head.base = std::max(top(exponents, narrow ? 1 << 30 : 1024) - (narrow ? kEscape - 1 : 15), 0);
 
     std::vector<uint8_t> classes(total);
-    Tally tally;
-    tally.total = total;
+    BlockStatistics statistics;
+    statistics.elements = total;
     for (size_t at = 0; at < total; at += kTile) {
         const size_t end = std::min(at + kTile, total);
         classify(shared.theta + at, shared.momentum + at, end - at, shared.rounding, head.octaves, &classes[at]);
-        tally.sample(classes.data(), at, end, {0, 255});
+        statistics.sample(classes.data(), at, end, {0, 255});
     }
     std::vector<uint32_t> at(positions, positions + count);
-    for (uint32_t p : at) tally.changes[classes[p]]++;
-    tally.count_live(at, shared.runs);
-    Plan plan = plan_block(tally);
+    for (uint32_t p : at) statistics.changes[classes[p]]++;
+    statistics.count_live(at, shared.runs);
+    CodePlan plan = plan_code(statistics);
     for (int x : {plan.boost, plan.first, plan.count - 1, int(head.octaves.distance), int(head.octaves.momentum), head.base}) {
         payload.push_back(uint8_t(x));
     }
@@ -209,10 +211,10 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     const auto models = std::make_unique<Models>();
     code_levels(side, *models, plan.levels, plan.first, plan.count);
     const Weights weights(plan.levels, plan.boost);
-    PlaceWriter<uint8_t> places(classes.data(), {0, 255}, weights, shared.runs);
+    PositionWriter<uint8_t> writer(classes.data(), {0, 255}, weights, shared.runs);
     for (size_t i = 0; i < count; i++) {
         const size_t p = positions[i];
-        places.write(side.coder, p);
+        writer.write(side.coder, p);
         code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base, narrow, values[i]);
     }
     const std::vector<uint8_t> code = side.coder.finish(), rest = side.bits.finish();

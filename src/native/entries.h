@@ -6,8 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "gate.h"
-#include "places.h"
+#include "payload.h"
+#include "positions.h"
+#include "rounding.h"
 
 namespace pulse {
 

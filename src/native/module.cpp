@@ -2,19 +2,20 @@
 #include "apply.h"
 #include "binding.h"
 #include "context.h"
+#include "rounding.h"
 #include "scan.h"
 
 using namespace binding;
 
 namespace {
 
-// An element is as wide as its class needs; the array holds whole elements.
-std::vector<pulse::Run> checked(const std::vector<RunTuple>& runs, const pulse::Elements& kind, size_t bytes) {
+// Runs that cover `old`, whose elements are of that kind.
+std::vector<pulse::Run> checked(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind, const Bytes& old) {
     if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 || kind.mask > 255) {
         throw nb::value_error("width, shift or mask is out of range");
     }
-    if (bytes % size_t(kind.width) != 0) throw nb::value_error("the runs do not cover the array");
-    return checked_runs(runs, bytes / size_t(kind.width));
+    check_elements(old, kind.width, "old");
+    return checked_runs(runs, old.size() / size_t(kind.width));
 }
 
 // Calls `f` with a null pointer to the unsigned type of that width.
@@ -43,9 +44,10 @@ NB_MODULE(_kernels, m) {
     m.def(
         "context_encode",
         [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating, const std::vector<RunTuple>& runs) {
-            const pulse::Elements kind{width, shift, mask, floating};
-            const auto covered = checked(runs, kind, old.size());
+            const pulse::ElementKind kind{width, shift, mask, floating};
+            const auto covered = checked(runs, kind, old);
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
+            check_elements(now, width, "new");
             pulse::Encoded encoded;
             {
                 nb::gil_scoped_release release;
@@ -53,15 +55,15 @@ NB_MODULE(_kernels, m) {
             }
             return nb::make_tuple(nb::bytes(encoded.payload.data(), encoded.payload.size()), encoded.changed);
         },
-        "old"_a, "new"_a, "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
+        array("old"), array("new"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
         "(payload, number of changes) of one block; runs are (elements, row, phase).");
 
     m.def(
         "context_decode",
         [](Bytes payload, Bytes old, int width, int shift, uint32_t mask, bool floating,
            const std::vector<RunTuple>& runs) {
-            const pulse::Elements kind{width, shift, mask, floating};
-            const auto covered = checked(runs, kind, old.size());
+            const pulse::ElementKind kind{width, shift, mask, floating};
+            const auto covered = checked(runs, kind, old);
             pulse::Decoded decoded;
             {
                 nb::gil_scoped_release release;
@@ -69,7 +71,7 @@ NB_MODULE(_kernels, m) {
             }
             return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)));
         },
-        "payload"_a, "old"_a, "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
+        array("payload"), array("old"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
         "(uint32 positions, uint8 bytes of the new elements) of one block; raises Malformed.");
 
     m.def(
@@ -79,13 +81,14 @@ NB_MODULE(_kernels, m) {
             if (old.size() / size_t(width < 1 ? 1 : width) > UINT32_MAX) throw nb::value_error("the array is too long");
             std::vector<uint32_t> positions;
             for_width(width, [&](auto*) {
+                check_elements(old, width, "old");
+                check_elements(now, width, "new");
                 nb::gil_scoped_release release;
-                const size_t bytes = old.size() - old.size() % size_t(width);
-                pulse::differing(old.data(), now.data(), bytes, width, 0, positions);
+                pulse::differing(old.data(), now.data(), old.size(), width, 0, positions);
             });
             return to_numpy(std::move(positions));
         },
-        "old"_a, "new"_a, "width"_a, "The uint32 positions at which the elements of two arrays differ.");
+        array("old"), array("new"), "width"_a, "The uint32 positions at which the elements of two arrays differ.");
 
     m.def(
         "gather",
@@ -93,6 +96,8 @@ NB_MODULE(_kernels, m) {
             std::vector<uint8_t> out;
             for_width(width, [&](auto* type) {
                 using U = std::remove_pointer_t<decltype(type)>;
+                check_elements(elements, width, "elements");
+                check_elements(positions, "positions");
                 nb::gil_scoped_release release;
                 check_positions(positions, base, elements.size(), width);
                 out.resize(positions.size() * sizeof(U));
@@ -101,13 +106,16 @@ NB_MODULE(_kernels, m) {
             });
             return to_numpy(std::move(out));
         },
-        "elements"_a, "width"_a, "positions"_a, "base"_a, "The bytes of the elements at positions - base.");
+        array("elements"), "width"_a, array("positions"), "base"_a, "The bytes of the elements at positions - base.");
 
     m.def(
         "scatter",
         [](MutableBytes elements, int width, Positions positions, uint32_t base, Bytes values) {
             for_width(width, [&](auto* type) {
                 using U = std::remove_pointer_t<decltype(type)>;
+                check_elements(elements, width, "elements");
+                check_elements(values, width, "values");
+                check_elements(positions, "positions");
                 if (values.size() != positions.size() * sizeof(U)) throw nb::value_error("values and positions differ");
                 nb::gil_scoped_release release;
                 check_positions(positions, base, elements.size(), width);
@@ -115,7 +123,25 @@ NB_MODULE(_kernels, m) {
                                reinterpret_cast<const U*>(values.data()));
             });
         },
-        "elements"_a, "width"_a, "positions"_a, "base"_a, "values"_a, "Writes values at positions - base, in place.");
+        array("elements"), "width"_a, array("positions"), "base"_a, array("values"), "Writes values at positions - base, in place.");
+
+    m.def(
+        "round_values",
+        [](Bits32 bits, const RoundingTuple& rounding, uint32_t nan, int width, MutableBytes out) {
+            const auto checked = checked_rounding(rounding);
+            if (width != 1 && width != 2) throw nb::value_error("width is out of range");
+            if (std::max(pulse::Rounder(checked).beyond(), nan) >> (8 * width - 1)) {
+                throw nb::value_error("the numbers do not fit the width");
+            }
+            check_elements(bits, "bits");
+            check_elements(out, width, "out");
+            if (out.size() != bits.size() * size_t(width)) throw nb::value_error("bits and out differ in length");
+            nb::gil_scoped_release release;
+            if (width == 1) return pulse::round_values(bits.data(), bits.size(), checked, nan, out.data());
+            pulse::round_values(bits.data(), bits.size(), checked, nan, reinterpret_cast<uint16_t*>(out.data()));
+        },
+        array("bits"), "rounding"_a, "nan"_a, "width"_a, array("out"),
+        "FP32 numbers, given by their bits, rounded to a narrower float; a NaN gets the bits `nan` besides its own.");
 
     bind_loco(m);
 }

@@ -7,6 +7,7 @@
 #include "binding.h"
 #include "entries.h"
 #include "gate.h"
+#include "outer_step.h"
 
 using namespace binding;
 
@@ -14,19 +15,12 @@ namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using MutableFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using RoundingTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
 
-pulse::Rounding checked_rounding(const RoundingTuple& rounding) {
-    const auto& [mantissa, least, most, beyond] = rounding;
-    if (mantissa < 1 || mantissa > 22 || least < 1 || least > 254 || most >= 0x7f800000u || beyond > 0x7f800000u) {
-        throw nb::value_error("the rounding is out of range");
-    }
-    return {mantissa, least, most, beyond};
-}
-
+// Arrays of `count` numbers each.
 template <class... Arrays>
-void check_lengths(size_t count, const Arrays&... arrays) {
+void check_arrays(size_t count, const Arrays&... arrays) {
     if (((arrays.size() != count) || ...)) throw nb::value_error("the arrays differ in length");
+    (check_elements(arrays, "an array"), ...);
 }
 
 }  // namespace
@@ -38,7 +32,7 @@ void bind_loco(nb::module_& m) {
            uint32_t base) -> std::optional<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>> {
             const auto checked = checked_rounding(rounding);
             const size_t count = theta.size();
-            check_lengths(count, start, now, residual, s);
+            check_arrays(count, theta, start, now, residual, s);
             if (uint64_t(base) + count > UINT32_MAX) throw nb::value_error("the array is too long");
             std::vector<uint32_t> open;
             bool finite;
@@ -50,7 +44,7 @@ void bind_loco(nb::module_& m) {
             if (!finite) return std::nullopt;
             return to_numpy(std::move(open));
         },
-        "theta"_a, "start"_a, "now"_a, "residual"_a, "s"_a, "rounding"_a, "base"_a,
+        array("theta"), array("start"), array("now"), array("residual"), array("s"), "rounding"_a, "base"_a,
         "s = (start - now) + residual; the positions, plus base, where theta and theta - s round differently; None if a "
         "pseudo-gradient is not finite, or 2^64 or more.");
 
@@ -60,8 +54,8 @@ void bind_loco(nb::module_& m) {
            Positions positions, Floats values, bool narrow) {
             const auto covered = checked_runs(runs, theta.size());
             const auto checked = checked_rounding(rounding);
-            check_lengths(theta.size(), momentum);
-            check_lengths(positions.size(), values);
+            check_arrays(theta.size(), theta, momentum);
+            check_arrays(positions.size(), positions, values);
             std::vector<uint8_t> payload;
             {
                 nb::gil_scoped_release release;
@@ -75,7 +69,7 @@ void bind_loco(nb::module_& m) {
             }
             return nb::bytes(payload.data(), payload.size());
         },
-        "theta"_a, "momentum"_a, "rounding"_a, "runs"_a, "positions"_a, "values"_a, "narrow"_a,
+        array("theta"), array("momentum"), "rounding"_a, "runs"_a, array("positions"), array("values"), "narrow"_a,
         "The payload of one block; runs are (elements, row, phase).");
 
     m.def(
@@ -84,7 +78,7 @@ void bind_loco(nb::module_& m) {
            const std::vector<RunTuple>& runs, bool narrow) {
             const auto covered = checked_runs(runs, theta.size());
             const auto checked = checked_rounding(rounding);
-            check_lengths(theta.size(), momentum);
+            check_arrays(theta.size(), theta, momentum);
             std::vector<std::pair<const uint8_t*, size_t>> views;
             for (const Bytes& payload : payloads) views.emplace_back(payload.data(), payload.size());
             std::vector<pulse::Entries> decoded;
@@ -98,27 +92,28 @@ void bind_loco(nb::module_& m) {
             }
             return results;
         },
-        "payloads"_a, "theta"_a, "momentum"_a, "rounding"_a, "runs"_a, "narrow"_a,
+        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "runs"_a, "narrow"_a,
         "(uint32 positions, FP32 values) of one block for each payload; raises Malformed.");
 
     m.def(
         "add_entries",
         [](MutableFloats total, Positions positions, Floats values) {
-            check_lengths(positions.size(), values);
+            check_arrays(positions.size(), positions, values);
+            check_elements(total, "total");
             nb::gil_scoped_release release;
             if (!pulse::all_within(positions.data(), positions.size(), 0, total.size())) {
                 throw nb::index_error("a position is outside the block");
             }
             for (size_t i = 0; i < positions.size(); i++) total.data()[positions.data()[i]] += values.data()[i];
         },
-        "total"_a, "positions"_a, "values"_a, "total[positions] += values, in place; the positions are unique.");
+        array("total"), array("positions"), array("values"), "total[positions] += values, in place; the positions are unique.");
 
     m.def(
         "outer_step",
         [](MutableFloats theta, MutableFloats momentum, Floats total, float trainers, float lr, float mu) {
-            check_lengths(theta.size(), momentum, total);
+            check_arrays(theta.size(), theta, momentum, total);
             nb::gil_scoped_release release;
             pulse::outer_step(theta.data(), momentum.data(), total.data(), theta.size(), trainers, lr, mu);
         },
-        "theta"_a, "momentum"_a, "total"_a, "trainers"_a, "lr"_a, "mu"_a, "Nesterov SGD on total / trainers, in place.");
+        array("theta"), array("momentum"), array("total"), "trainers"_a, "lr"_a, "mu"_a, "Nesterov SGD on total / trainers, in place.");
 }

@@ -1,5 +1,5 @@
 // A binary range coder with 64-bit state: adaptive bits, intervals of a 2^40 scale, and plain bits.
-// docs/format.md, section 3.6.1, specifies every operation; tests/context_oracle.py is the same in plain Python.
+// docs/format.md, section 3.6.1, specifies every operation; tests/support/context_oracle.py is the same in plain Python.
 #pragma once
 
 #include <array>
@@ -51,12 +51,12 @@ inline uint64_t big_endian(uint64_t x) {
 // Bits of `range` that are settled, in whole bytes: 0 to 56, as range is never 0.
 inline int settled_bits(uint64_t range) { return __builtin_clzll(range) & 56; }
 
-class Encoder {
+class RangeEncoder {
 public:
     // No symbol takes more than this many bytes, nor any group of symbols between two calls of `make_room`.
     static constexpr size_t kRoom = 256;
 
-    Encoder() : buffer_(1 << 12), at_(1) {}  // one byte in front takes a carry
+    RangeEncoder() : buffer_(1 << 12), at_(1) {}  // one byte in front takes a carry
 
     void make_room() {
         if (buffer_.size() - at_ < kRoom) buffer_.resize(buffer_.size() * 2);
@@ -139,9 +139,9 @@ private:
     uint64_t low_ = 0, range_ = ~uint64_t(0);
 };
 
-class Decoder {
+class RangeDecoder {
 public:
-    Decoder(const uint8_t* data, size_t size) : data_(data), size_(size) { code_ = next(); at_ = 8; }
+    RangeDecoder(const uint8_t* data, size_t size) : data_(data), size_(size) { code_ = next(); at_ = 8; }
 
     bool bit(AdaptiveBit& model) {
         const uint64_t one = (range_ >> 16) * model.p;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -18,7 +19,7 @@ inline float float_of(uint32_t bits) {
     return x;
 }
 
-constexpr uint32_t kSign = 0x80000000u, kMagnitude = 0x7fffffffu;
+constexpr uint32_t kSign = 0x80000000u, kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
 
 // `mantissa`: explicit mantissa bits. `least`: FP32 exponent field of the smallest normal number. `most`: FP32 bits of the
 // largest finite number. `beyond`: what a larger one becomes; infinity, or `most` for dtypes that saturate.
@@ -33,20 +34,41 @@ struct Rounding {
         const uint32_t below = least > exponent ? least - exponent : 0;
         return std::min(23 - mantissa + below, 25u);
     }
+};
 
-    // The FP32 bits of the rounded value.
-    uint32_t round(uint32_t bits) const {
-        const uint32_t magnitude = bits & kMagnitude, exponent = magnitude >> 23, t = dropped(exponent);
-        uint32_t rounded;
-        if (t < 23) {
-            rounded = (magnitude + (1u << (t - 1)) - 1 + ((magnitude >> t) & 1)) >> t << t;
-        } else if (t == 23) {  // a multiple of the implicit bit, which is odd
-            rounded = (magnitude + (1u << 22)) >> 23 << 23;
-        } else {  // half of the smallest number is a tie, and goes to zero
-            rounded = t == 24 && (magnitude & 0x7fffff) ? (exponent + 1) << 23 : 0;
-        }
-        return (rounded > most ? beyond : rounded) | (bits & kSign);
+// FP32 bits to the narrow dtype's own, with the sign in the top bit of 32. Integers only: neither the rounding mode of the
+// processor nor its treatment of denormal numbers matters. A NaN becomes what lies beyond the range.
+class Rounder {
+public:
+    explicit Rounder(const Rounding& rounding)
+        : rounding_(rounding), most_(unbounded(rounding.most)), beyond_(most_ + (rounding.beyond > rounding.most)) {}
+
+    uint32_t operator()(uint32_t bits) const { return magnitude(bits & kMagnitude) | (bits & kSign); }
+
+    uint32_t magnitude(uint32_t bits) const {
+        const uint32_t rounded = unbounded(bits);
+        return rounded > most_ ? beyond_ : rounded;
     }
+
+    uint32_t beyond() const { return beyond_; }
+
+private:
+    // As if the exponents never ended. A significand that is rounded up to the next power of two carries into the exponent.
+    uint32_t unbounded(uint32_t magnitude) const {
+        const uint32_t exponent = magnitude >> 23, t = rounding_.dropped(exponent), least = rounding_.least;
+        const uint32_t significand = (magnitude & 0x7fffff) | (exponent ? 1u << 23 : 0);
+        const uint32_t kept = (significand + (1u << (t - 1)) - 1 + ((significand >> t) & 1)) >> t;
+        return kept + ((exponent > least ? exponent - least : 0) << rounding_.mantissa);
+    }
+
+    Rounding rounding_;
+    uint32_t most_, beyond_;
+};
+
+// The same for BF16, which has FP32's exponents: the upper half of the bits.
+struct Bf16Rounder {
+    uint32_t operator()(uint32_t bits) const { return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; }
+    uint32_t magnitude(uint32_t bits) const { return (*this)(bits); }
 };
 
 // Where a number lies between the two at which its rounding changes, in units of its last place.
@@ -62,5 +84,10 @@ inline Distance distance_of(uint32_t bits, const Rounding& rounding) {
     const uint32_t mask = (1u << t) - 1, up = ((1u << (t - 1)) - significand) & mask;
     return {up, (1u << t) - up};
 }
+
+// Casts `count` FP32 numbers, given by their bits. A NaN keeps its sign and becomes `nan` with the top bits of its own
+// mantissa set as well.
+void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan, uint8_t* out);
+void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan, uint16_t* out);
 
 }  // namespace pulse

@@ -4,9 +4,10 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
-#include "places.h"
+#include "payload.h"
 
 namespace pulse {
 

@@ -60,7 +60,8 @@ from .maintenance.gc import GcPlan, gc_stream
 from .maintenance.verify import VersionReport, verify_stream
 from .state.checkpoint import StateSource, as_state
 from .state.digest import StateDigest, state_digest
-from .state.tensors import Bits, DType, State, TensorSpec, UIntArray, round_to_bf16
+from .state.rounding import round_to_bf16
+from .state.tensors import Bits, DType, State, TensorSpec, UIntArray
 from .store import Data, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.manifest import AnchorRef, Manifest, PatchRef, Payload, Signature
 from .stream.signing import Signer

@@ -19,7 +19,7 @@ using Random = std::mt19937_64;
 
 namespace {
 
-constexpr Elements kKinds[] = {
+constexpr ElementKind kKinds[] = {
     {2, 7, 255, true}, {2, 10, 31, true}, {4, 23, 255, true}, {1, 3, 15, true},
     {1, 2, 31, true},  {1, 0, 0, false},  {2, 0, 0, false},   {4, 0, 0, false},
 };
@@ -32,7 +32,7 @@ void fail(const char* what, uint64_t seed) {
 }
 
 struct Block {
-    Elements kind;
+    ElementKind kind;
     std::vector<Run> runs;
     std::vector<uint32_t> old, now;  // widened
 

@@ -14,6 +14,8 @@
 #include <random>
 
 #include "../../src/native/entries.h"
+#include "../../src/native/gate.h"
+#include "../../src/native/outer_step.h"
 
 using namespace pulse;
 using Random = std::mt19937_64;
@@ -92,10 +94,11 @@ void check_range(const Entries& e, const Block& b, uint64_t seed) {
 }
 
 void check_gate(const Block& b, const std::vector<float>& s, const std::vector<uint32_t>& open, uint64_t seed) {
+    const Rounder round(b.rounding);
     size_t k = 0;
     for (size_t i = 0; i < s.size(); i++) {
         if (bits_of(s[i]) != bits_of((b.theta[i] - b.now[i]) + b.residual[i])) fail("s is another sum", seed);
-        const bool opens = b.rounding.round(bits_of(b.theta[i])) != b.rounding.round(bits_of(b.theta[i] - s[i]));
+        const bool opens = round(bits_of(b.theta[i])) != round(bits_of(b.theta[i] - s[i]));
         if (opens != (k < open.size() && open[k] == i)) fail("the gate", seed);
         k += opens;
     }

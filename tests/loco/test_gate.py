@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from pulse_rl._native import add_entries, gate, outer_step
+from pulse_rl._native import add_entries, decode_entries, encode_entries, gate, outer_step
 from pulse_rl.errors import InputError
 from pulse_rl.loco.gate import ROUNDINGS, Floats, open_entries, rounding_of
+from tests.support.arrays import Array, misaligned
 from tests.support.loco_reference import bits
 
 DTYPES = list(ROUNDINGS)
@@ -173,3 +177,22 @@ def test_positions_are_checked_before_a_sum_changes() -> None:
             gate(*arrays, rounding_of(torch.bfloat16), 0)
     with pytest.raises(ValueError, match="length"):
         outer_step(total, total[:2].copy(), total, 1, 0.7, 0.9)
+
+
+def test_arrays_at_odd_addresses_are_refused() -> None:
+    """Each array of each kernel in turn, the others where they belong."""
+    good, at, rounding = np.zeros(4, np.float32), np.uint32([0, 1, 2, 3]), rounding_of(torch.bfloat16)
+    runs = [(4, 4, 0)]
+    payload = np.frombuffer(encode_entries(good, good, rounding, runs, at, good, False), np.uint8)
+    calls: list[tuple[Callable[..., Any], list[Array]]] = [
+        (lambda *a: gate(*a, rounding, 0), [good.copy() for _ in range(5)]),
+        (lambda t, m, p, v: encode_entries(t, m, rounding, runs, p, v, False), [good, good, at, good]),
+        (lambda t, m: decode_entries([payload], t, m, rounding, runs, False), [good, good]),
+        (add_entries, [good.copy(), at, good]),
+        (lambda *a: outer_step(*a, 2, 0.7, 0.9), [good.copy() for _ in range(3)]),
+    ]
+    for call, arrays in calls:
+        call(*arrays)
+        for k, array in enumerate(arrays):
+            with pytest.raises(ValueError, match="not aligned to 4 bytes"):
+                call(*arrays[:k], misaligned(array), *arrays[k + 1 :])

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pulse_rl import Bits, InputError, State, StateMismatch, UnsupportedTensor, state_root
 from pulse_rl.state import tensors
-from pulse_rl.state.tensors import DTYPES, DType, TensorSpec, round_to_bf16
+from pulse_rl.state.tensors import DTYPES, DType, TensorSpec
 from tests.support.states import SPECIAL_BITS, all_dtypes, bits, snapshot
 
 TORCH_DTYPES = {
@@ -357,35 +357,6 @@ def test_device_tensors_are_copied_by_slices() -> None:
     assert state.read("w", 3, 6).tolist() == [3, 4, 5]
     assert snapshot(state) == snapshot({"w": values}) == snapshot(state.copy())
     assert state_root(state) == state_root({"w": values})
-
-
-def test_rounding_to_bf16_is_torchs_for_every_number() -> None:
-    """All 2^16 upper halves with the lower halves around the ties: ±0, subnormals, overflow to Inf, ±Inf."""
-    upper = np.arange(1 << 16, dtype=np.uint32) << 16
-    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
-    values = (upper[:, None] | lower).reshape(-1).view(np.float32)
-    numbers = ~np.isnan(values)
-    expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
-    np.testing.assert_array_equal(round_to_bf16(values)[numbers], expected[numbers])
-    assert round_to_bf16(np.array([3.4e38], np.float32))[0] == 0x7F80
-
-
-def test_rounding_keeps_nan_a_quiet_nan_with_its_upper_payload() -> None:
-    """torch's own NaN bits differ between processors, so they are no oracle."""
-    nan = np.array([0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FBFFFFF, 0xFF812345, 0xFFFFFFFF], np.uint32)
-    assert [hex(b) for b in round_to_bf16(nan.view(np.float32))] == [
-        "0x7fc0",
-        "0xffc0",
-        "0x7fc0",
-        "0x7fff",
-        "0xffc1",
-        "0xffff",
-    ]
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_rounding_keeps_the_shape(shape: tuple[int, ...]) -> None:
-    assert round_to_bf16(np.ones(shape, np.float32)).shape == shape
 
 
 def test_dtype_records_the_layout_of_its_bits() -> None:

@@ -161,9 +161,9 @@ def test_the_command_ends_with_the_three_numbers(folder: Path, capsys: pytest.Ca
 
 
 def test_the_command_prints_the_study_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = pulse(capsys, folder, "--json", "--k", "5", "2", "--dtype", "fp8_e4m3")
+    out = pulse(capsys, folder, "--json", "--k", "5", "2", "--dtype", "f8_e4m3")
     assert out.count("\n") == 1
-    assert json.loads(out) == study(CheckpointFolder(folder), ks=(2, 5), dtype="fp8_e4m3")
+    assert json.loads(out) == study(CheckpointFolder(folder), ks=(2, 5), dtype="F8_E4M3")
     assert {row["k"] for row in json.loads(out)["rows"]} == {2, 5}
 
 

@@ -12,6 +12,7 @@ from ._kernels import (
     gate,
     gather,
     outer_step,
+    round_values,
     scan,
     scatter,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "gate",
     "gather",
     "outer_step",
+    "round_values",
     "scan",
     "scatter",
 ]

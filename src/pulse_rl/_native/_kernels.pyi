@@ -32,6 +32,13 @@ def scatter(
     base: int,
     values: npt.NDArray[np.uint8],
 ) -> None: ...
+def round_values(
+    bits: npt.NDArray[np.uint32],
+    rounding: tuple[int, int, int, int],
+    nan: int,
+    width: int,
+    out: npt.NDArray[np.uint8],
+) -> None: ...
 def gate(
     theta: npt.NDArray[np.float32],
     start: npt.NDArray[np.float32],

@@ -9,9 +9,9 @@ from typing import Any
 from .._util.files import write_atomically
 from ..events import progress_to
 from ..report import render
+from ..state.cast import cast_specs
 from ..state.tensors import TensorSpec
 from ..study import COMPUTE_DTYPES, DEFAULT_KS, STEP_SECONDS, CheckpointFolder, Source, StoredStream, study
-from ..study.cast import cast_specs
 from .output import Console, rate, size
 
 _SHOWN_TENSORS = 8
@@ -24,7 +24,11 @@ def add_parser(commands: Any) -> None:
     command.add_argument("source", metavar="SOURCE", help="a folder of checkpoints, or with --stream a store")
     command.add_argument("--stream", metavar="S", help="study the versions of this stream")
     command.add_argument(
-        "--dtype", choices=list(COMPUTE_DTYPES), default="bf16", help="wider weights are cast to it (default bf16)"
+        "--dtype",
+        type=str.upper,
+        choices=list(COMPUTE_DTYPES),
+        default="BF16",
+        help="wider weights are cast to it (default BF16)",
     )
     command.add_argument(
         "--k", type=int, nargs="+", default=list(DEFAULT_KS), metavar="K", help="states apart (default: 1 2 4 … 32)"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..errors import StateMismatch
+from ..errors import StateMismatch, UnsupportedTensor
 from ..state.tensors import DTYPES, State, UIntArray
 from ..sync.update import TensorUpdate, Update
 
@@ -38,14 +38,19 @@ _TORCH = {
     if hasattr(torch, torch_name)
 }
 assert _TORCH.keys() <= DTYPES.keys()
+_DENSE = "Updates go into dense tensors; load a sharded or quantised model through its own loader."
 
 
 def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) -> None:
     """Writes an update into a live model, or a mapping of names to its tensors, in place.
 
-    Only the changed elements travel to the model's device and are written. Every name, dtype and shape is checked
-    before the first write (StateMismatch). A tied tensor is written once; a model that holds a tied tensor under
-    several storages, or under an alias only, gets all of its copies written.
+    Only the changed elements travel to the model's device and are written. A tied tensor is written once; a model that
+    holds a tied tensor under several storages, or under an alias only, gets all of its copies written.
+
+    Everything is checked before the first write. Raises StateMismatch for a tensor that is missing, of another dtype or
+    shape, or expanded, so that its elements share memory. Raises UnsupportedTensor for one without dense memory of its
+    own: sharded, sparse, on the meta device, not initialised yet, freed. torch does not know memory that is mapped
+    read-only from other memory: writing there ends the process.
     """
     tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
     plan = [(t, target) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
@@ -57,10 +62,13 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
 def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
     """A host state as torch tensors under all of its names, aliases included.
 
-    On the CPU the tensors may share the state's memory, unless that is read-only as in `Subscriber.state`.
+    On the CPU the tensors may share the state's memory, unless that is read-only as in `Subscriber.state`. Raises
+    UnsupportedTensor for a dtype that this version of torch lacks.
     """
     stored = {}
     for spec in state.specs:
+        if spec.dtype.name not in _TORCH:
+            raise UnsupportedTensor(f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})")
         ints = _from_numpy(state.read(spec.name), spec.dtype.width)
         stored[spec.name] = ints.view(_TORCH[spec.dtype.name]).reshape(spec.shape).to(device)
     return stored | {alias: stored[name] for alias, name in state.aliases.items()}
@@ -73,27 +81,66 @@ def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases:
     for name in names:
         if name in tensors:
             tensor = tensors[name]
-            if tensor.dtype != _TORCH[spec.dtype.name] or tuple(tensor.shape) != spec.shape:
+            _require_dense(name, tensor)
+            if tensor.dtype != _TORCH.get(spec.dtype.name) or tuple(tensor.shape) != spec.shape:
                 raise StateMismatch(
                     f"the model's {name!r} is {tensor.dtype} {list(tensor.shape)}, "
                     f"the update's is {spec.dtype.name} {list(spec.shape)}"
                 )
+            _require_memory(name, tensor)
             targets.setdefault((str(tensor.device), tensor.data_ptr()), tensor)
     if not targets:
         raise StateMismatch(f"the model has no tensor {spec.name!r}")
     return list(targets.values())
 
 
+def _require_dense(name: str, tensor: object) -> None:
+    """Raises UnsupportedTensor for what is no dense tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedTensor(f"the model's {name!r} is a {type(tensor).__name__}, not a torch.Tensor", hint=_DENSE)
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnsupportedTensor(
+            f"the model's {name!r} is not initialised", hint="A lazy module gets its sizes in the first forward pass."
+        )
+    sharded = hasattr(tensor, "full_tensor")
+    if sharded or tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        kind = f"{type(tensor).__name__}, {tensor.dtype}, layout {tensor.layout}, device {tensor.device}"
+        raise UnsupportedTensor(f"the model's {name!r} has no dense memory ({kind})", hint=_DENSE)
+
+
+def _require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raises UnsupportedTensor unless all elements are in memory, StateMismatch where two may be at one place of it."""
+    if not tensor.numel():
+        return
+    last = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride <= last:
+            raise StateMismatch(
+                f"elements of the model's {name!r} share memory: shape {list(tensor.shape)}, strides {tensor.stride()}",
+                hint="Give the tensor memory of its own: clone() an expanded one.",
+            )
+        last += stride * (size - 1)
+    try:
+        storage, end = tensor.untyped_storage(), (tensor.storage_offset() + last + 1) * tensor.element_size()
+        held = storage.device.type != "meta" and storage.nbytes() >= end and storage.data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # a wrapper of other tensors, and what is yet to come
+        held = False
+    if not held:
+        raise UnsupportedTensor(
+            f"the model's {name!r} is a {type(tensor).__name__} whose memory is not there", hint=_DENSE
+        )
+
+
 def _write(update: TensorUpdate, target: torch.Tensor) -> None:
     width = update.spec.dtype.width
     values = _from_numpy(update.values, width).to(target.device)
     # Written as integers: float8 has no scatter kernel everywhere, and a float copy need not keep NaN payloads.
-    flat = target.contiguous().view(-1).view(_INTS[width])
+    flat = target.resolve_conj().resolve_neg().contiguous().view(-1).view(_INTS[width])
     if update.indices is None:
         flat.copy_(values)
     else:
         flat.index_copy_(0, torch.from_numpy(update.indices).to(target.device), values)
-    if not target.is_contiguous():
+    if flat.data_ptr() != target.data_ptr():
         target.copy_(flat.view(target.dtype).view(target.shape))
 
 

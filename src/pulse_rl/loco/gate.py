@@ -8,19 +8,19 @@ import torch
 
 from .._native import gate as _gate
 from ..errors import InputError
+from ..state.rounding import ROUNDINGS as BY_NAME
+from ..state.rounding import Rounding
 
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.uint32]
-Rounding = tuple[int, int, int, int]
 
 ROUNDINGS: dict[torch.dtype, Rounding] = {
-    torch.bfloat16: (7, 1, 0x7F7F0000, 0x7F800000),
-    torch.float16: (10, 113, 0x477FE000, 0x7F800000),
-    torch.float8_e4m3fn: (3, 121, 0x43E00000, 0x43E00000),
-    torch.float8_e5m2: (2, 113, 0x47600000, 0x7F800000),
+    torch.bfloat16: BY_NAME["BF16"],
+    torch.float16: BY_NAME["F16"],
+    torch.float8_e4m3fn: BY_NAME["F8_E4M3"],
+    torch.float8_e5m2: BY_NAME["F8_E5M2"],
 }
-"""Explicit mantissa bits, FP32 exponent field of the smallest normal number, FP32 bits of the largest finite one, and
-of what a larger one becomes (float8_e4m3fn has no infinity and saturates)."""
+"""How FP32 rounds to each gate dtype."""
 
 
 def rounding_of(dtype: torch.dtype) -> Rounding:

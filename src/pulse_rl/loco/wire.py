@@ -14,7 +14,8 @@ import torch
 from .._native import Malformed, decode_entries, encode_entries
 from ..codec import Run
 from ..errors import CorruptMessage, InputError
-from .gate import Floats, Positions, Rounding
+from ..state.rounding import Rounding
+from .gate import Floats, Positions
 
 MAGIC = b"PLSL"
 FORMAT = 1

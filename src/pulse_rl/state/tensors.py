@@ -199,8 +199,8 @@ class State:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> Self:
-        """The state of ``tensors``, a mapping of names to torch tensors, numpy arrays or `Bits`; host tensors are not
-        copied.
+        """The state of ``tensors``, a mapping of names to torch tensors, numpy arrays or `Bits`. Host tensors are not
+        copied, but for strided ones and those at addresses that are no multiple of their element's width.
 
         Names that share storage, shape and dtype are tied: the first in the mapping's order stores the tensor and the
         others become aliases (Hugging Face checkpoints keep the first one as well). Raises UnsupportedTensor and
@@ -322,8 +322,7 @@ def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | 
     owned = isinstance(value, np.ndarray | Bits) and array.size > 0
     storage = (array.__array_interface__["data"][0], array.strides) if owned else None
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    flat = np.require(little, requirements=["C", "A"]).reshape(-1).view(dtype.uint)
-    return dtype, array.shape, flat, storage
+    return dtype, array.shape, _aligned(little.reshape(-1).view(dtype.uint)), storage
 
 
 def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | _DeviceTensor, object]:
@@ -343,23 +342,15 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
     shape = tuple(value.shape)
     if host is None:
         return dtype, shape, _DeviceTensor(flat, dtype.width), storage
-    return dtype, shape, host.view(dtype.uint), storage
+    return dtype, shape, _aligned(host.view(dtype.uint)), storage
+
+
+def _aligned(flat: UIntArray) -> UIntArray:
+    """The array, or a copy of one whose elements lie at no multiple of their width, where no kernel may read them."""
+    return np.require(flat, requirements=["A"])
 
 
 def _dtype_from(name: str, library_name: str) -> DType:
     if library_name not in _FROM_NAME:
         raise UnsupportedTensor(f"tensor {name!r} has dtype {library_name}, which is not supported")
     return DTYPES[_FROM_NAME[library_name]]
-
-
-def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """FP32 ``values`` to BF16 bits of the same shape, rounding to nearest, ties to even.
-
-    Overflow becomes Inf. NaN stays NaN: the top bits of its payload are kept and the quiet bit is set.
-    """
-    bits = np.asarray(values, np.float32).view(np.uint32)
-    with np.errstate(over="ignore"):
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(is_nan, quiet, rounded).astype(np.uint16)

@@ -51,7 +51,8 @@ measures live. Both give one plain dict (JSON after `json.dumps`), format "pulse
       step_seconds            seconds of work between two syncs that this assumes
 """
 
-from .cast import COMPUTE_DTYPES, CastState
+from ..state.cast import CastState
+from ..state.rounding import COMPUTE_DTYPES
 from .entropy import Bound, bound
 from .layers import LAYERS, layer_of
 from .result import FORMAT, STEP_SECONDS, TARGET

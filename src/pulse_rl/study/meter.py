@@ -11,12 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._util.threads import ordered_map
 from ..errors import InputError, UnsupportedTensor
-from ..state.tensors import State, TensorSpec, UIntArray
+from ..state.rounding import COMPUTE_DTYPES
+from ..state.tensors import DType, State, TensorSpec, UIntArray
 from .record import BlockRecord
 from .result import STEP_SECONDS, study_dict
 from .tally import Tally
-
-_COMPUTE = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class SparsityMeter:
@@ -47,8 +46,8 @@ class SparsityMeter:
         ks: Sequence[int] = (1, 8, 32),
         every: int = 1,
     ) -> None:
-        if dtype not in _COMPUTE:
-            raise InputError(f"{dtype} is no compute dtype", hint=f"Choose one of: {', '.join(map(str, _COMPUTE))}.")
+        if not isinstance(dtype, torch.dtype) or _dtype_of(dtype).name not in COMPUTE_DTYPES:
+            raise InputError(f"{dtype} is no compute dtype", hint=f"Give torch's dtype of {', '.join(COMPUTE_DTYPES)}.")
         if not ks or min(ks) < 1 or every < 1:
             raise InputError("ks and every count from 1 on")
         self._live = _Live(_parameters(target), dtype)
@@ -186,5 +185,8 @@ def _parameters(target: torch.nn.Module | torch.optim.Optimizer) -> dict[str, to
 def _spec(name: str, parameter: torch.Tensor, dtype: torch.dtype) -> TensorSpec:
     if hasattr(parameter, "full_tensor") or parameter.is_meta:
         raise UnsupportedTensor(f"parameter {name!r} is a {type(parameter).__name__} without plain storage")
-    (same_dtype,) = State.of({name: torch.empty(0, dtype=dtype)}).specs
-    return TensorSpec(name, same_dtype.dtype, tuple(parameter.shape))
+    return TensorSpec(name, _dtype_of(dtype), tuple(parameter.shape))
+
+
+def _dtype_of(dtype: torch.dtype) -> DType:
+    return State.of({"w": torch.empty(0, dtype=dtype)}).spec("w").dtype

@@ -9,7 +9,8 @@ from typing import Any
 
 from .._util.threads import ordered_map
 from ..errors import InputError
-from .cast import COMPUTE_DTYPES, CastState, cast_specs
+from ..state.cast import CastState, cast_specs
+from ..state.rounding import compute_dtype_named
 from .record import BlockRecord, Pair
 from .result import STEP_SECONDS, study_dict
 from .sources import Source
@@ -25,7 +26,7 @@ Progress = Callable[[int], None]
 def study(
     source: Source,
     *,
-    dtype: str = "bf16",
+    dtype: str = "BF16",
     ks: Sequence[int] = DEFAULT_KS,
     lr: float | None = None,
     step_seconds: float = STEP_SECONDS,
@@ -35,8 +36,8 @@ def study(
 ) -> dict[str, Any]:
     """Compares the states of ``source`` that are k apart; the dict that `pulse_rl.study` describes.
 
-    ``dtype`` is one of `COMPUTE_DTYPES`: wider floats are cast to it. Values of ``ks`` for which there are too few
-    states are left out. Of each k the patches of at most `CODED_PAIRS` pairs are built.
+    ``dtype`` names one of `COMPUTE_DTYPES`, in any letter case: wider floats are cast to it. Values of ``ks`` for which
+    there are too few states are left out. Of each k the patches of at most `CODED_PAIRS` pairs are built.
 
     Memory: no checkpoint is ever held in full; they are mapped and read block by block (4 Mi elements). Of a stream one
     state is held. Of the blocks in work the newest elements are kept and, of the max(ks) states before, what changed:
@@ -45,8 +46,7 @@ def study(
 
     Raises InputError, and what the source raises.
     """
-    if dtype not in COMPUTE_DTYPES:
-        raise InputError(f"there is no compute dtype {dtype!r}", hint=f"Choose one of: {', '.join(COMPUTE_DTYPES)}.")
+    compute = compute_dtype_named(dtype)
     if not ks or min(ks) < 1:
         raise InputError("k counts states, from 1 on")
     for what, value in (("the learning rate", lr), ("the seconds of a step", step_seconds)):
@@ -57,7 +57,6 @@ def study(
     if not possible:
         raise InputError(f"{last + 1} states are too few for k = {min(ks)}", hint="Give a smaller k, or more states.")
     coded = {Pair(k, new) for k in possible for new in spread_out(k, last, CODED_PAIRS)}
-    compute = COMPUTE_DTYPES[dtype]
     tally = Tally(cast_specs(source.specs, compute), possible)
     room = source.spare_bytes if memory_bytes is None else memory_bytes
     done = 0

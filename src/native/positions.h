@@ -1,75 +1,33 @@
-// The places at which something happened, one after another, by the weight that passes between them (docs/format.md,
-// section 3.6.2). Both codecs that send places use this: `context` for changes, `entries` for gated pseudo-gradients.
+// The positions of what happened in a block, one after another, by the weight that passes between them (docs/format.md,
+// section 3.6.2). Both codecs use this: `context` for changes, `entries` for gated pseudo-gradients.
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
 #include <vector>
 
-#include "hazard.h"
-#include "range_coder.h"
-#include "scan.h"
+#include "payload.h"
+#include "waiting_time.h"
+#include "weights.h"
 
 namespace pulse {
 
-constexpr int kClasses = 256;
-constexpr int kMostBoost = 7;
-
-struct Malformed : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-// `elements` of one tensor, whose rows have `row` elements; the first one is at place `phase` of its row.
+// `elements` of one tensor, whose rows have `row` elements; the first one is number `phase` of its row.
 struct Run {
     uint64_t elements, row, phase;
     size_t end_after(size_t at) const { return std::min<uint64_t>(((at + phase) / row + 1) * row - phase, elements); }
 };
 
-// One description of each symbol serves both directions: `value` is what an encoder writes, the result what is read.
-struct Writer {
-    Encoder coder;
-    bool bit(AdaptiveBit& model, bool value) {
-        coder.bit(model, value);
-        return value;
-    }
-    uint32_t plain(uint32_t value, int count) {
-        coder.plain(value, count);
-        return value;
-    }
-    void next_symbol() { coder.make_room(); }
-};
-struct Reader {
-    Decoder coder;
-    bool bit(AdaptiveBit& model, bool) { return coder.bit(model); }
-    uint32_t plain(uint32_t, int count) { return coder.plain(count); }
-    void next_symbol() {
-        if (!coder.within()) throw Malformed("the code ends too early");
-    }
-};
-
-// The weights of the classes, in a row without and with a place already.
-struct Weights {
-    std::array<uint32_t, kClasses> of[2];
-    Weights(const std::array<uint8_t, kClasses>& levels, int boost) {
-        for (int c = 0; c < kClasses; c++) {
-            of[0][c] = weight_of_level(levels[c]);
-            of[1][c] = uint32_t(std::min(uint64_t(of[0][c]) << boost, kMostWeight));
-        }
-    }
-};
-
-// Writes places in ascending order.
+// Writes positions in ascending order.
 template <class U>
-class PlaceWriter {
+class PositionWriter {
 public:
-    PlaceWriter(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs)
+    PositionWriter(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs)
         : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()) {}
 
-    // True where `position` is the first place of its row.
-    bool write(Encoder& coder, size_t position) {
+    // True where `position` is the first one of its row.
+    bool write(RangeEncoder& coder, size_t position) {
         while (position >= base_ + run_->elements) {
             if (live_) pass(row_end_, true);
             pass(run_->elements, false);
@@ -120,16 +78,16 @@ private:
 
 // Reads them back.
 template <class U>
-class PlaceReader {
+class PositionReader {
 public:
-    PlaceReader(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs)
+    PositionReader(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs)
         : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()), end_(run_ + runs.size()) {
         for (const Run& run : runs) most_ += run.elements * kMostWeight;
     }
 
     size_t position() const { return position_; }
 
-    // Finds the next place; true where it is the first of its row.
+    // Finds the next position; true where it is the first of its row.
     bool read(Reader& side) {
         uint64_t place, escaped = 0;
         while ((place = side.coder.place()) < WaitingTime::escape_top()) {
@@ -206,27 +164,5 @@ private:
     size_t base_ = 0, at_ = 0, row_end_ = 0, position_ = 0;
     bool live_ = false;
 };
-
-inline void put_varint(std::vector<uint8_t>& out, uint64_t x) {
-    for (; x >= 128; x >>= 7) out.push_back(uint8_t(x | 128));
-    out.push_back(uint8_t(x));
-}
-
-// The head of a payload; both advance `at`.
-inline uint8_t take_byte(const uint8_t* data, size_t size, size_t& at) {
-    if (at == size) throw Malformed("the block ends inside its head");
-    return data[at++];
-}
-
-inline uint64_t take_count(const uint8_t* data, size_t size, size_t& at) {
-    uint64_t count = 0;
-    for (int shift = 0;; shift += 7) {
-        const uint8_t byte = take_byte(data, size, at);
-        if (shift > 28) throw Malformed("the number of changes is too long");
-        count |= uint64_t(byte & 127) << shift;
-        if (byte == 0 && shift > 0) throw Malformed("the number of changes is padded");
-        if (byte < 128) return count;
-    }
-}
 
 }  // namespace pulse

@@ -1,5 +1,5 @@
-// What an encoder learns of a block before it codes it: the changes, the classes' counts, and the plan made from them.
-// A decoder gets the plan from the payload; how it was chosen affects the size only.
+// What an encoder learns of a block before it codes it: the changes, statistics of the classes, and the code plan that
+// follows from them. A decoder gets the plan from the payload; how it was chosen affects the size only.
 #pragma once
 
 #include <algorithm>
@@ -9,39 +9,42 @@
 #include <cstdint>
 #include <vector>
 
-#include "places.h"
+#include "positions.h"
+#include "scan.h"
+#include "weights.h"
 
 namespace pulse {
 
-// What is coded at the head of a block.
-struct Plan {
+// What stands at the head of a block's payload: the boost, the classes that are listed, and their levels.
+struct CodePlan {
     int boost = 0, first = 0, count = 0;
     std::array<uint8_t, kClasses> levels;
 };
 
-// How many elements and places each class of a block has. `seen` counts a sample of the elements.
-struct Tally {
+// How many elements and changes a block has, by class. `seen` counts a sample of the elements; `live` are those behind
+// the first change of their row.
+struct BlockStatistics {
     std::array<uint32_t, kClasses> changes{}, seen[2]{};
-    uint64_t total = 0, sampled = 0, places = 0, live_elements = 0, live_changes = 0;
+    uint64_t elements = 0, sampled = 0, changed = 0, live_elements = 0, live_changes = 0;
 
     // The groups of a tile [from, to) that are in the sample; a sample tells enough of a large block. Two counters each,
     // since neighbours often are of one class.
     template <class U>
-    void sample(const U* elements, size_t from, size_t to, ClassOf cls) {
+    void sample(const U* block, size_t from, size_t to, ClassOf cls) {
         constexpr size_t kGroup = 64;
-        const size_t stride = total > (1 << 18) ? 8 : 1;
+        const size_t stride = elements > (1 << 18) ? 8 : 1;
         for (size_t at = from; at < to; at += kGroup * stride, group_++) {
             const size_t start = std::min(at + kGroup * (group_ % stride), to), end = std::min(start + kGroup, to);
             for (size_t k = start; k + 2 <= end; k += 2) {
-                seen[0][cls(elements[k])]++;
-                seen[1][cls(elements[k + 1])]++;
+                seen[0][cls(block[k])]++;
+                seen[1][cls(block[k + 1])]++;
             }
             sampled += (end - start) & ~size_t(1);
         }
     }
 
     void count_live(const std::vector<uint32_t>& positions, const std::vector<Run>& runs) {
-        places = positions.size();
+        changed = positions.size();
         uint64_t base = 0;
         size_t i = 0;
         for (const Run& run : runs) {
@@ -62,57 +65,57 @@ private:
     size_t group_ = 0;
 };
 
-// The changes of a block, and their tally.
+// The changes of a block, and its statistics.
 template <class U>
-struct Survey {
+struct BlockChanges {
     std::vector<uint32_t> positions;
     std::vector<U> values;
-    Tally tally;
+    BlockStatistics statistics;
 };
 
 // One walk over old and new, in tiles that stay in the first-level cache: a second look at the new values of the changes
 // would miss the cache once a change.
 template <class U>
-Survey<U> survey_block(const U* old, const U* now, uint64_t total, const std::vector<Run>& runs, ClassOf cls) {
+BlockChanges<U> compare_block(const U* old, const U* now, uint64_t elements, const std::vector<Run>& runs,
+                              ClassOf cls) {
     constexpr size_t kTile = 1 << 13;
-    Survey<U> s;
-    s.tally.total = total;
-    for (size_t tile = 0; tile < total; tile += kTile) {
-        const size_t end = std::min<size_t>(tile + kTile, total), known = s.positions.size();
+    BlockChanges<U> block;
+    block.statistics.elements = elements;
+    for (size_t tile = 0; tile < elements; tile += kTile) {
+        const size_t end = std::min<size_t>(tile + kTile, elements), known = block.positions.size();
         differing(reinterpret_cast<const uint8_t*>(old + tile), reinterpret_cast<const uint8_t*>(now + tile),
-                  (end - tile) * sizeof(U), int(sizeof(U)), uint32_t(tile), s.positions);
-        for (size_t i = known; i < s.positions.size(); i++) {
-            s.values.push_back(now[s.positions[i]]);
-            s.tally.changes[cls(old[s.positions[i]])]++;
+                  (end - tile) * sizeof(U), int(sizeof(U)), uint32_t(tile), block.positions);
+        for (size_t i = known; i < block.positions.size(); i++) {
+            block.values.push_back(now[block.positions[i]]);
+            block.statistics.changes[cls(old[block.positions[i]])]++;
         }
-        s.tally.sample(old, tile, end, cls);
+        block.statistics.sample(old, tile, end, cls);
     }
-    s.tally.count_live(s.positions, runs);
-    return s;
+    block.statistics.count_live(block.positions, runs);
+    return block;
 }
 
-// Levels and boost from a tally. The choice affects the size of the payload only.
-inline Plan plan_block(const Tally& s) {
-    Plan plan;
+inline CodePlan plan_code(const BlockStatistics& s) {
+    CodePlan plan;
     plan.levels.fill(kAbsent);
     if (s.live_changes > 8) {
         const double there = double(s.live_changes) / double(s.live_elements + 1);
-        const double elsewhere = double(s.places - s.live_changes) / double(s.total - s.live_elements + 1);
+        const double elsewhere = double(s.changed - s.live_changes) / double(s.elements - s.live_elements + 1);
         if (there > 3 * elsewhere) {  // below that it may be the mix of tensors in the block, and a boost would cost
             while (plan.boost < kMostBoost && there / elsewhere > 1.4142 * double(1 << plan.boost)) plan.boost++;
         }
     }
-    const double live = double(s.live_elements) / double(s.total);
+    const double live = double(s.live_elements) / double(s.elements);
     const double scale = 1 - live + live * double(1 << plan.boost);
-    const double per_sample = double(s.total) / double(std::max<uint64_t>(s.sampled, 1));
+    const double per_sample = double(s.elements) / double(std::max<uint64_t>(s.sampled, 1));
     int last = 0;
     for (int c = kClasses - 1; c >= 0; c--) {
         if (!s.changes[c]) continue;
         last = std::max(last, c);
         plan.first = c;
         const double elements = std::max<double>(s.changes[c], double(s.seen[0][c] + s.seen[1][c]) * per_sample);
-        const double hazard = -std::log(1 - std::min(s.changes[c] / elements, 0.98)) / scale;
-        plan.levels[c] = uint8_t(std::clamp(int(2 * (2 - std::log2(hazard)) + 0.5), 0, kMostLevel));
+        const double nats = -std::log(1 - std::min(s.changes[c] / elements, 0.98)) / scale;
+        plan.levels[c] = uint8_t(std::clamp(int(2 * (2 - std::log2(nats)) + 0.5), 0, kMostLevel));
     }
     plan.count = last - plan.first + 1;
     return plan;

@@ -1,4 +1,4 @@
-// How long until the next change? Waiting times in units of hazard, not of elements (docs/format.md, section 3.6.2).
+// How long until the next change? Counted in weight that passes, not in elements (docs/format.md, section 3.6.2).
 //
 // Each element has a weight that stands for its chance to change. The weight that passes between two changes has nearly
 // the same distribution everywhere, whatever the mix of elements: exponential, with a rate that drifts. One adaptive
@@ -7,22 +7,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "range_coder.h"
+#include "weights.h"
 
 namespace pulse {
-
-constexpr uint64_t kNat = uint64_t(1) << 24;  // weight of an element that changes with probability 1 - 1/e
-constexpr int kMostLevel = 44;                // level h stands for the weight 2^(26 - h/2)
-constexpr uint8_t kAbsent = 63;               // no element of the class changes: weight 0
-constexpr uint64_t kMostWeight = uint64_t(1) << 26;
-
-inline uint32_t weight_of_level(int level) {
-    if (level > kMostLevel) return 0;
-    const uint32_t base = (level & 1) ? 47453133u : 67108864u;  // 2^25.5, 2^26
-    return base >> (level / 2);
-}
 
 // The waiting time H since the last change: P(waiting > H) = (1 + H / beta)^-16, up to H = beta / 2. A longer wait is
 // coded in pieces ("escapes"). beta / 16 follows the mean of the last 16 waiting times or so.

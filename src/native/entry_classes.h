@@ -1,0 +1,29 @@
+// The classes of parameters by which gated entries are coded, from what both sides know (docs/loco.md, section 3).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "rounding.h"
+
+namespace pulse {
+
+// From where the octaves of distance and momentum are counted; both numbers travel in the head of a block.
+struct Octaves {
+    uint8_t distance, momentum;
+};
+
+// The octave of the distance from theta to its nearest rounding boundary: log2 of it, plus 150.
+inline uint32_t distance_octave(uint32_t theta, const Distance& distance) {
+    return (bits_of(float(distance.nearest())) >> 23) - 127 + ((theta & kMagnitude) >> 23);
+}
+
+// classes[i]: 4 bits for the octave of the distance, 3 for the octave of the momentum (0: none), 1 for whether the momentum
+// moves theta towards the nearer boundary.
+void classify(const float* theta, const float* momentum, size_t count, const Rounding& rounding, Octaves octaves,
+              uint8_t* classes);
+
+// The octave of momentum that only 1/128 of the non-zero entries exceed; 0 without any.
+uint8_t momentum_octave(const float* momentum, size_t count);
+
+}  // namespace pulse

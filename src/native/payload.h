@@ -1,0 +1,61 @@
+// What the payloads of both codecs are made of: a head of bytes and varints, and a code of adaptive and plain bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "range_coder.h"
+
+namespace pulse {
+
+struct Malformed : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// One description of each symbol serves both directions: `value` is what an encoder writes, the result what is read.
+struct Writer {
+    RangeEncoder coder;
+    bool bit(AdaptiveBit& model, bool value) {
+        coder.bit(model, value);
+        return value;
+    }
+    uint32_t plain(uint32_t value, int count) {
+        coder.plain(value, count);
+        return value;
+    }
+    void next_symbol() { coder.make_room(); }
+};
+struct Reader {
+    RangeDecoder coder;
+    bool bit(AdaptiveBit& model, bool) { return coder.bit(model); }
+    uint32_t plain(uint32_t, int count) { return coder.plain(count); }
+    void next_symbol() {
+        if (!coder.within()) throw Malformed("the code ends too early");
+    }
+};
+
+inline void put_varint(std::vector<uint8_t>& out, uint64_t x) {
+    for (; x >= 128; x >>= 7) out.push_back(uint8_t(x | 128));
+    out.push_back(uint8_t(x));
+}
+
+// The head of a payload; both advance `at`.
+inline uint8_t take_byte(const uint8_t* data, size_t size, size_t& at) {
+    if (at == size) throw Malformed("the block ends inside its head");
+    return data[at++];
+}
+
+inline uint64_t take_count(const uint8_t* data, size_t size, size_t& at) {
+    uint64_t count = 0;
+    for (int shift = 0;; shift += 7) {
+        const uint8_t byte = take_byte(data, size, at);
+        if (shift > 28) throw Malformed("the number of changes is too long");
+        count |= uint64_t(byte & 127) << shift;
+        if (byte == 0 && shift > 0) throw Malformed("the number of changes is padded");
+        if (byte < 128) return count;
+    }
+}
+
+}  // namespace pulse

@@ -1,0 +1,67 @@
+// Elements have a class, classes a level, levels a weight (docs/format.md, section 3.6.2): the weight stands for the chance
+// that the element changes.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace pulse {
+
+constexpr int kClasses = 256;
+constexpr uint64_t kNat = uint64_t(1) << 24;  // weight of an element that changes with probability 1 - 1/e
+constexpr int kMostLevel = 44;                // level h stands for the weight 2^(26 - h/2)
+constexpr uint8_t kAbsent = 63;               // no element of the class changes: weight 0
+constexpr uint64_t kMostWeight = uint64_t(1) << 26;
+constexpr int kMostBoost = 7;                 // a row with a change weighs up to 2^7 times as much
+
+inline uint32_t weight_of_level(int level) {
+    if (level > kMostLevel) return 0;
+    const uint32_t base = (level & 1) ? 47453133u : 67108864u;  // 2^25.5, 2^26
+    return base >> (level / 2);
+}
+
+// Elements as classes: (x >> shift) & mask, the exponent field where there is one.
+struct ClassOf {
+    int shift;
+    uint32_t mask;
+    template <class U>
+    uint32_t operator()(U x) const {
+        return (uint32_t(x) >> shift) & mask;
+    }
+};
+
+// The weights of the classes, in a row without and with a change so far.
+struct Weights {
+    std::array<uint32_t, kClasses> of[2];
+    Weights(const std::array<uint8_t, kClasses>& levels, int boost) {
+        for (int c = 0; c < kClasses; c++) {
+            of[0][c] = weight_of_level(levels[c]);
+            of[1][c] = uint32_t(std::min(uint64_t(of[0][c]) << boost, kMostWeight));
+        }
+    }
+};
+
+// The weight of eight elements; fits 32 bits, as no weight exceeds 2^26.
+template <class U>
+inline uint32_t weight8(const U* p, ClassOf cls, const uint32_t* weights) {
+    const auto w = [&](int i) { return weights[cls(p[i])]; };
+    return (w(0) + w(1)) + (w(2) + w(3)) + ((w(4) + w(5)) + (w(6) + w(7)));
+}
+
+template <class U>
+inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const uint32_t* weights) {
+    uint64_t sum = 0;
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        sum += weight8(p + i, cls, weights);
+#if defined(__GNUC__)
+        __asm__("" : "+r"(sum));  // keeps the look-ups from being vectorised into gathers, which halves the speed
+#endif
+    }
+    for (; i < count; i++) sum += weights[cls(p[i])];
+    return sum;
+}
+
+}  // namespace pulse

@@ -1,0 +1,63 @@
+"""States as the forward pass sees them: bits after the cast into the compute dtype, rounded to nearest even.
+
+The casts are those of ``torch.Tensor.to``, bit for bit but for NaN payloads. FP8 is cast without a scale: an engine
+that scales its weights per tensor or block sees other roundings.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UnsupportedTensor
+from .rounding import COMPUTE_DTYPES, round_bits
+from .tensors import DType, State, TensorSpec, UIntArray
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_CHUNK = 1 << 16  # elements whose temporaries stay in the cache
+
+
+def compute_dtype(spec: TensorSpec, dtype: DType) -> DType:
+    """What becomes of a tensor: floats wider than ``dtype`` are cast to it; all else stays as it is."""
+    return dtype if spec.dtype.name in _FLOATS and spec.dtype.width > dtype.width else spec.dtype
+
+
+def cast_specs(specs: tuple[TensorSpec, ...], dtype: DType) -> tuple[TensorSpec, ...]:
+    """The specs of a state after the cast."""
+    return tuple(TensorSpec(s.name, compute_dtype(s, dtype), s.shape) for s in specs)
+
+
+class CastState(State):
+    """``state`` after the cast, made anew with each read: it takes no memory of its own."""
+
+    def __init__(self, state: State, dtype: DType) -> None:
+        super().__init__(cast_specs(state.specs, dtype), {}, state.aliases)
+        self._state = state
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
+        return cast(self._state.read(name, start, stop), self._state.spec(name).dtype, self.spec(name).dtype)
+
+
+def cast(bits: UIntArray, source: DType, target: DType) -> UIntArray:
+    """Flat bits of ``source`` as those of ``target``; the same array where both are one. Raises UnsupportedTensor."""
+    if source == target:
+        return bits
+    if source.name not in _FLOATS or target not in COMPUTE_DTYPES.values():
+        raise UnsupportedTensor(f"there is no cast from {source.name} to {target.name}")
+    if source.name == "F32":
+        return round_bits(bits, target)
+    result = np.empty(bits.size, target.uint)
+    for start in range(0, bits.size, _CHUNK):
+        wide = _to_f32(bits[start : start + _CHUNK], source)
+        result[start : start + _CHUNK] = round_bits(wide.view(np.uint32), target)
+    return result
+
+
+def _to_f32(bits: UIntArray, source: DType) -> npt.NDArray[np.float32]:
+    if source.name == "BF16":
+        wide: npt.NDArray[np.float32] = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return wide
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = bits.view({"F64": np.float64, "F16": np.float16}[source.name])
+        narrow: npt.NDArray[np.float32] = values.astype(np.float32)
+    return narrow

@@ -1,0 +1,151 @@
+"""The native kernels at their binding: whole, aligned elements and positions inside the array, or a ValueError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pulse_rl._native import (
+    add_entries,
+    context_decode,
+    context_encode,
+    gather,
+    outer_step,
+    round_values,
+    scan,
+    scatter,
+)
+from tests.support.arrays import Array, misaligned
+
+POSITIONS = np.uint32([0, 2])
+
+
+def elements(width: int) -> Array:
+    return np.arange(8 * width, dtype=np.uint8)
+
+
+def payload_of(old: Array) -> Array:
+    """A payload of eight elements; the width of an element is no part of it."""
+    new = old[:8] ^ np.uint8(1)
+    return np.frombuffer(context_encode(old[:8].copy(), new, 1, *KIND)[0], np.uint8)
+
+
+KIND = (0, 0, False, [(8, 8, 0)])
+CALLS: dict[str, Callable[[Array, Array, int], Any]] = {
+    "context_encode, old": lambda x, good, w: context_encode(x, good, w, *KIND),
+    "context_encode, new": lambda x, good, w: context_encode(good, x, w, *KIND),
+    "context_decode, old": lambda x, good, w: context_decode(payload_of(good), x, w, *KIND),
+    "scan, old": lambda x, good, w: scan(x, good, w),
+    "scan, new": lambda x, good, w: scan(good, x, w),
+    "gather, elements": lambda x, good, w: gather(x, w, POSITIONS, 0),
+    "scatter, elements": lambda x, good, w: scatter(x, w, POSITIONS, 0, good[: 2 * w]),
+    "scatter, values": lambda x, good, w: scatter(good.copy(), w, POSITIONS, 0, x[: 2 * w]),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "width"), [(c, w) for c in CALLS for w in (2, 4, 8) if w < 8 or not c.startswith("context")]
+)
+def test_elements_at_odd_addresses_are_refused(call: str, width: int) -> None:
+    good = elements(width)
+    CALLS[call](good.copy(), good, width)
+    name = call.partition(", ")[2]
+    for offset in (1, width // 2):
+        bad = misaligned(good, offset)
+        with pytest.raises(ValueError, match=f"{name} is not aligned to {width} bytes"):
+            CALLS[call](bad, good, width)
+        np.testing.assert_array_equal(bad, good)
+
+
+def test_bytes_may_lie_anywhere() -> None:
+    good = elements(1)
+    for call in CALLS.values():
+        call(misaligned(good), good, 1)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_an_empty_array_has_no_address(width: int) -> None:
+    empty, none = np.zeros(8, np.uint8)[1:1], np.empty(0, np.uint32)
+    assert scan(empty, empty, width).tolist() == []
+    assert gather(empty, width, none, 0).tolist() == []
+    scatter(empty, width, none, 0, empty)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_a_part_of_an_element_is_refused(width: int) -> None:
+    """It would be silently left out of the comparison otherwise."""
+    for short in range(1, width):
+        old, new = np.zeros(2 * width - short, np.uint8), np.full(2 * width - short, 1, np.uint8)
+        with pytest.raises(ValueError, match=f"old is no whole number of elements of {width} bytes"):
+            scan(old, new, width)
+        with pytest.raises(ValueError, match="elements is no whole number"):
+            gather(old, width, np.uint32([0]), 0)
+        with pytest.raises(ValueError, match="elements is no whole number"):
+            scatter(old, width, np.uint32([0]), 0, np.zeros(width, np.uint8))
+        with pytest.raises(ValueError, match="values is no whole number"):
+            scatter(np.zeros(width, np.uint8), width, np.uint32([0]), 0, old)
+        assert not old.any()
+    with pytest.raises(ValueError, match="old is no whole number"):
+        context_encode(np.zeros(3, np.uint8), np.zeros(3, np.uint8), 2, 0, 0, False, [(1, 1, 0)])
+
+
+def test_positions_are_aligned_and_inside() -> None:
+    array, at = np.zeros(8, np.uint16), misaligned(POSITIONS)
+    raw, values = array.view(np.uint8), np.uint16([1, 2]).view(np.uint8)
+    for call in (lambda p: gather(raw, 2, p, 0), lambda p: scatter(raw, 2, p, 0, values)):
+        with pytest.raises(ValueError, match="positions is not aligned to 4 bytes"):
+            call(at)
+        with pytest.raises(IndexError, match="outside"):
+            call(np.uint32([0, 8]))
+    assert not array.any()
+
+
+@pytest.mark.parametrize("width", [-1, 0, 3, 16])
+def test_other_widths_are_refused(width: int) -> None:
+    raw = np.zeros(48, np.uint8)
+    for call in CALLS.values():
+        with pytest.raises(ValueError, match="out of range"):
+            call(raw, raw, width)
+
+
+def test_arrays_of_unequal_length_are_refused() -> None:
+    two, three = np.zeros(4, np.uint8), np.zeros(6, np.uint8)
+    for call in (
+        lambda: scan(two, three, 2),
+        lambda: context_encode(two, three, 2, 0, 0, False, [(2, 2, 0)]),
+        lambda: scatter(three, 2, POSITIONS, 0, three),
+    ):
+        with pytest.raises(ValueError, match="differ"):
+            call()
+
+
+def test_an_array_is_never_converted() -> None:
+    """A strided array, or one of another dtype, would be copied, and what is written into the copy lost."""
+    raw, one, value = np.zeros(16, np.uint8), np.uint32([0]), np.uint8([9])
+    floats, four = np.zeros(8, np.float32), np.zeros(4, np.float32)
+    calls: list[Callable[[], Any]] = [
+        lambda: scatter(raw[::2], 1, one, 0, value),
+        lambda: scatter(raw.view(np.uint16), 2, one, 0, raw[:2]),
+        lambda: round_values(np.zeros(8, np.uint32), (3, 121, 0x43E00000, 0x43E00000), 0x7F, 1, raw[::2]),
+        lambda: add_entries(floats[::2], one, np.float32([9])),
+        lambda: add_entries(np.zeros(8), one, np.float32([9])),
+        lambda: outer_step(floats[::2], four, four, 2, 0.7, 0.9),
+        lambda: gather(raw, 1, np.int64([0]), 0),
+        lambda: scan(raw[::2], raw[::2], 1),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="incompatible"):
+            call()
+    assert not raw.any()
+    assert not floats.any()
+
+
+def test_a_read_only_array_is_not_written() -> None:
+    raw = np.zeros(4, np.uint8)
+    raw.flags.writeable = False
+    with pytest.raises(TypeError, match="incompatible"):
+        scatter(raw, 1, np.uint32([0]), 0, np.uint8([9]))
+    assert gather(raw, 1, np.uint32([0]), 0).tolist() == [0]

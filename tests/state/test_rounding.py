@@ -1,0 +1,187 @@
+"""The cast from FP32 into each compute dtype, against torch and against the nearest of all its numbers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from pulse_rl import InputError, round_to_bf16
+from pulse_rl._native import round_values
+from pulse_rl.state.rounding import COMPUTE_DTYPES, ROUNDINGS, compute_dtype_named, round_bits
+from pulse_rl.state.tensors import DTYPES
+from tests.support.arrays import Array, misaligned
+
+TORCH = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+INFINITE = {"BF16": 0x7F80, "F16": 0x7C00, "F8_E5M2": 0x7C}
+SATURATED = {"F8_E4M3": 0x7E}
+Bits = npt.NDArray[np.uint32]
+
+
+@cache
+def magnitudes(name: str) -> npt.NDArray[np.float64]:
+    """What each code from 0 to that of the largest finite number means, and what the next one would, were it finite."""
+    assert DTYPES[name].exponent is not None
+    mantissa, exponent_bits = DTYPES[name].exponent
+    code = np.arange((INFINITE | {n: c + 1 for n, c in SATURATED.items()})[name] + 1)
+    field, fraction = code >> mantissa, (code & (1 << mantissa) - 1) / 2.0**mantissa
+    bias = 2 ** (exponent_bits - 1) - 1
+    return np.where(field, np.ldexp(1 + fraction, field - bias), np.ldexp(fraction, 1 - bias))
+
+
+def nearest(bits: Bits, name: str) -> Array:
+    """The code of the nearest number, of two that are equally near the even one; NaN is not looked at."""
+    numbers, sign = magnitudes(name), bits >> np.uint32(31)
+    with np.errstate(invalid="ignore"):
+        wanted = np.nan_to_num(np.abs(bits.view(np.float32)).astype(np.float64), nan=0.0, posinf=1e300)
+    above = np.clip(np.searchsorted(numbers, wanted), 1, len(numbers) - 1)
+    up, down = numbers[above] - wanted, wanted - numbers[above - 1]
+    code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, above - 1)
+    code = np.minimum(code, (INFINITE | SATURATED)[name])
+    return (code | sign << np.uint32(8 * COMPUTE_DTYPES[name].width - 1)).astype(COMPUTE_DTYPES[name].uint)
+
+
+def patterns(name: str, rng: np.random.Generator) -> Bits:
+    """All upper halves with lower halves around ties; all numbers of the dtype and the points halfway between two, each
+    with its neighbours; a sample of all 2^32."""
+    upper, lower = np.arange(1 << 16, dtype=np.uint32) << 16, np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    exact = magnitudes(name)
+    with np.errstate(over="ignore"):
+        corners = np.concatenate([exact, (exact[1:] + exact[:-1]) / 2]).astype(np.float32).view(np.uint32)
+    beside = (corners[:, None] + np.uint32([0xFFFFFFFF, 0, 1])).reshape(-1)
+    sample = rng.integers(1 << 32, size=1 << 20, dtype=np.uint32)
+    stride = np.arange(0, 1 << 32, 8191, dtype=np.uint64).astype(np.uint32)
+    return np.concatenate([(upper[:, None] | lower).reshape(-1), beside, beside | np.uint32(1 << 31), sample, stride])
+
+
+def is_nan(bits: Bits) -> npt.NDArray[np.bool_]:
+    return (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_every_number_becomes_the_nearest_one(name: str, rng: np.random.Generator) -> None:
+    bits = patterns(name, rng)
+    numbers = ~is_nan(bits)
+    np.testing.assert_array_equal(round_bits(bits, DTYPES[name])[numbers], nearest(bits, name)[numbers])
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_the_cast_is_torchs(name: str, rng: np.random.Generator) -> None:
+    bits = patterns(name, rng)
+    bits = bits[~is_nan(bits)]
+    if name == "F8_E4M3":  # torch has changed its mind on what exceeds 448
+        bits = bits[np.abs(bits.view(np.float32)) <= 448]
+    expected = torch.from_numpy(bits.view(np.float32)).to(TORCH[name]).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(round_bits(bits, DTYPES[name]).view(np.uint8), expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 31, 32, 33, 1000])
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_any_number_of_values(name: str, count: int, rng: np.random.Generator) -> None:
+    bits = rng.normal(0, 0.02, count).astype(np.float32).view(np.uint32)
+    np.testing.assert_array_equal(round_bits(bits, DTYPES[name]), nearest(bits, name))
+
+
+NANS = np.uint32([0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FBFFFFF, 0xFF812345, 0xFFFFFFFF, 0x7FABCDEF])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("BF16", [0x7FC0, 0xFFC0, 0x7FC0, 0x7FFF, 0xFFC1, 0xFFFF, 0x7FEB]),
+        ("F16", [0x7E00, 0xFE00, 0x7E00, 0x7FFF, 0xFE09, 0xFFFF, 0x7F5E]),
+        ("F8_E4M3", [0x7F, 0xFF, 0x7F, 0x7F, 0xFF, 0xFF, 0x7F]),
+        ("F8_E5M2", [0x7F, 0xFF, 0x7F, 0x7F, 0xFF, 0xFF, 0x7F]),
+    ],
+)
+def test_nan_stays_a_quiet_nan_with_its_sign_and_upper_payload(name: str, expected: list[int]) -> None:
+    """torch's own NaN bits differ between processors, so they are no oracle."""
+    assert [hex(b) for b in round_bits(NANS, DTYPES[name])] == [hex(b) for b in expected]
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_every_nan_stays_nan_and_nothing_else_becomes_one(name: str, rng: np.random.Generator) -> None:
+    bits = patterns(name, rng)
+    codes = round_bits(bits, DTYPES[name])
+    back = torch.from_numpy(codes.view(f"i{codes.itemsize}" if codes.itemsize > 1 else np.uint8)).view(TORCH[name])
+    np.testing.assert_array_equal(back.float().isnan().numpy(), is_nan(bits))
+
+
+def test_denormals_are_rounded_where_the_processor_flushes_them() -> None:
+    """`torch.set_flush_denormal` changes the arithmetic of its thread; a cast that needs none does not care."""
+    bits = np.uint32([0x00018000, 0x00018001, 0x80028000, 0x33000001, 0x33800000, 0x3A800001])
+    expected = {name: nearest(bits, name).tolist() for name in ROUNDINGS}
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        assert np.float32(2**-126) * np.float32(0.5) == 0
+        found = {name: round_bits(bits, DTYPES[name]).tolist() for name in ROUNDINGS}
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == expected
+
+
+def test_to_bf16_is_the_same_cast(rng: np.random.Generator) -> None:
+    bits = patterns("BF16", rng)
+    np.testing.assert_array_equal(round_to_bf16(bits.view(np.float32)), round_bits(bits, DTYPES["BF16"]))
+    assert round_to_bf16(np.array([3.4e38], np.float32))[0] == 0x7F80
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (4, 0, 2)])
+def test_to_bf16_keeps_the_shape(shape: tuple[int, ...]) -> None:
+    made = round_to_bf16(np.ones(shape, np.float32))
+    assert (made.shape, made.dtype) == (shape, np.uint16)
+    assert (made == 0x3F80).all()
+
+
+def test_to_bf16_of_any_layout(rng: np.random.Generator) -> None:
+    values = rng.standard_normal((8, 6), np.float32)
+    expected = nearest(values.reshape(-1).view(np.uint32), "BF16").reshape(8, 6)
+    readonly = values.copy()
+    readonly.flags.writeable = False
+    odd = misaligned(values.reshape(-1)).reshape(8, 6)
+    for given in (values, np.asfortranarray(values), readonly, odd, values.astype(">f4"), values.astype(np.float64)):
+        np.testing.assert_array_equal(round_to_bf16(given), expected)
+    np.testing.assert_array_equal(round_to_bf16(values[::2, 1::2]), expected[::2, 1::2])
+
+
+@pytest.mark.parametrize("name", ["BF16", "bf16", "F8_e4m3"])
+def test_compute_dtypes_have_names_in_any_letter_case(name: str) -> None:
+    assert compute_dtype_named(name) == DTYPES[name.upper()]
+
+
+@pytest.mark.parametrize("name", ["fp16", "F32", "I8", "", None, torch.bfloat16])
+def test_what_is_no_compute_dtype(name: object) -> None:
+    with pytest.raises(InputError, match="no compute dtype") as caught:
+        compute_dtype_named(name)  # type: ignore[arg-type]
+    assert "BF16, F16, F8_E4M3, F8_E5M2" in caught.value.hint
+
+
+def test_the_kernel_refuses_what_it_cannot_write() -> None:
+    bits, bf16, e5m2 = np.zeros(4, np.uint32), ROUNDINGS["BF16"], ROUNDINGS["F8_E5M2"]
+    out = np.full(8, 7, np.uint8)
+    for width in (0, 3, 4):
+        with pytest.raises(ValueError, match="width"):
+            round_values(bits, bf16, 0x7FC0, width, out)
+    for rounding, nan, width in ((bf16, 0x7FC0, 1), (e5m2, 0xFF, 1), (bf16, 0xFFC0, 2)):
+        with pytest.raises(ValueError, match="do not fit"):
+            round_values(bits, rounding, nan, width, out[: 4 * width])
+    for length in (6, 7, 4):
+        with pytest.raises(ValueError, match=r"length|whole number"):
+            round_values(bits, bf16, 0x7FC0, 2, out[:length])
+    with pytest.raises(ValueError, match="bits is not aligned"):
+        round_values(misaligned(bits), bf16, 0x7FC0, 2, out)
+    with pytest.raises(ValueError, match="out is not aligned"):
+        round_values(bits, bf16, 0x7FC0, 2, misaligned(out))
+    for mantissa, least in ((0, 1), (23, 1), (7, 0), (7, 255)):
+        with pytest.raises(ValueError, match="rounding"):
+            round_values(bits, (mantissa, least, 0x7F7F0000, 0x7F800000), 0x7FC0, 2, out)
+    assert (out == 7).all()
