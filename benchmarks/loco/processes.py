@@ -56,7 +56,7 @@ def why_no_network() -> str | None:
 
 @contextmanager
 def start_trainers(rate: float | None = None, *, namespaces: bool = False) -> Iterator[TrainerProcesses]:
-    """Four trainers of one thread; with ``namespaces`` each in one of its own, behind a link of ``rate`` bit/s."""
+    """Four trainers of one thread each; with ``namespaces`` each is in one of its own, on a link of ``rate`` bit/s."""
     folder = Path(tempfile.mkdtemp(prefix="pulse-loco-"))
     log = folder / "trainers.log"
     nodes = [Node(f"trainer{rank}", rank + 1, rate) for rank in range(TRAINERS)]

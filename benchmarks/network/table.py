@@ -67,7 +67,7 @@ def rows(runs: Sequence[ReplayResult]) -> list[dict[str, Any]]:
                 row["planned_utilisation_error"] = error(worker.utilisation, plan.worker_utilisation)
                 row["papers_utilisation"] = plan.utilisation
                 row["planned_sync_seconds"] = worker_sync(plan)
-                row["planned_bytes"] = plan.patch_bytes
+                row["planned_bytes"] = plan.sync_bytes
             found.append(row)
     return found
 

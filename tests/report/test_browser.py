@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from pulse_rl._util.units import format_bandwidth, format_bytes, format_duration, format_percent
 from pulse_rl.plan import METHODS, MethodPlan, Scenario, make_plan
-from pulse_rl.report import headline, read_run, render
+from pulse_rl.report import read_run, render
 from tests.support import chromium
 from tests.support.chromium import Chromium
 from tests.support.reports import HOSTILE, PARAMETERS, START, published, study, synced, write, write_run
@@ -93,11 +94,11 @@ def table(browser: Chromium) -> dict[str, list[str]]:
 
 def row(plan: MethodPlan) -> list[str]:
     return [
-        headline.size(plan.patch_bytes),
-        headline.duration(plan.sync_seconds),
-        headline.percent(plan.utilisation),
-        headline.percent(plan.worker_utilisation),
-        headline.rate(plan.bandwidth_for_target),
+        format_bytes(plan.sync_bytes),
+        format_duration(plan.sync_seconds),
+        format_percent(plan.utilisation),
+        format_percent(plan.worker_utilisation),
+        format_bandwidth(plan.bandwidth_for_target),
     ]
 
 
@@ -159,7 +160,7 @@ def test_every_figure_is_there(browser: Chromium, pages: dict[str, Path]) -> Non
     assert titles == [
         "Reward", "Density", "Bytes", "Phases", "Workers over time",
         "Sparsity by k", "Cost of a change", "Density by layer type", "Density by size of the weight",
-        "Density over time", "The densest tensors",
+        "Density over time", "Tensors of the highest density",
         "Utilisation by bandwidth", "Where the time of a sync goes",
     ]  # fmt: skip
     assert browser.evaluate("document.querySelectorAll('figure').length") == len(titles)

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .._util.units import format_bandwidth, format_bytes, format_duration
 from ..errors import InputError
 from ..plan import METHODS, Plan, Scenario, from_study, make_plan, parse_bandwidth, parse_count
-from .output import Console, rate, size
+from .output import Console
 
 _LABELS = {"full": "full", "zstd": "zstd (the paper's)", "context": "context (ours)"}
 
@@ -67,30 +68,31 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "worker_utilisation": {name: methods[name].worker_utilisation for name in METHODS},
         "sync_seconds": {name: methods[name].sync_seconds for name in METHODS},
         "bandwidth_for_target": {name: methods[name].bandwidth_for_target for name in METHODS},
-        "patch_bytes": {name: methods[name].patch_bytes for name in METHODS},
+        "sync_bytes": {name: methods[name].sync_bytes for name in METHODS},
         "phases": {name: methods[name].phases for name in METHODS},
-        "dense_wins": asdict(plan.dense_wins),
+        "full_wins": asdict(plan.full_wins),
         "inputs": asdict(plan.scenario),
     }
 
 
 def _lines(plan: Plan) -> list[str]:
-    inputs, wins = plan.scenario, plan.dense_wins
+    inputs, wins = plan.scenario, plan.full_wins
     lines = [
         f"{inputs.params:,} parameters, density {inputs.density:.3%}, {inputs.step_seconds:g} s a step, "
-        f"{rate(inputs.bandwidth)} to each worker",
+        f"{format_bandwidth(inputs.bandwidth)} to each worker",
         f"  {'':18} {'a sync':>10} {'utilisation':>12} {'of a worker':>14} {'sync':>10}  for {inputs.target:.0%}",
     ]
     for name in METHODS:
         m = plan.methods[name]
+        needed = format_bandwidth(m.bandwidth_for_target)
         lines.append(
-            f"  {_LABELS[name]:18} {size(m.patch_bytes):>10} {m.utilisation:>12.1%} {m.worker_utilisation:>14.1%} "
-            f"{_seconds(m.sync_seconds):>10}  {rate(m.bandwidth_for_target)}"
+            f"  {_LABELS[name]:18} {format_bytes(m.sync_bytes):>10} {m.utilisation:>12.1%} "
+            f"{m.worker_utilisation:>14.1%} {format_duration(m.sync_seconds):>10}  {needed}"
         )
-    phases = ", ".join(f"{name} {_seconds(s)}" for name, s in plan.methods["context"].phases.items())
+    phases = ", ".join(f"{name} {format_duration(s)}" for name, s in plan.methods["context"].phases.items())
     lines.append(f"  context: {phases}")
     over = f"above density {wins.density:.1%}" if wins.density is not None else "at no density"
-    beyond = f"above {rate(wins.bandwidth)}" if wins.bandwidth is not None else "at no bandwidth"
+    beyond = f"above {format_bandwidth(wins.bandwidth)}" if wins.bandwidth is not None else "at no bandwidth"
     lines.append(f"  a full sync takes less time {over} on this link, {beyond} at this density")
     return lines
 
@@ -107,7 +109,3 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise InputError(f"{option} is {text!r}, not a number") from None
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"

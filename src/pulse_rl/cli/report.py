@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .._util.files import write_atomically
+from .._util.units import format_bytes
 from ..errors import InputError
 from ..report import read_run, render
-from .output import Console, size
+from .output import Console
 
 STUDY_NAME = "study.json"
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     shown = {"run": drawn is not None, "study": study is not None}
     facts = {"output": str(out), "bytes": len(page), **shown, "summary": drawn["summary"] if drawn else None}
     what = " and ".join(name for name, there in shown.items() if there)
-    console.result(facts, [f"{out}: the {what} on one page, {size(len(page))}"])
+    console.result(facts, [f"{out}: the {what} on one page, {format_bytes(len(page))}"])
     return 0
 
 

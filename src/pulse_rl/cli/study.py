@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from .._util.files import write_atomically
+from .._util.units import format_bandwidth, format_bytes
 from ..events import progress_to
 from ..report import render
 from ..state.tensors import TensorSpec
 from ..study import COMPUTE_DTYPES, DEFAULT_KS, STEP_SECONDS, CheckpointFolder, Source, StoredStream, study
 from ..study.cast import cast_specs
-from .output import Console, rate, size
+from .output import Console
 
 _SHOWN_TENSORS = 8
 _SHOWN_SHARE = 1e-3
@@ -83,7 +84,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         if row["bytes"] is not None:
             lines.append(
                 f"{row['k']:>5} {row['bytes_per_changed']:>9.3f} {row['bytes_per_changed_zstd']:>9.3f} "
-                f"{row['entropy_bound']:>9.3f} {size(round(row['bytes'])):>10}"
+                f"{row['entropy_bound']:>9.3f} {format_bytes(row['bytes']):>10}"
             )
     return [*lines, *_exponents(found), "", *_three_numbers(found)]
 
@@ -133,11 +134,12 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
     numbers, k = found["summary"], found["rows"][0]["k"]
     nbytes = numbers["bytes_per_sync"]
     over = "from one state to the next" if k == 1 else f"over {k} states"
+    bandwidth, full = format_bandwidth(numbers["bandwidth_for_target"]), format_bandwidth(numbers["bandwidth_full"])
     return [
         f"sparsity          {numbers['sparsity']:.3%} {over}",
-        f"bytes per sync    {size(round(nbytes))} instead of {size(found['dense_bytes'])}",
-        f"bandwidth         {rate(numbers['bandwidth_for_target'])} instead of {rate(numbers['bandwidth_full'])} "
-        f"for {numbers['target']:.0%} utilisation at {numbers['step_seconds']:g} s a step",
+        f"bytes per sync    {format_bytes(nbytes)} instead of {format_bytes(found['dense_bytes'])}",
+        f"bandwidth         {bandwidth} instead of {full} for {numbers['target']:.0%} utilisation "
+        f"at {numbers['step_seconds']:g} s a step",
     ]
 
 
