@@ -11,7 +11,7 @@ from .._util.units import format_bandwidth, format_bytes
 from ..events import progress_to
 from ..report import render
 from ..state.tensors import TensorSpec
-from ..study import COMPUTE_DTYPES, DEFAULT_KS, STEP_SECONDS, CheckpointFolder, Source, StoredStream, study
+from ..study import COMPUTE_DTYPES, DEFAULT_KS, STEP_SECONDS, CheckpointFolder, StateSequence, StoredStream, study
 from ..study.cast import cast_specs
 from .output import Console
 
@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    source: Source
+    source: StateSequence
     if args.stream:
         source = StoredStream(args.source, args.stream, threads=args.threads)
     else:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         lr=args.lr,
         step_seconds=args.step_seconds,
         threads=args.threads,
-        progress=progress_to(console, "study", len(source.states) * _nbytes(source.specs, args.dtype)),
+        progress=progress_to(console, "study", len(source.state_names) * _nbytes(source.specs, args.dtype)),
     )
     if args.output:
         write_atomically(Path(args.output), [render(study=found, title=source.name).encode()])
@@ -89,14 +89,14 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     return [*lines, *_exponents(found), "", *_three_numbers(found)]
 
 
-def _by_k(title: str, key: str, rows: list[dict[str, Any]], most: int | None) -> list[str]:
+def _by_k(title: str, key: str, rows: list[dict[str, Any]], limit: int | None) -> list[str]:
     """Mean sparsity by name and k, the least sparse first."""
     table: dict[str, list[float]] = {}
     for row in rows:
         if row["elements"]:
             table.setdefault(row[key], []).append(row["sparsity"])
     ks = sorted({row["k"] for row in rows})
-    shown = sorted(table.items(), key=lambda item: item[1][0])[:most]
+    shown = sorted(table.items(), key=lambda item: item[1][0])[:limit]
     width = max(len(title), *(len(name) for name, _ in shown)) if shown else len(title)
     head = " ".join(f"{f'k={k}':>9}" for k in ks)
     return [

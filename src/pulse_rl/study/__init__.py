@@ -52,11 +52,11 @@ measures live. Both give one plain dict (JSON after `json.dumps`), format "pulse
 """
 
 from .cast import COMPUTE_DTYPES, CastState
-from .entropy import Bound, bound
+from .entropy import EntropyBound, entropy_bound
 from .layers import LAYERS, layer_of
 from .result import FORMAT, STEP_SECONDS, TARGET
 from .run import DEFAULT_KS, study
-from .sources import CheckpointFolder, Source, StoredStream
+from .sources import CheckpointFolder, StateSequence, StoredStream
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -65,12 +65,12 @@ __all__ = [
     "LAYERS",
     "STEP_SECONDS",
     "TARGET",
-    "Bound",
     "CastState",
     "CheckpointFolder",
-    "Source",
+    "EntropyBound",
+    "StateSequence",
     "StoredStream",
-    "bound",
+    "entropy_bound",
     "layer_of",
     "study",
 ]
