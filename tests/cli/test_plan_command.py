@@ -35,6 +35,16 @@ def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "14 GB" in out
     assert "40.3 Gbit/s" in out  # twice the paper's 20, for two workers on one link
     assert "context (ours)" in out
+    assert out.endswith("a full sync is faster: on this link, never; at this density, never\n")
+
+
+def test_where_a_full_sync_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = ["--params", "7B", "--density", "0.2", "--step-seconds", "50", "--bandwidth", "50Gbit"]
+    wins = planned(capsys, *fast)["full_wins"]
+    assert main(["plan", *fast]) == 0
+    words = f"on this link, above density {wins['density']:.1%}; at this density, above "
+    assert words in capsys.readouterr().out
+    assert 1e9 < wins["bandwidth"] < 50e9
 
 
 def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

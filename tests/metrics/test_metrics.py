@@ -243,7 +243,7 @@ def test_streams_are_watched_apart() -> None:
 
 
 def test_versions_without_a_patch_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their density is said to be."""
+    """Whatever density their event has."""
     monkeypatch.setattr(Published, "density", property(lambda e: 1.0 if e.changed is None else e.changed / e.elements))
     seen: list[Event] = []
     watch = DriftWatch(seen.append)

@@ -343,8 +343,12 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
         synced(3, 2, lag=float("inf")),
         {"event": "synced", "time": 1.0, "stream": "policy"},
     ]
-    odd = published(3, metadata={"reward": float("nan")}, phases={"build": "x", "weird": 1.0}, changed=float("inf"))
-    write(tmp_path / "events-trainer.jsonl", [published(0), published(1), *bad, odd, published(4, metadata=None)])
+    incomplete = published(
+        3, metadata={"reward": float("nan")}, phases={"build": "x", "weird": 1.0}, changed=float("inf")
+    )
+    write(
+        tmp_path / "events-trainer.jsonl", [published(0), published(1), *bad, incomplete, published(4, metadata=None)]
+    )
     run = read_run(tmp_path)
     assert run["versions"] == 4
     assert run["workers"] == []

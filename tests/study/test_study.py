@@ -72,8 +72,8 @@ def masters(rng: Rng, count: int = 7, lr: float = 1e-3) -> list[Floats]:
     states = [state]
     while len(states) < count:
         state = {k: v + rng.standard_normal(v.shape, np.float32) * np.float32(lr) for k, v in state.items()}
-        odd = state["model.layers.0.mlp.up_proj.weight"]
-        odd[rng.integers(20)] = rng.choice(SPECIAL, 20)
+        special = state["model.layers.0.mlp.up_proj.weight"]
+        special[rng.integers(20)] = rng.choice(SPECIAL, 20)
         states.append(state)
     return states
 

@@ -1,4 +1,4 @@
-"""The command report: one HTML page of a run, a study, or both."""
+"""The command report: a run, a study, or both as one HTML page."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def add_parser(commands: Any) -> None:
     command = commands.add_parser("report", help="draw a run or a study as one HTML page")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument(
-        "source", metavar="RUN", help="a folder with events*.jsonl, study.json or both; or one such file"
+        "source", metavar="RUN", help="a folder with events*.jsonl, study.json or both, or one such file"
     )
-    command.add_argument("-o", "--output", required=True, metavar="HTML")
-    command.add_argument("--stream", metavar="S", help="which one, where the run has events of several")
+    command.add_argument("-o", "--output", required=True, metavar="HTML", help="the page to write")
+    command.add_argument("--stream", metavar="S", help="the stream to draw, if the run has several")
     command.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""The command study: how sparse the updates between saved states are, and what sending them costs."""
+"""The command study: how sparse the updates between saved states are, and what it costs to send them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,34 @@ _SHOWN_SHARE = 1e-3
 
 def add_parser(commands: Any) -> None:
     """Adds the command to ``commands``, argparse's sub-parsers."""
-    command = commands.add_parser("study", help="measure the sparsity between saved states, and what a sync costs")
-    command.add_argument("source", metavar="SOURCE", help="a folder of checkpoints, or with --stream a store")
+    command = commands.add_parser("study", help="measure the sparsity of updates between saved states")
+    command.add_argument("source", metavar="SOURCE", help="a folder of checkpoints; with --stream, a store")
     command.add_argument("--stream", metavar="S", help="study the versions of this stream")
     command.add_argument(
-        "--dtype", choices=list(COMPUTE_DTYPES), default="bf16", help="wider weights are cast to it (default bf16)"
+        "--dtype",
+        choices=list(COMPUTE_DTYPES),
+        default="bf16",
+        help="compute dtype; wider weights are cast to it (default bf16)",
     )
     command.add_argument(
-        "--k", type=int, nargs="+", default=list(DEFAULT_KS), metavar="K", help="states apart (default: 1 2 4 … 32)"
+        "--k",
+        type=int,
+        nargs="+",
+        default=list(DEFAULT_KS),
+        metavar="K",
+        help="compare states that are K apart (default: 1 2 4 … 32)",
     )
-    command.add_argument("--lr", type=float, metavar="LR", help="the learning rate, to print what theory predicts")
+    command.add_argument("--lr", type=float, metavar="LR", help="learning rate: adds the density that theory predicts")
     command.add_argument(
-        "--step-seconds", type=float, default=STEP_SECONDS, metavar="T", help="work between two syncs (default 50)"
+        "--step-seconds",
+        type=float,
+        default=STEP_SECONDS,
+        metavar="T",
+        help="seconds of work between two syncs (default 50)",
     )
-    command.add_argument("-o", "--output", metavar="REPORT", help="write an HTML report, too")
+    command.add_argument("-o", "--output", metavar="REPORT", help="also write an HTML report")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--threads", type=int, metavar="N", help="threads (default: all cores)")
+    command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
     command.set_defaults(run=run)
 
 
@@ -68,7 +80,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         f"{found['source']}: {len(states)} states ({states[0]} … {states[-1]}) of {found['parameters']:,} parameters "
         f"in {found['dtype']}",
         "",
-        "sparsity: share of weights that are bitwise equal in two states, k apart in this order",
+        "sparsity: share of weights that are bitwise equal in two states k apart",
         f"{'k':>5} {'pairs':>6} {'mean':>9} {'min':>9} {'max':>9} {'untouched':>10}",
     ]
     for row in found["rows"]:
@@ -76,7 +88,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
             f"{row['k']:>5} {row['pairs']:>6} {row['sparsity']:>9.3%} {row['sparsity_min']:>9.3%} "
             f"{row['sparsity_max']:>9.3%} {row['untouched']:>10.3%}"
         )
-    lines.append("untouched: equal in every state between, too, which is all that following each step can tell")
+    lines.append("untouched: share of weights that are also equal in every state in between")
     lines += _by_k("layer type", "layer", found["layers"], None)
     lines += _by_k("least sparse tensors", "name", found["tensors"], _SHOWN_TENSORS)
     lines += ["", "bytes per changed weight", f"{'k':>5} {'context':>9} {'zstd':>9} {'entropy':>9} {'a patch':>10}"]
@@ -117,8 +129,8 @@ def _exponents(found: dict[str, Any]) -> list[str]:
     k = found["rows"][0]["k"]
     lines = [
         "",
-        f"density by the old weight, k = {k}; updates below `visible from` vanish in weights kept in {found['dtype']}, "
-        "FP32 masters add them up",
+        f"density by size of the old weight, k = {k}; an update below `visible from` is lost in weights kept in "
+        f"{found['dtype']}, but FP32 masters accumulate it",
         f"{'|w| from':>10} {'share':>9} {'density':>9} {'visible from':>13}{theory}",
     ]
     for row in shown:

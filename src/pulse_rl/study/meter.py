@@ -80,8 +80,8 @@ class SparsityMeter:
     def to_dict(self, *, step_seconds: float = STEP_SECONDS) -> dict[str, Any]:
         """What was measured so far, as `pulse_rl.study` describes it.
 
-        The patches from the states k before to the newest one are built now, by this call: what it says of bytes and
-        exponents rests on the moments when it was called, what it says of sparsity on all states.
+        Each call builds the patches from the states k before to the newest one. So bytes and exponents are those of the
+        states at which it was called; sparsity is that of all states.
         """
         if self._coded < len(self._states):
             for record in self._records:

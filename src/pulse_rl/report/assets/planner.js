@@ -101,13 +101,13 @@ function curveFigure(host, scenario) {
       labelAt: LABELS_AT[name],
       ys: xs.map((b) => utilisation(methods[name].sync_bytes * sharers(scenario), scenario.step_seconds, b)),
     }));
-    const said = METHODS.map((name) => `${METHOD_NAMES[name]} ${percent(methods[name].utilisation)}`).join(", ");
+    const utilisations = METHODS.map((name) => `${METHOD_NAMES[name]} ${percent(methods[name].utilisation)}`).join(", ");
     lineChart({
       x: { label: "bandwidth of a worker’s link", name: "at", format: bandwidth, log: true, low, high, ticks: [1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12] },
       y: { label: "GPU utilisation", format: percent, low: 0, high: 1 },
       series, height: 240,
       marks: [{ y: scenario.target, label: percent(scenario.target) }, { x: Math.min(high, Math.max(low, scenario.bandwidth)), label: bandwidth(scenario.bandwidth) }],
-      summary: `Utilisation at ${bandwidth(scenario.bandwidth)}: ${said}.`,
+      summary: `Utilisation at ${bandwidth(scenario.bandwidth)}: ${utilisations}.`,
     })(plot, width);
   });
 }
