@@ -26,7 +26,7 @@ from benchmarks.peers import Peer, peers
 from pulse_rl._util.threads import default_threads
 from pulse_rl.patch import build_patch
 from pulse_rl.state.digest import state_digest
-from pulse_rl.study import Bound, bound
+from pulse_rl.study import EntropyBound, entropy_bound
 
 Mapping16 = dict[str, np.ndarray]
 Pair = tuple[Mapping16, Mapping16]
@@ -107,7 +107,7 @@ class Measure:
         self.file_bytes = 0
         self.seconds = {"encode": 0.0, "decode": 0.0, "encode_all": 0.0, "decode_all": 0.0}
 
-    def row(self, model_bytes: int, total: Bound) -> Row:
+    def row(self, model_bytes: int, total: EntropyBound) -> Row:
         gb_s = {k: 1e-9 * model_bytes / s if s else None for k, s in self.seconds.items()}
         per_changed = self.bytes / max(1, total.changed)
         return Row(
@@ -170,9 +170,9 @@ def run_data(data: Data, times: int) -> dict[str, Any]:
     """All rows of one data set, its density and its bound (summed over pairs)."""
     found = peers()
     measures = {name: Measure(name) for name in [*(p.name for p in found), *library.codec_names()]}
-    bounds: list[Bound] = []
+    bounds: list[EntropyBound] = []
     for old, new in data.load():
-        bounds.append(bound(library.state_of(old), library.state_of(new)))
+        bounds.append(entropy_bound(library.state_of(old), library.state_of(new)))
         flat_old, flat_new = [v.reshape(-1) for v in old.values()], [new[k].reshape(-1) for k in old]
         # One repetition is enough for what takes seconds: sizes are the point there.
         repeats = times if sum(v.size for v in flat_old) < 1 << 27 else 1
@@ -180,7 +180,7 @@ def run_data(data: Data, times: int) -> dict[str, Any]:
             measure_peer(peer, flat_old, flat_new, repeats, measures[peer.name])
         for name in library.codec_names():
             measure_codec(name, old, new, times, measures[name])
-    total = Bound(*(sum(getattr(b, f) for b in bounds) for f in Bound.__dataclass_fields__))
+    total = EntropyBound(*(sum(getattr(b, f) for b in bounds) for f in EntropyBound.__dataclass_fields__))
     rows = [m.row(2 * total.elements, total) for m in measures.values()]
     return {
         "data": data.name,
@@ -188,7 +188,7 @@ def run_data(data: Data, times: int) -> dict[str, Any]:
         "changed": total.changed,
         "density": total.changed / total.elements,
         "bound_bytes_per_changed": total.bytes_per_changed,
-        "blind_bound_bytes_per_changed": total.blind_bytes_per_changed,
+        "unconditional_bound_bytes_per_changed": total.unconditional_bytes_per_changed,
         "rows": [asdict(r) for r in rows],
     }
 
@@ -197,7 +197,7 @@ def print_data(result: dict[str, Any], workers: int) -> None:
     print(f"\n{result['data']}: {result['elements'] / 1e6:.1f} M elements, density {result['density']:.4%}")
     print(
         f"order-0 entropy: {result['bound_bytes_per_changed']:.4f} bytes per changed weight given tensor and "
-        f"exponent, {result['blind_bound_bytes_per_changed']:.4f} without"
+        f"exponent, {result['unconditional_bound_bytes_per_changed']:.4f} without"
     )
     print(f"{'':14} bytes per   whole   times  ratio to   1 core, GB/s     {workers} cores, GB/s")
     print(f"{'':14}   changed    file   bound full sync   encode  decode   encode  decode")

@@ -8,6 +8,6 @@ behind links of 1 Gbit/s. Read the files in this order:
 - `jobs`: what a trainer is asked to do, and what it answers
 - `methods`: the methods by name
 - `tasks`: what is trained: real pretrained weights, or the policy of examples/grpo
-- `trainer`: the process of one trainer; `crew` starts four and asks them
+- `trainer`: the process of one trainer; `processes` starts four and sends them jobs
 - `traffic`, `convergence`, `cost`: the three parts, each with its tables; `speed`: one core's GB/s by phase
 """

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loco import convergence, cost, plot, speed, tasks, traffic
-from benchmarks.loco.crew import crew, why_no_network
-from benchmarks.loco.jobs import Job, Trial
+from benchmarks.loco.jobs import Job, JobResult
+from benchmarks.loco.processes import start_trainers, why_no_network
 
 PARTS = ("traffic", "convergence", "cost")
 
@@ -32,28 +32,28 @@ def measure_network(parts: list[str], quick: bool) -> dict[str, Any]:
         print(
             f"{missing}\nHere: trainers on the loopback interface, bytes by the processes' own count, no link to time."
         )
-    trials: list[tuple[Job, Trial]] = []
-    with crew(rate, apart=not missing) as trainers:
+    results: list[tuple[Job, JobResult]] = []
+    with start_trainers(rate, namespaces=not missing) as trainers:
         for job in network_jobs(parts, quick):
-            trials.append((job, trainers.run(job)))
+            results.append((job, trainers.run(job)))
     facts: dict[str, Any] = {"rate": rate}
     if "traffic" in parts:
-        rows = [traffic.row(job, trial) for job, trial in trials]
+        rows = [traffic.row(job, result) for job, result in results]
         print("\n" + traffic.text(rows))
         facts["traffic"] = [asdict(row) for row in rows]
     if "cost" in parts:
-        timed = [cost.row(job, trial) for job, trial in trials if job.dense]
+        timed = [cost.row(job, result) for job, result in results if job.dense]
         speeds = speed.measure(2 if quick else speed.ROUNDS)
         print("\n" + cost.text(timed, rate) + "\n\n" + speed.text(speeds))
         facts |= {"cost": [asdict(row) for row in timed], "speed": asdict(speeds)}
     facts["rounds"] = [
-        {"job": asdict(job), "seen": [[asdict(s) for s in one] for one in trial]} for job, trial in trials
+        {"job": asdict(job), "trainers": [[asdict(r) for r in rounds] for rounds in result]} for job, result in results
     ]
     return facts
 
 
 def measure_convergence(quick: bool, picture: Path | None) -> dict[str, Any]:
-    with crew() as trainers:
+    with start_trainers() as trainers:
         curves = convergence.run(trainers, quick)
     print("\n" + convergence.text(curves))
     if picture:

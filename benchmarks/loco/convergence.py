@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from benchmarks.loco.crew import Crew
-from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, Trial
+from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, JobResult
 from benchmarks.loco.methods import CAST_DIFFERENCE, DDP, DILOCO, METHODS, NO_FEEDBACK, PULSE, PULSE_BF16, TOP_K
+from benchmarks.loco.processes import TrainerProcesses
 from benchmarks.loco.tasks import ARITHMETIC, HELD_OUT
 
 SEEDS = (0, 1, 2, 3)
@@ -49,38 +49,38 @@ def job(method: str, seed: int, rounds: int, fraction: float | None = None) -> J
     return Job(ARITHMETIC, method, lr, rounds, seed, WARM_UP, fraction if method == TOP_K else None, evaluate=True)
 
 
-def curve(job: Job, trial: Trial) -> Curve:
-    rounds = list(zip(*trial, strict=True))
-    seen = [s for of_trainer in trial for s in of_trainer]
+def curve(job: Job, result: JobResult) -> Curve:
+    rounds = list(zip(*result, strict=True))
+    records = [r for of_trainer in result for r in of_trainer]
     return Curve(
         method=job.method,
         seed=job.seed,
-        rewards=[fmean(s.held_out_reward or 0.0 for s in of_round) for of_round in rounds],
-        losses=[fmean(s.held_out_loss or 0.0 for s in of_round) for of_round in rounds],
-        payload_bytes=sum(s.payload_bytes for s in seen) / len(trial),
-        density=fmean(s.density for s in seen),
+        rewards=[fmean(r.held_out_reward or 0.0 for r in of_round) for of_round in rounds],
+        losses=[fmean(r.held_out_loss or 0.0 for r in of_round) for of_round in rounds],
+        payload_bytes=sum(r.payload_bytes for r in records) / len(result),
+        density=fmean(r.density for r in records),
     )
 
 
-def matching_fraction(crew: Crew, rounds: int) -> float:
+def matching_fraction(trainers: TrainerProcesses, rounds: int) -> float:
     """The fraction at which top-k's messages are as long as PULSELoCo's with FP32 values, found on the tuning seed."""
-    pulse = curve(*_run(crew, job(PULSE, TUNING_SEED, rounds)))
-    top_k = curve(*_run(crew, job(TOP_K, TUNING_SEED, rounds, pulse.density)))
+    pulse = curve(*_run(trainers, job(PULSE, TUNING_SEED, rounds)))
+    top_k = curve(*_run(trainers, job(TOP_K, TUNING_SEED, rounds, pulse.density)))
     return pulse.density * pulse.payload_bytes / top_k.payload_bytes
 
 
-def run(crew: Crew, quick: bool) -> list[Curve]:
+def run(trainers: TrainerProcesses, quick: bool) -> list[Curve]:
     """All methods on all seeds, seed by seed, so that a change of the machine's load meets all methods."""
     rounds, seeds = (4, SEEDS[:2]) if quick else (ROUNDS, SEEDS)
-    fraction = matching_fraction(crew, rounds)
-    return [curve(*_run(crew, job(method, seed, rounds, fraction))) for seed in seeds for method in METHODS]
+    fraction = matching_fraction(trainers, rounds)
+    return [curve(*_run(trainers, job(method, seed, rounds, fraction))) for seed in seeds for method in METHODS]
 
 
-def _run(crew: Crew, job: Job) -> tuple[Job, Trial]:
-    return job, crew.run(job)
+def _run(trainers: TrainerProcesses, job: Job) -> tuple[Job, JobResult]:
+    return job, trainers.run(job)
 
 
-def spread(values: list[float]) -> tuple[float, float]:
+def mean_and_deviation(values: list[float]) -> tuple[float, float]:
     """Mean and standard deviation over seeds."""
     return fmean(values), stdev(values)
 
@@ -97,16 +97,16 @@ def text(curves: list[Curve]) -> str:
         "",
         f"{'method':18} {'reward':>16} {'loss':>16} {'density':>8} {'MB':>8} {'1/DiLoCo':>8}",
     ]
-    dense = spread([c.payload_bytes for c in curves if c.method == DILOCO])[0]
+    dense = mean_and_deviation([c.payload_bytes for c in curves if c.method == DILOCO])[0]
     for method in METHODS:
         mine = [c for c in curves if c.method == method]
-        reward, loss = spread([c.reward for c in mine]), spread([c.loss for c in mine])
+        reward, loss = mean_and_deviation([c.reward for c in mine]), mean_and_deviation([c.loss for c in mine])
         payload = fmean(c.payload_bytes for c in mine)
         lines.append(
             f"{method:18} {reward[0]:>7.4f} ± {reward[1]:.4f} {loss[0]:>7.4f} ± {loss[1]:.4f} "
             f"{fmean(c.density for c in mine):>8.2%} {payload / 1e6:>8.2f} {dense / payload:>8.2f}"
         )
-    start = spread([c.rewards[0] for c in curves if c.method == DILOCO])[0]
+    start = mean_and_deviation([c.rewards[0] for c in curves if c.method == DILOCO])[0]
     lines += ["", f"after DiLoCo's first round the reward is {start:.4f}", *verdicts(curves)]
     return "\n".join(lines)
 
@@ -131,17 +131,17 @@ def verdicts(curves: list[Curve]) -> list[str]:
     diloco = {c.seed: c for c in curves if c.method == DILOCO}
     for method in (PULSE, PULSE_BF16, NO_FEEDBACK, TOP_K, CAST_DIFFERENCE, DDP):
         mine = {c.seed: c for c in curves if c.method == method}
-        told = []
+        parts = []
         for what in ("reward", "loss"):
-            mean, deviation = spread([getattr(c, what) for c in diloco.values()])
+            mean, deviation = mean_and_deviation([getattr(c, what) for c in diloco.values()])
             off = fmean(getattr(c, what) for c in mine.values()) - mean
-            paired = spread([getattr(mine[s], what) - getattr(diloco[s], what) for s in diloco])
-            told.append(
+            paired = mean_and_deviation([getattr(mine[s], what) - getattr(diloco[s], what) for s in diloco])
+            parts.append(
                 f"{what} {'yes' if abs(off) <= deviation else 'NO'} (off by {off:+.4f}, deviation {deviation:.4f}; "
                 f"seed by seed {paired[0]:+.4f} ± {paired[1]:.4f})"
             )
         lags = [rounds_behind(mine[s], diloco[s]) for s in diloco]
         known = [lag for lag in lags if lag is not None]
         late = f"; {fmean(known):.1f} rounds behind it" if len(known) == len(lags) else ""
-        lines.append(f"{method} within one standard deviation of DiLoCo? {', '.join(told)}{late}")
+        lines.append(f"{method} within one standard deviation of DiLoCo? {', '.join(parts)}{late}")
     return lines

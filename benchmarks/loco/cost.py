@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 
-from benchmarks.loco.jobs import NOT_STEADY, STEADY_FROM, TRAINERS, Job, Trial
+from benchmarks.loco.jobs import NOT_STEADY, STEADY_FROM, TRAINERS, Job, JobResult
 from benchmarks.loco.methods import DILOCO
 
 LINK = 1e9
@@ -30,18 +30,18 @@ class Row:
         return [a / b for a, b in zip(self.outer, self.dense, strict=True)]
 
 
-def row(job: Job, trial: Trial) -> Row:
+def row(job: Job, result: JobResult) -> Row:
     """Sparse rounds count from the steady ones on; of DiLoCo's, all but the first, which touches new memory."""
-    first = min(2 if job.method == DILOCO else STEADY_FROM, len(trial[0])) - 1
-    rounds = list(zip(*trial, strict=True))[first:]
-    dense = [[s.dense_seconds for s in seen if s.dense_seconds is not None] for seen in rounds]
+    first = min(2 if job.method == DILOCO else STEADY_FROM, len(result[0])) - 1
+    rounds = list(zip(*result, strict=True))[first:]
+    dense = [[r.dense_seconds for r in records if r.dense_seconds is not None] for records in rounds]
     return Row(
-        steady=job.method == DILOCO or len(trial[0]) >= STEADY_FROM,
+        steady=job.method == DILOCO or len(result[0]) >= STEADY_FROM,
         method=job.method,
         lr=job.lr,
-        outer=[max(s.outer_seconds for s in seen) for seen in rounds],
+        outer=[max(r.outer_seconds for r in records) for records in rounds],
         dense=[max(seconds) for seconds in dense],
-        phases={p: median(fmean(s.seconds.get(p, 0.0) for s in seen) for seen in rounds) for p in PHASES},
+        phases={p: median(fmean(r.seconds.get(p, 0.0) for r in records) for records in rounds) for p in PHASES},
     )
 
 
@@ -59,8 +59,9 @@ def text(rows: list[Row], rate: float | None) -> str:
     ]
     for r in rows:
         lines.append(
-            f"{r.method:15} {r.lr:>6g} {len(r.outer):>6} {_spread(r.outer, 1e3, 0):>22} {_spread(r.dense, 1e3, 0):>20} "
-            f"{_spread(r.ratios, 1, 2):>19} | " + " ".join(f"{1e3 * r.phases[p]:>8.0f}" for p in PHASES)
+            f"{r.method:15} {r.lr:>6g} {len(r.outer):>6} {_quartiles(r.outer, 1e3, 0):>22} "
+            f"{_quartiles(r.dense, 1e3, 0):>20} {_quartiles(r.ratios, 1, 2):>19} | "
+            + " ".join(f"{1e3 * r.phases[p]:>8.0f}" for p in PHASES)
         )
     return "\n".join([*lines, "", *verdicts(rows)])
 
@@ -78,6 +79,6 @@ def verdicts(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _spread(values: list[float], scale: float, digits: int) -> str:
+def _quartiles(values: list[float], scale: float, digits: int) -> str:
     low, middle, high = (scale * x for x in quantiles(values, n=4)) if len(values) > 1 else [scale * values[0]] * 3
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"

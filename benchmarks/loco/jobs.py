@@ -1,4 +1,4 @@
-"""What a crew of trainers is asked to do, and what each trainer answers."""
+"""What the trainers are asked to do, and what each of them answers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 class Job:
     """One training run: ``rounds`` times `SYNC_EVERY` inner steps of ``task`` by ``method``.
 
-    ``lr`` rises over the first ``warm_up`` inner steps and stays. ``fraction`` is for top-k alone. ``evaluate``: judge
-    the state after each round. ``dense``: time a dense all-reduce of as many FP32 values after each round.
+    ``lr`` rises over the first ``warm_up`` inner steps and stays. ``fraction`` is for top-k alone. ``evaluate``: after
+    each round, measure reward and loss on held-out problems. ``dense``: after each round, time a dense all-reduce of as
+    many FP32 values.
     """
 
     task: str
@@ -33,10 +34,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RoundRecord:
     """One round as one trainer saw it. Of DDP: as many inner steps as a round has.
 
-    ``payload_bytes``: what it had to say; ``sent_bytes``: what left its process by its own count; ``interface_bytes``:
+    ``payload_bytes``: its own message; ``sent_bytes``: what left its process by its own count; ``interface_bytes``:
     what left its network interface (None without one of its own). ``u32_bytes`` and ``gap16_bytes``: what the same
     entries take as u32 positions or as u16 gaps, with FP32 values. ``seconds`` by phase; ``outer_seconds``: all that
     the round adds to its last inner step; ``dense_seconds``: the dense all-reduce right after it. ``reward``: the mean
@@ -71,5 +72,5 @@ NOT_STEADY = (
     f"NOT the steady state, in which more is sent: some runs ended before round {STEADY_FROM}, their last one counts."
 )
 
-Trial = list[list[Seen]]
-"""What all trainers saw of one job: by trainer, then by round."""
+JobResult = list[list[RoundRecord]]
+"""The records of one job: by trainer, then by round."""

@@ -25,7 +25,7 @@ _OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {
     TOP_K: (TopK, {}),
     CAST_DIFFERENCE: (CastDifference, {}),
 }
-_TIMEOUT = 120.0
+_TIMEOUT_SECONDS = 120.0
 
 Parameters = Mapping[str, torch.Tensor]
 
@@ -33,7 +33,7 @@ Parameters = Mapping[str, torch.Tensor]
 def make_loop(job: Job, parameters: Parameters, optimizer: torch.optim.Optimizer) -> Ddp | OuterLoop:
     """The method's context manager. Four trainers share two cores, so each gets one thread."""
     if job.method == DDP:
-        return Ddp(parameters, optimizer, timeout=_TIMEOUT)
+        return Ddp(parameters, optimizer, timeout_seconds=_TIMEOUT_SECONDS)
     method, settings = _OUTER[job.method]
     if job.fraction is not None:
         settings = settings | {"fraction": job.fraction}
@@ -43,25 +43,25 @@ def make_loop(job: Job, parameters: Parameters, optimizer: torch.optim.Optimizer
         sync_every=SYNC_EVERY,
         outer_lr=OUTER_LR,
         outer_momentum=OUTER_MOMENTUM,
-        timeout=_TIMEOUT,
+        timeout_seconds=_TIMEOUT_SECONDS,
         threads=1,
         **settings,
     )
 
 
-def watch_positions(loop: Ddp | OuterLoop) -> Callable[[], list[Positions]]:
-    """A function that takes the positions which ``loop`` selected in the last round, by block."""
+def record_positions(loop: Ddp | OuterLoop) -> Callable[[], list[Positions]]:
+    """A function that returns the positions that ``loop`` selected in the last round, by block, and forgets them."""
     selected: list[Positions] = []
     if isinstance(loop, PulseLoCo):
         select = loop._select
 
-        def keep(*arrays: Any) -> Positions | None:
+        def record(*arrays: Any) -> Positions | None:
             positions = select(*arrays)
             if positions is not None:
                 selected.append(positions)
             return positions
 
-        loop._select = keep  # type: ignore[assignment, method-assign]
+        loop._select = record  # type: ignore[assignment, method-assign]
 
     def take() -> list[Positions]:
         taken = selected.copy()

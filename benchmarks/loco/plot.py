@@ -1,4 +1,4 @@
-"""The convergence plot: held-out reward by round, and by the bytes that a trainer had to say for it."""
+"""The convergence plot: held-out reward by round, and by the bytes that a trainer had sent by then."""
 
 from __future__ import annotations
 

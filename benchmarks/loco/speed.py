@@ -50,17 +50,17 @@ class Block:
     now: Floats
 
 
-class _Keeper(PulseLoCo):
+class _RecordingPulseLoCo(PulseLoCo):
     """Keeps the blocks of the last round as they were before it."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        self.kept: dict[int, Block] = {}
+        self.last_blocks: dict[int, Block] = {}
         super().__init__(*args, **settings)
 
     def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
         block = next(b for b in self.parameters.blocks if np.shares_memory(b.of(self.theta_flat), theta))
         arrays = (theta, block.of(self.momentum_flat), residual, now)
-        self.kept[block.number] = Block(block.runs, *(a.copy() for a in arrays))
+        self.last_blocks[block.number] = Block(block.runs, *(a.copy() for a in arrays))
         return super()._select(theta, start, now, residual, s)
 
 
@@ -70,14 +70,14 @@ def measure(rounds: int = ROUNDS) -> Speeds:
     ensure(PRETRAINED)
     task = TASKS[PRETRAINED](0, 0)
     optimizer = torch.optim.AdamW(task.masters.values(), lr=LR, weight_decay=0.0)
-    with _Keeper(task.masters, optimizer, sync_every=SYNC_EVERY, threads=1) as loop:
+    with _RecordingPulseLoCo(task.masters, optimizer, sync_every=SYNC_EVERY, threads=1) as loop:
         for step in range(rounds * SYNC_EVERY):
             task.gradient(step)
             for group in optimizer.param_groups:
                 group["lr"] = LR * min(1.0, (step + 1) / WARM_UP)
             optimizer.step()
             task.cast()
-    return time_kernels(list(loop.kept.values()))
+    return time_kernels(list(loop.last_blocks.values()))
 
 
 def time_kernels(blocks: Sequence[Block]) -> Speeds:

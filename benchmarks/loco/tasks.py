@@ -18,10 +18,10 @@ from examples.grpo import policy, task
 from examples.grpo.grpo import group_advantages, grpo_loss, supervised_loss
 
 PRETRAINED, ARITHMETIC = "pretrained weights", "arithmetic"
-WARM = Path(trace.CACHE).parent / "loco" / "warm.pt"
+WARM_START = Path(trace.CACHE).parent / "loco" / "warm.pt"
 PROBLEMS, GROUP = 8, 8
 HELD_OUT = 1024
-_WARM_LR, _WARM_BATCH, _WARM_STEPS, _WARM_REWARD = 2e-3, 128, 400, 0.35
+_WARM_UP_LR, _WARM_UP_BATCH, _WARM_UP_STEPS, _WARM_UP_REWARD = 2e-3, 128, 400, 0.35
 
 
 class Task(Protocol):
@@ -35,7 +35,7 @@ class Task(Protocol):
     def cast(self) -> None:
         """Gives the forward pass the masters' BF16 cast."""
 
-    def judge(self) -> tuple[float, float]:
+    def evaluate(self) -> tuple[float, float]:
         """(reward, loss) on this trainer's share of the held-out problems."""
 
 
@@ -66,7 +66,7 @@ class Pretrained:
     def cast(self) -> None:
         self._policy.flat.copy_(self._flat.bfloat16())
 
-    def judge(self) -> tuple[float, float]:
+    def evaluate(self) -> tuple[float, float]:
         raise NotImplementedError("the cloze prompts have no held-out set")
 
 
@@ -76,7 +76,7 @@ class Arithmetic:
     def __init__(self, seed: int, rank: int) -> None:
         self._seed, self._rank = seed, rank
         self._model = policy.build_model(0)
-        saved = torch.load(WARM, weights_only=True)
+        saved = torch.load(WARM_START, weights_only=True)
         self.masters = {name: Parameter(saved[name].clone()) for name, _ in self._model.named_parameters()}
         self._held_out = held_out()
         self.cast()
@@ -101,7 +101,7 @@ class Arithmetic:
             weight.copy_(master)
 
     @torch.no_grad()
-    def judge(self) -> tuple[float, float]:
+    def evaluate(self) -> tuple[float, float]:
         """The reward is the expected one, the probability of the right answer at temperature 1: no sampling noise. The
         loss is the cross-entropy of the right answers' tokens."""
         problems = self._held_out[self._rank :: TRAINERS]
@@ -140,7 +140,7 @@ def ensure(task_name: str) -> None:
     if task_name == PRETRAINED:
         if not (trace.CACHE / "start.pt").exists():
             trace.load_start(trace.Policy(), trace.CACHE / "start.pt", 0)
-    elif not WARM.exists():
+    elif not WARM_START.exists():
         _warm_up()
 
 
@@ -149,15 +149,15 @@ def _warm_up() -> None:
     model = policy.build_model(0)
     weights = policy.MasterWeights(model)
     without = held_out()
-    for step in range(_WARM_STEPS):
+    for step in range(_WARM_UP_STEPS):
         rng, _ = policy.seeded("warm-up", step)
-        torch.autograd.backward(supervised_loss(model, draw(rng, _WARM_BATCH, set(without))))
-        weights.step(_WARM_LR * min(1.0, (step + 1) / 30))
+        torch.autograd.backward(supervised_loss(model, draw(rng, _WARM_UP_BATCH, set(without))))
+        weights.step(_WARM_UP_LR * min(1.0, (step + 1) / 30))
         if step % 10 == 9:
             reward = expected_reward(model, without)
             print(f"warm-up step {step + 1}: expected reward {reward:.3f}", flush=True)
-            if reward >= _WARM_REWARD:
+            if reward >= _WARM_UP_REWARD:
                 break
     names = [name for name, _ in model.named_parameters()]
-    WARM.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(dict(zip(names, weights.state()["masters"], strict=True)), WARM)
+    WARM_START.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(dict(zip(names, weights.state()["masters"], strict=True)), WARM_START)

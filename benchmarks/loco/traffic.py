@@ -1,11 +1,11 @@
-"""Traffic by method: what a trainer has to say in a round, and what leaves it, beside DiLoCo's and DDP's."""
+"""Traffic by method: the message of a trainer in a round, and all that it sends, beside DiLoCo's and DDP's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks.loco.jobs import NOT_STEADY, STEADY_FROM, SYNC_EVERY, TRAINERS, Job, Trial
+from benchmarks.loco.jobs import NOT_STEADY, STEADY_FROM, SYNC_EVERY, TRAINERS, Job, JobResult
 from benchmarks.loco.methods import DDP, DENSE, DILOCO, PULSE, PULSE_BF16
 from benchmarks.loco.tasks import ARITHMETIC, PRETRAINED
 
@@ -17,8 +17,8 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Row:
-    """Means over trainers and steady rounds. Payload is what one trainer has to say; link is all bytes that leave its
-    process, in a ring, framing and padding and what it passes on included."""
+    """Means over trainers and steady rounds. Payload is one trainer's message; link is all bytes that leave its process
+    in a ring, with framing, padding and what it passes on."""
 
     steady: bool
     task: str
@@ -65,23 +65,23 @@ def jobs(quick: bool) -> list[Job]:
     return found
 
 
-def row(job: Job, trial: Trial) -> Row:
-    first = min(STEADY_FROM, len(trial[0])) - 1
-    seen = [s for rounds in trial for s in rounds[first:]]
+def row(job: Job, result: JobResult) -> Row:
+    first = min(STEADY_FROM, len(result[0])) - 1
+    records = [r for rounds in result for r in rounds[first:]]
 
     def mean(key: str) -> float | None:
-        values = [getattr(s, key) for s in seen]
+        values = [getattr(r, key) for r in records]
         return None if None in values else fmean(values)
 
     return Row(
-        steady=job.method in DENSE or len(trial[0]) >= STEADY_FROM,
+        steady=job.method in DENSE or len(result[0]) >= STEADY_FROM,
         task=job.task,
         lr=job.lr,
         method=job.method,
-        parameters=seen[0].parameters,
-        density=fmean(s.density for s in seen),
-        payload=fmean(s.payload_bytes for s in seen),
-        link=fmean(s.sent_bytes for s in seen),
+        parameters=records[0].parameters,
+        density=fmean(r.density for r in records),
+        payload=fmean(r.payload_bytes for r in records),
+        link=fmean(r.sent_bytes for r in records),
         interface=mean("interface_bytes"),
         u32=mean("u32_bytes"),
         gap16=mean("gap16_bytes"),
@@ -109,7 +109,7 @@ def text(rows: list[Row]) -> str:
     """The tables as lines."""
     lines = [
         f"Traffic of a round of {SYNC_EVERY} inner steps, {TRAINERS} trainers; means of rounds {STEADY_FROM} and up.",
-        "payload: what one trainer has to say. link: all that leaves its process (a ring; heads, padding, passed on).",
+        "payload: one trainer's message. link: all that leaves its process (a ring; headers, padding, passed on).",
         "interface: the same as its network interface counts it, TCP and Ethernet included. Times less: payload than",
         f"dense FP32 values, link than a ring all-reduce of them; than DDP, than {SYNC_EVERY} of these.",
         *([] if all(r.steady for r in rows) else [NOT_STEADY]),
@@ -137,8 +137,8 @@ def _line(row: Row) -> str:
 
 def _plain(row: Row) -> str:
     sizes = [(name, size) for name, size in (("u32", row.u32), ("u16 gaps", row.gap16)) if size is not None]
-    told = [f"{name} {size:,.0f} bytes ({row.dense_payload / size:.1f} times less)" for name, size in sizes]
-    return f"  computed for the same entries, FP32 values and plain positions: {', '.join(told)}"
+    parts = [f"{name} {size:,.0f} bytes ({row.dense_payload / size:.1f} times less)" for name, size in sizes]
+    return f"  computed for the same entries, FP32 values and plain positions: {', '.join(parts)}"
 
 
 def verdicts(rows: list[Row]) -> list[str]:
@@ -146,7 +146,9 @@ def verdicts(rows: list[Row]) -> list[str]:
     lines = []
     for target in TARGETS:
         for r in (r for r in rows if r.method == target.method):
-            told = [f"{what} {x:.1f}, {'yes' if x >= target.times else 'NO'}" for what, x in target.measured(r).items()]
+            parts = [
+                f"{what} {x:.1f}, {'yes' if x >= target.times else 'NO'}" for what, x in target.measured(r).items()
+            ]
             asked = f"at least {target.times:g} times less than {target.than}"
-            lines.append(f"{r.method}, {r.task}, lr {r.lr:g}, {asked}? {'; '.join(told)}")
+            lines.append(f"{r.method}, {r.task}, lr {r.lr:g}, {asked}? {'; '.join(parts)}")
     return lines

@@ -1,4 +1,4 @@
-"""The process of one trainer: jobs as JSON lines on its standard input, one JSON line of `Seen` for each.
+"""The process of one trainer: jobs as JSON lines on its standard input, one JSON line of `RoundRecord`s for each.
 
 python -m benchmarks.loco.trainer RANK RENDEZVOUS [INTERFACE]
 """
@@ -16,16 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, Seen
-from benchmarks.loco.methods import gap16_bytes, make_loop, u32_bytes, watch_positions
+from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, RoundRecord
+from benchmarks.loco.methods import gap16_bytes, make_loop, record_positions, u32_bytes
 from benchmarks.loco.tasks import TASKS
 from pulse_rl.loco import Ddp
 
 _MAX_NORM = 1.0
 
 
-def run(job: Job, rank: int, interface: str | None) -> list[Seen]:
-    """Carries the job out with the others."""
+def run(job: Job, rank: int, interface: str | None) -> list[RoundRecord]:
+    """Does the job together with the other trainers."""
     task = TASKS[job.task](job.seed, rank)
     optimizer = torch.optim.AdamW(task.masters.values(), lr=job.lr, betas=(0.9, 0.999), weight_decay=0.0, foreach=True)
     inner_steps, started = 0, 0.0
@@ -40,9 +40,9 @@ def run(job: Job, rank: int, interface: str | None) -> list[Seen]:
     # Hooks run in the order they were registered in: the clock starts before the outer round, which the loop hooks
     # when it is entered; and gradients are clipped after DDP has averaged them.
     optimizer.register_step_post_hook(before_the_outer_round)
-    seen: list[Seen] = []
+    records: list[RoundRecord] = []
     loop = make_loop(job, task.masters, optimizer)
-    positions = watch_positions(loop)
+    positions = record_positions(loop)
     with loop:
         optimizer.register_step_pre_hook(lambda *_: _clip(task.masters))
         task.cast()
@@ -71,9 +71,9 @@ def run(job: Job, rank: int, interface: str | None) -> list[Seen]:
                 assert done is not None
                 facts = {k: getattr(done, k) for k in ("entries", "payload_bytes", "sent_bytes", "seconds", "root")}
             selected = positions()
-            reward, loss = task.judge() if job.evaluate else (None, None)
-            seen.append(
-                Seen(
+            reward, loss = task.evaluate() if job.evaluate else (None, None)
+            records.append(
+                RoundRecord(
                     number=number,
                     parameters=loop.parameters.count,
                     interface_bytes=None if counted is None or before is None else counted - before,
@@ -88,7 +88,7 @@ def run(job: Job, rank: int, interface: str | None) -> list[Seen]:
                 )
             )
             counted = _interface_bytes(interface)
-    return seen
+    return records
 
 
 def _clip(masters: dict[str, torch.nn.Parameter]) -> None:
@@ -117,8 +117,8 @@ def main() -> None:
     # Whatever a library prints is no answer.
     with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin:
-            seen = run(Job(**json.loads(line)), rank, interface)
-            print(json.dumps([asdict(s) for s in seen]), file=answers, flush=True)
+            records = run(Job(**json.loads(line)), rank, interface)
+            print(json.dumps([asdict(record) for record in records]), file=answers, flush=True)
     dist.destroy_process_group()
 
 

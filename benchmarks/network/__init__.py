@@ -9,5 +9,5 @@ of 10, 50, 200 and 1000 Mbit/s, the trainer behind one of 1 Gbit/s. Read the fil
 - `spec`, `methods`: what the programs share; full syncs and patches behind one face
 - `replay`: a recorded run in real time, where nothing but the links differs
 - `rl`: a real run, where the two cores have to compute as well
-- `run`: starting the programs; `measured`, `table`: their logs, and the plan beside them
+- `run`: starting the programs; `results`, `table`: their logs, and the plan beside them
 """

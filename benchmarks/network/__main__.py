@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.network import reward, shape, table
-from benchmarks.network.measured import Measured, summary
-from benchmarks.network.reward import Learnt
+from benchmarks.network.results import ReplayResult, summary
+from benchmarks.network.reward import RlResult
 from benchmarks.network.run import run
 
 # At 50 Mbit/s a full sync takes ten of these steps.
@@ -48,14 +48,14 @@ def main() -> int:
     try:
         traces = recorded()
         replays = replay_all(folder, traces, arguments.quick)
-        learnt = [] if arguments.quick else learn_all(folder, traces)
+        trained = [] if arguments.quick else train_all(folder, traces)
     except KeyboardInterrupt:
         print("interrupted; the network is gone", file=sys.stderr)
         return 130
     finally:
         if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    return report(replays, learnt, arguments.json)
+    return report(replays, trained, arguments.json)
 
 
 def recorded() -> Path:
@@ -65,7 +65,7 @@ def recorded() -> Path:
     return trace.ensure(runs=[trace.CHAIN_RUN])
 
 
-def replay_all(folder: Path, traces: Path, quick: bool) -> list[Measured]:
+def replay_all(folder: Path, traces: Path, quick: bool) -> list[ReplayResult]:
     found = []
     for method, shaped in REPLAYS:
         seconds = (
@@ -89,7 +89,7 @@ def replay_all(folder: Path, traces: Path, quick: bool) -> list[Measured]:
     return found
 
 
-def learn_all(folder: Path, traces: Path) -> list[Learnt]:
+def train_all(folder: Path, traces: Path) -> list[RlResult]:
     found = []
     for method in RL_RUNS:
         print(f"rl-{method}: {RL_SECONDS:.0f} s", file=sys.stderr, flush=True)
@@ -103,25 +103,25 @@ def learn_all(folder: Path, traces: Path) -> list[Learnt]:
             trace=traces,
             folder=folder / f"rl-{method}",
         )
-        found.append(reward.learnt(spec))
+        found.append(reward.rl_result(spec))
     return found
 
 
-def report(replays: Sequence[Measured], learnt: Sequence[Learnt], file: Path | None) -> int:
+def report(replays: Sequence[ReplayResult], trained: Sequence[RlResult], file: Path | None) -> int:
     """Prints the tables and the claims; the exit status says whether all of them hold."""
     checked = table.claims(replays)
     print(table.text(replays))
     print(f"on the {table.CLAIMED_RATE / 1e6:.0f} Mbit/s link:")
     for claim in checked:
         print(f"  {'yes' if claim.holds else 'NO '} {claim.text}")
-    if learnt:
-        print(f"a real run over the same links, {RL_SECONDS:.0f} s each:\n{reward.text(learnt)}")
+    if trained:
+        print(f"a real run over the same links, {RL_SECONDS:.0f} s each:\n{reward.text(trained)}")
     if file:
         facts = {
             "runs": [asdict(measured) for measured in replays],
             "rows": table.rows(replays),
             "claims": [asdict(claim) for claim in checked],
-            "reinforcement_learning": [asdict(one) for one in learnt],
+            "reinforcement_learning": [asdict(one) for one in trained],
         }
         file.write_text(json.dumps(facts, indent=1) + "\n")
     return 0 if all(claim.holds for claim in checked) else 1

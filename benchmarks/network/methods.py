@@ -103,7 +103,8 @@ class PatchTrainer:
 
     def publish(self) -> Version:
         done = self._publisher.publish(self._weights.state)
-        return Version(done.version, done.root, done.patch_bytes or done.anchor_bytes, done.density)
+        density = None if done.changed is None else done.density
+        return Version(done.version, done.root, done.patch_bytes or done.anchor_bytes, density)
 
 
 class PatchWorker:

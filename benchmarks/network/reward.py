@@ -13,7 +13,7 @@ TRAINER = "trainer"
 
 
 @dataclass(frozen=True)
-class Learnt:
+class RlResult:
     """One run. ``rewards`` are (seconds, expected reward on held-out prompts); the rest are medians or means a step."""
 
     method: str
@@ -27,7 +27,7 @@ class Learnt:
     rewards: tuple[tuple[float, float], ...]
 
 
-def learnt(spec: Spec) -> Learnt:
+def rl_result(spec: Spec) -> RlResult:
     lines = read_log(spec.log(TRAINER))
     steps = [line for line in lines if line["event"] == "step"]
     evaluated = [(line["seconds"], line["reward"]) for line in lines if line["event"] == "evaluated"]
@@ -35,7 +35,7 @@ def learnt(spec: Spec) -> Learnt:
         raise SystemExit(f"{spec.method}: no step was made, or none evaluated; see {spec.folder}")
     densities = [step["density"] for step in steps if step["density"] is not None]
     batches = {worker: [x for x in read_log(spec.log(worker)) if x["event"] == "batch"] for worker in spec.workers}
-    return Learnt(
+    return RlResult(
         method=spec.method,
         steps=len(steps),
         steps_a_minute=60 * len(steps) / evaluated[-1][0],
@@ -52,7 +52,7 @@ def learnt(spec: Spec) -> Learnt:
     )
 
 
-def text(runs: Sequence[Learnt]) -> str:
+def text(runs: Sequence[RlResult]) -> str:
     """One row a method; the reward at the start, at thirds of the time and at the end."""
     head = f"{'method':<8} {'steps':>5} {'/min':>6} {'bytes':>11} {'density':>8} | sync s by worker | reward over time"
     lines = [head, "-" * len(head)]

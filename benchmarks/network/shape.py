@@ -23,8 +23,8 @@ LOCK = Path("/run/pulse-net.lock")
 _SUBNET = "10.77.0"
 
 # A bucket as deep as a patch would let it pass at full speed; at least some packets must fit.
-_BURST_SECONDS, _LEAST_BURST = 0.001, 16_000
-_QUEUE_SECONDS, _LEAST_QUEUE = 0.05, 100_000
+_BURST_SECONDS, _MIN_BURST_BYTES = 0.001, 16_000
+_QUEUE_SECONDS, _MIN_QUEUE_BYTES = 0.05, 100_000
 
 Command = list[str]
 
@@ -79,8 +79,8 @@ def delete_commands(namespaces: Sequence[str]) -> list[Command]:
 
 
 def _bucket(space: str, interface: str, rate: float) -> Command:
-    burst = max(_LEAST_BURST, round(rate / 8 * _BURST_SECONDS))
-    queue = max(_LEAST_QUEUE, round(rate / 8 * _QUEUE_SECONDS))
+    burst = max(_MIN_BURST_BYTES, round(rate / 8 * _BURST_SECONDS))
+    queue = max(_MIN_QUEUE_BYTES, round(rate / 8 * _QUEUE_SECONDS))
     bucket = ["tbf", "rate", f"{rate:.0f}bit", "burst", f"{burst}b", "limit", f"{queue}b"]
     return ["tc", "-n", space, "qdisc", "add", "dev", interface, "root", *bucket]
 

@@ -20,7 +20,7 @@ BUCKET = "pulse"
 THREADS = 1
 POLL_SECONDS = 0.02
 _PINGS = 15
-_PATIENCE = 60.0
+_STORE_START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Spec:
     def make_bucket(self) -> None:
         """Waits until the store answers."""
         request = urllib.request.Request(f"{self.endpoint}/{BUCKET}", method="PUT")
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _STORE_START_SECONDS
         while True:
             try:
                 urllib.request.urlopen(request, timeout=5).close()

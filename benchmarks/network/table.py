@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.network.measured import Measured, Worker
+from benchmarks.network.results import ReplayResult, WorkerResult
 from benchmarks.network.run import GIGABIT
 from benchmarks.network.spec import THREADS
 from pulse_rl.plan import MethodPlan, Scenario, make_plan
@@ -23,7 +23,7 @@ class Claim:
     holds: bool
 
 
-def predicted(run: Measured, worker: Worker, density: float) -> MethodPlan | None:
+def predicted(run: ReplayResult, worker: WorkerResult, density: float) -> MethodPlan | None:
     """The plan for one worker of a shaped run, from what is known without it: link, step, density, and the round trip
     to an idle store. None where the link has no rate."""
     if worker.rate is None:
@@ -50,12 +50,12 @@ def error(measured: float, plan: float) -> float:
     return plan / measured - 1
 
 
-def density_of(runs: Sequence[Measured]) -> float:
+def density_of(runs: Sequence[ReplayResult]) -> float:
     """The trace's density, from a run that published patches."""
     return next(run.density for run in runs if run.density is not None)
 
 
-def rows(runs: Sequence[Measured]) -> list[dict[str, Any]]:
+def rows(runs: Sequence[ReplayResult]) -> list[dict[str, Any]]:
     """One object a worker and run, with the plan beside it."""
     density, found = density_of(runs), []
     for run in runs:
@@ -67,17 +67,17 @@ def rows(runs: Sequence[Measured]) -> list[dict[str, Any]]:
                 row["planned_utilisation_error"] = error(worker.utilisation, plan.worker_utilisation)
                 row["papers_utilisation"] = plan.utilisation
                 row["planned_sync_seconds"] = worker_sync(plan)
-                row["planned_bytes"] = plan.patch_bytes
+                row["planned_bytes"] = plan.sync_bytes
             found.append(row)
     return found
 
 
-def claims(runs: Sequence[Measured]) -> list[Claim]:
+def claims(runs: Sequence[ReplayResult]) -> list[Claim]:
     """Of the 50 Mbit/s link: patches keep 90% of the unshaped utilisation, full leaves less than 10%, plans hold."""
     found = {(run.method, run.shaped): run for run in runs}
     density = density_of(runs)
 
-    def at(method: str, shaped: bool) -> tuple[Measured, Worker]:
+    def at(method: str, shaped: bool) -> tuple[ReplayResult, WorkerResult]:
         run = found[method, shaped]
         index = next(i for i, worker in enumerate(found["full", True].workers) if worker.rate == CLAIMED_RATE)
         return run, run.workers[index]
@@ -99,7 +99,7 @@ def claims(runs: Sequence[Measured]) -> list[Claim]:
     return checked
 
 
-def text(runs: Sequence[Measured]) -> str:
+def text(runs: Sequence[ReplayResult]) -> str:
     """The table as lines."""
     head = (
         f"{'method':<8} {'link':>10} | {'bytes/sync':>11} {'planned':>11} | {'sync s':>7} {'planned':>7} | "

@@ -8,7 +8,7 @@ from benchmarks.study.settings import KS, Settings
 from pulse_rl import State
 from pulse_rl.study.record import BlockRecord, Pair
 from pulse_rl.study.result import study_dict
-from pulse_rl.study.run import spread_out
+from pulse_rl.study.run import evenly_spaced
 from pulse_rl.study.tally import Tally
 
 _CODED = 2
@@ -22,7 +22,7 @@ class Recorder:
         self.density: list[float] = []
         self._tally = Tally(first.specs, KS)
         steady = settings.steady_from
-        coded = {Pair(k, new) for k in KS for new in spread_out(steady + k, settings.steps, _CODED)}
+        coded = {Pair(k, new) for k in KS for new in evenly_spaced(steady + k, settings.steps, _CODED)}
         self._records = [BlockRecord(block, KS, coded) for block in self._tally.blocks]
         self._states = 0
         self.add(first)
@@ -35,8 +35,8 @@ class Recorder:
             latest = record.counts.get(Pair(1, self._states))
             changed += int(latest.changed.sum()) if latest else 0
             record.counts = {p: c for p, c in record.counts.items() if p.new - p.k >= self.settings.steady_from}
-            self._tally.take(record)
-        self._tally.settle()
+            self._tally.add(record)
+        self._tally.finish_pairs()
         if self._states:
             self.density.append(changed / self._tally.elements)
         self._states += 1

@@ -117,8 +117,8 @@ def _by_k(study: dict[str, Any], field: str) -> list[str]:
     return [f"{100 * found[k]:.3f}" for k in KS]
 
 
-def _pair(one: float | None, most: float | None) -> str:
-    return "" if one is None or most is None else f"{100 * one:.2f} / {100 * most:.2f}"
+def _pair(first: float | None, last: float | None) -> str:
+    return "" if first is None or last is None else f"{100 * first:.2f} / {100 * last:.2f}"
 
 
 def _name(r: Result) -> str:

@@ -1,4 +1,4 @@
-"""``python -m examples.loco``: starts ``torchrun`` and the workers, shows what the trainers report, judges the end."""
+"""``python -m examples.loco``: starts ``torchrun`` and the workers, shows their reports, compares the final weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..grpo.processes import JournalReader, PeerVanished, sole_holder
 from ..grpo.rollouts import reports_of
 from ..grpo.settings import STREAM
 from .settings import RunFolder, Settings
-from .table import Event, Table
+from .table import JournalEvent, Table
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 40.0
@@ -92,7 +92,7 @@ def run(settings: Settings, folder: RunFolder, kill: str | None) -> None:
         stop(list(processes.values()))
     table.summarise(time.monotonic() - started)
     print(f"  report     pulse report {folder.root} -o report.html")
-    judge(settings, folder, table.results)
+    compare_roots(settings, folder, table.results)
 
 
 def trainers_command(settings: Settings) -> list[str]:
@@ -125,7 +125,7 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
             process.kill()
 
 
-def judge(settings: Settings, folder: RunFolder, results: dict[int, Event]) -> None:
+def compare_roots(settings: Settings, folder: RunFolder, results: dict[int, JournalEvent]) -> None:
     """Compares the roots of all live models and of a newcomer; raises RunFailed where two differ."""
     if len(results) < settings.trainers:
         raise RunFailed(f"only {len(results)} of {settings.trainers} trainers reported a result")

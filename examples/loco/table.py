@@ -9,7 +9,7 @@ from typing import Any
 
 from .settings import Settings
 
-Event = dict[str, Any]
+JournalEvent = dict[str, Any]
 
 COLUMNS = {
     "round": 5, "steps": 5, "reward": 6, "density": 7, "payload kB": 10, "vs DiLoCo": 9, "vs DDP": 6,
@@ -38,7 +38,7 @@ class Row:
     same: int
 
     @classmethod
-    def of(cls, events: list[Event]) -> Row:
+    def of(cls, events: list[JournalEvent]) -> Row:
         """What the trainers, in rank order, reported of one round."""
         return cls(
             number=events[0]["round"],
@@ -59,14 +59,14 @@ class Row:
 class Table:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.results: dict[int, Event] = {}
+        self.results: dict[int, JournalEvent] = {}
         self.rows: list[Row] = []
         self.before = 0.0
         self.restarts = 0
-        self._rounds: dict[int, dict[int, Event]] = {}
+        self._rounds: dict[int, dict[int, JournalEvent]] = {}
         self._headed = False
 
-    def show(self, rank: int, event: Event) -> None:
+    def show(self, rank: int, event: JournalEvent) -> None:
         """Takes up what a trainer reported."""
         match event["event"]:
             case "warm-up":
@@ -87,7 +87,7 @@ class Table:
             case "result":
                 self.results[rank] = event
 
-    def _print_round(self, events: list[Event]) -> None:
+    def _print_round(self, events: list[JournalEvent]) -> None:
         if not self._headed:
             print(LEGEND)
             print("  ".join(name.rjust(width) for name, width in COLUMNS.items()))
@@ -133,7 +133,7 @@ class Table:
         self._print_traffic()
 
     def _print_traffic(self) -> None:
-        """Bytes of the whole run: what one trainer has to say, and what leaves its process with all-gather or ring."""
+        """Bytes of the whole run: the messages of one trainer, and what leaves its process with all-gather or ring."""
         payload, sent, dense, patch, full = (
             sum(getattr(row, key) for row in self.rows) for key in ("payload", "sent", "dense", "patch", "full")
         )
@@ -150,7 +150,7 @@ class Table:
             ("DDP", ddp, ring * ddp, f"computed; {ddp / payload:.0f} and {ring * ddp / sent:.0f} times more"),
         ]
         print("  traffic    of one trainer   payload   leaves its process")
-        for name, said, left, how in table:
-            print(f"    {name:<10} {said / 1e6:18.1f} MB {left / 1e6:17.1f} MB   {how}")
+        for name, payload_bytes, sent_bytes, how in table:
+            print(f"    {name:<10} {payload_bytes / 1e6:18.1f} MB {sent_bytes / 1e6:17.1f} MB   {how}")
         syncs = f"{patch / 1e6:.1f} MB instead of {full / 1e6:.1f} MB of full syncs"
         print(f"    PULSESync to a worker: {syncs}, {full / patch:.1f} times less")

@@ -64,7 +64,7 @@ class Trainer:
             self.optimizer,
             sync_every=settings.sync_every,
             on_round=self._end_round,
-            timeout=settings.patience,
+            timeout_seconds=settings.patience,
             threads=1,
         )
         if saved is not None:

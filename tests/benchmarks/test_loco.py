@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from benchmarks.loco import convergence, cost, methods, plot, tasks, traffic, trainer
-from benchmarks.loco.jobs import NOT_STEADY, SYNC_EVERY, TRAINERS, Job, Seen, Trial
+from benchmarks.loco.jobs import NOT_STEADY, SYNC_EVERY, TRAINERS, Job, JobResult, RoundRecord
 from tests.support.trainers import Trainer, together
 
 PARAMETERS = 300
 
 
 class Tiny:
-    """A task whose gradients are noise, and which is judged by the norm of its weights."""
+    """A task whose gradients are noise, and which is evaluated by the norm of its weights."""
 
     def __init__(self, seed: int, rank: int) -> None:
         start = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(7)) * 0.02
@@ -34,11 +34,11 @@ class Tiny:
     def cast(self) -> None:
         self.casts += 1
 
-    def judge(self) -> tuple[float, float]:
+    def evaluate(self) -> tuple[float, float]:
         return float(self.masters["w"].norm()), 2.0
 
 
-def carry_out(process: Trainer) -> dict[str, list[Seen]]:
+def carry_out(process: Trainer) -> dict[str, list[RoundRecord]]:
     process.connect("start")
     tasks.TASKS["tiny"] = Tiny
     trainer.TASKS = tasks.TASKS
@@ -81,8 +81,8 @@ def test_plain_layouts() -> None:
     assert methods.gap16_bytes(blocks) == 6 * 4 + 2 * 2
 
 
-def seen(number: int = 6, **facts: object) -> Seen:
-    made = Seen(
+def record(number: int = 6, **facts: object) -> RoundRecord:
+    made = RoundRecord(
         number=number,
         parameters=1000,
         entries=20,
@@ -102,48 +102,48 @@ def seen(number: int = 6, **facts: object) -> Seen:
     return replace(made, **facts)
 
 
-def trial(**facts: object) -> Trial:
+def result(**facts: object) -> JobResult:
     """Five rounds that do not count yet, and two that do."""
-    early = [seen(number, payload_bytes=1, outer_seconds=9.0) for number in range(1, 6)]
-    return [[*early, seen(6, **facts), seen(7, **facts)] for _ in range(TRAINERS)]
+    early = [record(number, payload_bytes=1, outer_seconds=9.0) for number in range(1, 6)]
+    return [[*early, record(6, **facts), record(7, **facts)] for _ in range(TRAINERS)]
 
 
 def test_traffic_ratios() -> None:
     job = Job(tasks.ARITHMETIC, methods.PULSE, 1e-5, 7, 0, 20)
-    row = traffic.row(job, trial())
+    row = traffic.row(job, result())
     assert (row.payload, row.density, row.bytes_per_entry) == (100, 0.02, 5)
     assert (row.dense_payload, row.dense_link) == (4000, 6000)
     diloco, ddp, _ = traffic.TARGETS
     assert diloco.measured(row) == {"payload": 40, "link": 15}
     assert ddp.measured(row) == {"payload": 320, "link": 120}
-    told = traffic.text([row])
+    text = traffic.text([row])
     assert (
         f"{methods.PULSE}, arithmetic, lr 1e-05, at least 17 times less than DiLoCo? payload 40.0, yes; link 15.0, NO"
-        in told
+        in text
     )
-    assert "u32 160 bytes (25.0 times less)" in told
-    short = traffic.row(job, [rounds[:3] for rounds in trial()])
-    assert NOT_STEADY not in told
+    assert "u32 160 bytes (25.0 times less)" in text
+    short = traffic.row(job, [rounds[:3] for rounds in result()])
+    assert NOT_STEADY not in text
     assert NOT_STEADY in traffic.text([row, short])
-    without = traffic.row(job, trial(interface_bytes=None))
+    without = traffic.row(job, result(interface_bytes=None))
     assert without.interface is None
     assert " - |" in traffic.text([without])
 
 
 def test_cost_is_that_of_the_slowest_trainer() -> None:
     job = Job(tasks.PRETRAINED, methods.PULSE, 1e-6, 7, 0, 20, dense=True)
-    measured = trial()
-    measured[2][5] = seen(6, outer_seconds=1.6)
+    measured = result()
+    measured[2][5] = record(6, outer_seconds=1.6)
     row = cost.row(job, measured)
     assert row.outer == [1.6, 0.4]
     assert row.ratios == pytest.approx([2.0, 0.5])
     assert row.phases["gate"] == pytest.approx(0.1)
     assert row.phases["verify"] == 0
     assert "less than a dense all-reduce? NO, 1.25 of it" in cost.text([row], cost.LINK)
-    diloco = cost.row(replace(job, method=methods.DILOCO), trial(outer_seconds=0.8))
-    told = cost.text([cost.row(job, trial()), diloco], None)
+    diloco = cost.row(replace(job, method=methods.DILOCO), result(outer_seconds=0.8))
+    text = cost.text([cost.row(job, result()), diloco], None)
     # Of DiLoCo's rounds all but the first count: four long ones and two short ones.
-    assert "less than a dense all-reduce? yes, 0.50 of it; 0.04 of DiLoCo's outer round" in told
+    assert "less than a dense all-reduce? yes, 0.50 of it; 0.04 of DiLoCo's outer round" in text
 
 
 def curves(**off: float) -> list[convergence.Curve]:
@@ -164,7 +164,7 @@ def test_convergence_verdict() -> None:
 
 
 def test_a_curve_is_the_mean_of_the_trainers() -> None:
-    of_round = [seen(1, held_out_reward=r, payload_bytes=b) for r, b in ((0.1, 10), (0.2, 20), (0.3, 30), (0.6, 40))]
+    of_round = [record(1, held_out_reward=r, payload_bytes=b) for r, b in ((0.1, 10), (0.2, 20), (0.3, 30), (0.6, 40))]
     curve = convergence.curve(convergence.job(methods.PULSE, 1, 1), [[s] for s in of_round])
     assert curve.rewards == pytest.approx([0.3])
     assert curve.payload_bytes == 25

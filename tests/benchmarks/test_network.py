@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.network import methods, replay, reward, shape, table
-from benchmarks.network.measured import Measured, Worker, summary
+from benchmarks.network.results import ReplayResult, WorkerResult, summary
 from benchmarks.network.run import WORKER_RATES, nodes, read_log
 from benchmarks.network.shape import Node, build_commands, delete_commands
 from benchmarks.network.spec import Spec
@@ -180,17 +180,17 @@ def test_torn_lines_are_left_out(tmp_path: Path) -> None:
     assert read_log(tmp_path / "log") == [{"a": 1}]
 
 
-def ideal(method: str, shaped: bool) -> Measured:
+def ideal(method: str, shaped: bool) -> ReplayResult:
     """A run whose workers measure what the planner predicts."""
     workers = []
     for rate in WORKER_RATES:
         scenario = Scenario(22_600_000, 0.003, 0.7, rate, upload_bandwidth=1e9, cores=1)
         plan = make_plan(scenario).methods[method]
         workers.append(
-            Worker(rate if shaped else None, 40, plan.worker_utilisation, 0.1, 1.0, 60.0, 1, 0.0, identical=True)
+            WorkerResult(rate if shaped else None, 40, plan.worker_utilisation, 0.1, 1.0, 60.0, 1, 0.0, identical=True)
         )
     density = None if method == "full" else 0.003
-    return Measured(method, shaped, 0.7, 30.0, 22_600_000, density, 1.0, 0.1, 85.0, 1, tuple(workers))
+    return ReplayResult(method, shaped, 0.7, 30.0, 22_600_000, density, 1.0, 0.1, 85.0, 1, tuple(workers))
 
 
 def test_claims_hold_for_what_was_planned_and_fail_otherwise() -> None:
@@ -198,7 +198,7 @@ def test_claims_hold_for_what_was_planned_and_fail_otherwise() -> None:
     assert all(claim.holds for claim in table.claims(runs))
     assert "DIFFER" not in table.text(runs)
 
-    def with_worker(run: Measured, **changes: object) -> Measured:
+    def with_worker(run: ReplayResult, **changes: object) -> ReplayResult:
         workers = list(run.workers)
         workers[WORKER_RATES.index(table.CLAIMED_RATE)] = replace(workers[1], **changes)  # type: ignore[arg-type]
         return replace(run, workers=tuple(workers))
@@ -219,6 +219,6 @@ def test_reward_over_time(tmp_path: Path) -> None:
     spec.log("trainer").write_text("".join(json.dumps(line) + "\n" for line in [step, step, step, *evaluated]))
     batches = [{"event": "batch", "previous": v - 1, "version": v, "sync_seconds": 0.3} for v in (1, 2)]
     spec.log("worker10").write_text("".join(json.dumps(line) + "\n" for line in batches))
-    run = reward.learnt(spec)
+    run = reward.rl_result(spec)
     assert (run.steps, run.steps_a_minute, run.sync_seconds) == (3, pytest.approx(6), {"worker10": 0.3})
     assert "0.3000 at 30 s" in reward.text([run])

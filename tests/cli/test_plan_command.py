@@ -21,7 +21,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, di
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     facts = planned(capsys, *SEVEN)
-    for key in ("utilisation", "worker_utilisation", "sync_seconds", "bandwidth_for_target", "patch_bytes", "phases"):
+    for key in ("utilisation", "worker_utilisation", "sync_seconds", "bandwidth_for_target", "sync_bytes", "phases"):
         assert list(facts[key]) == list(METHODS)
     assert facts["bandwidth_for_target"]["full"] == pytest.approx(20e9, rel=0.01)
     assert facts["utilisation"]["zstd"] > 0.9
@@ -32,9 +32,19 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SEVEN, "--cores", "4", "--workers", "2", "--shared-link", "--upload-bandwidth", "1Gbit"]) == 0
     out = capsys.readouterr().out
-    assert "14.00 GB" in out
+    assert "14 GB" in out
     assert "40.3 Gbit/s" in out  # twice the paper's 20, for two workers on one link
     assert "context (ours)" in out
+    assert out.endswith("a full sync is faster: on this link, never; at this density, never\n")
+
+
+def test_where_a_full_sync_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = ["--params", "7B", "--density", "0.2", "--step-seconds", "50", "--bandwidth", "50Gbit"]
+    wins = planned(capsys, *fast)["full_wins"]
+    assert main(["plan", *fast]) == 0
+    words = f"on this link, above density {wins['density']:.1%}; at this density, above "
+    assert words in capsys.readouterr().out
+    assert 1e9 < wins["bandwidth"] < 50e9
 
 
 def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,9 +52,9 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
     file.write_text(json.dumps(STUDY))
     link = ["--step-seconds", "1", "--bandwidth", "10MB/s"]
     facts = planned(capsys, "--study", str(file), *link)
-    assert facts["patch_bytes"]["context"] == 5000
-    assert facts["patch_bytes"]["full"] == 2_000_000
-    assert planned(capsys, "--study", str(file), "--params", "2M", *link)["patch_bytes"]["context"] == 10_000
+    assert facts["sync_bytes"]["context"] == 5000
+    assert facts["sync_bytes"]["full"] == 2_000_000
+    assert planned(capsys, "--study", str(file), "--params", "2M", *link)["sync_bytes"]["context"] == 10_000
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 import pulse_rl
 from examples.grpo.rollouts import Origin, Rollouts
-from examples.loco.__main__ import RunFailed, judge
+from examples.loco.__main__ import RunFailed, compare_roots
 from examples.loco.inbox import Inbox, put, waiting
 from examples.loco.settings import RunFolder, Settings
 
@@ -42,13 +42,13 @@ def test_a_killed_trainer_resumes_and_all_models_are_identical_at_the_end(tmp_pa
     assert results[0]["theta"] == results[1]["theta"] != results[0]["root"]
 
     settings = Settings.load(folder.settings)
-    judge(settings, folder, results)
+    compare_roots(settings, folder, results)
     with pytest.raises(RunFailed, match="differ"):
-        judge(settings, folder, {**results, 1: results[1] | {"theta": "0" * 64}})
+        compare_roots(settings, folder, {**results, 1: results[1] | {"theta": "0" * 64}})
     report = tmp_path / f"store/reports/worker-0/{settings.rounds:012d}.json"
     report.write_text(json.dumps(json.loads(report.read_text()) | {"root": "0" * 64}))
     with pytest.raises(RunFailed, match="differ"):
-        judge(settings, folder, results)
+        compare_roots(settings, folder, results)
 
 
 def test_an_inbox_keeps_what_was_taken_until_the_round_is_over_and_drops_what_is_refused() -> None:

@@ -50,7 +50,7 @@ def main() -> None:
             shared = (made["theta"][start:stop], made["momentum"][start:stop], ROUNDINGS[torch.bfloat16])
             entries = (made[f"{key}.positions"], made[f"{key}.{name}"])
             payloads.append(wire.encode(*shared, ((stop - start, row, 0),), entries))  # type: ignore[arg-type]
-        (folder / f"{name}.message").write_bytes(Message.pack(41, wire, payloads))
+        (folder / f"{name}.message").write_bytes(Message(41, wire.code, payloads).to_bytes())
 
 
 if __name__ == "__main__":

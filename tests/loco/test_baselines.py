@@ -33,7 +33,7 @@ def diloco(trainer: Trainer) -> str:
     job = Job(trainer.rank)
     locally: list[torch.Tensor] = []
     job.optimizer.register_step_post_hook(lambda *_: locally.append(job.weights()))
-    with DiLoCo(job.model, job.optimizer, sync_every=2, timeout=10) as loop:
+    with DiLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=10) as loop:
         theta = nn.Parameter(flat(loop.theta()))
         outer = torch.optim.SGD([theta], lr=0.7, momentum=0.9, nesterov=True)
         for _ in range(3):
@@ -63,7 +63,7 @@ def diloco(trainer: Trainer) -> str:
 def ddp(trainer: Trainer) -> None:
     """One process on the joined batch, up to rounding."""
     job, alone = Job(trainer.rank), Job(0)
-    with Ddp(job.model, job.optimizer, timeout=10) as loop:
+    with Ddp(job.model, job.optimizer, timeout_seconds=10) as loop:
         assert same(job.weights(), alone.weights()), "all begin with trainer 0's weights"
         for step in range(4):
             job.step(trainer.rank)
@@ -88,23 +88,23 @@ def ddp(trainer: Trainer) -> None:
 
 def top_k(trainer: Trainer) -> str:
     job = Job(trainer.rank)
-    said: list[Any] = []
-    loop = TopK(job.model, job.optimizer, sync_every=1, fraction=0.02, timeout=10)
+    seen: list[Any] = []
+    loop = TopK(job.model, job.optimizer, sync_every=1, fraction=0.02, timeout_seconds=10)
     job.optimizer.register_step_post_hook(
-        lambda *_: said.append((flat(loop.theta()) - job.weights()) + flat(loop.residual()))
+        lambda *_: seen.append((flat(loop.theta()) - job.weights()) + flat(loop.residual()))
     )
     with loop:
         reference = Reference(flat(loop.theta()))
         for _ in range(3):
             job.step(trainer.rank)
-            s, kept = said[-1], round(0.02 * reference.theta.numel())
+            s, kept = seen[-1], round(0.02 * reference.theta.numel())
             sent = s - flat(loop.residual())
             # Adam's first steps are equal in size: which of the equals are sent is the sender's choice.
             assert s[sent == 0].abs().max() <= s[sent != 0].abs().min()
             assert torch.count_nonzero(sent) == kept
             assert same(sent[sent != 0], s[sent != 0])
             reference.residual = s - sent
-            reference.hear(gathered(sent))
+            reference.outer_step(gathered(sent))
             reference.check(loop)
             assert loop.last_round is not None
             assert loop.last_round.entries == kept
@@ -113,16 +113,16 @@ def top_k(trainer: Trainer) -> str:
 
 def ablation(trainer: Trainer, kind: type[PulseLoCo]) -> str:
     job = Job(trainer.rank)
-    said: list[Any] = []
-    loop = kind(job.model, job.optimizer, sync_every=1, timeout=10)
+    seen: list[Any] = []
+    loop = kind(job.model, job.optimizer, sync_every=1, timeout_seconds=10)
     job.optimizer.register_step_post_hook(
-        lambda *_: said.append((flat(loop.theta()), job.weights(), flat(loop.residual())))
+        lambda *_: seen.append((flat(loop.theta()), job.weights(), flat(loop.residual())))
     )
     with loop:
         reference = Reference(flat(loop.theta()))
         for _ in range(3):
             job.step(trainer.rank)
-            theta, now, residual = said[-1]
+            theta, now, residual = seen[-1]
             s = (theta - now) + (0 if kind is WithoutFeedback else residual)
             before, after = theta.bfloat16(), (theta - s).bfloat16()
             opened, zero = bits(before) != bits(after), torch.zeros(())
@@ -132,7 +132,7 @@ def ablation(trainer: Trainer, kind: type[PulseLoCo]) -> str:
             else:
                 sent = torch.where(opened, before.float() - after.float(), zero)
                 reference.residual = torch.where(opened, zero, s)
-            reference.hear(gathered(sent))
+            reference.outer_step(gathered(sent))
             reference.check(loop)
         assert loop.last_round is not None
         return loop.last_round.root
@@ -153,6 +153,20 @@ def every(trainer: Trainer) -> dict[str, Any]:
 def test_they_equal_plain_torch() -> None:
     found = together(every, SIZE)
     assert found[0] == found[1] == found[2]
+
+
+def test_ddp_can_be_closed_and_entered_again() -> None:
+    job = Job()
+    loop = Ddp(job.model, job.optimizer)
+    loop.close()  # before it was entered: nothing to do
+    for entered in (1, 2):
+        loop.__enter__()
+        job.step(0)
+        assert loop.payload_bytes == entered * 4 * 2927
+        loop.close()
+        loop.close()
+        job.step(0)
+        assert loop.payload_bytes == entered * 4 * 2927, "the hook is gone"
 
 
 @pytest.mark.parametrize("fraction", [0, -1, 1.5, float("nan")])

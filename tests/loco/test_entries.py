@@ -50,11 +50,11 @@ class Block:
 
     def encode(self, wire: Wire) -> bytes:
         entries = (self.positions, self.values(wire))
-        return encode_entries(self.theta, self.momentum, self.rounding, self.runs, *entries, wire.narrow)
+        return encode_entries(self.theta, self.momentum, self.rounding, self.runs, *entries, wire.bf16)
 
     def decode(self, wire: Wire, *payloads: bytes) -> list[tuple[Positions, Floats]]:
         views = [np.frombuffer(p, np.uint8) for p in payloads]
-        return decode_entries(views, self.theta, self.momentum, self.rounding, self.runs, wire.narrow)
+        return decode_entries(views, self.theta, self.momentum, self.rounding, self.runs, wire.bf16)
 
 
 def patterns(x: Floats) -> list[int]:
@@ -71,7 +71,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes(dtype: torch.dtype, wire: Wi
         payload = block.encode(wire)
         common = (patterns(block.theta), patterns(block.momentum), rounding, block.runs)
         entries = dict(zip(block.positions.tolist(), patterns(block.values(wire)), strict=True))
-        assert oracle.decode(payload, *common, wire.narrow) == entries
+        assert oracle.decode(payload, *common, wire.bf16) == entries
         for positions, values in block.decode(wire, payload, payload):
             assert dict(zip(positions.tolist(), patterns(values), strict=True)) == entries
         if not entries:
@@ -80,7 +80,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes(dtype: torch.dtype, wire: Wi
             continue
         count, head, *_ = oracle.head_of(payload)
         assert count == len(entries)
-        assert oracle.encode(*common, entries, wire.narrow, head, oracle.levels_of(payload)) == payload
+        assert oracle.encode(*common, entries, wire.bf16, head, oracle.levels_of(payload)) == payload
     assert empty < 8
 
 
@@ -192,12 +192,14 @@ def test_other_wires_are_refused() -> None:
 
 def test_a_message_is_read_back() -> None:
     payloads = [b"one", b"", b"\0" * 300]
-    message = Message.pack(1 << 40, WIRES[1], payloads)
-    read = Message.unpack(message, 3)
+    message = Message(1 << 40, WIRES[1].code, payloads).to_bytes()
+    read = Message.parse(message, 3)
     assert (read.round, read.wire, [bytes(p) for p in read.payloads]) == (1 << 40, 1, payloads)
     assert message[:16].hex() == "504c534c01010000" + "0000000000010000"
     assert message[24:40].hex() == "03000000" + "03000000" + "00000000" + "2c010000"
-    assert message != Message.pack(1 << 40, WIRES[1], payloads), "the same entries of two trainers are two messages"
+    assert message != Message(1 << 40, WIRES[1].code, payloads).to_bytes(), (
+        "the same entries of two trainers are two messages"
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,9 +217,9 @@ def test_a_message_is_read_back() -> None:
     ],
 )
 def test_a_damaged_message_is_refused(damage: object) -> None:
-    message = Message.pack(7, WIRES[0], [b"one", b"two"])
+    message = Message(7, WIRES[0].code, [b"one", b"two"]).to_bytes()
     with pytest.raises(CorruptMessage):
-        Message.unpack(damage(message), 2)  # type: ignore[operator]
+        Message.parse(damage(message), 2)  # type: ignore[operator]
 
 
 # -- what was written once
@@ -226,9 +228,9 @@ def test_a_damaged_message_is_refused(damage: object) -> None:
 @pytest.mark.parametrize("wire", WIRES, ids=["fp32", "bf16"])
 def test_golden_messages_decode(wire: Wire) -> None:
     """What a release has sent is decoded for ever. (How it chooses levels may change: encoding is not pinned.)"""
-    name = "bf16" if wire.narrow else "fp32"
+    name = "bf16" if wire.bf16 else "fp32"
     block = np.load(GOLDEN / "block.npz")
-    message = Message.unpack((GOLDEN / f"{name}.message").read_bytes(), 3)
+    message = Message.parse((GOLDEN / f"{name}.message").read_bytes(), 3)
     assert (message.round, message.wire) == (41, wire.code)
     theta, momentum = block["theta"], block["momentum"]
     for payload, (start, stop, row), key in zip(message.payloads, block["blocks"].tolist(), "abc", strict=True):
@@ -238,4 +240,4 @@ def test_golden_messages_decode(wire: Wire) -> None:
         np.testing.assert_array_equal(values.view(np.uint32), block[f"{key}.{name}"].view(np.uint32))
         entries = dict(zip(positions.tolist(), patterns(values), strict=True))
         common = (patterns(theta[start:stop]), patterns(momentum[start:stop]), oracle.Rounding(*BF16), list(runs))
-        assert oracle.decode(bytes(payload), *common, wire.narrow) == entries
+        assert oracle.decode(bytes(payload), *common, wire.bf16) == entries

@@ -16,11 +16,11 @@ from tests.support.arrays import Array, misaligned
 from tests.support.loco_reference import bits
 
 DTYPES = list(ROUNDINGS)
-MOST = 2.0**64
+LIMIT = 2.0**64
 
 
-def floats(rng: np.random.Generator, count: int, most: float = np.inf) -> Floats:
-    """Numbers below ``most``: like weights, of any size, beside rounding boundaries, denormal, zero of either sign."""
+def floats(rng: np.random.Generator, count: int, below: float = np.inf) -> Floats:
+    """Numbers of magnitudes under ``below``: weights, any size, beside boundaries, denormal, zero of either sign."""
     anything = rng.integers(0, 1 << 32, count, dtype=np.uint64).astype(np.uint32)
     beside = (anything & 0xFFFF0000) + rng.choice([0, 0x7FFF, 0x8000, 0x8001], count).astype(np.uint32)
     eighths = np.ldexp(rng.integers(-64, 64, count) / 8, rng.integers(-26, 18, count)).astype(np.float32)
@@ -33,7 +33,7 @@ def floats(rng: np.random.Generator, count: int, most: float = np.inf) -> Floats
         eighths,  # ties of float16 and float8, too
     ]
     found = np.choose(rng.integers(0, len(kinds), count), kinds)
-    found[~(np.abs(found) < most)] = 0
+    found[~(np.abs(found) < below)] = 0
     return found
 
 
@@ -59,7 +59,7 @@ def test_the_gate_is_torchs_cast(dtype: torch.dtype, rng: np.random.Generator) -
             theta = floats(rng, 10_007)
             share = np.exp2(-rng.uniform(0, 26, len(theta))) * rng.choice([-1, 1], len(theta))
             for s in ((theta * share).astype(np.float32), floats(rng, len(theta))):
-                s[~(np.abs(s) < MOST)] = 0
+                s[~(np.abs(s) < LIMIT)] = 0
                 if dtype == torch.float8_e4m3fn:
                     # Above its largest number torch gives that number or NaN, depending on torch's version.
                     outside = (np.abs(theta) > 448) | (np.abs(theta - s) > 448)
@@ -78,7 +78,7 @@ def test_every_boundary_is_where_torch_has_it(dtype: torch.dtype) -> None:
     for step in (np.float32(np.inf), np.float32(-np.inf)):
         moved = np.nextafter(between, step)
         for theta, target in ((between, moved), (moved, between)):
-            s = np.where(np.abs(theta - target) < MOST, theta - target, np.float32(0))
+            s = np.where(np.abs(theta - target) < LIMIT, theta - target, np.float32(0))
             assert ((theta - s) == target)[s != 0].all()
             np.testing.assert_array_equal(gated(theta, s, dtype), opened(theta, s, dtype))
     tiny = np.float32([1e-45, -1e-45, 0.0, -0.0])
@@ -108,7 +108,7 @@ def test_all_open_and_all_closed(dtype: torch.dtype, rng: np.random.Generator) -
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 1000])
 def test_s_is_what_the_steps_left_and_the_residual(count: int, rng: np.random.Generator) -> None:
     """(start - now) + residual, in this order, and every entry of every chunk."""
-    theta, start, now, residual = (floats(rng, count, MOST / 4) for _ in range(4))
+    theta, start, now, residual = (floats(rng, count, LIMIT / 4) for _ in range(4))
     out = np.empty_like(theta)
     expected = (start - now) + residual
     found = gate(theta, start, now, residual, out, rounding_of(torch.bfloat16), 100)
@@ -117,7 +117,7 @@ def test_s_is_what_the_steps_left_and_the_residual(count: int, rng: np.random.Ge
     np.testing.assert_array_equal(found - 100, opened(theta, expected, torch.bfloat16))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, MOST, -3e38])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, LIMIT, -3e38])
 @pytest.mark.parametrize("place", [0, 255, 256, 998])
 def test_the_gate_finds_what_is_not_finite_or_far_too_large(value: float, place: int) -> None:
     s = np.zeros(999, np.float32)

@@ -25,14 +25,14 @@ PLACES = ["gate", 1, 2, 3, "update", 4]
 FINISHED = {"update", 4}  # by then the others have all that they need
 
 
-class Course:
-    """One trainer's rounds beside the dense reference. Each tells the others what it is about to send."""
+class CheckedTrainer:
+    """One trainer beside the dense reference. It puts what it is about to send where the others find it."""
 
-    def __init__(self, trainer: Trainer, *, seed: int = 0, timeout: float = 20) -> None:
+    def __init__(self, trainer: Trainer, *, seed: int = 0, timeout_seconds: float = 20) -> None:
         self.trainer, self.job = trainer, Job(seed, lr=1e-3)
         self.s = self.sent = torch.empty(0)
-        self.job.optimizer.register_step_post_hook(lambda *_: self._speak())
-        self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, timeout=timeout)
+        self.job.optimizer.register_step_post_hook(lambda *_: self._put_sent())
+        self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, timeout_seconds=timeout_seconds)
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
@@ -45,15 +45,15 @@ class Course:
     def step(self) -> None:
         self.job.step(self.trainer.rank)
 
-    def _speak(self) -> None:
+    def _put_sent(self) -> None:
         if self.loop.inner_step == 1:
-            self.s, self.sent = copy.deepcopy(self.reference).speak(self.job.weights())
-            self.trainer.say(f"sent-{self.loop.round}", self.sent)
+            self.s, self.sent = copy.deepcopy(self.reference).select(self.job.weights())
+            self.trainer.put(f"sent-{self.loop.round}", self.sent)
 
     def after(self, number: int, ranks: tuple[int, ...]) -> Reference:
-        """The reference after a round in which these ranks were heard."""
+        """The reference after a round in which the messages of these ranks counted."""
         found = copy.deepcopy(self.reference)
-        found.hear([self.trainer.hear(f"sent-{number}", rank) for rank in ranks])
+        found.outer_step([self.trainer.get(f"sent-{number}", rank) for rank in ranks])
         found.residual = self.s - self.sent
         return found
 
@@ -73,7 +73,7 @@ def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:
     """Once; a process that was stopped may go on."""
     exchange = loop._exchange
     assert exchange is not None
-    phase, gathered, calls = loop._phase, exchange._all_gather, 0
+    phase, all_gather, calls = loop._phase, exchange._all_gather_array, 0
 
     @contextmanager
     def entering(name: str) -> Iterator[None]:
@@ -89,26 +89,26 @@ def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:
         calls += 1
         if calls == place:
             lose(how)
-        return gathered(data)
+        return all_gather(data)
 
-    loop._phase, exchange._all_gather = entering, calling  # type: ignore[method-assign]
+    loop._phase, exchange._all_gather_array = entering, calling  # type: ignore[method-assign]
 
 
-def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, timeout: float) -> str:
+def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, timeout_seconds: float) -> str:
     """A round in which ``victim`` is lost; the others go on. Returns theta's root two rounds later."""
     everyone = (0, 1, 2)
     survivors = tuple(rank for rank in everyone if rank != victim)
     trainer.connect("first")
-    with Course(trainer, timeout=timeout) as course:
-        loop = course.loop
-        course.round(everyone)
+    with CheckedTrainer(trainer, timeout_seconds=timeout_seconds) as checked:
+        loop = checked.loop
+        checked.round(everyone)
         if trainer.rank == victim:
             lose_at(loop, place, how)
-        course.step()
+        checked.step()
         started = time.monotonic()
         with pytest.raises(TrainerLost) as caught:
-            course.step()
-        assert time.monotonic() - started < (2 * timeout if how == signal.SIGSTOP else timeout)
+            checked.step()
+        assert time.monotonic() - started < (2 * timeout_seconds if how == signal.SIGSTOP else timeout_seconds)
         assert "rejoin" in caught.value.hint
         with pytest.raises(InputError, match="not met"):  # no second try before they have
             loop._run_round()
@@ -116,20 +116,20 @@ def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, t
         loop.rejoin()
         assert (loop.round, loop.inner_step) == (2, 0)
         # Nothing is lost, nothing is sent twice: theta has taken what was sent, the residual is what is left of s.
-        course.reference = course.after(1, everyone if place in FINISHED else survivors)
-        course.reference.check(loop)
-        course.round(survivors)
-        return course.round(survivors)
+        checked.reference = checked.after(1, everyone if place in FINISHED else survivors)
+        checked.reference.check(loop)
+        checked.round(survivors)
+        return checked.round(survivors)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_the_others_go_on(how: signal.Signals) -> None:
     """In every part of a round; side by side, as most of the time is waiting."""
-    timeout = 20 if how == signal.SIGKILL else 4
+    timeout_seconds = 20 if how == signal.SIGKILL else 4
     groups = []
     for i, place in enumerate(PLACES):
         victim = i % 3
-        groups.append((victim, Group(survive, 3, place, how, victim, timeout, lost=(victim,))))
+        groups.append((victim, Group(survive, 3, place, how, victim, timeout_seconds, lost=(victim,))))
     for victim, group in groups:
         roots = set(group.results())
         assert len(roots) == 2, f"the survivors of {victim} differ"
@@ -140,104 +140,104 @@ def miss_the_end(loop: PulseLoCo) -> None:
     """The next round ends on all others; this trainer loses them when it has sent everything."""
     exchange = loop._exchange
     assert exchange is not None
-    gather = exchange.gather_short
+    all_gather = exchange.all_gather_fixed
 
     def cut_off(message: bytes) -> list[bytes]:
-        gather(message)
+        all_gather(message)
         raise TrainerLost("the line went dead")
 
-    exchange.gather_short = cut_off  # type: ignore[method-assign]
+    exchange.all_gather_fixed = cut_off  # type: ignore[method-assign]
 
 
 def come_back(trainer: Trainer) -> list[str]:
     """Who missed the end of a round, slept through one, comes from a checkpoint, is new, or left in mid-round: all
     join, and what each has not sent is sent later, once. Returns theta's roots."""
     me, roots = trainer.rank, []
-    course = Course(trainer, seed=me, timeout=4)
-    loop = course.loop
+    checked = CheckedTrainer(trainer, seed=me, timeout_seconds=4)
+    loop = checked.loop
     if me != 3:
         trainer.connect("a", (0, 1, 2))
-        course.__enter__()
-        course.round((0, 1, 2))
+        checked.__enter__()
+        checked.round((0, 1, 2))
 
         # Trainer 2 misses the end of round 1, in which its message was counted.
         if me == 2:
             miss_the_end(loop)
-        course.step()
+        checked.step()
         with pytest.raises(TrainerLost):
-            course.step()
+            checked.step()
         assert loop.round == (1 if me == 2 else 2)
         trainer.connect("b", (0, 1, 2))
         loop.rejoin()
-        course.reference = course.after(1, (0, 1, 2))
-        course.reference.check(loop)
-        roots.append(course.round((0, 1, 2)))
+        checked.reference = checked.after(1, (0, 1, 2))
+        checked.reference.check(loop)
+        roots.append(checked.round((0, 1, 2)))
 
         # Trainer 1 sleeps through round 3. The others make a group of two.
         if me == 1:
-            trainer.say("pid", os.getpid())
+            trainer.put("pid", os.getpid())
             lose_at(loop, "gate", signal.SIGSTOP)
-        course.step()
+        checked.step()
         with pytest.raises(TrainerLost):
-            course.step()
+            checked.step()
         assert loop.round == 3
         if me != 1:
             trainer.connect("c", (0, 2))
             loop.rejoin()
-            course.reference = course.after(3, (0, 2))
-            course.reference.check(loop)
+            checked.reference = checked.after(3, (0, 2))
+            checked.reference.check(loop)
         if me == 0:
-            os.kill(trainer.hear("pid", 1), signal.SIGCONT)
+            os.kill(trainer.get("pid", 1), signal.SIGCONT)
 
     # It wakes up, and a new trainer comes.
     everyone = (0, 1, 2, 3)
     trainer.connect("d")
     if me == 3:
-        course.__enter__()
-        assert not course.reference.residual.any()
+        checked.__enter__()
+        assert not checked.reference.residual.any()
         momentum = flat(loop.state_dict()["momentum"])
-        course.reference.outer.state[course.reference.theta] = {"momentum_buffer": momentum}
+        checked.reference.outer.state[checked.reference.theta] = {"momentum_buffer": momentum}
     else:
         loop.rejoin()
     if me == 1:
-        course.reference = course.after(3, (0, 2))
-        course.reference.residual = course.s  # nobody heard it
+        checked.reference = checked.after(3, (0, 2))
+        checked.reference.residual = checked.s  # its message reached nobody
     assert loop.round == 4
-    course.reference.check(loop)
+    checked.reference.check(loop)
     early = loop.state_dict()
-    roots.append(course.round(everyone))
+    roots.append(checked.round(everyone))
 
     # Trainer 3 comes back from a checkpoint of a round that the others have left: what it kept then may have been sent.
     trainer.connect("e")
     if me == 3:
-        assert course.reference.residual.any()
+        assert checked.reference.residual.any()
         loop.load_state_dict(early | {"residual": {k: v + 1 for k, v in early["residual"].items()}})
-        course.reference.residual.zero_()
+        checked.reference.residual.zero_()
     loop.rejoin()
     assert loop.round == 5
-    course.reference.check(loop)
-    roots.append(course.round(everyone))
+    checked.reference.check(loop)
+    roots.append(checked.round(everyone))
 
     # Trainer 1 leaves in mid-round and comes back two rounds later.
     if me == 1:
-        course.step()
-        trainer.meet("two rounds on", everyone)
-        left = (flat(loop.theta()) - course.job.weights()) + flat(loop.residual())
-        course.reference = course.after(6, (0, 2, 3))
-        course.reference = course.after(7, (0, 2, 3))
-        course.reference.residual = left
+        checked.step()
+        trainer.barrier("two rounds on", everyone)
+        left = (flat(loop.theta()) - checked.job.weights()) + flat(loop.residual())
+        checked.reference = checked.after(6, (0, 2, 3))
+        checked.reference = checked.after(7, (0, 2, 3))
+        checked.reference.residual = left
     else:
         trainer.connect("f", (0, 2, 3))
         loop.rejoin()
-        course.round((0, 2, 3))
-        course.round((0, 2, 3))
-        trainer.meet("two rounds on", everyone)
+        checked.round((0, 2, 3))
+        checked.round((0, 2, 3))
+        trainer.barrier("two rounds on", everyone)
     trainer.connect("g")
     loop.rejoin()
     assert loop.round == 8
-    course.reference.check(loop)
-    roots.append(course.round(everyone))
-    course.__exit__()
+    checked.reference.check(loop)
+    roots.append(checked.round(everyone))
+    checked.__exit__()
     return roots
 
 
@@ -252,11 +252,11 @@ def interrupt(message: bytes) -> list[bytes]:
 
 
 def meetings(trainer: Trainer) -> None:
-    """Trainers that do not come, or are lost while they tell the others where they are."""
+    """Trainers that do not come, or are lost in the middle of the rendezvous."""
     # Trainer 1 does not come.
     trainer.connect("a")
     job = Job(trainer.rank)
-    loop = PulseLoCo(job.model, job.optimizer, sync_every=1, timeout=3)
+    loop = PulseLoCo(job.model, job.optimizer, sync_every=1, timeout_seconds=3)
     before = flat(loop.theta())
     if trainer.rank != 1:
         started = time.monotonic()
@@ -265,21 +265,21 @@ def meetings(trainer: Trainer) -> None:
         assert time.monotonic() - started < 10
         assert not job.optimizer._optimizer_step_post_hooks
         assert same(flat(loop.theta()), before)
-    trainer.meet("nobody met", (0, 1, 2))
+    trainer.barrier("nobody met", (0, 1, 2))
 
-    # All but trainer 2 go on for some rounds. It misses a part of what it is told when it comes.
+    # All but trainer 2 go on for some rounds. It loses them in the middle of the state that it fetches.
     if trainer.rank != 2:
         trainer.connect("b", (0, 1))
         loop.__enter__()
         for _ in range(3):
             job.step(trainer.rank)
-    trainer.meet("three rounds on", (0, 1, 2))
+    trainer.barrier("three rounds on", (0, 1, 2))
     trainer.connect("c")
-    broadcast, told = Exchange.broadcast, []
+    broadcast, calls = Exchange.broadcast, []
 
     def half(self: Exchange, array: Any, source: int) -> None:
-        told.append(len(array))
-        if len(told) == 2:
+        calls.append(len(array))
+        if len(calls) == 2:
             if trainer.rank == 2:
                 array[: len(array) // 2] = 7
             raise TrainerLost("the line went dead")
@@ -310,15 +310,15 @@ def meetings(trainer: Trainer) -> None:
     exchange = loop._exchange
     assert exchange is not None
     if trainer.rank == 1:
-        exchange.gather_short = interrupt  # type: ignore[method-assign]
+        exchange.all_gather_fixed = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt if trainer.rank == 1 else TrainerLost):
         job.step(trainer.rank)
     assert loop.round == 4
-    trainer.meet("interrupted", (0, 1, 2))
+    trainer.barrier("interrupted", (0, 1, 2))
     loop.rejoin()
     assert loop.round == 5
-    trainer.say("theta", flat(loop.theta()))
-    assert same(trainer.hear("theta", 0), flat(loop.theta()))
+    trainer.put("theta", flat(loop.theta()))
+    assert same(trainer.get("theta", 0), flat(loop.theta()))
     loop.close()
 
 

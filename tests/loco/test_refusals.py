@@ -53,7 +53,7 @@ def other_model(trainer: Trainer) -> None:
 def not_finite(trainer: Trainer) -> None:
     """NaN and Inf of one trainer stop all of them, name it and the parameter, and nothing has changed anywhere."""
     job = Job()
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout=10, threads=2) as loop:
+    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=10, threads=2) as loop:
         for _ in range(2):
             job.step(trainer.rank)
         for value in (float("nan"), float("-inf")):
@@ -75,8 +75,8 @@ def not_finite(trainer: Trainer) -> None:
         for _ in range(2):
             job.step(trainer.rank)
         assert loop.round == 2
-        trainer.say("after", loop.last_round.root)
-        assert loop.last_round.root == trainer.hear("after", 0)
+        trainer.put("after", loop.last_round.root)
+        assert loop.last_round.root == trainer.get("after", 0)
 
 
 def overflowing(trainer: Trainer) -> None:
@@ -84,7 +84,7 @@ def overflowing(trainer: Trainer) -> None:
     for wire, size in ((torch.bfloat16, 3.4e38), (torch.float32, 3e38)):
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with PulseLoCo(model, optimizer, sync_every=1, wire_dtype=wire, timeout=10) as loop:
+        with PulseLoCo(model, optimizer, sync_every=1, wire_dtype=wire, timeout_seconds=10) as loop:
             before = held(loop)
             for p in model.parameters():
                 p.grad = torch.full_like(p, size if trainer.rank != 1 or wire == torch.float32 else 0.1)
@@ -97,7 +97,7 @@ def differing(trainer: Trainer, flip: Callable[[PulseLoCo], np.ndarray], bits: t
     """One bit of the common state differs on trainer 1: all of them stop. Often the messages cannot even be read."""
     for bit in bits:
         job = Job()
-        with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout=5) as loop:
+        with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
             for _ in range(2):
                 job.step(trainer.rank)
             if trainer.rank == 1:
@@ -111,7 +111,7 @@ def two_states(trainer: Trainer) -> None:
     """Trainers that meet in the same round must hold the same state."""
     for flip in ((lambda loop: loop.theta_flat), (lambda loop: loop.momentum_flat)):
         job = Job()
-        with PulseLoCo(job.model, job.optimizer, sync_every=1, timeout=5) as loop:
+        with PulseLoCo(job.model, job.optimizer, sync_every=1, timeout_seconds=5) as loop:
             job.step(trainer.rank)
             if trainer.rank == 1:
                 flip(loop).view(np.uint32)[47] ^= 1
@@ -124,13 +124,13 @@ def two_states(trainer: Trainer) -> None:
 def damaged(trainer: Trainer, damage: Callable[[PulseLoCo, bytes], bytes]) -> None:
     """Trainer 0 sends something else than it should. Nobody takes any of it."""
     job = Job()
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout=3) as loop:
+    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=3) as loop:
         for _ in range(2):
             job.step(trainer.rank)
         before = held(loop)
         if trainer.rank == 0:
-            speak = loop._speak
-            loop._speak = lambda: (lambda said: (damage(loop, said[0]), said[1]))(speak())  # type: ignore[method-assign]
+            encode = loop._encode_message
+            loop._encode_message = lambda: (lambda message, own: (damage(loop, message), own))(*encode())  # type: ignore[method-assign]
         job.step(trainer.rank)
         with pytest.raises(CorruptMessage, match="could not read"):
             job.step(trainer.rank)
@@ -150,55 +150,55 @@ def nothing(loop: PulseLoCo, message: bytes) -> bytes:
 
 
 def another_round(loop: PulseLoCo, message: bytes) -> bytes:
-    return Message.pack(loop.round + 1, loop._wire, Message.unpack(message, 1).payloads)
+    return Message(loop.round + 1, loop._wire.code, Message.parse(message, 1).payloads).to_bytes()
 
 
 def too_many(loop: PulseLoCo, message: bytes) -> bytes:
-    return Message.pack(loop.round, loop._wire, [b"\xff\xff\x7f" + bytes(20)])
+    return Message(loop.round, loop._wire.code, [b"\xff\xff\x7f" + bytes(20)]).to_bytes()
 
 
 def announced(trainer: Trainer) -> None:
     """A trainer that announces more bytes than any message takes: nobody allocates them."""
-    exchange = Exchange(timeout=5)
+    exchange = Exchange(timeout_seconds=5)
     if trainer.rank == 2:
-        head = struct.pack("<Q", 1 << 50) + sha256(b"").digest()
-        exchange._all_gather(np.frombuffer(head, np.uint8))
+        header = struct.pack("<Q", 1 << 50) + sha256(b"").digest()
+        exchange._all_gather_array(np.frombuffer(header, np.uint8))
     else:
         with pytest.raises(CorruptMessage, match="trainer 2"):
-            exchange.gather(b"hello", most=100)
+            exchange.all_gather(b"hello", max_bytes=100)
     exchange.close()
 
 
 def flip_on_the_way(exchange: Exchange, length: int) -> None:
     """Once, a byte of trainer 2's message changes before it arrives here."""
-    gathered = exchange._all_gather
+    all_gather = exchange._all_gather_array
 
     def flipped(data: Any) -> Any:
-        pieces = gathered(data)
+        pieces = all_gather(data)
         if len(data) >= length:
-            exchange._all_gather = gathered  # type: ignore[method-assign]
+            exchange._all_gather_array = all_gather  # type: ignore[method-assign]
             pieces[2] = pieces[2].copy()
             pieces[2][length - 1] ^= 64
         return pieces
 
-    exchange._all_gather = flipped  # type: ignore[method-assign]
+    exchange._all_gather_array = flipped  # type: ignore[method-assign]
 
 
 def garbled(trainer: Trainer) -> None:
-    exchange = Exchange(timeout=5)
+    exchange = Exchange(timeout_seconds=5)
     if trainer.rank == 1:
         flip_on_the_way(exchange, 50)
         with pytest.raises(CorruptMessage, match="trainer 2"):
-            exchange.gather(bytes(50), most=100)
+            exchange.all_gather(bytes(50), max_bytes=100)
     else:
-        assert exchange.gather(bytes(50), most=100) == [bytes(50)] * 3
+        assert exchange.all_gather(bytes(50), max_bytes=100) == [bytes(50)] * 3
     exchange.close()
 
 
 def garbled_round(trainer: Trainer) -> None:
     """What only one trainer could not read is refused by all, and the next try may succeed."""
     job = Job()
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout=5) as loop:
+    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
         exchange = loop._exchange
         assert exchange is not None
         for _ in range(2):
@@ -236,7 +236,7 @@ def refuse(trainer: Trainer) -> list[str]:
             case(trainer)
         except (PulseError, AssertionError, pytest.fail.Exception) as error:
             failed.append(f"{name}: {type(error).__name__} {error}"[:300])
-        trainer.meet(f"done with {name}", tuple(range(trainer.size)))
+        trainer.barrier(f"done with {name}", tuple(range(trainer.size)))
     return failed
 
 

@@ -38,16 +38,16 @@ def test_rounds_equal_the_dense_algorithm(dtype: torch.dtype, gate: torch.dtype,
     job = Job(dtype=dtype, lr=1e-2 if dtype == torch.bfloat16 else 1e-3)
     loop = PulseLoCo(job.model, job.optimizer, sync_every=3, gate_dtype=gate, wire_dtype=wire, threads=2)
     reference = Reference(flat(loop.theta()), gate_dtype=gate, wire_dtype=wire, model_dtype=dtype)
-    spoken: list[Any] = []
+    selected: list[Any] = []
     job.optimizer.register_step_post_hook(
-        lambda *_: spoken.append(reference.speak(job.weights())) if job.steps % 3 == 0 else None
+        lambda *_: selected.append(reference.select(job.weights())) if job.steps % 3 == 0 else None
     )
     with loop:
         for number in range(5):
             for _ in range(3):
                 job.step(0)
-            s, sent = spoken[-1]
-            reference.hear([sent])
+            s, sent = selected[-1]
+            reference.outer_step([sent])
             reference.check(loop)
             assert same(s, torch.where(sent == 0, flat(loop.residual()), sent + flat(loop.residual()))), (
                 "s is not whole"
@@ -149,10 +149,11 @@ def test_what_cannot_be_used_is_refused(make: Callable[[nn.Module], Any], match:
         make(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("timeout", [0, -1])
-def test_a_timeout_is_positive(timeout: float) -> None:
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_a_timeout_is_positive(seconds: float) -> None:
     job = Job()
-    with pytest.raises(InputError, match="timeout"), PulseLoCo(job.model, job.optimizer, sync_every=1, timeout=timeout):
+    loop = PulseLoCo(job.model, job.optimizer, sync_every=1, timeout_seconds=seconds)
+    with pytest.raises(InputError, match="timeout_seconds"), loop:
         pass
 
 

@@ -19,8 +19,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16 model": {"model_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16},
     "fp16 gate": {"gate_dtype": torch.float16},
     "fp8 gate": {"gate_dtype": torch.float8_e4m3fn},
-    "all silent": {"rate": 1e-12},
-    "all say everything": {"rate": 0.5},
+    "nothing is sent": {"rate": 1e-12},
+    "everything is sent": {"rate": 0.5},
 }
 
 
@@ -36,14 +36,20 @@ def agreed(
     dtype = model_dtype
     rate = rate or (1e-2 if dtype == torch.bfloat16 else (1e-4, 3e-4, 1e-5)[trainer.rank])
     job = Job(seed=trainer.rank, dtype=dtype, lr=rate)
-    spoken: list[tuple[torch.Tensor, torch.Tensor]] = []
+    selected: list[tuple[torch.Tensor, torch.Tensor]] = []
     rounds: list[Round] = []
     loop = PulseLoCo(
-        job.model, job.optimizer, sync_every=2, timeout=10, threads=1 + trainer.rank, on_round=rounds.append, **settings
+        job.model,
+        job.optimizer,
+        sync_every=2,
+        timeout_seconds=10,
+        threads=1 + trainer.rank,
+        on_round=rounds.append,
+        **settings,
     )
-    # Before the loop's own hook: what the trainer is about to say.
+    # Before the loop's own hook: what the trainer is about to send.
     job.optimizer.register_step_post_hook(
-        lambda *_: spoken.append(reference.speak(job.weights())) if job.steps % 2 == 0 else None
+        lambda *_: selected.append(reference.select(job.weights())) if job.steps % 2 == 0 else None
     )
     with loop:
         reference = Reference(flat(loop.theta()), model_dtype=dtype, **settings)
@@ -54,10 +60,10 @@ def agreed(
             job.step(trainer.rank)
             job.step(trainer.rank)
             assert len(rounds) == number + 1
-            s, sent = spoken[-1]
-            heard = [torch.empty_like(sent) for _ in range(trainer.size)]
-            dist.all_gather(heard, sent)
-            reference.hear(heard)
+            s, sent = selected[-1]
+            received = [torch.empty_like(sent) for _ in range(trainer.size)]
+            dist.all_gather(received, sent)
+            reference.outer_step(received)
             reference.check(loop)
             assert same(s, sent + flat(loop.residual()))
             assert rounds[-1].entries == int(torch.count_nonzero(sent))
@@ -75,11 +81,11 @@ def test_every_round_equals_the_dense_algorithm() -> None:
             assert {r.sent_bytes for r in seen} == {2 * (40 + max(r.payload_bytes for r in seen) + 1 + 32)}
             assert {"gate", "exchange", "decode", "update", "verify"} <= seen[0].seconds.keys()
         assert each[1][0].entries == 0, "one trainer sends nothing"
-        if name == "all silent":
+        if name == "nothing is sent":
             assert {r.entries for rounds in each for r in rounds} == {0}
         else:
             assert all(before.root != after.root for before, after in pairwise(each[0]))
             assert each[0][1].entries > 0
     assert len({rounds["fp32"][1].entries for rounds in found}) == 3, "payloads of unequal lengths"
-    assert found[0]["all say everything"][1].density > 0.99
+    assert found[0]["everything is sent"][1].density > 0.99
     assert found[0]["bf16 wire"][0].payload_bytes < 0.8 * found[0]["fp32"][0].payload_bytes

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pulse_rl import InputError, MemoryStore, Publisher, Subscriber
-from pulse_rl.events import PathFailed
+from pulse_rl.events import PathFailed, Published
 from pulse_rl.metrics import PrometheusMetrics
-from tests.metrics.test_metrics import ONE_OF_EACH
+from tests.metrics.test_metrics import ONE_OF_EACH, PUBLISHED
 from tests.support.states import Rng, history
 
 WRITES = {"stream": "policy", "role": "publisher"}
@@ -56,6 +57,17 @@ def test_each_event_counts_where_it_belongs(registry: CollectorRegistry) -> None
     assert value("path_failures_total", kind="not_found", **READS) == 1
     assert value("verification_failures_total", kind="corrupt_patch", **READS) == 1
     assert value("verification_failures_total", kind="not_found", **READS) is None
+
+
+def test_a_version_without_a_patch_leaves_the_density_as_it_was(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Published, "density", property(lambda e: 1.0 if e.changed is None else e.changed / e.elements))
+    metrics = PrometheusMetrics(registry)
+    metrics(PUBLISHED)
+    metrics(replace(PUBLISHED, version=2, changed=None, patch_bytes=0, anchor_bytes=2000))
+    assert registry.get_sample_value("pulse_version", WRITES) == 2
+    assert registry.get_sample_value("pulse_density_ratio", WRITES) == 0.01
 
 
 def test_the_docstring_lists_what_is_registered(registry: CollectorRegistry) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from pulse_rl._util.units import format_bandwidth, format_bytes, format_duration, format_percent
 from pulse_rl.plan import METHODS, MethodPlan, Scenario, make_plan
-from pulse_rl.report import headline, read_run, render
+from pulse_rl.report import read_run, render
 from tests.support import chromium
 from tests.support.chromium import Chromium
 from tests.support.reports import HOSTILE, PARAMETERS, START, published, study, synced, write, write_run
@@ -93,11 +94,11 @@ def table(browser: Chromium) -> dict[str, list[str]]:
 
 def row(plan: MethodPlan) -> list[str]:
     return [
-        headline.size(plan.patch_bytes),
-        headline.duration(plan.sync_seconds),
-        headline.percent(plan.utilisation),
-        headline.percent(plan.worker_utilisation),
-        headline.rate(plan.bandwidth_for_target),
+        format_bytes(plan.sync_bytes),
+        format_duration(plan.sync_seconds),
+        format_percent(plan.utilisation),
+        format_percent(plan.worker_utilisation),
+        format_bandwidth(plan.bandwidth_for_target),
     ]
 
 
@@ -159,7 +160,7 @@ def test_every_figure_is_there(browser: Chromium, pages: dict[str, Path]) -> Non
     assert titles == [
         "Reward", "Density", "Bytes", "Phases", "Workers over time",
         "Sparsity by k", "Cost of a change", "Density by layer type", "Density by size of the weight",
-        "Density over time", "The densest tensors",
+        "Density over time", "Tensors of the highest density",
         "Utilisation by bandwidth", "Where the time of a sync goes",
     ]  # fmt: skip
     assert browser.evaluate("document.querySelectorAll('figure').length") == len(titles)
@@ -175,13 +176,13 @@ def test_every_figure_is_there(browser: Chromium, pages: dict[str, Path]) -> Non
 def test_charts_show_what_the_data_says(browser: Chromium, pages: dict[str, Path]) -> None:
     """Positions of what is drawn, read back through the axes' own ticks."""
     browser.show(pages["short"])
-    said = browser.evaluate(
+    labels = browser.evaluate(
         "[...document.querySelectorAll('svg[role=img]')].map(svg => svg.getAttribute('aria-label'))"
     )
-    assert said[0] == "Reward by version, running mean from 0.5 to 0.502."
-    assert said[1] == "Density by version, mean 1%."
-    assert said[2] == "Patches have 63 MB on average, full syncs 14 GB."
-    assert said[3].startswith("Mean time by phase: publish 4 s")
+    assert labels[0] == "Reward by version, running mean from 0.5 to 0.502."
+    assert labels[1] == "Density by version, mean 1%."
+    assert labels[2] == "Patches have 63 MB on average, full syncs 14 GB."
+    assert labels[3].startswith("Mean time by phase: publish 4 s")
     heights = browser.evaluate(
         "[...document.querySelectorAll('figure')[2].querySelectorAll('path.curve')].slice(-2)"
         ".map(path => path.getBBox().y)"
@@ -215,8 +216,8 @@ def test_moving_sliders_draws_what_the_plan_says(browser: Chromium, pages: dict[
         plan = make_plan(Scenario(**({"params": PARAMETERS, "density": 0.01, "step_seconds": 50.0, "bandwidth": 2e8,
                                       "workers": 4} | changes)))  # fmt: skip
         assert table(browser) == {method: row(plan.methods[method]) for method in METHODS}, name
-        said = browser.evaluate(f"document.querySelector('output[for=plan-{name}]').textContent")
-        assert said == browser.evaluate(f"document.getElementById('plan-{name}').getAttribute('aria-valuetext')")
+        shown = browser.evaluate(f"document.querySelector('output[for=plan-{name}]').textContent")
+        assert shown == browser.evaluate(f"document.getElementById('plan-{name}').getAttribute('aria-valuetext')")
         seen.append(curves(browser))
     *moved, cores = pairwise(seen)
     assert all(before != after for before, after in moved)
@@ -303,8 +304,8 @@ def test_the_pointer_reads_a_chart(browser: Chromium, pages: dict[str, Path]) ->
         "(document.querySelectorAll('figure svg[role=img]')[1].getBoundingClientRect())"
     )
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    said = browser.evaluate("document.querySelectorAll('figure .readout')[1].textContent")
-    assert re.fullmatch(r"version \d+ · density 1%", said)
+    readout = browser.evaluate("document.querySelectorAll('figure .readout')[1].textContent")
+    assert re.fullmatch(r"version \d+ · density 1%", readout)
 
 
 def test_it_prints_on_paper(browser: Chromium, pages: dict[str, Path]) -> None:
@@ -335,8 +336,8 @@ def test_without_a_trainers_events_the_rest_is_drawn(browser: Chromium, folder: 
         browser.show(page)
         assert browser.errors == []
         assert "Workers over time" in browser.evaluate("document.body.innerText")
-    odd = published(1, changed=0, patch_bytes=0)
-    write(folder / "odd/events-trainer.jsonl", [published(0), odd])
-    (folder / "odd.html").write_text(render(run=read_run(folder / "odd")), encoding="utf-8")
-    browser.show(folder / "odd.html")
+    unchanged = published(1, changed=0, patch_bytes=0)
+    write(folder / "unchanged/events-trainer.jsonl", [published(0), unchanged])
+    (folder / "unchanged.html").write_text(render(run=read_run(folder / "unchanged")), encoding="utf-8")
+    browser.show(folder / "unchanged.html")
     assert browser.errors == []

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import quickjs
 
+from pulse_rl._util import units
 from pulse_rl.plan import METHODS, Scenario, make_plan
-from pulse_rl.report import headline
 from pulse_rl.report.document import planner_costs
 
 
@@ -56,7 +56,7 @@ def scenarios(count: int) -> list[Scenario]:
 def expected(scenario: Scenario) -> dict[str, Any]:
     plan = make_plan(scenario)
     methods = {name: {**asdict(m), "sync_seconds": m.sync_seconds} for name, m in plan.methods.items()}
-    return {"methods": methods, "dense_wins": asdict(plan.dense_wins)}
+    return {"methods": methods, "full_wins": asdict(plan.full_wins)}
 
 
 def assert_close(found: Any, wanted: Any, where: str = "") -> None:
@@ -68,8 +68,8 @@ def assert_close(found: Any, wanted: Any, where: str = "") -> None:
         assert found is None, where
     else:
         # Crossovers are differences of nearly equal numbers and ends of a bisection.
-        tolerance = 1e-6 if "dense_wins" in where else 1e-9
-        assert found == pytest.approx(wanted, rel=tolerance, abs=1 if where.endswith("patch_bytes") else 0), where
+        tolerance = 1e-6 if "full_wins" in where else 1e-9
+        assert found == pytest.approx(wanted, rel=tolerance, abs=1 if where.endswith("sync_bytes") else 0), where
 
 
 def test_the_planner_of_the_page_is_the_planner_of_the_library(script: quickjs.Context) -> None:
@@ -82,12 +82,13 @@ def test_the_planner_of_the_page_is_the_planner_of_the_library(script: quickjs.C
 def test_both_read_numbers_alike(script: quickjs.Context) -> None:
     values = [0.0, 1.0, 0.999, 999.4, 999.6, 1000, 1234, 56_789, 3.16e6, 1.4e10, 9.99e11, 2e12, 63_000_000]
     for value in values:
-        assert script.eval(f"bytes({value})") == headline.size(value)
-        assert script.eval(f"bandwidth({value})") == headline.rate(value)
+        assert script.eval(f"bytes({value})") == units.format_bytes(value)
+        assert script.eval(f"bandwidth({value})") == units.format_bandwidth(value)
     for share in [0, 1, 0.5, 0.9926, 0.99, 0.9665, 0.99991, 0.9999999, 0.0335, 0.38e-2, 0.12e-4, 0.49, 0.75, 1 / 3]:
-        assert script.eval(f"percent({share})") == headline.percent(share), share
-    for seconds in [1e-6, 4.2e-5, 0.0123, 0.122, 1.0, 46.0, 89.9, 91, 3600, 5401, 86400, 172_801, 5e6]:
-        assert script.eval(f"seconds({seconds})") == headline.duration(seconds)
+        assert script.eval(f"percent({share})") == units.format_percent(share), share
+    durations = [0.0, 4e-9, 1e-6, 4.2e-5, 0.0009996, 0.0123, 0.122, 0.9994, 0.9996, 1.0, 46.0, 89.9, 91, 3600, 5401]
+    for seconds in [*durations, 86400, 172_801, 5e6]:
+        assert script.eval(f"seconds({seconds})") == units.format_duration(seconds)
     assert script.eval("bytes(null) + percent(null) + seconds(NaN)") == "–––"
 
 

@@ -70,20 +70,18 @@ class Page(HTMLParser):
 
 def test_a_real_run_becomes_a_page(tmp_path: Path, rng: Rng, pulse: Pulse) -> None:
     store, states = MemoryStore(), history(rng, 6)
-    trainer, worker = (
-        JsonLines(tmp_path / "run/events-trainer.jsonl"),
-        JsonLines(tmp_path / "run/events-worker-7.jsonl"),
-    )
-    publisher = Publisher(store, stream="policy", on_event=trainer)
-    subscriber = Subscriber(store, stream="policy", on_event=worker)
     done = []
-    for i, state in enumerate(states):
-        done.append(publisher.publish(state, metadata={"reward": i / 8}))
-        update = subscriber.sync()
-        assert update is not None
-        worker(Applied("policy", update.version, 0.25))
-    trainer.close()
-    worker.close()
+    with (
+        JsonLines(tmp_path / "run/events-trainer.jsonl") as trainer,
+        JsonLines(tmp_path / "run/events-worker-7.jsonl") as worker,
+    ):
+        publisher = Publisher(store, stream="policy", on_event=trainer)
+        subscriber = Subscriber(store, stream="policy", on_event=worker)
+        for i, state in enumerate(states):
+            done.append(publisher.publish(state, metadata={"reward": i / 8}))
+            update = subscriber.sync()
+            assert update is not None
+            worker(Applied("policy", update.version, 0.25))
     facts = pulse.json("report", tmp_path / "run", "-o", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert facts["bytes"] == len(text.encode())
@@ -345,8 +343,12 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
         synced(3, 2, lag=float("inf")),
         {"event": "synced", "time": 1.0, "stream": "policy"},
     ]
-    odd = published(3, metadata={"reward": float("nan")}, phases={"build": "x", "weird": 1.0}, changed=float("inf"))
-    write(tmp_path / "events-trainer.jsonl", [published(0), published(1), *bad, odd, published(4, metadata=None)])
+    incomplete = published(
+        3, metadata={"reward": float("nan")}, phases={"build": "x", "weird": 1.0}, changed=float("inf")
+    )
+    write(
+        tmp_path / "events-trainer.jsonl", [published(0), published(1), *bad, incomplete, published(4, metadata=None)]
+    )
     run = read_run(tmp_path)
     assert run["versions"] == 4
     assert run["workers"] == []

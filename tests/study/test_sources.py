@@ -60,7 +60,7 @@ def folder(tmp_path: Path, states: list[Tensors]) -> Path:
 
 def test_checkpoints_are_ordered_by_the_numbers_in_their_names(folder: Path) -> None:
     found = CheckpointFolder(folder)
-    assert found.states == ["step-7.safetensors", "step-8", "step-9", "step-10.safetensors", "step-11", "step-12"]
+    assert found.state_names == ["step-7.safetensors", "step-8", "step-9", "step-10.safetensors", "step-11", "step-12"]
 
 
 def test_natural_order_of_any_names() -> None:
@@ -94,7 +94,7 @@ def test_the_last_checkpoint_beside_the_folders_of_a_trainer_is_left_out(tmp_pat
     for i in (500, 1000):
         save(tmp_path / f"checkpoint-{i}" / "model.safetensors", states[0])
     save(tmp_path / "model.safetensors", states[1])
-    assert CheckpointFolder(tmp_path).states == ["checkpoint-500", "checkpoint-1000"]
+    assert CheckpointFolder(tmp_path).state_names == ["checkpoint-500", "checkpoint-1000"]
 
 
 def refused(folder: Path, match: str, kind: type[Exception] = InputError) -> None:

@@ -14,10 +14,10 @@ import torch
 from pulse_rl import Bits, InputError, State, patch
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
-from pulse_rl.study import COMPUTE_DTYPES, LAYERS, CastState, bound, layer_of, study
+from pulse_rl.study import COMPUTE_DTYPES, LAYERS, CastState, entropy_bound, layer_of, study
 from pulse_rl.study.entropy import ClassCounts
-from pulse_rl.study.run import spread_out
-from pulse_rl.study.theory import exponent_of, exponent_rows, step_of
+from pulse_rl.study.run import evenly_spaced
+from pulse_rl.study.theory import exponent_of, exponent_rows, ulp_of
 from tests.support.states import Rng
 
 Floats = dict[str, np.ndarray]
@@ -42,11 +42,11 @@ ROW_FIELDS = (
 
 
 class Listed:
-    """A source of states that are at hand."""
+    """A sequence of states that are in memory."""
 
     def __init__(self, states: list[State]) -> None:
         self.name = "listed"
-        self.states = [f"state {i}" for i in range(len(states))]
+        self.state_names = [f"state {i}" for i in range(len(states))]
         self.specs = states[0].specs
         self.spare_bytes = 1 << 30
         self.walks = 0
@@ -70,8 +70,8 @@ def masters(rng: Rng, count: int = 7, lr: float = 1e-3) -> list[Floats]:
     states = [state]
     while len(states) < count:
         state = {k: v + rng.standard_normal(v.shape, np.float32) * np.float32(lr) for k, v in state.items()}
-        odd = state["model.layers.0.mlp.up_proj.weight"]
-        odd[rng.integers(20)] = rng.choice(SPECIAL, 20)
+        special = state["model.layers.0.mlp.up_proj.weight"]
+        special[rng.integers(20)] = rng.choice(SPECIAL, 20)
         states.append(state)
     return states
 
@@ -184,7 +184,7 @@ def test_bytes_are_those_of_patches_and_the_bound_is_that_of_whole_tensors(rng: 
     assert row["bytes_per_changed"] == row["bytes"] / built.header.changed
     zstd = patch.build_patch(states[0], states[3], state_digest(states[0]), codec="zstd")
     assert row["bytes_per_changed_zstd"] == pytest.approx(zstd.nbytes / built.header.changed, rel=1e-4)
-    assert row["entropy_bound"] == pytest.approx(bound(states[0], states[3]).bytes_per_changed)
+    assert row["entropy_bound"] == pytest.approx(entropy_bound(states[0], states[3]).bytes_per_changed)
     assert row["times_bound"] == pytest.approx(row["bytes_per_changed"] / row["entropy_bound"])
     assert 1 < row["times_bound"] < 1.1
     (row,) = rows_of(found, "rows", k=1)
@@ -228,7 +228,7 @@ def test_density_by_exponent(rng: Rng) -> None:
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16)])
 @pytest.mark.parametrize("exponent", [-13, -6, 0])
 def test_updates_below_the_threshold_are_absorbed(dtype: str, torch_dtype: torch.dtype, exponent: int) -> None:
-    threshold = step_of(exponent, DTYPES[dtype]) / 2
+    threshold = ulp_of(exponent, DTYPES[dtype]) / 2
     weight = torch.tensor(1.25 * 2.0**exponent, dtype=torch_dtype)
     assert (weight.double() + 0.99 * threshold).to(torch_dtype) == weight
     assert (weight.double() + 1.01 * threshold).to(torch_dtype) != weight
@@ -259,10 +259,10 @@ def test_the_bound_is_the_entropy_of_flags_and_steps_given_tensor_and_exponent(r
             at = old[name] >> 7 == exponent
             steps = (new[name] - old[name])[at]
             bits += entropy_of((steps != 0).tolist()) + entropy_of(steps[steps != 0].tolist())
-    found = bound(*(State.of({n: Bits(v, "BF16") for n, v in s.items()}) for s in (old, new)))
+    found = entropy_bound(*(State.of({n: Bits(v, "BF16") for n, v in s.items()}) for s in (old, new)))
     assert found.position_bits + found.step_bits == pytest.approx(bits)
     assert found.changed == sum(int((old[n] != new[n]).sum()) for n in "ab")
-    assert found.blind_bits > bits
+    assert found.unconditional_bits > bits
 
 
 NAMES = {
@@ -328,6 +328,6 @@ def test_arguments_that_make_no_sense(rng: Rng, options: Any, match: str) -> Non
 
 
 def test_evenly_spread() -> None:
-    assert spread_out(1, 64, 3) == {1, 33, 64}
-    assert spread_out(5, 6, 3) == {5, 6}
-    assert spread_out(5, 5, 3) == {5}
+    assert evenly_spaced(1, 64, 3) == {1, 33, 64}
+    assert evenly_spaced(5, 6, 3) == {5, 6}
+    assert evenly_spaced(5, 5, 3) == {5}

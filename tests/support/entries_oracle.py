@@ -149,7 +149,7 @@ def code_levels(side: Writer | Reader, levels: list[int], first: int, count: int
 
 
 def code_value(
-    side: Writer | Reader, models: Models, x: int, cls: int, rounding: Rounding, head: Head, narrow: bool, v: int
+    side: Writer | Reader, models: Models, x: int, cls: int, rounding: Rounding, head: Head, bf16: bool, v: int
 ) -> int:
     sides = rounding.sides(x)
     up_is_near = sides[0] <= sides[1]
@@ -158,7 +158,7 @@ def code_value(
     is_near = side.bit(models.near[16 * r + cls % 16], int(goes_up == up_is_near))
     goes_up = is_near == up_is_near
     sign = (x & SIGN) ^ (SIGN if goes_up else 0)
-    if narrow:
+    if bf16:
         size = exponent(v) - head.b
         size = side.symbol(models.sizes[2 * cls + is_near], size if 0 <= size <= 30 else 31)
         if size == 31:
@@ -193,7 +193,7 @@ def encode(
     rounding: Rounding,
     runs: list[tuple[int, int, int]],
     entries: dict[int, int],
-    narrow: bool,
+    bf16: bool,
     head: Head,
     levels: list[int],
 ) -> bytes:
@@ -224,7 +224,7 @@ def encode(
         side.interval(waiting.f(passed + w), waiting.f(passed))
         waiting.set(waiting.beta - (waiting.beta >> 4) + passed + (w >> 2))
         passed, live_until = 0, end
-        code_value(side, models, x, cls, rounding, head, narrow, entries[p])
+        code_value(side, models, x, cls, rounding, head, bf16, entries[p])
     code = side.finish()
     return bytes(out) + len(code).to_bytes(4, "little") + code + side.plain_bytes()
 
@@ -256,7 +256,7 @@ def decode(
     momentum: list[int],
     rounding: Rounding,
     runs: list[tuple[int, int, int]],
-    narrow: bool,
+    bf16: bool,
 ) -> dict[int, int]:
     """The values by their positions."""
     entries: dict[int, int] = {}
@@ -285,6 +285,6 @@ def decode(
         side.interval(waiting.f(passed + w), waiting.f(passed))
         waiting.set(waiting.beta - (waiting.beta >> 4) + passed + (w >> 2))
         passed, place, live_until = 0, None, end
-        entries[p] = code_value(side, models, x, cls, rounding, head, narrow, 0)
+        entries[p] = code_value(side, models, x, cls, rounding, head, bf16, 0)
     assert len(entries) == count
     return entries

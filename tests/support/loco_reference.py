@@ -45,16 +45,16 @@ class Reference:
         self.outer = torch.optim.SGD([self.theta], lr=lr, momentum=momentum, nesterov=True)
 
     @torch.no_grad()
-    def speak(self, now: Flat) -> tuple[Flat, Flat]:
-        """(s, what is sent: zero where the gate is closed) for local weights ``now``; moves the residual."""
+    def select(self, now: Flat) -> tuple[Flat, Flat]:
+        """(s, what is sent: zero where the gate is closed) for local weights ``now``; updates the residual."""
         s = (self.theta.to(self.model_dtype).float() - now) + self.residual
         before, after = self.theta.to(self.gate_dtype), (self.theta - s).to(self.gate_dtype)
         sent = torch.where(bits(before) != bits(after), s.to(self.wire_dtype).float(), torch.zeros(()))
         self.residual = s - sent
         return s, sent
 
-    def hear(self, sent: list[Flat]) -> None:
-        """The dense mean of what all sent, in rank order, and the outer step."""
+    def outer_step(self, sent: list[Flat]) -> None:
+        """The outer step along the mean of what all sent, summed in rank order."""
         total = torch.zeros_like(sent[0])
         for one in sent:
             total += one
@@ -112,7 +112,7 @@ class Job:
 
 
 def root_of(loop: OuterLoop) -> str:
-    """The root of theta as it is now, whatever the last round said."""
+    """The root of theta as it is now, whatever the last round reported."""
     from pulse_rl import state_root
 
     return state_root(dict(loop.theta()))

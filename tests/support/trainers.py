@@ -41,26 +41,26 @@ class Trainer:
         file = f"file://{self.folder}/{name}"
         dist.init_process_group("gloo", init_method=file, rank=ranks.index(self.rank), world_size=len(ranks))
 
-    def say(self, name: str, value: Any = None) -> None:
-        """Leaves a value for the others, whole or not at all."""
+    def put(self, name: str, value: Any = None) -> None:
+        """Publishes a value to the others, atomically."""
         aside = self.folder / f"{name}.{self.rank}.part"
         torch.save(value, aside)
-        aside.rename(self.folder / f"said-{name}.{self.rank}")
+        aside.rename(self.folder / f"value-{name}.{self.rank}")
 
-    def hear(self, name: str, rank: int, seconds: float = 20) -> Any:
-        """What trainer ``rank`` said, as soon as it has."""
-        file = self.folder / f"said-{name}.{rank}"
+    def get(self, name: str, rank: int, seconds: float = 20) -> Any:
+        """The value that trainer ``rank`` has put, as soon as it is there."""
+        file = self.folder / f"value-{name}.{rank}"
         until = time.monotonic() + seconds
         while not file.exists():
-            assert time.monotonic() < until, f"trainer {rank} never said {name!r}"
+            assert time.monotonic() < until, f"trainer {rank} never put {name!r}"
             time.sleep(0.005)
         return torch.load(file, weights_only=False)
 
-    def meet(self, name: str, ranks: tuple[int, ...]) -> None:
-        """Waits until all ``ranks`` are here."""
-        self.say(name)
+    def barrier(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Waits until all ``ranks`` have called it."""
+        self.put(name)
         for rank in ranks:
-            self.hear(name, rank)
+            self.get(name, rank)
 
 
 class Group:

@@ -74,7 +74,7 @@ def test_the_choice_is_the_planners(rng: Rng) -> None:
     """The publisher changes its mind at the density at which the planner says that a full sync wins."""
     chain = states(rng)
     scenario = Scenario(params=ELEMENTS + 7, density=0.01, step_seconds=1, bandwidth=FAST, cores=1)
-    where = make_plan(scenario).dense_wins.density
+    where = make_plan(scenario).full_wins.density
     assert where is not None
     for share, anchored in ((0.98 * where, False), (1.02 * where, True)):
         done = publish_all([chain[0], changed(chain[0], share, rng)], MemoryStore(), mode="auto", bandwidth=FAST)

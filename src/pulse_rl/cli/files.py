@@ -10,13 +10,14 @@ from typing import Any
 from .. import codec as codecs
 from .. import patch
 from .._util.files import write_atomically
+from .._util.units import format_bytes
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
 from ..patch import Patch
 from ..patch.header import MAGIC, PatchHeader
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..state.digest import state_digest
-from .output import Console, size
+from .output import Console
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
@@ -138,8 +139,9 @@ def _facts(header: PatchHeader, nbytes: int) -> dict[str, Any]:
 def _lines(facts: dict[str, Any], name: str) -> list[str]:
     per_changed = facts["bytes_per_changed"]
     cost = f", {per_changed:.3f} bytes per changed element" if per_changed else ""
+    patch_bytes, dense_bytes = format_bytes(facts["patch_bytes"]), format_bytes(facts["dense_bytes"])
     return [
-        f"{name}: {size(facts['patch_bytes'])} for {size(facts['dense_bytes'])}, {facts['ratio']:.1f} times smaller",
+        f"{name}: {patch_bytes} for {dense_bytes}, {facts['ratio']:.1f} times smaller",
         f"  {facts['changed']:,} of {facts['elements']:,} elements changed (density {facts['density']:.4%}){cost}",
         f"  from root {facts['base_root']}",
         f"  to root   {facts['target_root']}",

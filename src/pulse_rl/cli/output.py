@@ -66,21 +66,3 @@ class Console:
         if self._shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
             self._shown = False
-
-
-def size(nbytes: float) -> str:
-    """A length in decimal units, as networks count."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"
-
-
-def rate(bits_per_second: float) -> str:
-    """A bandwidth in the unit that suits it."""
-    for unit in ("bit/s", "kbit/s", "Mbit/s"):
-        if bits_per_second < 1000:
-            return f"{bits_per_second:.3g} {unit}"
-        bits_per_second /= 1000
-    return f"{bits_per_second:.3g} Gbit/s"

@@ -8,37 +8,46 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .._util.units import format_bandwidth, format_bytes, format_duration
 from ..errors import InputError
 from ..plan import METHODS, Plan, Scenario, from_study, make_plan, parse_bandwidth, parse_count
-from .output import Console, rate, size
+from .output import Console
 
-_LABELS = {"full": "full", "zstd": "zstd (the paper's)", "context": "context (ours)"}
+_LABELS = {"full": "full sync", "zstd": "zstd (the paper's)", "context": "context (ours)"}
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command to ``commands``, argparse's sub-parsers."""
-    command = commands.add_parser("plan", help="predict bytes, seconds and GPU utilisation of a sync")
+    command = commands.add_parser("plan", help="predict the bytes, time and GPU utilisation of a sync")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--params", metavar="N", help="parameters: 7B, 0.5B, 22.6M")
-    command.add_argument("--density", metavar="D", help="changed / all weights in one step: 0.01")
+    command.add_argument("--params", metavar="N", help="number of parameters: 7B, 0.5B, 22.6M")
+    command.add_argument("--density", metavar="D", help="share of weights that a step changes: 0.01")
+    command.add_argument("--study", metavar="FILE", help="take --params and --density from the JSON of `pulse study`")
+    command.add_argument("--step-seconds", required=True, metavar="T", help="seconds of computing in a step")
     command.add_argument(
-        "--study", metavar="FILE", help="the JSON of `pulse study`, in place of --params and --density"
+        "--bandwidth", required=True, metavar="B", help="bandwidth of a worker's link: 0.2Gbit, 10MB/s"
     )
-    command.add_argument("--step-seconds", required=True, metavar="T", help="seconds that a step computes")
-    command.add_argument("--bandwidth", required=True, metavar="B", help="of a worker's link: 0.2Gbit, 10MB/s")
-    command.add_argument("--upload-bandwidth", metavar="B", help="of the trainer's link (default: as a worker's)")
-    command.add_argument("--workers", default="1", metavar="W", help="each on a link of its own (default 1)")
-    command.add_argument("--shared-link", action="store_true", help="all workers load through one link")
-    command.add_argument("--cores", default="8", metavar="C", help="at the trainer and at each worker (default 8)")
-    command.add_argument("--round-trip", default="0", metavar="SECONDS", help="to the store (default 0)")
-    command.add_argument("--target", default="0.9", metavar="U", help="wanted GPU utilisation (default 0.9)")
+    command.add_argument("--upload-bandwidth", metavar="B", help="bandwidth of the trainer's link (default: same)")
+    command.add_argument(
+        "--workers", default="1", metavar="W", help="number of workers, each on its own link (default 1)"
+    )
+    command.add_argument("--shared-link", action="store_true", help="all workers share one link")
+    command.add_argument(
+        "--cores", default="8", metavar="C", help="CPU cores of the trainer and of each worker (default 8)"
+    )
+    command.add_argument(
+        "--round-trip-seconds", default="0", metavar="SECONDS", help="round-trip time to the store (default 0)"
+    )
+    command.add_argument("--target", default="0.9", metavar="U", help="GPU utilisation to aim at (default 0.9)")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     measured = from_study(_read(args.study)) if args.study else None
     if measured is None and (args.params is None or args.density is None):
-        raise InputError("how many parameters change is not known", hint="Give --params and --density, or --study.")
+        raise InputError(
+            "the number of changed parameters is not known", hint="Give --params and --density, or --study."
+        )
     plan = make_plan(
         Scenario(
             params=measured.params if measured and args.params is None else parse_count(args.params),
@@ -49,7 +58,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             workers=parse_count(args.workers),
             shared_link=args.shared_link,
             cores=parse_count(args.cores),
-            round_trip_seconds=_number("--round-trip", args.round_trip),
+            round_trip_seconds=_number("--round-trip-seconds", args.round_trip_seconds),
             target=_number("--target", args.target),
             param_bytes=measured.param_bytes if measured else 2.0,
             bytes_per_changed=measured.bytes_per_changed if measured else {},
@@ -67,31 +76,33 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "worker_utilisation": {name: methods[name].worker_utilisation for name in METHODS},
         "sync_seconds": {name: methods[name].sync_seconds for name in METHODS},
         "bandwidth_for_target": {name: methods[name].bandwidth_for_target for name in METHODS},
-        "patch_bytes": {name: methods[name].patch_bytes for name in METHODS},
+        "sync_bytes": {name: methods[name].sync_bytes for name in METHODS},
         "phases": {name: methods[name].phases for name in METHODS},
-        "dense_wins": asdict(plan.dense_wins),
+        "full_wins": asdict(plan.full_wins),
         "inputs": asdict(plan.scenario),
     }
 
 
 def _lines(plan: Plan) -> list[str]:
-    inputs, wins = plan.scenario, plan.dense_wins
+    inputs, wins = plan.scenario, plan.full_wins
     lines = [
         f"{inputs.params:,} parameters, density {inputs.density:.3%}, {inputs.step_seconds:g} s a step, "
-        f"{rate(inputs.bandwidth)} to each worker",
-        f"  {'':18} {'a sync':>10} {'utilisation':>12} {'of a worker':>14} {'sync':>10}  for {inputs.target:.0%}",
+        f"{format_bandwidth(inputs.bandwidth)} to each worker",
+        f"  {'':18} {'bytes/sync':>10} {'utilisation':>12} {'of a worker':>14} {'time/sync':>10}  "
+        f"bandwidth for {inputs.target:.0%}",
     ]
     for name in METHODS:
         m = plan.methods[name]
+        needed = format_bandwidth(m.bandwidth_for_target)
         lines.append(
-            f"  {_LABELS[name]:18} {size(m.patch_bytes):>10} {m.utilisation:>12.1%} {m.worker_utilisation:>14.1%} "
-            f"{_seconds(m.sync_seconds):>10}  {rate(m.bandwidth_for_target)}"
+            f"  {_LABELS[name]:18} {format_bytes(m.sync_bytes):>10} {m.utilisation:>12.1%} "
+            f"{m.worker_utilisation:>14.1%} {format_duration(m.sync_seconds):>10}  {needed}"
         )
-    phases = ", ".join(f"{name} {_seconds(s)}" for name, s in plan.methods["context"].phases.items())
+    phases = ", ".join(f"{name} {format_duration(s)}" for name, s in plan.methods["context"].phases.items())
     lines.append(f"  context: {phases}")
-    over = f"above density {wins.density:.1%}" if wins.density is not None else "at no density"
-    beyond = f"above {rate(wins.bandwidth)}" if wins.bandwidth is not None else "at no bandwidth"
-    lines.append(f"  a full sync takes less time {over} on this link, {beyond} at this density")
+    over = f"above density {wins.density:.1%}" if wins.density is not None else "never"
+    beyond = f"above {format_bandwidth(wins.bandwidth)}" if wins.bandwidth is not None else "never"
+    lines.append(f"  a full sync is faster: on this link, {over}; at this density, {beyond}")
     return lines
 
 
@@ -107,7 +118,3 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise InputError(f"{option} is {text!r}, not a number") from None
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"

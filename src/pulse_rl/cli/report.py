@@ -1,4 +1,4 @@
-"""The command report: one HTML page of a run, a study, or both."""
+"""The command report: a run, a study, or both as one HTML page."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .._util.files import write_atomically
+from .._util.units import format_bytes
 from ..errors import InputError
 from ..report import read_run, render
-from .output import Console, size
+from .output import Console
 
 STUDY_NAME = "study.json"
 
@@ -20,10 +21,10 @@ def add_parser(commands: Any) -> None:
     command = commands.add_parser("report", help="draw a run or a study as one HTML page")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument(
-        "source", metavar="RUN", help="a folder with events*.jsonl, study.json or both; or one such file"
+        "source", metavar="RUN", help="a folder with events*.jsonl, study.json or both, or one such file"
     )
-    command.add_argument("-o", "--output", required=True, metavar="HTML")
-    command.add_argument("--stream", metavar="S", help="which one, where the run has events of several")
+    command.add_argument("-o", "--output", required=True, metavar="HTML", help="the page to write")
+    command.add_argument("--stream", metavar="S", help="the stream to draw, if the run has several")
     command.set_defaults(run=run)
 
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     shown = {"run": drawn is not None, "study": study is not None}
     facts = {"output": str(out), "bytes": len(page), **shown, "summary": drawn["summary"] if drawn else None}
     what = " and ".join(name for name, there in shown.items() if there)
-    console.result(facts, [f"{out}: the {what} on one page, {size(len(page))}"])
+    console.result(facts, [f"{out}: the {what} on one page, {format_bytes(len(page))}"])
     return 0
 
 

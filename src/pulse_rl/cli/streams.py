@@ -6,6 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
+from .._util.units import format_bytes
 from ..errors import EmptyStream, FormatError, InputError, StoreUnavailable, UnsupportedTensor
 from ..maintenance.fold import fold_stream
 from ..maintenance.gc import gc_stream
@@ -18,7 +19,7 @@ from ..stream.signing import Signer
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
-from .output import Console, size
+from .output import Console
 
 
 def publish(args: argparse.Namespace, console: Console) -> int:
@@ -46,9 +47,9 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         "seconds": round(done.seconds, 6),
     }
     if done.changed is None:
-        cost = f"an anchor of {size(done.anchor_bytes)}"
+        cost = f"an anchor of {format_bytes(done.anchor_bytes)}"
     else:
-        cost = f"{size(done.patch_bytes)} for {size(done.dense_bytes)}, {done.ratio:.1f} times smaller"
+        cost = f"{format_bytes(done.patch_bytes)} for {format_bytes(done.dense_bytes)}, {done.ratio:.1f} times smaller"
     console.result(facts, [f"version {done.version} of {done.stream}: {cost}, root {done.root}"])
     return 0
 
@@ -125,7 +126,7 @@ def gc(args: argparse.Namespace, console: Console) -> int:
         "dry_run": args.dry_run,
     }
     verb = "would go" if args.dry_run else "deleted"
-    line = f"{len(plan.names)} objects {verb}, {size(plan.nbytes)}, {len(plan.versions)} versions"
+    line = f"{len(plan.names)} objects {verb}, {format_bytes(plan.nbytes)}, {len(plan.versions)} versions"
     console.result(facts, [f"{line}; version {plan.oldest} is the oldest left"])
     return 0
 
@@ -174,5 +175,5 @@ def _write_out(out: Path, subscriber: Subscriber, update: Update, console: Conso
         "payload_bytes": update.payload_bytes,
         "seconds": round(update.seconds, 6),
     }
-    line = f"version {update.version}: {size(update.payload_bytes)} fetched, root {update.root} verified"
+    line = f"version {update.version}: {format_bytes(update.payload_bytes)} fetched, root {update.root} verified"
     console.result(facts, [line])

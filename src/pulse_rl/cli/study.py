@@ -1,4 +1,4 @@
-"""The command study: how sparse the updates between saved states are, and what sending them costs."""
+"""The command study: how sparse the updates between saved states are, and what it costs to send them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from .._util.files import write_atomically
+from .._util.units import format_bandwidth, format_bytes
 from ..events import progress_to
 from ..report import render
 from ..state.cast import cast_specs
 from ..state.tensors import TensorSpec
-from ..study import COMPUTE_DTYPES, DEFAULT_KS, STEP_SECONDS, CheckpointFolder, Source, StoredStream, study
-from .output import Console, rate, size
+from ..study import COMPUTE_DTYPES, DEFAULT_KS, STEP_SECONDS, CheckpointFolder, StateSequence, StoredStream, study
+from .output import Console
 
 _SHOWN_TENSORS = 8
 _SHOWN_SHARE = 1e-3
@@ -20,31 +21,40 @@ _SHOWN_SHARE = 1e-3
 
 def add_parser(commands: Any) -> None:
     """Adds the command to ``commands``, argparse's sub-parsers."""
-    command = commands.add_parser("study", help="measure the sparsity between saved states, and what a sync costs")
-    command.add_argument("source", metavar="SOURCE", help="a folder of checkpoints, or with --stream a store")
+    command = commands.add_parser("study", help="measure the sparsity of updates between saved states")
+    command.add_argument("source", metavar="SOURCE", help="a folder of checkpoints; with --stream, a store")
     command.add_argument("--stream", metavar="S", help="study the versions of this stream")
     command.add_argument(
         "--dtype",
         type=str.upper,
         choices=list(COMPUTE_DTYPES),
         default="BF16",
-        help="wider weights are cast to it (default BF16)",
+        help="compute dtype; wider weights are cast to it (default: BF16)",
     )
     command.add_argument(
-        "--k", type=int, nargs="+", default=list(DEFAULT_KS), metavar="K", help="states apart (default: 1 2 4 … 32)"
+        "--k",
+        type=int,
+        nargs="+",
+        default=list(DEFAULT_KS),
+        metavar="K",
+        help="compare states that are K apart (default: 1 2 4 … 32)",
     )
-    command.add_argument("--lr", type=float, metavar="LR", help="the learning rate, to print what theory predicts")
+    command.add_argument("--lr", type=float, metavar="LR", help="learning rate: adds the density that theory predicts")
     command.add_argument(
-        "--step-seconds", type=float, default=STEP_SECONDS, metavar="T", help="work between two syncs (default 50)"
+        "--step-seconds",
+        type=float,
+        default=STEP_SECONDS,
+        metavar="T",
+        help="seconds of work between two syncs (default: 50)",
     )
-    command.add_argument("-o", "--output", metavar="REPORT", help="write an HTML report, too")
+    command.add_argument("-o", "--output", metavar="REPORT", help="also write an HTML report")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--threads", type=int, metavar="N", help="threads (default: all cores)")
+    command.add_argument("--threads", type=int, metavar="N", help="threads (default: one a core)")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    source: Source
+    source: StateSequence
     if args.stream:
         source = StoredStream(args.source, args.stream, threads=args.threads)
     else:
@@ -56,7 +66,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         lr=args.lr,
         step_seconds=args.step_seconds,
         threads=args.threads,
-        progress=progress_to(console, "study", len(source.states) * _nbytes(source.specs, args.dtype)),
+        progress=progress_to(console, "study", len(source.state_names) * _nbytes(source.specs, args.dtype)),
     )
     if args.output:
         write_atomically(Path(args.output), [render(study=found, title=source.name).encode()])
@@ -71,7 +81,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         f"{found['source']}: {len(states)} states ({states[0]} … {states[-1]}) of {found['parameters']:,} parameters "
         f"in {found['dtype']}",
         "",
-        "sparsity: share of weights that are bitwise equal in two states, k apart in this order",
+        "sparsity: share of weights that are bitwise equal in two states k apart",
         f"{'k':>5} {'pairs':>6} {'mean':>9} {'min':>9} {'max':>9} {'untouched':>10}",
     ]
     for row in found["rows"]:
@@ -79,7 +89,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
             f"{row['k']:>5} {row['pairs']:>6} {row['sparsity']:>9.3%} {row['sparsity_min']:>9.3%} "
             f"{row['sparsity_max']:>9.3%} {row['untouched']:>10.3%}"
         )
-    lines.append("untouched: equal in every state between, too, which is all that following each step can tell")
+    lines.append("untouched: share of weights that are also equal in every state in between")
     lines += _by_k("layer type", "layer", found["layers"], None)
     lines += _by_k("least sparse tensors", "name", found["tensors"], _SHOWN_TENSORS)
     lines += ["", "bytes per changed weight", f"{'k':>5} {'context':>9} {'zstd':>9} {'entropy':>9} {'a patch':>10}"]
@@ -87,19 +97,19 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         if row["bytes"] is not None:
             lines.append(
                 f"{row['k']:>5} {row['bytes_per_changed']:>9.3f} {row['bytes_per_changed_zstd']:>9.3f} "
-                f"{row['entropy_bound']:>9.3f} {size(round(row['bytes'])):>10}"
+                f"{row['entropy_bound']:>9.3f} {format_bytes(row['bytes']):>10}"
             )
     return [*lines, *_exponents(found), "", *_three_numbers(found)]
 
 
-def _by_k(title: str, key: str, rows: list[dict[str, Any]], most: int | None) -> list[str]:
+def _by_k(title: str, key: str, rows: list[dict[str, Any]], limit: int | None) -> list[str]:
     """Mean sparsity by name and k, the least sparse first."""
     table: dict[str, list[float]] = {}
     for row in rows:
         if row["elements"]:
             table.setdefault(row[key], []).append(row["sparsity"])
     ks = sorted({row["k"] for row in rows})
-    shown = sorted(table.items(), key=lambda item: item[1][0])[:most]
+    shown = sorted(table.items(), key=lambda item: item[1][0])[:limit]
     width = max(len(title), *(len(name) for name, _ in shown)) if shown else len(title)
     head = " ".join(f"{f'k={k}':>9}" for k in ks)
     return [
@@ -120,8 +130,8 @@ def _exponents(found: dict[str, Any]) -> list[str]:
     k = found["rows"][0]["k"]
     lines = [
         "",
-        f"density by the old weight, k = {k}; updates below `visible from` vanish in weights kept in {found['dtype']}, "
-        "FP32 masters add them up",
+        f"density by size of the old weight, k = {k}; an update below `visible from` is lost in weights kept in "
+        f"{found['dtype']}, but FP32 masters accumulate it",
         f"{'|w| from':>10} {'share':>9} {'density':>9} {'visible from':>13}{theory}",
     ]
     for row in shown:
@@ -137,11 +147,12 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
     numbers, k = found["summary"], found["rows"][0]["k"]
     nbytes = numbers["bytes_per_sync"]
     over = "from one state to the next" if k == 1 else f"over {k} states"
+    bandwidth, full = format_bandwidth(numbers["bandwidth_for_target"]), format_bandwidth(numbers["bandwidth_full"])
     return [
         f"sparsity          {numbers['sparsity']:.3%} {over}",
-        f"bytes per sync    {size(round(nbytes))} instead of {size(found['dense_bytes'])}",
-        f"bandwidth         {rate(numbers['bandwidth_for_target'])} instead of {rate(numbers['bandwidth_full'])} "
-        f"for {numbers['target']:.0%} utilisation at {numbers['step_seconds']:g} s a step",
+        f"bytes per sync    {format_bytes(nbytes)} instead of {format_bytes(found['dense_bytes'])}",
+        f"bandwidth         {bandwidth} instead of {full} for {numbers['target']:.0%} utilisation "
+        f"at {numbers['step_seconds']:g} s a step",
     ]
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..errors import InputError, NonFinite
 from .exchange import Exchange
 from .gate import Floats, Positions
-from .outer import Heard, OuterLoop
+from .outer import OuterLoop, Received
 from .parameters import FlatBlock, Parameters
 from .pulseloco import PulseLoCo
 
@@ -21,7 +21,7 @@ from .pulseloco import PulseLoCo
 class DiLoCo(OuterLoop):
     """Dense FP32 pseudo-gradients, summed by an all-reduce (DiLoCo, arXiv 2311.08105). Same settings as `OuterLoop`."""
 
-    def _outer_round(self, exchange: Exchange) -> Heard:
+    def _outer_round(self, exchange: Exchange) -> Received:
         with self._phase("gate"):
             total = np.empty_like(self.theta_flat)
             for block in self.parameters.blocks:
@@ -30,14 +30,14 @@ class DiLoCo(OuterLoop):
                 np.subtract(self.parameters.start_block(block, self.theta_flat), out, out=out)
         with self._phase("exchange"):
             exchange.all_reduce(total)
-        # The sum is the same on all trainers, so all of them find it together, and before it spreads.
-        if name := self.parameters.unsound(total):
+        # The sum is the same on all trainers, so all of them raise this, and before theta changes.
+        if name := self.parameters.first_non_finite(total):
             raise NonFinite(f"the sum of the pseudo-gradients of {name!r} is not finite")
 
         def update(block: FlatBlock) -> None:
             self._update(block, block.of(total), exchange.size)
 
-        return Heard(self.parameters.count, total.nbytes, update, lambda: None)
+        return Received(self.parameters.count, total.nbytes, update, lambda: None)
 
 
 class TopK(PulseLoCo):
@@ -64,7 +64,7 @@ class TopK(PulseLoCo):
 
 
 class WithoutFeedback(PulseLoCo):
-    """An ablation: what the gate holds back is dropped, not carried to the next round."""
+    """An ablation: what the gate holds back is dropped, not carried to the next round (no error feedback)."""
 
     def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
         return super()._select(theta, start, now, np.zeros_like(residual), s)
@@ -77,14 +77,15 @@ class CastDifference(PulseLoCo):
         before, after = (torch.from_numpy(x).to(self.gate_dtype).float() for x in (theta, theta - s))
         return (before - after).numpy()
 
-    def _left(self, s: Floats, sent: Floats) -> Floats:
+    def _remainder(self, s: Floats, sent: Floats) -> Floats:
         return np.zeros_like(s)
 
 
 class Ddp:
     """Data parallelism: the mean of the FP32 gradients before every inner step. A context manager like `OuterLoop`.
 
-    A parameter without a gradient on a trainer counts as one whose gradient is zero there.
+    A parameter without a gradient on a trainer counts as one whose gradient is zero there. ``payload_bytes`` are those
+    of the gradients so far, ``sent_bytes`` what left this process. Raises TrainerLost and InputError.
     """
 
     def __init__(
@@ -93,29 +94,42 @@ class Ddp:
         inner_optimizer: torch.optim.Optimizer,
         *,
         group: dist.ProcessGroup | None = None,
-        timeout: float = 600.0,
+        timeout_seconds: float = 600.0,
     ) -> None:
         self.parameters = Parameters(model, inner_optimizer)
         self.sent_bytes = 0
         self.payload_bytes = 0
-        self._optimizer, self._group, self._timeout = inner_optimizer, group, timeout
+        self._optimizer, self._group, self._timeout_seconds = inner_optimizer, group, timeout_seconds
         self._exchange: Exchange | None = None
         self._hook: Any = None
 
     def __enter__(self) -> Self:
-        self._exchange = Exchange(self._group, timeout=self._timeout)
-        weights = self.parameters.read()
-        self._exchange.broadcast(weights, 0)
-        self.parameters.write(weights)
-        self._hook = self._optimizer.register_step_pre_hook(lambda *_: self._average())
+        if self._hook is None:
+            exchange = Exchange(self._group, timeout_seconds=self._timeout_seconds)
+            try:
+                weights = self.parameters.read()
+                exchange.broadcast(weights, 0)
+                self.parameters.write(weights)
+            except BaseException:
+                exchange.close()
+                raise
+            self._exchange = exchange
+            self._hook = self._optimizer.register_step_pre_hook(lambda *_: self._average())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hook.remove()
+        self.close()
+
+    def close(self) -> None:
+        """Removes the hook and leaves the group; the model stays as it is."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         if self._exchange is not None:
             self._exchange.close()
+            self._exchange = None
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -126,9 +140,9 @@ class Ddp:
         for name, p in self.parameters.tensors.items():
             if p.grad is not None:
                 torch.from_numpy(views[name]).copy_(p.grad)
-        before = exchange.sent
+        before = exchange.sent_bytes
         exchange.all_reduce(gradients)
-        self.sent_bytes += exchange.sent - before
+        self.sent_bytes += exchange.sent_bytes - before
         self.payload_bytes += gradients.nbytes
         gradients /= np.float32(exchange.size)
         for name, p in self.parameters.tensors.items():

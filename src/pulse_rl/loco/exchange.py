@@ -1,4 +1,4 @@
-"""What trainers say to each other: all-gathers of unequal messages over torch.distributed (docs/loco.md, 4)."""
+"""All-gathers of messages of unequal lengths over torch.distributed (docs/loco.md, section 4)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ import torch.distributed as dist
 from ..errors import CorruptMessage, InputError, TrainerLost
 
 T = TypeVar("T")
-_DIGEST = 32
-_BROADCAST_BYTES = 1 << 26
+_DIGEST_BYTES = 32
+_MAX_BROADCAST_BYTES = 1 << 26
 
 
 class Exchange:
     """One trainer's side of a group of trainers; alone where torch.distributed is not initialised.
 
-    A gloo group of its own, whatever the user's backend is: messages are small and made on the host, a peer that is
-    gone is an error and not an abort, and nothing meets the user's collectives. ``timeout`` (seconds) ends every call:
-    a trainer that has died or stalled for longer raises TrainerLost on all the others. ``sent`` counts the bytes that
-    left this process: a message travels round a ring, so each process passes on all but one of the padded messages.
+    It makes a gloo group of its own, whatever the user's backend is: messages are small and made on the host, a lost
+    peer is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
+    ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all others. ``sent_bytes``
+    counts what left this process: messages travel round a ring, so each process passes on all but one of them, padded.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 600.0) -> None:
-        if timeout <= 0:
-            raise InputError(f"a timeout of {timeout} s cannot be kept")
-        self.timeout = timeout
-        self.sent = 0
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:
+        if timeout_seconds <= 0:
+            raise InputError(f"timeout_seconds is {timeout_seconds}", hint="Give a number of seconds above 0.")
+        self.timeout_seconds = timeout_seconds
+        self.sent_bytes = 0
         self._group: dist.ProcessGroup | None = None
         self.size, self.rank = 1, 0
         if not (dist.is_available() and dist.is_initialized()):
@@ -50,56 +50,56 @@ class Exchange:
             raise InputError("this process is not in the group", hint="Only the trainers of a group make a PulseLoCo.")
         ranks = None if group is None else dist.get_process_group_ranks(group)
         local = ranks is not None
-        made = self._guard(
-            lambda: dist.new_group(ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=local)
+        self._group = self._guard(
+            lambda: dist.new_group(ranks, timedelta(seconds=timeout_seconds), "gloo", use_local_synchronization=local)
         )
-        self._group, self.size, self.rank = made, dist.get_world_size(made), dist.get_rank(made)
+        self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
 
-    def gather(self, message: bytes, *, most: int) -> list[bytes]:
-        """Every trainer's message, in rank order: sizes first, then one all-gather padded to the longest.
+    def all_gather(self, message: bytes, *, max_bytes: int) -> list[bytes]:
+        """Every trainer's message, in rank order. They may differ in length: headers first, then padded messages.
 
-        Raises TrainerLost, and CorruptMessage for a message over ``most`` bytes or other than it was sent.
+        Raises TrainerLost, and CorruptMessage for a message over ``max_bytes`` or other than it was sent.
         """
         if self.size == 1:
             return [message]
-        head = np.frombuffer(struct.pack("<Q", len(message)) + sha256(message).digest(), np.uint8)
-        heads = self._all_gather(head)
-        sizes = [int.from_bytes(h[:8].tobytes(), "little") for h in heads]
-        for rank, size in enumerate(sizes):
-            if size > most:
-                raise CorruptMessage(f"trainer {rank} announces {size} bytes, more than {most}")
-        if max(sizes) == 0:
+        header = np.frombuffer(struct.pack("<Q", len(message)) + sha256(message).digest(), np.uint8)
+        headers = self._all_gather_array(header)
+        lengths = [int.from_bytes(h[:8].tobytes(), "little") for h in headers]
+        for rank, length in enumerate(lengths):
+            if length > max_bytes:
+                raise CorruptMessage(f"trainer {rank} announces {length} bytes, more than {max_bytes}")
+        if max(lengths) == 0:
             return [b""] * self.size
-        padded = np.zeros(max(sizes), np.uint8)
+        padded = np.zeros(max(lengths), np.uint8)
         padded[: len(message)] = np.frombuffer(message, np.uint8)
-        messages = [m[:size].tobytes() for m, size in zip(self._all_gather(padded), sizes, strict=True)]
-        for rank, (m, h) in enumerate(zip(messages, heads, strict=True)):
-            if sha256(m).digest() != h[8 : 8 + _DIGEST].tobytes():
+        messages = [m[:n].tobytes() for m, n in zip(self._all_gather_array(padded), lengths, strict=True)]
+        for rank, (m, h) in enumerate(zip(messages, headers, strict=True)):
+            if sha256(m).digest() != h[8 : 8 + _DIGEST_BYTES].tobytes():
                 raise CorruptMessage(f"the message of trainer {rank} is not the one it sent")
         return messages
 
-    def gather_short(self, message: bytes) -> list[bytes]:
-        """As `gather`, in one step, for messages of one length that all trainers know."""
+    def all_gather_fixed(self, message: bytes) -> list[bytes]:
+        """As `all_gather`, in one step, for messages of one length that all trainers know. Raises TrainerLost."""
         if self.size == 1:
             return [message]
-        return [m.tobytes() for m in self._all_gather(np.frombuffer(message, np.uint8))]
+        return [m.tobytes() for m in self._all_gather_array(np.frombuffer(message, np.uint8))]
 
     def broadcast(self, array: npt.NDArray[np.float32], source: int) -> None:
-        """Replaces ``array`` by that of trainer ``source``, in place."""
+        """Replaces ``array`` by that of trainer ``source``, in place. Raises TrainerLost."""
         if self.size == 1:
             return
-        step = _BROADCAST_BYTES // array.itemsize
+        step = _MAX_BROADCAST_BYTES // array.itemsize
         for start in range(0, len(array), step):
             piece = torch.from_numpy(array[start : start + step])
             self._guard(partial(dist.broadcast, piece, self._global_rank(source), self._group))
-            self.sent += piece.nbytes if self.rank == source else 0
+            self.sent_bytes += piece.nbytes if self.rank == source else 0
 
     def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
-        """Replaces ``array`` by the sum over all trainers, in place; for dense baselines."""
+        """Replaces ``array`` by the sum over all trainers, in place; for the baselines. Raises TrainerLost."""
         if self.size == 1:
             return
         self._guard(lambda: dist.all_reduce(torch.from_numpy(array), group=self._group))
-        self.sent += 2 * (self.size - 1) * array.nbytes // self.size
+        self.sent_bytes += 2 * (self.size - 1) * array.nbytes // self.size
 
     def close(self) -> None:
         """Gives the group up. Safe after a failure."""
@@ -109,11 +109,11 @@ class Exchange:
             with suppress(ValueError, RuntimeError):
                 dist.destroy_process_group(group)
 
-    def _all_gather(self, data: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+    def _all_gather_array(self, data: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
         own = torch.from_numpy(data if data.flags.writeable else data.copy())
         out = [torch.empty_like(own) for _ in range(self.size)]
         self._guard(lambda: dist.all_gather(out, own, group=self._group))
-        self.sent += (self.size - 1) * len(data)
+        self.sent_bytes += (self.size - 1) * len(data)
         return [piece.numpy() for piece in out]
 
     def _global_rank(self, rank: int) -> int:
@@ -125,4 +125,4 @@ class Exchange:
         try:
             return call()
         except RuntimeError as error:
-            raise TrainerLost(f"a trainer died, or stalled for {self.timeout:g} s: {error}") from error
+            raise TrainerLost(f"a trainer died, or stalled for {self.timeout_seconds:g} s: {error}") from error

@@ -31,8 +31,8 @@ def rounding_of(dtype: torch.dtype) -> Rounding:
     return ROUNDINGS[dtype]
 
 
-def is_sound(values: Floats) -> npt.NDArray[np.bool_]:
-    """Which values are neither NaN nor infinite nor 2^64 or more."""
+def is_finite(values: Floats) -> npt.NDArray[np.bool_]:
+    """Which values count as finite: not NaN and below 2^64 in magnitude (a few larger ones make theta infinite)."""
     return np.abs(values) < 2.0**64
 
 
@@ -42,6 +42,6 @@ def open_entries(
     """Fills ``s = (start - now) + residual`` and returns the positions where ``cast(theta) != cast(theta - s)``.
 
     All arrays are flat FP32 of one length. Compared as bits, so that -0 and 0 differ (PULSE, Algorithm 2, line "M_r").
-    None if an entry of ``s`` is NaN or infinite, or at least 2^64, of which a few would make theta infinite.
+    None if an entry of ``s`` is not finite (`is_finite`).
     """
     return _gate(theta, start, now, residual, s, rounding, 0)

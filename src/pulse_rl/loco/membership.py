@@ -1,74 +1,126 @@
-"""Who is there, and from which round they go on together (docs/loco.md, section 5)."""
+"""The handshake of trainers: do they fit together, who leads, who is behind (docs/loco.md, section 5).
+
+All but `exchange_handshakes` are pure functions of the handshakes, which are in rank order.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
 from hashlib import sha256
-from typing import Any
+from typing import Any, Self
 
 from ..errors import CorruptMessage, Diverged, InputError, StateMismatch
 from ..state.tensors import TensorSpec
 from .exchange import Exchange
 
-_MOST_BYTES = 1 << 20
-_FIELDS: dict[str, type] = {"settings": dict, "round": int, "root": str, "momentum": str, "messages": list}
+_MAX_HANDSHAKE_BYTES = 1 << 20
+_FIELDS: dict[str, type] = {
+    "settings": dict,
+    "round": int,
+    "root": str,
+    "momentum": str,
+    "messages": list,
+    "specs": str,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a trainer stands: its parameters and settings, its last common round, the roots of theta and momentum.
+class Handshake:
+    """What a trainer sends when trainers meet.
 
-    ``messages`` are the digests of the messages of that round, one a trainer.
+    ``settings`` are those that all must share. ``round`` is its last common round, ``root`` the root of theta after it,
+    ``momentum`` that of the outer momentum (both 64 hexadecimal digits). ``messages`` are the digests of that round's
+    messages, one a trainer, and ``specs`` is the digest of its parameters (`specs_digest`).
     """
 
-    specs: tuple[TensorSpec, ...] = field(repr=False)
-    settings: dict[str, object]
+    settings: dict[str, Any]
     round: int
     root: str
     momentum: str
     messages: list[str]
+    specs: str
 
-    def pack(self) -> bytes:
-        told: dict[str, Any] = {k: v for k, v in asdict(self).items() if k != "specs"}
-        return json.dumps(told | {"specs": _digest_of(self.specs)}).encode()
+    @property
+    def state(self) -> tuple[int, str, str]:
+        """Round and roots: equal for two trainers that hold the same outer state."""
+        return self.round, self.root, self.momentum
 
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
-def meet(exchange: Exchange, own: Standing) -> tuple[int, Standing, bool]:
-    """(the trainer that leads, its standing, whether anyone must get its state).
-
-    The lowest rank of those in the latest round leads. Raises StateMismatch if the models differ, InputError if the
-    settings do, Diverged if two trainers in the latest round, past round 0, hold different states.
-    """
-    standings = [_unpack(data) for data in exchange.gather(own.pack(), most=_MOST_BYTES)]
-    for rank, told in enumerate(standings):
-        if told["specs"] != _digest_of(own.specs):
-            raise StateMismatch(f"trainer {rank} trains other parameters: names, order or shapes differ")
-        if told["settings"] != json.loads(json.dumps(own.settings)):
-            raise InputError(f"trainer {rank} runs with {told['settings']}, this one with {own.settings}")
-    latest = max(int(told["round"]) for told in standings)
-    leader = next(rank for rank, told in enumerate(standings) if told["round"] == latest)
-    leading = standings[leader]
-    odd = [
-        rank
-        for rank, told in enumerate(standings)
-        if told["round"] == latest and (told["root"], told["momentum"]) != (leading["root"], leading["momentum"])
-    ]
-    if latest and odd:
-        raise Diverged(f"in round {latest} the state of trainers {odd} is not that of trainer {leader}")
-    anyone_behind = len({(told["round"], told["root"], told["momentum"]) for told in standings}) > 1
-    return leader, Standing(own.specs, **{k: leading[k] for k in _FIELDS}), anyone_behind
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Raises CorruptMessage unless ``data`` is a handshake. Fields that are not known are ignored."""
+        try:
+            fields = json.loads(data)
+        except ValueError as error:
+            raise CorruptMessage(f"a trainer's handshake is not JSON: {error}") from None
+        if not isinstance(fields, dict) or any(not isinstance(fields.get(k), t) for k, t in _FIELDS.items()):
+            raise CorruptMessage(f"a trainer's handshake lacks one of {', '.join(_FIELDS)}")
+        return cls(**{name: fields[name] for name in _FIELDS})
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
-    try:
-        told = json.loads(data)
-    except ValueError as error:
-        raise CorruptMessage(f"a trainer introduced itself with something else than JSON: {error}") from None
-    if not isinstance(told, dict) or any(not isinstance(told.get(k), t) for k, t in {"specs": str, **_FIELDS}.items()):
-        raise CorruptMessage("a trainer introduced itself without saying where it stands")
-    return told
-
-
-def _digest_of(specs: tuple[TensorSpec, ...]) -> str:
+def specs_digest(specs: Sequence[TensorSpec]) -> str:
+    """SHA-256 of names, dtypes and shapes in order, 64 hexadecimal digits."""
     return sha256(repr([(s.name, s.dtype.name, s.shape) for s in specs]).encode()).hexdigest()
+
+
+def exchange_handshakes(exchange: Exchange, own: Handshake) -> list[Handshake]:
+    """The handshakes of all trainers. Raises TrainerLost and CorruptMessage."""
+    return [Handshake.parse(data) for data in exchange.all_gather(own.to_bytes(), max_bytes=_MAX_HANDSHAKE_BYTES)]
+
+
+def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: int) -> None:
+    """Raises StateMismatch if a trainer has other parameters than ``own_rank``, InputError if it has other settings."""
+    own = handshakes[own_rank]
+    for rank, handshake in enumerate(handshakes):
+        if handshake.specs != own.specs:
+            raise StateMismatch(f"trainer {rank} trains other parameters: names, order or shapes differ")
+        if handshake.settings != own.settings:
+            raise InputError(f"trainer {rank} runs with {handshake.settings}, this one with {own.settings}")
+
+
+def find_leader(handshakes: Sequence[Handshake]) -> int:
+    """The rank whose state all take up: the lowest one in the latest round."""
+    latest = max(handshake.round for handshake in handshakes)
+    return next(rank for rank, handshake in enumerate(handshakes) if handshake.round == latest)
+
+
+def find_behind(handshakes: Sequence[Handshake], leader: int) -> list[int]:
+    """The ranks that hold another state than the leader."""
+    return [rank for rank, handshake in enumerate(handshakes) if handshake.state != handshakes[leader].state]
+
+
+def require_no_divergence(handshakes: Sequence[Handshake], leader: int) -> None:
+    """Raises Diverged if the leader's round, past round 0, left another trainer with another state.
+
+    Before the first round all states may differ: each trainer still has its own weights.
+    """
+    latest = handshakes[leader].round
+    diverged = [rank for rank in find_behind(handshakes, leader) if handshakes[rank].round == latest]
+    if latest and diverged:
+        raise Diverged(f"in round {latest} the state of trainers {diverged} is not that of trainer {leader}")
+
+
+class Delivery(Enum):
+    """What became of the message that a trainer sent in a round whose end it did not see."""
+
+    COUNTED = "counted"
+    NOT_COUNTED = "not counted"
+    UNKNOWN = "unknown"
+
+
+def delivery_of(message: str | None, number: int, leader: Handshake, *, from_checkpoint: bool) -> Delivery:
+    """What became of the message of the round after ``number``, the last one that this trainer has completed.
+
+    ``message`` is its digest, None if none was sent. The leader knows the messages of its last round alone. Of a
+    trainer that resumed ``from_checkpoint`` and has met nobody since, it is unknown what it sent after it was saved.
+    """
+    if leader.round == number + 1 and message in leader.messages:
+        return Delivery.COUNTED
+    if from_checkpoint or (message is not None and leader.round > number + 1):
+        return Delivery.UNKNOWN
+    return Delivery.NOT_COUNTED

@@ -20,7 +20,15 @@ from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMisma
 from ..state.digest import StateDigest, state_digest
 from .exchange import Exchange
 from .gate import Floats
-from .membership import Standing, meet
+from .membership import (
+    Handshake,
+    exchange_handshakes,
+    find_behind,
+    find_leader,
+    require_no_divergence,
+    require_same_model_and_settings,
+    specs_digest,
+)
 from .parameters import FlatBlock, Parameters
 
 
@@ -29,7 +37,7 @@ class Round:
     """What a finished round did, as one trainer saw it.
 
     ``entries`` of ``parameters`` passed this trainer's gate; its message took ``payload_bytes``; ``sent_bytes`` left
-    its process in all (heads, padding and what it passed on for others). ``root`` is that of theta, FP32. ``seconds``
+    its process in all (headers, padding and what it passed on for others). ``root`` is that of theta, FP32. ``seconds``
     by phase: "gate", "exchange", "decode", "update", "verify".
     """
 
@@ -49,21 +57,26 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """What is left to do when all of a round was heard, and cannot fail: ``update`` each block, then ``settle``."""
+class Received:
+    """A round whose messages have all arrived. What is left cannot fail: ``update`` each block, then ``commit``.
+
+    ``entries`` and ``payload_bytes`` are those of this trainer's own message.
+    """
 
     entries: int
     payload_bytes: int
     update: Callable[[FlatBlock], None]
-    settle: Callable[[], None]
+    commit: Callable[[], None]
 
 
 class OuterLoop(ABC):
     """Hooks the inner optimizer's ``step``; after every ``sync_every`` steps one outer round runs inside that call.
 
-    A context manager: entering it meets the other trainers (all take rank 0's weights if none has begun, or the outer
-    state of those that are furthest), leaving it removes the hook. Outer state is FP32 in host memory, wherever the
-    model is. Subclasses say what is exchanged.
+    A context manager. Entering it joins the other trainers: before the first round all take rank 0's weights, later
+    the outer state of the latest round. Leaving it removes the hook. Outer state is FP32 in host memory, wherever the
+    model is. Subclasses define what is exchanged. For the arguments see `PulseLoCo`.
+
+    Raises InputError for settings out of range and for parameters that cannot be trained.
     """
 
     def __init__(
@@ -75,7 +88,7 @@ class OuterLoop(ABC):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         group: dist.ProcessGroup | None = None,
-        timeout: float = 600.0,
+        timeout_seconds: float = 600.0,
         threads: int | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
@@ -92,14 +105,14 @@ class OuterLoop(ABC):
         self.round = 0
         self.inner_step = 0
         self.last_round: Round | None = None
-        self._group, self._timeout = group, timeout
+        self._group, self._timeout_seconds = group, timeout_seconds
         self._optimizer = inner_optimizer
         self._exchange: Exchange | None = None
         self._hook: Any = None
         self._seconds: dict[str, float] = {}
         self._messages: list[str] = []
-        # Whether the state is a checkpoint's: the others may have gone on since with what was sent of it.
-        self._loaded = False
+        # The others may have completed rounds since this state was saved, with messages that it knows nothing of.
+        self._from_checkpoint = False
         self.theta_flat = self.parameters.read()
         self.momentum_flat = np.zeros_like(self.theta_flat)
 
@@ -107,7 +120,7 @@ class OuterLoop(ABC):
 
     def __enter__(self) -> Self:
         if self._hook is None:
-            if self.round == 0 and not self._loaded:
+            if self.round == 0 and not self._from_checkpoint:
                 self.theta_flat[:] = self.parameters.read()  # the model may have been loaded since
             self._join()
             self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
@@ -119,20 +132,20 @@ class OuterLoop(ABC):
         self.close()
 
     def close(self) -> None:
-        """Removes the hook and gives up the group; the model stays as it is."""
+        """Removes the hook and leaves the group; the model stays as it is."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self._part()
+        self._leave()
 
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
-        """Goes on with the trainers that are there now, after TrainerLost or when others come or go.
+        """Goes on with the trainers of ``group``, after TrainerLost or when trainers come or go.
 
-        If one has died, torch.distributed must be initialised anew. All trainers must call this or enter. Whoever is
-        behind gets theta and the outer momentum. A round that was due runs at once; local steps that nobody has seen
-        are not lost.
+        If one has died, torch.distributed must be initialised anew. All trainers must call this or enter. A trainer
+        that is behind gets theta and the outer momentum. A round that was due runs at once; local steps that were not
+        sent are not lost. Raises TrainerLost, StateMismatch, InputError, Diverged, NonFinite, CorruptMessage.
         """
-        self._part()
+        self._leave()
         self._group = group
         self._join()
 
@@ -141,18 +154,18 @@ class OuterLoop(ABC):
         self.inner_step = 0
         self.parameters.write(self.theta_flat)
 
-    def _part(self) -> None:
+    def _leave(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
 
     def _join(self) -> None:
-        """Meets the others and takes up the common state; runs a round that is due."""
-        if name := self.parameters.unsound(self.theta_flat):
+        """Makes the group, takes up the common state, and runs a round that is due."""
+        if name := self.parameters.first_non_finite(self.theta_flat):
             raise NonFinite(f"theta is not finite at {name!r}", hint="Start from weights without NaN and Inf.")
-        exchange = Exchange(self._group, timeout=self._timeout)
+        exchange = Exchange(self._group, timeout_seconds=self._timeout_seconds)
         try:
-            self._meet(exchange)
+            self._rendezvous(exchange)
         except BaseException:
             exchange.close()
             raise
@@ -160,35 +173,50 @@ class OuterLoop(ABC):
         if self.inner_step >= self.sync_every:
             self._run_round()
 
-    def _meet(self, exchange: Exchange) -> None:
-        standing = Standing(
-            specs=self.parameters.specs,
+    def _rendezvous(self, exchange: Exchange) -> None:
+        """Brings all trainers to one outer state. An error leaves this trainer as it was."""
+        handshakes = exchange_handshakes(exchange, self._handshake())
+        require_same_model_and_settings(handshakes, exchange.rank)
+        leader = find_leader(handshakes)
+        require_no_divergence(handshakes, leader)
+        behind = find_behind(handshakes, leader)
+        if not behind:
+            self._from_checkpoint = False
+            return
+        theta, momentum = self._fetch_state(exchange, leader, behind)
+
+        def take_up() -> None:
+            from_checkpoint, self._from_checkpoint = self._from_checkpoint, False
+            if exchange.rank in behind:
+                self._take_up(handshakes[leader], theta, momentum, from_checkpoint)
+
+        to_the_end(take_up)
+
+    def _handshake(self) -> Handshake:
+        return Handshake(
             settings=self._settings(),
             round=self.round,
             root=self._digest(self.theta_flat).root,
             momentum=self._digest(self.momentum_flat).root,
             messages=self._messages,
+            specs=specs_digest(self.parameters.specs),
         )
-        leader, leading, anyone_behind = meet(exchange, standing)
-        if not anyone_behind:
-            self._loaded = False
-            return
-        behind = (leading.round, leading.root, leading.momentum) != (self.round, standing.root, standing.momentum)
-        theta, momentum = (x.copy() if behind else x for x in (self.theta_flat, self.momentum_flat))
+
+    def _fetch_state(self, exchange: Exchange, leader: int, behind: list[int]) -> tuple[Floats, Floats]:
+        """The leader's theta and momentum. All trainers take part; those ``behind`` receive into copies."""
+        theta, momentum = self.theta_flat, self.momentum_flat
+        if exchange.rank in behind:
+            theta, momentum = theta.copy(), momentum.copy()
         exchange.broadcast(theta, leader)
         exchange.broadcast(momentum, leader)
+        return theta, momentum
 
-        def fall_in() -> None:
-            self._loaded, loaded = False, self._loaded
-            if not behind:
-                return
-            if leading.round != self.round:
-                self._fall_in(leading, loaded)
-            self.theta_flat[:], self.momentum_flat[:] = theta, momentum
-            self.round, self.inner_step, self._messages = leading.round, 0, list(leading.messages)
-            self.parameters.write(self.theta_flat)
-
-        to_the_end(fall_in)
+    def _take_up(self, leader: Handshake, theta: Floats, momentum: Floats, from_checkpoint: bool) -> None:
+        if leader.round != self.round:
+            self._catch_up(leader, from_checkpoint)
+        self.theta_flat[:], self.momentum_flat[:] = theta, momentum
+        self.round, self.inner_step, self._messages = leader.round, 0, list(leader.messages)
+        self.parameters.write(self.theta_flat)
 
     # -- rounds
 
@@ -205,14 +233,14 @@ class OuterLoop(ABC):
             )
         exchange, self._seconds = self._exchange, {}
         self.parameters.require(self._optimizer)
-        before = exchange.sent
+        before = exchange.sent_bytes
         try:
-            heard = self._outer_round(exchange)
+            received = self._outer_round(exchange)
 
             def take_effect() -> None:
                 with self._phase("update"):
-                    self._each_block(heard.update)
-                    heard.settle()
+                    self._each_block(received.update)
+                    received.commit()
                     self.round, self.inner_step = self.round + 1, 0
                     self.parameters.write(self.theta_flat)
 
@@ -220,20 +248,20 @@ class OuterLoop(ABC):
             # After it has taken effect here: a trainer lost in the comparison leaves the others in a whole state.
             with self._phase("verify"):
                 digest = self._digest(self.theta_flat)
-                self._compare(exchange, digest)
+                self._require_same_theta(exchange, digest)
         except (NonFinite, Diverged, CorruptMessage):  # on all trainers alike
             raise
         except BaseException:
-            # The others may be elsewhere, and what was said may count with them: no second try before they have met.
-            self._part()
+            # This round's message may count with the others: no second try before the trainers have met again.
+            self._leave()
             raise
         self.last_round = Round(
             number=self.round,
             trainers=exchange.size,
             parameters=self.parameters.count,
-            entries=heard.entries,
-            payload_bytes=heard.payload_bytes,
-            sent_bytes=exchange.sent - before,
+            entries=received.entries,
+            payload_bytes=received.payload_bytes,
+            sent_bytes=exchange.sent_bytes - before,
             root=digest.root,
             seconds=dict(self._seconds),
         )
@@ -241,34 +269,35 @@ class OuterLoop(ABC):
             self.on_round(self.last_round)
 
     @abstractmethod
-    def _outer_round(self, exchange: Exchange) -> Heard:
-        """Exchanges pseudo-gradients. Nothing of this object's common state changes."""
+    def _outer_round(self, exchange: Exchange) -> Received:
+        """Exchanges pseudo-gradients. Theta, momentum and residual do not change yet."""
 
-    def _fall_in(self, leading: Standing, loaded: bool) -> None:  # noqa: B027  # nothing to do without a residual
-        """Called before theta is replaced by that of a later round. ``loaded``: this state is a checkpoint's, and no
-        trainer has been met since."""
+    def _catch_up(self, leader: Handshake, from_checkpoint: bool) -> None:  # noqa: B027  # optional hook
+        """Called before theta is replaced by that of the leader's later round. ``from_checkpoint``: this state was
+        loaded, and no trainer has been met since."""
 
     def _update(self, block: FlatBlock, total: Floats, trainers: int) -> None:
         """One block of the outer step: Nesterov SGD on the mean."""
         theta, momentum = block.of(self.theta_flat), block.of(self.momentum_flat)
         outer_step(theta, momentum, total, trainers, self.outer_lr, self.outer_momentum)
 
-    def _compare(self, exchange: Exchange, digest: StateDigest) -> None:
+    def _require_same_theta(self, exchange: Exchange, digest: StateDigest) -> None:
         """Raises Diverged on all trainers if theta is not the same on all of them."""
-        if len(set(exchange.gather_short(bytes.fromhex(digest.root)))) > 1:
-            self._name_difference(exchange)
+        if len(set(exchange.all_gather_fixed(bytes.fromhex(digest.root)))) > 1:
+            self._require_same_tensors(exchange)
             raise Diverged(f"round {self.round}: the trainers disagree on theta's root, but on no tensor")
 
-    def _name_difference(self, exchange: Exchange) -> None:
-        """Raises Diverged with the first tensor of theta or momentum that differs, if any. All trainers call it."""
+    def _require_same_tensors(self, exchange: Exchange) -> None:
+        """Raises Diverged, naming the first tensor of theta or momentum that differs. All trainers must call it."""
         for what, flat in (("theta", self.theta_flat), ("momentum", self.momentum_flat)):
             digest = self._digest(flat)
-            trees = exchange.gather_short(b"".join(digest.tensor(s) for s in digest.specs))
+            by_rank = exchange.all_gather_fixed(b"".join(digest.tensor(s) for s in digest.specs))
             for i, spec in enumerate(digest.specs):
-                found = [tree[32 * i : 32 * i + 32] for tree in trees]
-                if len(set(found)) > 1:
-                    odd = [rank for rank, f in enumerate(found) if f != found[0]]
-                    raise Diverged(f"round {self.round}: {what} of {spec.name!r} on trainers {odd} is not trainer 0's")
+                found = [digests[32 * i : 32 * i + 32] for digests in by_rank]
+                diverged = [rank for rank, tensor_digest in enumerate(found) if tensor_digest != found[0]]
+                if diverged:
+                    place = f"{what} of {spec.name!r} on trainers {diverged}"
+                    raise Diverged(f"round {self.round}: {place} is not trainer 0's")
 
     # -- state
 
@@ -300,20 +329,20 @@ class OuterLoop(ABC):
         if missing:
             raise StateMismatch(f"the saved state has no {sorted(missing)}")
         counters, messages = (state["round"], state["inner_step"]), state["messages"]
-        told = isinstance(messages, list) and all(isinstance(m, str) for m in messages)
-        if not told or not all(isinstance(n, int) and n >= 0 for n in counters):
+        are_digests = isinstance(messages, list) and all(isinstance(m, str) for m in messages)
+        if not are_digests or not all(isinstance(n, int) and n >= 0 for n in counters):
             raise StateMismatch(f"the saved state's counters {counters} or messages are not what they should be")
         for key, flat in fresh.items():
             self.parameters.load(state[key], flat, f"saved {key}")
 
-        def take_up() -> None:
+        def load() -> None:
             for key, flat in self._arrays().items():
                 flat[:] = fresh[key]
-            (self.round, self.inner_step), self._messages, self._loaded = counters, list(messages), True
+            (self.round, self.inner_step), self._messages, self._from_checkpoint = counters, list(messages), True
             if self.inner_step == 0:
                 self.parameters.write(self.theta_flat)
 
-        to_the_end(take_up)
+        to_the_end(load)
 
     def _arrays(self) -> dict[str, Floats]:
         """The flat arrays that a checkpoint holds."""

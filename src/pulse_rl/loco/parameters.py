@@ -12,7 +12,7 @@ from ..codec import Run
 from ..errors import InputError, NonFinite, StateMismatch
 from ..patch.blocks import Segment, cut
 from ..state.tensors import DTYPES, State, TensorSpec
-from .gate import Floats, is_sound
+from .gate import Floats, is_finite
 
 BLOCK_ELEMENTS = 1 << 22
 
@@ -74,12 +74,12 @@ class Parameters:
         """The name of the parameter that a position of the flat array belongs to."""
         return next(s.name for s in self.specs if self._starts[s.name] <= position < self._starts[s.name] + s.elements)
 
-    def unsound(self, flat: Floats) -> str | None:
-        """The name of the first parameter whose values are not all sound (`gate.is_sound`), None without one."""
+    def first_non_finite(self, flat: Floats) -> str | None:
+        """The name of the first parameter with a value that is not finite (`gate.is_finite`), None without one."""
         for block in self.blocks:  # a block at a time: temporaries of the whole would cost more than the check
-            sound = is_sound(block.of(flat))
-            if not sound.all():
-                return self.name_at(block.start + int(np.argmin(sound)))
+            finite = is_finite(block.of(flat))
+            if not finite.all():
+                return self.name_at(block.start + int(np.argmin(finite)))
         return None
 
     def views(self, flat: Floats) -> dict[str, Floats]:
@@ -138,7 +138,7 @@ class Parameters:
                 raise StateMismatch(f"parameter {name!r} of the {what} is {tensor.dtype} {list(tensor.shape)}")
         for name, tensor in saved.items():
             torch.from_numpy(views[name]).copy_(tensor)
-        if name := self.unsound(flat):
+        if name := self.first_non_finite(flat):
             raise NonFinite(f"parameter {name!r} of the {what} is not finite", hint="Restore an earlier checkpoint.")
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from .._native import add_entries
 from ..errors import CorruptMessage, NonFinite
 from .exchange import Exchange
-from .gate import Floats, Positions, is_sound, open_entries, rounding_of
-from .membership import Standing
-from .outer import Heard, OuterLoop, Round
+from .gate import Floats, Positions, is_finite, open_entries, rounding_of
+from .membership import Delivery, Handshake, delivery_of
+from .outer import OuterLoop, Received, Round
 from .parameters import FlatBlock
 from .wire import Entries, Message, Wire, digest_of
 
@@ -30,8 +30,10 @@ class PulseLoCo(OuterLoop):
     values are rounded, and what they lose stays in the residual.
 
     ``model``: a module, or a mapping of names to the FP32 or BF16 tensors that ``inner_optimizer`` trains. ``group``:
-    the trainers (default: all of torch.distributed; alone without it). ``timeout`` in seconds bounds every exchange.
-    ``on_round`` gets a `Round` after each one; only then is the model's state common to all, and fit to be published.
+    the trainers (default: all of torch.distributed; without it, this trainer alone). A trainer that dies, or stalls for
+    more than ``timeout_seconds``, raises TrainerLost on the others. ``threads`` (default: all cores) share a round's
+    blocks. ``on_round`` gets a `Round` after each round; only then do all trainers hold the model's state, and only
+    then should it be published.
 
     Memory on the host: 16 bytes a parameter. Raises, from inside ``inner_optimizer.step()``: TrainerLost (see
     `rejoin`), NonFinite (see `rewind`), Diverged, CorruptMessage.
@@ -48,7 +50,7 @@ class PulseLoCo(OuterLoop):
         gate_dtype: torch.dtype = torch.bfloat16,
         wire_dtype: torch.dtype = torch.float32,
         group: dist.ProcessGroup | None = None,
-        timeout: float = 600.0,
+        timeout_seconds: float = 600.0,
         threads: int | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
@@ -62,140 +64,149 @@ class PulseLoCo(OuterLoop):
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             group=group,
-            timeout=timeout,
+            timeout_seconds=timeout_seconds,
             threads=threads,
             on_round=on_round,
         )
         self.residual_flat = np.zeros_like(self.theta_flat)
-        # The residual of the round under way: the old one stays whole until the round is common to all.
+        # Of the round under way; the old residual stays as it is until the round takes effect.
         self._next_residual = np.empty_like(self.theta_flat)
-        # The digest of the message that this trainer sent in a round that it has not seen the end of.
-        self._attempt: str | None = None
+        # The digest of the message that was sent in a round that has not taken effect here.
+        self._pending_message: str | None = None
 
     def residual(self) -> dict[str, torch.Tensor]:
-        """What was gated off so far, by name, FP32 on the host, in this object's memory."""
+        """What the gate has held back so far, by name, FP32 on the host, in this object's memory."""
         return {name: torch.from_numpy(view) for name, view in self.parameters.views(self.residual_flat).items()}
 
     # -- a round
 
-    def _outer_round(self, exchange: Exchange) -> Heard:
+    def _outer_round(self, exchange: Exchange) -> Received:
         with self._phase("gate"):
-            message, sent = self._speak()
-        messages, heard = self._hear(exchange, message)
-        before, digests = exchange.rank, [digest_of(m) for m in messages]  # so many of the others come first
+            message, own = self._encode_message()
+        messages, others = self._receive(exchange, message)
+        digests = [digest_of(m) for m in messages]
 
         def update(block: FlatBlock) -> None:
             total = np.zeros(block.stop - block.start, np.float32)
-            others = heard[block.number]
-            for positions, values in [*others[:before], sent[block.number], *others[before:]]:
+            by_rank = others[block.number]
+            for positions, values in [*by_rank[: exchange.rank], own[block.number], *by_rank[exchange.rank :]]:
                 add_entries(total, positions, values)
             self._update(block, total, exchange.size)
 
-        def settle() -> None:
-            self.residual_flat, self._next_residual = self._next_residual, self.residual_flat
-            self._messages, self._attempt = digests, None
+        def commit() -> None:
+            self._swap_residuals()
+            self._messages, self._pending_message = digests, None
 
-        return Heard(sum(len(positions) for positions, _ in sent), len(message), update, settle)
+        return Received(sum(len(positions) for positions, _ in own), len(message), update, commit)
 
-    def _speak(self) -> tuple[bytes, list[Entries]]:
-        """This trainer's message, and what it sends of each block; fills the next residual."""
-        self._attempt = None
+    def _encode_message(self) -> tuple[bytes, list[Entries]]:
+        """This trainer's message and the entries in it by block; fills the next residual."""
+        self._pending_message = None
         try:
-            said = self._each_block(self._say)
+            encoded = self._each_block(self._encode_block)
         except NonFinite as error:
             return _NON_FINITE + str(error).encode(), []
-        message = Message.pack(self.round, self._wire, [payload for payload, _ in said])
-        self._attempt = digest_of(message)
-        return message, [entries for _, entries in said]
+        message = Message(self.round, self._wire.code, [payload for payload, _ in encoded]).to_bytes()
+        self._pending_message = digest_of(message)
+        return message, [entries for _, entries in encoded]
 
-    def _say(self, block: FlatBlock) -> tuple[bytes, Entries]:
+    def _encode_block(self, block: FlatBlock) -> tuple[bytes, Entries]:
+        """The block's payload and the entries in it. Raises NonFinite with the parameter's name alone."""
         theta, momentum = block.of(self.theta_flat), block.of(self.momentum_flat)
         start, now = self.parameters.start_block(block, self.theta_flat), np.empty_like(theta)
         self.parameters.read_block(block, now)
         s = block.of(self._next_residual)
         positions = self._select(theta, start, now, block.of(self.residual_flat), s)
         if positions is None:
-            raise NonFinite(self.parameters.name_at(block.start + int(np.argmin(is_sound(s)))))
-        values = s[positions]
-        sent = self._wire.round(self._values(theta[positions], values))
-        if not is_sound(sent).all():
-            raise NonFinite(self.parameters.name_at(block.start + int(positions[np.argmin(is_sound(sent))])))
-        s[positions] = self._left(values, sent)
+            raise NonFinite(self.parameters.name_at(block.start + int(np.argmin(is_finite(s)))))
+        selected = s[positions]
+        sent = self._wire.round(self._values(theta[positions], selected))
+        finite = is_finite(sent)
+        if not finite.all():
+            raise NonFinite(self.parameters.name_at(block.start + int(positions[np.argmin(finite)])))
+        s[positions] = self._remainder(selected, sent)
         return self._wire.encode(theta, momentum, self._rounding, block.runs, (positions, sent)), (positions, sent)
 
-    def _hear(self, exchange: Exchange, message: bytes) -> tuple[list[bytes], list[list[Entries]]]:
-        """All messages, and the entries of each block from each of the others, once all trainers could read all."""
+    def _receive(self, exchange: Exchange, message: bytes) -> tuple[list[bytes], list[list[Entries]]]:
+        """(all messages, the others' entries by block and rank), once every trainer has decoded every message."""
         problem: CorruptMessage | None = None
         messages: list[bytes] = []
-        heard: list[list[Entries]] = []
+        others: list[list[Entries]] = []
         try:
             with self._phase("exchange"):
-                messages = exchange.gather(message, most=self._most_bytes())
+                messages = exchange.all_gather(message, max_bytes=self._max_message_bytes())
             for rank, other in enumerate(messages):
                 if other.startswith(_NON_FINITE):
                     name = other.removeprefix(_NON_FINITE).decode(errors="replace")
                     raise NonFinite(f"trainer {rank}: the pseudo-gradient of {name!r} is not finite")
             with self._phase("decode"):
-                heard = self._decode([m for rank, m in enumerate(messages) if rank != exchange.rank])
+                others = self._decode([m for rank, m in enumerate(messages) if rank != exchange.rank])
         except CorruptMessage as error:
             problem = error
         with self._phase("exchange"):
-            good = exchange.gather_short(b"\0" if problem else b"\1")
-        if all(flag == b"\1" for flag in good):
-            return messages, heard
-        # Theta and momentum are part of the code: a trainer that holds others cannot read it.
-        self._name_difference(exchange)
-        failed = [rank for rank, flag in enumerate(good) if flag != b"\1"]
-        raise CorruptMessage(f"trainers {failed} could not read what was sent: {problem or 'see there'}") from problem
+            decoded = exchange.all_gather_fixed(b"\0" if problem else b"\1")
+        failed = [rank for rank, flag in enumerate(decoded) if flag != b"\1"]
+        if not failed:
+            return messages, others
+        # Theta and momentum are part of the code: a trainer that holds others cannot decode it.
+        self._require_same_tensors(exchange)
+        cause = problem or "their own errors say why"
+        raise CorruptMessage(f"trainers {failed} could not read a message: {cause}") from problem
 
     def _decode(self, messages: list[bytes]) -> list[list[Entries]]:
-        unpacked = [Message.unpack(m, len(self.parameters.blocks)) for m in messages]
-        for message in unpacked:
+        """The entries by block, and of each block by message."""
+        parsed = [Message.parse(m, len(self.parameters.blocks)) for m in messages]
+        for message in parsed:
             if message.round != self.round or message.wire != self._wire.code:
                 raise CorruptMessage(f"a message of round {message.round}, wire {message.wire} in round {self.round}")
 
         def decode(block: FlatBlock) -> list[Entries]:
-            payloads = [message.payloads[block.number] for message in unpacked]
+            payloads = [message.payloads[block.number] for message in parsed]
             theta, momentum = block.of(self.theta_flat), block.of(self.momentum_flat)
             return self._wire.decode(payloads, theta, momentum, self._rounding, block.runs)
 
         return self._each_block(decode)
 
+    def _swap_residuals(self) -> None:
+        self.residual_flat, self._next_residual = self._next_residual, self.residual_flat
+
     # -- what a variant may change
 
     def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
-        """Fills ``s`` and says which entries are sent; None if one of ``s`` is not finite."""
+        """Fills ``s`` and returns the positions of the entries to send; None if an entry of ``s`` is not finite."""
         return open_entries(theta, start, now, residual, s, self._rounding)
 
     def _values(self, theta: Floats, s: Floats) -> Floats:
-        """What is sent for the selected entries."""
+        """The values to send for the selected entries ``s``, before they are rounded to the wire dtype."""
         return s
 
-    def _left(self, s: Floats, sent: Floats) -> Floats:
-        """What stays in the residual of the selected entries."""
+    def _remainder(self, s: Floats, sent: Floats) -> Floats:
+        """What stays in the residual of the selected entries ``s``."""
         return s - sent
 
     # -- joining
 
-    def _fall_in(self, leading: Standing, loaded: bool) -> None:
-        """What this trainer has not sent stays in its residual; what was counted, or may have been, does not."""
-        counted = leading.round == self.round + 1 and self._attempt in leading.messages
-        unknown = loaded or (self._attempt is not None and leading.round > self.round + 1)
-        if counted:
-            self.residual_flat, self._next_residual = self._next_residual, self.residual_flat
-        elif unknown:
-            self.residual_flat.fill(0)
-        else:
-            for block in self.parameters.blocks:
-                now, residual = np.empty(block.stop - block.start, np.float32), block.of(self.residual_flat)
-                self.parameters.read_block(block, now)
-                s = (self.parameters.start_block(block, self.theta_flat) - now) + residual
-                np.copyto(residual, s, where=is_sound(s))
-        self._attempt = None
+    def _catch_up(self, leader: Handshake, from_checkpoint: bool) -> None:
+        """What this trainer has not sent stays in its residual; what counted, or may have counted, does not."""
+        match delivery_of(self._pending_message, self.round, leader, from_checkpoint=from_checkpoint):
+            case Delivery.COUNTED:
+                self._swap_residuals()
+            case Delivery.UNKNOWN:
+                self.residual_flat.fill(0)
+            case Delivery.NOT_COUNTED:
+                self._add_local_steps_to_residual()
+        self._pending_message = None
+
+    def _add_local_steps_to_residual(self) -> None:
+        for block in self.parameters.blocks:
+            now, residual = np.empty(block.stop - block.start, np.float32), block.of(self.residual_flat)
+            self.parameters.read_block(block, now)
+            s = (self.parameters.start_block(block, self.theta_flat) - now) + residual
+            np.copyto(residual, s, where=is_finite(s))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._attempt = None
+        self._pending_message = None
 
     # -- state
 
@@ -203,9 +214,9 @@ class PulseLoCo(OuterLoop):
         return {**super()._arrays(), "residual": self.residual_flat}
 
     def _settings(self) -> dict[str, object]:
-        told = {"gate_dtype": str(self.gate_dtype), "wire_dtype": str(self._wire.dtype)}
-        return {**super()._settings(), **told}
+        dtypes = {"gate_dtype": str(self.gate_dtype), "wire_dtype": str(self._wire.dtype)}
+        return {**super()._settings(), **dtypes}
 
-    def _most_bytes(self) -> int:
-        """No message is longer: an entry takes at most 10 bytes, a block's head less than 4 KiB."""
+    def _max_message_bytes(self) -> int:
+        """No message is longer: an entry takes at most 10 bytes, a block's header less than 4 KiB."""
         return 10 * self.parameters.count + 4096 * (1 + len(self.parameters.blocks))

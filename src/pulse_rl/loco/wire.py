@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Self
@@ -19,7 +20,7 @@ from .gate import Floats, Positions
 
 MAGIC = b"PLSL"
 FORMAT = 1
-_HEAD = struct.Struct("<4sBBHQQI")
+_HEADER = struct.Struct("<4sBBHQQI")
 _WIRES = {torch.float32: 0, torch.bfloat16: 1}
 
 Entries = tuple[Positions, Floats]
@@ -41,56 +42,61 @@ class Wire:
         return _WIRES[self.dtype]
 
     @property
-    def narrow(self) -> bool:
+    def bf16(self) -> bool:
         return self.dtype == torch.bfloat16
 
     def round(self, values: Floats) -> Floats:
         """The values as they will arrive. What a value loses stays with the sender."""
-        return torch.from_numpy(values).to(torch.bfloat16).float().numpy() if self.narrow else values
+        return torch.from_numpy(values).to(torch.bfloat16).float().numpy() if self.bf16 else values
 
     def encode(
         self, theta: Floats, momentum: Floats, rounding: Rounding, runs: tuple[Run, ...], entries: Entries
     ) -> bytes:
         """The payload of one block. ``theta`` and ``momentum`` are the block's; values must be ``round``'s results."""
-        return encode_entries(theta, momentum, rounding, list(runs), *entries, self.narrow)
+        return encode_entries(theta, momentum, rounding, list(runs), *entries, self.bf16)
 
     def decode(
-        self, payloads: list[memoryview], theta: Floats, momentum: Floats, rounding: Rounding, runs: tuple[Run, ...]
+        self,
+        payloads: Sequence[bytes | memoryview],
+        theta: Floats,
+        momentum: Floats,
+        rounding: Rounding,
+        runs: tuple[Run, ...],
     ) -> list[Entries]:
         """The entries of one block from several trainers. Raises CorruptMessage."""
         views = [np.frombuffer(p, np.uint8) for p in payloads]
         try:
-            return decode_entries(views, theta, momentum, rounding, list(runs), self.narrow)
+            return decode_entries(views, theta, momentum, rounding, list(runs), self.bf16)
         except Malformed as error:
             raise CorruptMessage(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one trainer says in a round: a payload for each block, in order."""
+    """What one trainer sends in a round: a payload for each block, in order. ``wire`` is `Wire.code`."""
 
     round: int
     wire: int
-    payloads: list[memoryview]
+    payloads: Sequence[bytes | memoryview]
 
-    @classmethod
-    def pack(cls, number: int, wire: Wire, payloads: list[bytes]) -> bytes:
-        # Two trainers may have the same to say; their messages must still be told apart (docs/loco.md, section 5).
+    def to_bytes(self) -> bytes:
+        """The message with a random number in it: two trainers may send the same payloads, and their messages must
+        still differ (docs/loco.md, section 5)."""
         nonce = int.from_bytes(os.urandom(8), "little")
-        head = _HEAD.pack(MAGIC, FORMAT, wire.code, 0, number, nonce, len(payloads))
-        lengths = struct.pack(f"<{len(payloads)}I", *map(len, payloads))
-        return b"".join([head, lengths, *payloads])
+        header = _HEADER.pack(MAGIC, FORMAT, self.wire, 0, self.round, nonce, len(self.payloads))
+        lengths = struct.pack(f"<{len(self.payloads)}I", *map(len, self.payloads))
+        return b"".join([header, lengths, *self.payloads])
 
     @classmethod
-    def unpack(cls, data: bytes, blocks: int) -> Self:
+    def parse(cls, data: bytes, blocks: int) -> Self:
         """Raises CorruptMessage unless ``data`` is a message of ``blocks`` payloads that tile it."""
-        if len(data) < _HEAD.size + 4 * blocks:
+        if len(data) < _HEADER.size + 4 * blocks:
             raise CorruptMessage(f"a message of {len(data)} bytes is too short for {blocks} blocks")
-        magic, format_, wire, reserved, number, _, count = _HEAD.unpack_from(data)
+        magic, format_, wire, reserved, number, _, count = _HEADER.unpack_from(data)
         if (magic, format_, reserved, count) != (MAGIC, FORMAT, 0, blocks):
             raise CorruptMessage("not a message of this format for these parameters")
-        lengths = struct.unpack_from(f"<{blocks}I", data, _HEAD.size)
-        at = _HEAD.size + 4 * blocks
+        lengths = struct.unpack_from(f"<{blocks}I", data, _HEADER.size)
+        at = _HEADER.size + 4 * blocks
         if at + sum(lengths) != len(data):
             raise CorruptMessage("the payloads do not tile the message")
         view, payloads = memoryview(data), []
@@ -101,5 +107,5 @@ class Message:
 
 
 def digest_of(message: bytes) -> str:
-    """What a trainer is known by in a round: SHA-256 of its message, 64 hexadecimal digits."""
+    """SHA-256 of a message, which tells it from all others of its round; 64 hexadecimal digits."""
     return sha256(message).hexdigest()

@@ -2,12 +2,14 @@
 
 ::
 
-    log = JsonLines("runs/policy/events-trainer.jsonl")
-    publisher = Publisher(store, stream="policy", on_event=DriftWatch(fan_out(log, PrometheusMetrics())))
+    with JsonLines("runs/policy/events-trainer.jsonl") as log:
+        listener = DriftWatch(fan_out(log, PrometheusMetrics()))
+        publisher = Publisher(store, stream="policy", on_event=listener)
+        ...
 
 ``pulse report runs/policy`` draws the events of a folder. What a listener raises, such as OSError of a full disk,
-reaches the caller of ``publish`` or ``sync``; the version is committed by then, and a repeated ``sync`` tells the same
-update.
+reaches the caller of ``publish`` or ``sync``; the version is committed by then, and a repeated ``sync`` returns the
+same update.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ __all__ = ["DriftWatch", "JsonLines", "PrometheusMetrics", "fan_out", "read_even
 def fan_out(*listeners: Listener) -> Listener:
     """One listener that hands each event to several, in order."""
 
-    def tell_all(event: Event) -> None:
+    def send_to_all(event: Event) -> None:
         for listener in listeners:
             listener(event)
 
-    return tell_all
+    return send_to_all

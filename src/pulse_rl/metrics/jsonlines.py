@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from ..errors import InputError
 from ..events import Event, Progress
@@ -24,6 +25,8 @@ class JsonLines:
     A line is the event's fields with ``event``, its name in snake case ("published", "synced" …), and ``time``, seconds
     since 1970 by this machine's clock. A process has a file of its own: ``events-worker-0.jsonl`` in the folder of the
     run is the worker "worker-0" in its report. A torn last line of a process that was killed is closed first.
+
+    A context manager that closes the file. Raises InputError if the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -45,6 +48,14 @@ class JsonLines:
         line = {"event": _snake_case(type(event).__name__), "time": round(time.time(), 6), **asdict(event)}
         with self._lock:
             self._file.write(json.dumps(line).encode() + b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         self._file.close()

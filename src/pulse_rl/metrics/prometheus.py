@@ -25,7 +25,7 @@ class PrometheusMetrics:
 
     ==================================== ========= ==========================================================
     ``pulse_version``                    gauge     newest version committed, or held
-    ``pulse_density_ratio``              gauge     changed elements / all elements
+    ``pulse_density_ratio``              gauge     changed elements / all elements, of the last patch
     ``pulse_density_drifts_total``       counter   see `DriftWatch`
     ``pulse_patch_bytes_total``          counter   stored in patches
     ``pulse_anchor_bytes_total``         counter   stored in anchors
@@ -66,7 +66,7 @@ class PrometheusMetrics:
 
         try:
             self._version = gauge("version", "Newest version committed or held")
-            self._density = gauge("density_ratio", "Changed elements / all elements")
+            self._density = gauge("density_ratio", "Changed elements / all elements of the last patch")
             self._drifts = counter("density_drifts", "Times that density left its band")
             self._patch_bytes = counter("patch_bytes", "Bytes stored in patches")
             self._anchor_bytes = counter("anchor_bytes", "Bytes stored in anchors")
@@ -112,7 +112,7 @@ class PrometheusMetrics:
     def _published(self, event: Published) -> None:
         own = (event.stream, PUBLISHER)
         self._version.labels(*own).set(event.version)
-        if event.density is not None:
+        if event.changed is not None and event.density is not None:
             self._density.labels(*own).set(event.density)
         self._patch_bytes.labels(*own).inc(event.patch_bytes)
         self._anchor_bytes.labels(*own).inc(event.anchor_bytes)

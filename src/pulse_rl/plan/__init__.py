@@ -1,17 +1,18 @@
-"""What a sync costs, predicted: bytes, seconds by phase, utilisation, the bandwidth that is needed, where dense wins.
+"""What a sync costs, predicted: bytes, seconds by phase, utilisation, the bandwidth that is needed, where a full sync
+wins.
 
-`model` holds the arithmetic and its formulas, `units` reads ``0.2Gbit`` and ``7B``, `measured` reads a study. Nothing
-here needs numpy.
+`model` holds the arithmetic and its formulas, `measured` reads a study, `parse_bandwidth` and `parse_count` read
+``0.2Gbit`` and ``7B``. Nothing here needs numpy.
 """
 
 from .._util.units import parse_bandwidth, parse_count
-from .measured import Measured, from_study
-from .model import METHODS, Crossover, MethodPlan, Plan, Scenario, bandwidth_for, make_plan, patch_bytes, utilisation
+from .measured import MeasuredInputs, from_study
+from .model import METHODS, Crossover, MethodPlan, Plan, Scenario, bandwidth_for, make_plan, sync_bytes, utilisation
 
 __all__ = [
     "METHODS",
     "Crossover",
-    "Measured",
+    "MeasuredInputs",
     "MethodPlan",
     "Plan",
     "Scenario",
@@ -20,6 +21,6 @@ __all__ = [
     "make_plan",
     "parse_bandwidth",
     "parse_count",
-    "patch_bytes",
+    "sync_bytes",
     "utilisation",
 ]

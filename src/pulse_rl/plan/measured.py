@@ -12,8 +12,8 @@ _KEYS = {"context": "bytes_per_changed", "zstd": "bytes_per_changed_zstd"}
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """``bytes_per_changed`` by method, for those that were measured."""
+class MeasuredInputs:
+    """Some fields of a `Scenario`. ``bytes_per_changed`` is by method, for those that were measured."""
 
     params: int
     density: float
@@ -21,15 +21,15 @@ class Measured:
     bytes_per_changed: Mapping[str, float]
 
 
-def from_study(study: Any) -> Measured:
-    """The inputs that a study (the JSON object of ``pulse study``) settles: its row of the smallest k.
+def from_study(study: Any) -> MeasuredInputs:
+    """The inputs that a study (the JSON object of ``pulse study``) gives: those of its row with the smallest k.
 
-    Raises InputError where it is none.
+    Raises InputError unless ``study`` is one.
     """
     try:
         row = min(study["rows"], key=lambda row: float(row["k"]))
         params = int(study["parameters"])
-        return Measured(
+        return MeasuredInputs(
             params=params,
             density=1 - float(row["sparsity"]),
             param_bytes=float(study["dense_bytes"]) / params,

@@ -17,6 +17,8 @@ R           seconds of a round trip to the store
     context   S = min(b N, C (2.4 + 0.52 h + 5 d^2) / 8 + H)         ours
     H         = 1000 + 50 blocks,  blocks = ceil(N / 2^22)
 
+S is `sync_bytes`.
+
 The context codec knows the old exponent, so a place costs about half of ``h``; 2.4 bits are sign and size of a change,
 and where most weights change the changes are large. Fitted to FP32-master runs between 0.1% and 80% density: within 5%
 on recorded reinforcement learning, within 10% on synthetic states. Pure BF16 weights need up to 1.7 times less.
@@ -45,10 +47,11 @@ first with T of about 50 s. Solved for B, it gives ``bandwidth_for_target``::
 
     B = 8 S k u / ((1 - u) T)
 
-**Where dense wins**: full has the smaller `sync_seconds`. The density above which it does is found by bisection; the
-bandwidth above which it does, B_up growing with B, is where the bytes saved take as long as the coding::
+**Where a full sync wins**: its `sync_seconds` are less than the context codec's. The density above which they are is
+found by bisection; the bandwidth above which they are, B_up growing with B, is where the bytes saved take as long as
+the coding::
 
-    B_dense = B 8 (S_full - S_context) (1 / B_up + k / B) / (coding_context - coding_full)
+    B_full = B 8 (S_full - S_context) (1 / B_up + k / B) / (coding_context - coding_full)
 
 with coding = encode + hash + verify + apply; it does not exist while a patch costs less coding than an anchor.
 """
@@ -73,7 +76,7 @@ _SHARD_BYTES = 1 << 30
 _FILE_BYTES, _BYTES_A_BLOCK = 1000, 50
 _PUBLISH_REQUESTS, _SYNC_REQUESTS = 3, 4
 _BISECTIONS = 60
-_LEAST, _MOST = 1e-9, 1e18
+_MIN, _MAX = 1e-9, 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +126,13 @@ class Scenario:
     def __post_init__(self) -> None:
         for name in ("params", "workers", "cores", "step_seconds", "bandwidth", "upload_bandwidth", "param_bytes"):
             value = getattr(self, name)
-            _require(name, value, f"from {_LEAST:g} to {_MOST:g}", value is None or _LEAST <= value <= _MOST)
+            _require(name, value, f"from {_MIN:g} to {_MAX:g}", value is None or _MIN <= value <= _MAX)
         delay = self.round_trip_seconds
-        _require("round_trip_seconds", delay, f"from 0 to {_MOST:g}", 0 <= delay <= _MOST)
+        _require("round_trip_seconds", delay, f"from 0 to {_MAX:g}", 0 <= delay <= _MAX)
         _require("density", self.density, "a share from 0 to 1", 0 <= self.density <= 1)
         _require("target", self.target, "above 0 and below 1", 0 < self.target < 1)
         for name, value in self.bytes_per_changed.items():
-            _require(f"bytes_per_changed of {name}", value, f"from 0 to {_MOST:g}", 0 <= value <= _MOST)
+            _require(f"bytes_per_changed of {name}", value, f"from 0 to {_MAX:g}", 0 <= value <= _MAX)
 
 
 def _require(name: str, value: float, what: str, holds: bool) -> None:
@@ -141,7 +144,7 @@ def _require(name: str, value: float, what: str, holds: bool) -> None:
 class MethodPlan:
     """One method's prediction. ``phases`` maps each of `PHASES` to seconds; ``bandwidth_for_target`` is in bit/s."""
 
-    patch_bytes: int
+    sync_bytes: int
     phases: dict[str, float]
     utilisation: float
     worker_utilisation: float
@@ -174,22 +177,22 @@ class Plan:
 
     scenario: Scenario
     methods: dict[str, MethodPlan]
-    dense_wins: Crossover
+    full_wins: Crossover
 
 
 def make_plan(scenario: Scenario) -> Plan:
-    """Predicts one sync by each method, and where dense wins."""
+    """Predicts one sync by each method, and where a full sync wins."""
     return Plan(scenario, {name: _predict(scenario, name) for name in METHODS}, _crossover(scenario))
 
 
-def patch_bytes(method: str, params: int, density: float, param_bytes: float = 2.0) -> float:
-    """Bytes of one sync, S. A patch is never larger than the whole state."""
-    dense = params * param_bytes
+def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.0) -> float:
+    """Bytes of one sync, S. A patch is never larger than a full sync."""
+    full = params * param_bytes
     if method == "full":
-        return dense
+        return full
     where = _position_bits(density)
     per_change = {"zstd": 1.25 + 0.17 * where, "context": (2.4 + 0.52 * where + 5 * density**2) / 8}[method]
-    return min(dense, params * density * per_change + _FILE_BYTES + _BYTES_A_BLOCK * _blocks(params))
+    return min(full, params * density * per_change + _FILE_BYTES + _BYTES_A_BLOCK * _blocks(params))
 
 
 def utilisation(nbytes: float, step_seconds: float, bandwidth: float) -> float:
@@ -215,12 +218,12 @@ def _blocks(params: int) -> int:
 
 def _phases(scenario: Scenario, method: str, nbytes: float) -> dict[str, float]:
     n, changes = scenario.params, scenario.params * scenario.density
-    dense_bytes = scenario.param_bytes * n
-    tree = HASH_BYTE * dense_bytes
+    state_bytes = scenario.param_bytes * n
+    tree = HASH_BYTE * state_bytes
     if method == "full":
         at_once = min(scenario.cores, math.ceil(nbytes / _SHARD_BYTES))
-        hashed = tree / scenario.cores + ANCHOR_HASH_BYTE * dense_bytes / at_once
-        verified = tree / scenario.cores + ANCHOR_VERIFY_BYTE * dense_bytes / at_once
+        hashed = tree / scenario.cores + ANCHOR_HASH_BYTE * state_bytes / at_once
+        verified = tree / scenario.cores + ANCHOR_VERIFY_BYTE * state_bytes / at_once
     else:
         at_once = min(scenario.cores, _blocks(n))
         hashed = verified = tree / at_once
@@ -238,14 +241,14 @@ def _phases(scenario: Scenario, method: str, nbytes: float) -> dict[str, float]:
 
 
 def _predict(scenario: Scenario, method: str) -> MethodPlan:
-    nbytes = patch_bytes(method, scenario.params, scenario.density, scenario.param_bytes)
+    nbytes = sync_bytes(method, scenario.params, scenario.density, scenario.param_bytes)
     if method in scenario.bytes_per_changed:
         measured = scenario.bytes_per_changed[method] * scenario.params * scenario.density
         nbytes = min(scenario.params * scenario.param_bytes, measured)
     phases = _phases(scenario, method, nbytes)
     step, sharers = scenario.step_seconds, scenario.workers if scenario.shared_link else 1
     return MethodPlan(
-        patch_bytes=round(nbytes),
+        sync_bytes=round(nbytes),
         phases=phases,
         utilisation=utilisation(nbytes * sharers, step, scenario.bandwidth),
         worker_utilisation=step / (step + phases["download"] + phases["verify"] + phases["apply"]),
@@ -255,22 +258,22 @@ def _predict(scenario: Scenario, method: str) -> MethodPlan:
 
 def _crossover(scenario: Scenario) -> Crossover:
     full, ours = _predict(scenario, "full"), _predict(scenario, "context")
-    saved_seconds = 8 * (full.patch_bytes - ours.patch_bytes) * _seconds_a_bit(scenario)
+    saved_seconds = 8 * (full.sync_bytes - ours.sync_bytes) * _seconds_a_bit(scenario)
     extra_coding = ours.coding_seconds - full.coding_seconds
     bandwidth = scenario.bandwidth * saved_seconds / extra_coding if extra_coding > 0 else None
 
-    def dense_wins(density: float) -> bool:
+    def full_wins(density: float) -> bool:
         return (
             _predict(replace(scenario, density=density, bytes_per_changed={}), "context").sync_seconds
             > full.sync_seconds
         )
 
-    if not dense_wins(1.0):
+    if not full_wins(1.0):
         return Crossover(None, bandwidth)
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if dense_wins(middle) else (middle, high)
+        low, high = (low, middle) if full_wins(middle) else (middle, high)
     return Crossover(high, bandwidth)
 
 

@@ -14,8 +14,9 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
+from .._util.units import format_duration
 from ..plan import model
-from .headline import duration, headline
+from .headline import headline
 from .study import study_data
 
 SCRIPTS = ("units", "dom", "plan", "chart", "bars", "run", "study", "planner", "main")
@@ -96,7 +97,7 @@ def _about(run: Mapping[str, Any] | None, study: Mapping[str, Any] | None) -> st
     parts = []
     if run:
         workers = _counted(len(run["workers"]) + run["more_workers"], "worker")
-        took = f"{_counted(run['versions'], 'version')} in {duration(run['seconds'])}, {workers}"
+        took = f"{_counted(run['versions'], 'version')} in {format_duration(run['seconds'])}, {workers}"
         parts.append(f"A run of the stream {run['stream']}: {took}.")
     if study:
         parts.append(f"A study of {study['source']}: {_counted(study['states'], 'state')}.")

@@ -16,12 +16,13 @@ from ..errors import InputError
 from ..metrics.jsonlines import read_events
 from .thin import busy, running_mean, thinned
 
-Event = dict[str, Any]
+EventRecord = dict[str, Any]
+"""One line of a log, as `read_events` yields it."""
 
-_MOST_WORKERS = 64
-_MOST_NOTES = 50
-_LONGEST = 300
-_LARGEST = 1e18
+_MAX_WORKERS = 64
+_MAX_FAILURES = 50
+_MAX_TEXT = 300
+_MAX_NUMBER = 1e18
 _TARGET = 0.9
 
 
@@ -32,9 +33,9 @@ def read_run(path: str | os.PathLike[str], *, stream: str | None = None) -> dict
     """
     root = Path(path)
     files = sorted(root.glob("events*.jsonl")) if root.is_dir() else [root]
-    by_process: dict[str, list[Event]] = defaultdict(list)
+    by_process: dict[str, list[EventRecord]] = defaultdict(list)
     for file in files:
-        by_process[file.stem.removeprefix("events-")] += (e for e in map(_needed, read_events(file)) if e)
+        by_process[file.stem.removeprefix("events-")] += (e for e in map(_reduced, read_events(file)) if e)
     streams = sorted({e["stream"] for events in by_process.values() for e in events})
     if not streams:
         hint = "Pass on_event=pulse_rl.metrics.JsonLines('RUN/events-NAME.jsonl') to the publisher and the subscribers."
@@ -60,7 +61,7 @@ _NUMBERS = {
 _TEXTS = ("kind", "link", "reason")
 
 
-def _needed(event: Event) -> Event | None:
+def _reduced(event: EventRecord) -> EventRecord | None:
     """What the page takes of an event, None where it draws no such event or a number is missing.
 
     Another release may have written it. A long run has millions of events, so nothing else is kept.
@@ -68,7 +69,7 @@ def _needed(event: Event) -> Event | None:
     kind, stream = event["event"], event.get("stream")
     if kind not in _NUMBERS or not isinstance(stream, str):
         return None
-    kept: Event = {"event": sys.intern(kind), "stream": sys.intern(stream)}
+    kept: EventRecord = {"event": sys.intern(kind), "stream": sys.intern(stream)}
     for name in ("time", *_NUMBERS[kind]):
         if not _is_number(event.get(name)):
             return None
@@ -83,15 +84,15 @@ def _needed(event: Event) -> Event | None:
         found = phases if isinstance(phases, dict) else {}
         kept["phases"] = {name: found[name] for name in PHASES if _is_number(found.get(name))}
     if kind == "path_failed":
-        kept |= {name: str(event.get(name))[:_LONGEST] for name in _TEXTS}
+        kept |= {name: str(event.get(name))[:_MAX_TEXT] for name in _TEXTS}
     return kept
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
 
 
-def _run(by_process: dict[str, list[Event]], stream: str) -> dict[str, Any]:
+def _run(by_process: dict[str, list[EventRecord]], stream: str) -> dict[str, Any]:
     everything = [(name, event) for name, events in by_process.items() for event in events]
     start = min(event["time"] - event.get("seconds", 0.0) for _, event in everything)
     published = _by_version(event for _, event in everything if event["event"] == "published")
@@ -101,7 +102,7 @@ def _run(by_process: dict[str, list[Event]], stream: str) -> dict[str, Any]:
             commits.setdefault(event["version"], event["time"] - event["lag_seconds"])
     end = max(event["time"] for _, event in everything)
     names = [name for name, events in by_process.items() if any(e["event"] == "synced" for e in events)]
-    workers = [_worker(name, by_process[name], commits, start, end) for name in names[:_MOST_WORKERS]]
+    workers = [_worker(name, by_process[name], commits, start, end) for name in names[:_MAX_WORKERS]]
     return {
         "stream": stream,
         "seconds": end - start,
@@ -120,12 +121,12 @@ def _run(by_process: dict[str, list[Event]], stream: str) -> dict[str, Any]:
     }
 
 
-def _by_version(events: Iterable[Event]) -> dict[int, Event]:
+def _by_version(events: Iterable[EventRecord]) -> dict[int, EventRecord]:
     found = {event["version"]: event for event in events}
     return dict(sorted(found.items()))
 
 
-def _series(published: list[Event]) -> dict[str, Any]:
+def _series(published: list[EventRecord]) -> dict[str, Any]:
     """By version, thinned."""
     versions = [e["version"] for e in published]
     rewards = [e["reward"] for e in published]
@@ -138,7 +139,7 @@ def _series(published: list[Event]) -> dict[str, Any]:
     }
 
 
-def _mean_phases(events: Sequence[Event]) -> dict[str, float]:
+def _mean_phases(events: Sequence[EventRecord]) -> dict[str, float]:
     """Mean seconds a call, by phase, and what no phase names as "other"."""
     if not events:
         return {}
@@ -150,7 +151,9 @@ def _mean_phases(events: Sequence[Event]) -> dict[str, float]:
     return {phase: seconds / len(events) for phase, seconds in totals.items()}
 
 
-def _worker(name: str, events: list[Event], commits: dict[int, float], start: float, end: float) -> dict[str, Any]:
+def _worker(
+    name: str, events: list[EventRecord], commits: dict[int, float], start: float, end: float
+) -> dict[str, Any]:
     syncs = [e for e in events if e["event"] == "synced"]
     pauses = [e["seconds"] for e in events if e["event"] == "applied"]
     times, behind = _behind(syncs, commits)
@@ -168,7 +171,7 @@ def _worker(name: str, events: list[Event], commits: dict[int, float], start: fl
     }
 
 
-def _behind(syncs: list[Event], commits: dict[int, float]) -> tuple[list[float], list[float]]:
+def _behind(syncs: list[EventRecord], commits: dict[int, float]) -> tuple[list[float], list[float]]:
     """How many versions the worker was behind the newest committed one, after each commit and each sync.
 
     It counts from its first sync on. Clocks of two machines may differ, so a version counts as committed at the latest
@@ -188,13 +191,13 @@ def _behind(syncs: list[Event], commits: dict[int, float]) -> tuple[list[float],
     return times, behind
 
 
-def _failures(everything: list[tuple[str, Event]]) -> dict[str, Any]:
+def _failures(everything: list[tuple[str, EventRecord]]) -> dict[str, Any]:
     failed = [(name, event) for name, event in everything if event["event"] == "path_failed"]
-    shown = [{"process": name} | {text: event[text] for text in _TEXTS} for name, event in failed[-_MOST_NOTES:]]
+    shown = [{"process": name} | {text: event[text] for text in _TEXTS} for name, event in failed[-_MAX_FAILURES:]]
     return {"count": len(failed), "newest": shown}
 
 
-def _summary(published: list[Event]) -> dict[str, Any] | None:
+def _summary(published: list[EventRecord]) -> dict[str, Any] | None:
     """The numbers at the top of the page, None where no version has a patch."""
     patched = [e for e in published if e["density"] is not None]
     if not patched:

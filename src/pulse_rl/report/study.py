@@ -12,14 +12,14 @@ from .thin import thinned
 
 FORMAT = "pulse.study.1"
 
-_MOST_TENSORS = 30
-_MOST_LAYERS = 40
-_MOST_ROWS = 64
-_MOST_EXPONENTS = 600
-_MOST_DIMENSIONS = 8
+_MAX_TENSORS = 30
+_MAX_LAYERS = 40
+_MAX_ROWS = 64
+_MAX_EXPONENTS = 600
+_MAX_DIMENSIONS = 8
 _ROW = ("k", "pairs", "sparsity", "sparsity_min", "sparsity_max")
-_ROW_MAY = ("untouched", "bytes", "bytes_per_changed", "bytes_per_changed_zstd", "entropy_bound", "times_bound")
-_SUMMARY_MAY = ("bytes_per_sync", "bandwidth_for_target", "bandwidth_full", "target", "step_seconds")
+_ROW_OPTIONAL = ("untouched", "bytes", "bytes_per_changed", "bytes_per_changed_zstd", "entropy_bound", "times_bound")
+_SUMMARY_OPTIONAL = ("bytes_per_sync", "bandwidth_for_target", "bandwidth_full", "target", "step_seconds")
 
 
 def study_data(study: Any) -> dict[str, Any]:
@@ -33,23 +33,25 @@ def study_data(study: Any) -> dict[str, Any]:
 
 
 def _data(study: Mapping[str, Any]) -> dict[str, Any]:
-    given = sorted(study["rows"][:_MOST_ROWS], key=lambda row: _number(row, "k"))
-    rows = [_picked(row, _ROW, _ROW_MAY) for row in given]
+    given = sorted(study["rows"][:_MAX_ROWS], key=lambda row: _number(row, "k"))
+    rows = [_picked(row, _ROW, _ROW_OPTIONAL) for row in given]
     k = rows[0]["k"]
     layers = sorted(study["layers"], key=lambda layer: -_number(layer, "changed"))
-    named = list(dict.fromkeys(str(layer["layer"]) for layer in layers))[:_MOST_LAYERS]
+    named = list(dict.fromkeys(str(layer["layer"]) for layer in layers))[:_MAX_LAYERS]
     tensors = sorted((t for t in study["tensors"] if t["k"] == k), key=lambda t: _number(t, "sparsity"))
     pairs = [pair for pair in study["pairs"] if pair["k"] == k]
     gradients = study["gradients"]
-    summary = _picked(study["summary"], ("sparsity",), _SUMMARY_MAY) | {"full_bytes": _number(study, "dense_bytes")}
+    summary = _picked(study["summary"], ("sparsity",), _SUMMARY_OPTIONAL) | {
+        "full_bytes": _number(study, "dense_bytes")
+    }
     measured = plan.from_study(study)
     return {
         "source": str(study["source"]),
         "dtype": str(study["dtype"]),
         "parameters": _number(study, "parameters"),
         "states": len(study["states"]),
-        "lr": _may(study, "lr"),
-        "gradient_density": _may(study, "gradient_density"),
+        "lr": _optional(study, "lr"),
+        "gradient_density": _optional(study, "gradient_density"),
         "rows": rows,
         "layers": [
             {"layer": str(layer["layer"]), **_picked(layer, ("k", "sparsity"), ())}
@@ -59,16 +61,16 @@ def _data(study: Mapping[str, Any]) -> dict[str, Any]:
         "tensors": [
             {
                 **{name: str(tensor[name])[:300] for name in ("name", "layer", "dtype")},
-                "shape": [int(n) for n in tensor["shape"][:_MOST_DIMENSIONS]],
+                "shape": [int(n) for n in tensor["shape"][:_MAX_DIMENSIONS]],
                 **_picked(tensor, ("k", "sparsity"), ()),
             }
-            for tensor in tensors[:_MOST_TENSORS]
+            for tensor in tensors[:_MAX_TENSORS]
         ],
         "over_time": thinned([int(p["new"]) for p in pairs], [1 - _number(p, "sparsity") for p in pairs]),
         "gradients": thinned(list(range(len(gradients))), [_finite(g) for g in gradients]),
         "exponents": [
             _picked(e, ("exponent", "elements", "density"), ("threshold", "predicted_lr", "predicted_10lr"))
-            for e in study["exponents"][:_MOST_EXPONENTS]
+            for e in study["exponents"][:_MAX_EXPONENTS]
         ],
         "summary": summary,
         "scenario": {
@@ -81,8 +83,8 @@ def _data(study: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _picked(given: Mapping[str, Any], must: tuple[str, ...], may: tuple[str, ...]) -> dict[str, float | None]:
-    return {name: _number(given, name) for name in must} | {name: _may(given, name) for name in may}
+def _picked(given: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...]) -> dict[str, float | None]:
+    return {name: _number(given, name) for name in required} | {name: _optional(given, name) for name in optional}
 
 
 def _number(given: Mapping[str, Any], name: str) -> float:
@@ -92,7 +94,7 @@ def _number(given: Mapping[str, Any], name: str) -> float:
     return value
 
 
-def _may(given: Mapping[str, Any], name: str) -> float | None:
+def _optional(given: Mapping[str, Any], name: str) -> float | None:
     return _finite(given.get(name))
 
 

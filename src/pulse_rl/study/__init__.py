@@ -53,11 +53,11 @@ measures live. Both give one plain dict (JSON after `json.dumps`), format "pulse
 
 from ..state.cast import CastState
 from ..state.rounding import COMPUTE_DTYPES
-from .entropy import Bound, bound
+from .entropy import EntropyBound, entropy_bound
 from .layers import LAYERS, layer_of
 from .result import FORMAT, STEP_SECONDS, TARGET
 from .run import DEFAULT_KS, study
-from .sources import CheckpointFolder, Source, StoredStream
+from .sources import CheckpointFolder, StateSequence, StoredStream
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -66,12 +66,12 @@ __all__ = [
     "LAYERS",
     "STEP_SECONDS",
     "TARGET",
-    "Bound",
     "CastState",
     "CheckpointFolder",
-    "Source",
+    "EntropyBound",
+    "StateSequence",
     "StoredStream",
-    "bound",
+    "entropy_bound",
     "layer_of",
     "study",
 ]

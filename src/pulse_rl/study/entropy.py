@@ -19,22 +19,23 @@ _EMPTY = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Bound:
-    """Bits for positions and steps of ``changed`` elements; ``blind_bits`` is the same without tensor or exponent."""
+class EntropyBound:
+    """Bits for positions and steps of ``changed`` elements, given tensor and old exponent; ``unconditional_bits``: for
+    both, given neither."""
 
     elements: int
     changed: int
     position_bits: float
     step_bits: float
-    blind_bits: float
+    unconditional_bits: float
 
     @property
     def bytes_per_changed(self) -> float:
         return (self.position_bits + self.step_bits) / 8 / max(1, self.changed)
 
     @property
-    def blind_bytes_per_changed(self) -> float:
-        return self.blind_bits / 8 / max(1, self.changed)
+    def unconditional_bytes_per_changed(self) -> float:
+        return self.unconditional_bits / 8 / max(1, self.changed)
 
 
 class ClassCounts:
@@ -75,7 +76,7 @@ class ClassCounts:
         """(bits for the positions, bits for the steps)."""
         classes, _, counts = self.steps
         steps = sum(_entropy_bits(counts[classes == c]) for c in np.unique(classes))
-        return _choose_bits(self.elements, self.changed), float(steps)
+        return _position_bits(self.elements, self.changed), float(steps)
 
     def _add(self, old: UIntArray, new: UIntArray) -> None:
         classes = self._class_of(old)
@@ -97,7 +98,7 @@ class ClassCounts:
         self._counts = np.bincount(where, weights=weights, minlength=self._keys.size).astype(np.int64)
 
 
-def bound(old: State, new: State) -> Bound:
+def entropy_bound(old: State, new: State) -> EntropyBound:
     """The bound over a pair of states of the same tensors."""
     position_bits = step_bits = 0.0
     steps: dict[int, int] = {}
@@ -112,8 +113,9 @@ def bound(old: State, new: State) -> Bound:
             steps[kind] = steps.get(kind, 0) + n
         total += spec.elements
         changed += int(times.sum())
-    blind = _choose_bits(np.array([total]), np.array([changed])) + _entropy_bits(np.array(list(steps.values())))
-    return Bound(total, changed, position_bits, step_bits, blind)
+    unconditional_bits = _position_bits(np.array([total]), np.array([changed]))
+    unconditional_bits += _entropy_bits(np.array(list(steps.values())))
+    return EntropyBound(total, changed, position_bits, step_bits, unconditional_bits)
 
 
 def _entropy_bits(counts: npt.NDArray[np.int64]) -> float:
@@ -122,6 +124,6 @@ def _entropy_bits(counts: npt.NDArray[np.int64]) -> float:
     return float(np.sum(some * np.log2(some.sum() / some)))
 
 
-def _choose_bits(n: npt.NDArray[np.int64], k: npt.NDArray[np.int64]) -> float:
+def _position_bits(n: npt.NDArray[np.int64], k: npt.NDArray[np.int64]) -> float:
     """Sum of n H(k / n) in bits over classes."""
     return sum(_entropy_bits(np.array([hit, whole - hit])) for whole, hit in zip(n, k, strict=True) if whole)

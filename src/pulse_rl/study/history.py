@@ -14,7 +14,7 @@ from ..state import bits
 from ..state.tensors import UIntArray
 
 
-class Earlier(NamedTuple):
+class EarlierBlock(NamedTuple):
     """The block ``k`` states before the newest one, and where it changed at least once since. Views, valid until the
     next one is asked for."""
 
@@ -23,7 +23,7 @@ class Earlier(NamedTuple):
     touched: npt.NDArray[np.bool_]
 
 
-class History:
+class BlockHistory:
     """At most ``depth`` states before the newest.
 
     An older state takes a position and a value a change, or one copy of the block where that is less; so the whole
@@ -54,7 +54,7 @@ class History:
             self._undo.append(self.newest)
             self.newest = elements.copy()
 
-    def earlier(self) -> Iterator[Earlier]:
+    def earlier(self) -> Iterator[EarlierBlock]:
         """The states before the newest, the latest first."""
         if self.newest is None:
             return
@@ -67,4 +67,4 @@ class History:
             else:
                 touched |= undo != now
                 now = undo.copy()
-            yield Earlier(k, now, touched)
+            yield EarlierBlock(k, now, touched)

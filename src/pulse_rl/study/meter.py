@@ -50,7 +50,7 @@ class SparsityMeter:
             raise InputError(f"{dtype} is no compute dtype", hint=f"Give torch's dtype of {', '.join(COMPUTE_DTYPES)}.")
         if not ks or min(ks) < 1 or every < 1:
             raise InputError("ks and every count from 1 on")
-        self._live = _Live(_parameters(target), dtype)
+        self._live = _LiveState(_parameters(target), dtype)
         self._tally = Tally(self._live.specs, sorted(set(ks)))
         self._records = [BlockRecord(block, self._tally.ks) for block in self._tally.blocks]
         self._every = every
@@ -60,11 +60,11 @@ class SparsityMeter:
         self._gradients: list[float | None] = []
         self._shares: list[float] = []
         self._optimizer = target if isinstance(target, torch.optim.Optimizer) else None
-        self._take()
+        self._record_state()
         if self._optimizer is not None:
-            self._hook = self._optimizer.register_step_post_hook(self._stepped)
+            self._hook = self._optimizer.register_step_post_hook(self._after_step)
         else:
-            self._hook = register_optimizer_step_post_hook(self._stepped)
+            self._hook = register_optimizer_step_post_hook(self._after_step)
 
     @property
     def memory_bytes(self) -> int:
@@ -79,12 +79,12 @@ class SparsityMeter:
     def to_dict(self, *, step_seconds: float = STEP_SECONDS) -> dict[str, Any]:
         """What was measured so far, as `pulse_rl.study` describes it.
 
-        The patches from the states k before to the newest one are built now, by this call: what it says of bytes and
-        exponents rests on the moments when it was called, what it says of sparsity on all states.
+        Each call builds the patches from the states k before to the newest one. So bytes and exponents are those of the
+        states at which it was called; sparsity is that of all states.
         """
         if self._coded < len(self._states):
             for record in self._records:
-                self._tally.take_costs(record.block, record.code_newest())
+                self._tally.add_coded_blocks(record.block, record.code_newest())
             self._coded = len(self._states)
         return study_dict(
             self._tally,
@@ -107,8 +107,8 @@ class SparsityMeter:
     ) -> None:
         self.close()
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._optimizer is None and self._live.has_any_of(optimizer):
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._optimizer is None and self._live.is_trained_by(optimizer):
             self._optimizer = optimizer
         if optimizer is not self._optimizer:
             return
@@ -117,15 +117,15 @@ class SparsityMeter:
         if share is not None:
             self._shares.append(share)
         if self._steps % self._every == 0:
-            self._take()
+            self._record_state()
 
-    def _take(self) -> None:
+    def _record_state(self) -> None:
         def add(record: BlockRecord) -> None:
             record.add(record.block.read(self._live))
 
         for record, _ in zip(self._records, ordered_map(add, self._records), strict=True):
-            self._tally.take(record)
-        self._tally.settle()
+            self._tally.add(record)
+        self._tally.finish_pairs()
         self._states.append(f"step {self._steps}")
         self._gradients.append(sum(self._shares) / len(self._shares) if self._shares else None)
         self._shares = []
@@ -137,7 +137,7 @@ class SparsityMeter:
         return rates.pop() if len(rates) == 1 else None
 
 
-class _Live(State):
+class _LiveState(State):
     """Parameters after the cast, as they are when they are read."""
 
     def __init__(self, parameters: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -153,7 +153,7 @@ class _Live(State):
         raw: UIntArray = part.view(torch.uint8).cpu().numpy()
         return raw.view(self.spec(name).dtype.uint)
 
-    def has_any_of(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         own = {id(p) for p in self._parameters.values()}
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 

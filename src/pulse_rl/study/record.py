@@ -16,7 +16,7 @@ from ..patch.header import BlockEntry
 from ..state import bits
 from ..state.tensors import UIntArray
 from .entropy import ClassCounts
-from .history import Earlier, History
+from .history import BlockHistory, EarlierBlock
 
 CODECS = ("context", "zstd")
 
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
     new: int
 
 
-class Count(NamedTuple):
+class ChangeCount(NamedTuple):
     """Changed elements by segment of the block, and elements of the block that changed in any step between."""
 
     changed: npt.NDArray[np.int64]
@@ -36,7 +36,7 @@ class Count(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CodedBlock:
     """The block in the patch of one pair: its entry with each codec, and its classes by segment."""
 
     entries: dict[str, BlockEntry]
@@ -44,16 +44,16 @@ class Cost:
 
 
 class BlockRecord:
-    """Takes a block's states one after another; ``coded`` are the pairs whose patches are built."""
+    """Compares a block's states one after another; ``coded`` are the pairs whose patches are built."""
 
     def __init__(self, block: Block, ks: Collection[int], coded: Collection[Pair] = ()) -> None:
         self.block = block
-        self.counts: dict[Pair, Count] = {}
-        self.costs: dict[Pair, Cost] = {}
+        self.counts: dict[Pair, ChangeCount] = {}
+        self.coded_blocks: dict[Pair, CodedBlock] = {}
         self._ks = frozenset(ks)
-        self._coded = frozenset(coded)
+        self._pairs_to_code = frozenset(coded)
         self._ends = np.cumsum([s.stop - s.start for s in block.segments])
-        self._history = History(max(ks))
+        self._history = BlockHistory(max(ks))
         self._states = 0
 
     @property
@@ -68,33 +68,33 @@ class BlockRecord:
             if earlier.k in self._ks:
                 pair = Pair(earlier.k, self._states)
                 self.counts[pair] = self._count(earlier)
-                if pair in self._coded:
-                    self.costs[pair] = self._cost(earlier.elements)
+                if pair in self._pairs_to_code:
+                    self.coded_blocks[pair] = self._code(earlier.elements)
         self._states += 1
 
-    def code_newest(self) -> dict[Pair, Cost]:
-        """The costs of all pairs that end in the newest state."""
+    def code_newest(self) -> dict[Pair, CodedBlock]:
+        """The coded block of each pair that ends in the newest state."""
         return {
-            Pair(earlier.k, self._states - 1): self._cost(earlier.elements)
+            Pair(earlier.k, self._states - 1): self._code(earlier.elements)
             for earlier in self._history.earlier()
             if earlier.k in self._ks
         }
 
     def release(self) -> None:
-        """Lets the states go; counts and costs stay."""
-        self._history = History(0)
+        """Lets the states go; counts and coded blocks stay."""
+        self._history = BlockHistory(0)
 
     @property
     def _now(self) -> UIntArray:
         assert self._history.newest is not None
         return self._history.newest
 
-    def _count(self, earlier: Earlier) -> Count:
+    def _count(self, earlier: EarlierBlock) -> ChangeCount:
         positions = bits.differing(earlier.elements, self._now)
         changed = np.diff(np.searchsorted(positions, self._ends), prepend=0)
-        return Count(changed.astype(np.int64), int(np.count_nonzero(earlier.touched)))
+        return ChangeCount(changed.astype(np.int64), int(np.count_nonzero(earlier.touched)))
 
-    def _cost(self, old: UIntArray) -> Cost:
+    def _code(self, old: UIntArray) -> CodedBlock:
         entries = {}
         for name in CODECS:
             encoded = codecs.encode_block(codecs.by_name(name), old, self._now, self.block.layout)
@@ -105,4 +105,4 @@ class BlockRecord:
             counts = ClassCounts(self.block.dtype)
             counts.add(old[start:stop], self._now[start:stop])
             classes.append(counts)
-        return Cost(entries, tuple(classes))
+        return CodedBlock(entries, tuple(classes))

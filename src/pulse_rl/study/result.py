@@ -27,7 +27,7 @@ def study_dict(
     gradients: Sequence[float | None] = (),
 ) -> dict[str, Any]:
     """The study as a dict of plain values; values of k for which no pair was compared have no rows."""
-    ks = [k for k in tally.ks if tally.spreads[k][0].pairs]
+    ks = [k for k in tally.ks if tally.statistics[k][0].pairs]
     rows = [_row(tally, k) for k in ks]
     dense_bytes = sum(s.nbytes for s in tally.specs)
     known = [g for g in gradients if g is not None]
@@ -52,7 +52,7 @@ def study_dict(
 
 
 def _row(tally: Tally, k: int) -> dict[str, Any]:
-    whole, _, _ = tally.spreads[k]
+    whole, _, _ = tally.statistics[k]
     untouched = 1 - tally.touched[k] / whole.pairs / max(tally.elements, 1)
     row = {"k": k, "pairs": whole.pairs, **whole.row(0, tally.elements), "untouched": untouched}
     return row | _cost(tally, k)
@@ -83,7 +83,7 @@ def _total_bytes(tally: Tally, pairs: list[Pair], codec: str) -> int:
 def _layer_rows(tally: Tally, ks: list[int]) -> list[dict[str, Any]]:
     elements = tally.layer_elements().tolist()
     return [
-        {"layer": layer, "k": k, **tally.spreads[k][1].row(i, elements[i])}
+        {"layer": layer, "k": k, **tally.statistics[k][1].row(i, elements[i])}
         for k in ks
         for i, layer in enumerate(LAYERS)
         if layer in tally.layers
@@ -98,7 +98,7 @@ def _tensor_rows(tally: Tally, ks: list[int]) -> list[dict[str, Any]]:
             "dtype": spec.dtype.name,
             "shape": list(spec.shape),
             "k": k,
-            **tally.spreads[k][2].row(i, spec.elements),
+            **tally.statistics[k][2].row(i, spec.elements),
         }
         for k in ks
         for i, spec in enumerate(tally.specs)

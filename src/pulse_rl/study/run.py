@@ -13,18 +13,15 @@ from ..state.cast import CastState, cast_specs
 from ..state.rounding import compute_dtype_named
 from .record import BlockRecord, Pair
 from .result import STEP_SECONDS, study_dict
-from .sources import Source
+from .sources import StateSequence
 from .tally import Tally
 
 DEFAULT_KS = (1, 2, 4, 8, 16, 32)
 CODED_PAIRS = 3
 
-Progress = Callable[[int], None]
-"""Called with the bytes, after the cast, that were compared since the last call; less than 0 where a pass was cut."""
-
 
 def study(
-    source: Source,
+    source: StateSequence,
     *,
     dtype: str = "BF16",
     ks: Sequence[int] = DEFAULT_KS,
@@ -32,7 +29,7 @@ def study(
     step_seconds: float = STEP_SECONDS,
     threads: int | None = None,
     memory_bytes: int | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Compares the states of ``source`` that are k apart; the dict that `pulse_rl.study` describes.
 
@@ -44,6 +41,9 @@ def study(
     ``memory_bytes`` in all (default: 1 GiB, of a stream two states more). Where that does not hold a whole model the
     rest is measured in further passes over the source. A single block may take max(ks) + 1 copies of itself.
 
+    ``progress`` is called with the bytes, after the cast, that were compared since its last call: less than 0 where a
+    pass had to be cut short.
+
     Raises InputError, and what the source raises.
     """
     compute = compute_dtype_named(dtype)
@@ -52,38 +52,38 @@ def study(
     for what, value in (("the learning rate", lr), ("the seconds of a step", step_seconds)):
         if value is not None and not 0 < value < math.inf:
             raise InputError(f"{what} cannot be {value}")
-    last = len(source.states) - 1
+    last = len(source.state_names) - 1
     possible = sorted({k for k in ks if k <= last})
     if not possible:
         raise InputError(f"{last + 1} states are too few for k = {min(ks)}", hint="Give a smaller k, or more states.")
-    coded = {Pair(k, new) for k in possible for new in spread_out(k, last, CODED_PAIRS)}
+    coded = {Pair(k, new) for k in possible for new in evenly_spaced(k, last, CODED_PAIRS)}
     tally = Tally(cast_specs(source.specs, compute), possible)
-    room = source.spare_bytes if memory_bytes is None else memory_bytes
+    budget = source.spare_bytes if memory_bytes is None else memory_bytes
     done = 0
     while done < len(tally.blocks):
         records = [BlockRecord(block, possible, coded) for block in tally.blocks[done:]]
         for number, state in enumerate(source.walk()):
-            fitting = _add(CastState(state, compute), records, threads, room)
+            fitting = _add(CastState(state, compute), records, threads, budget)
             if progress:
                 dropped = sum(r.block.nbytes for r in records[fitting:])
                 progress(sum(r.block.nbytes for r in records[:fitting]) - number * dropped)
             del records[fitting:]
         for record in records:
-            tally.take(record)
+            tally.add(record)
         done += len(records)
-    tally.settle()
-    return study_dict(tally, source=source.name, states=source.states, lr=lr, step_seconds=step_seconds)
+    tally.finish_pairs()
+    return study_dict(tally, source=source.name, states=source.state_names, lr=lr, step_seconds=step_seconds)
 
 
-def spread_out(first: int, last: int, most: int) -> set[int]:
-    """At most ``most`` whole numbers from ``first`` to ``last``, both included, evenly spread."""
-    if last - first < most:
+def evenly_spaced(first: int, last: int, count: int) -> set[int]:
+    """At most ``count`` whole numbers from ``first`` to ``last``, both included, evenly spread."""
+    if last - first < count:
         return set(range(first, last + 1))
-    return {first + round(i * (last - first) / (most - 1)) for i in range(most)}
+    return {first + round(i * (last - first) / (count - 1)) for i in range(count)}
 
 
-def _add(state: CastState, records: list[BlockRecord], threads: int | None, room: int) -> int:
-    """Gives each record its block of the next state; the number of records that fit into ``room`` bytes, at least one.
+def _add(state: CastState, records: list[BlockRecord], threads: int | None, budget: int) -> int:
+    """Gives each record its block of the next state; how many of the records fit into ``budget`` bytes, at least one.
 
     The records behind that number are half done and have to be given up.
     """
@@ -96,6 +96,6 @@ def _add(state: CastState, records: list[BlockRecord], threads: int | None, room
     with closing(ordered_map(add, records, threads)) as sizes:
         for index, nbytes in enumerate(sizes):
             held += nbytes
-            if held > room and index:
+            if held > budget and index:
                 return index
     return len(records)

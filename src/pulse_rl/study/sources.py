@@ -1,4 +1,4 @@
-"""Where states come from, in order: a folder of checkpoints, or the versions of a stream in a store."""
+"""States in order: a folder of checkpoints, or the versions of a stream in a store."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from ..sync.subscriber import Subscriber
 _DIGITS = re.compile(r"([0-9]+)")
 _FEWER = "A study compares at least two states of one model."
 _HINT = "Give a folder whose entries are .safetensors files or folders of checkpoints, or a store and its stream."
-
-
 _SPARE_BYTES = 1 << 30
 
 
-class Source(Protocol):
-    """States that can be walked through more than once. ``states`` are their names, in order; ``spare_bytes`` of memory
-    are worth spending to save a walk."""
+class StateSequence(Protocol):
+    """States in order that can be walked through more than once.
+
+    ``name`` says where they come from, ``state_names`` has the name of each, ``specs`` are their common tensors.
+    ``spare_bytes`` of memory are worth spending to save a walk.
+    """
 
     name: str
-    states: list[str]
+    state_names: list[str]
     specs: tuple[TensorSpec, ...]
     spare_bytes: int
 
@@ -51,7 +52,7 @@ class CheckpointFolder:
         self._paths = _checkpoints(Path(folder))
         if len(self._paths) < 2:
             raise InputError(f"{self.name} holds {len(self._paths)} checkpoints, not two or more", hint=_hint(folder))
-        self.states = [path.name for path in self._paths]
+        self.state_names = [path.name for path in self._paths]
         self.specs = self._load(self._paths[0]).specs
         for _ in self.walk():  # headers only: what does not fit is found before anything is measured
             pass
@@ -59,7 +60,7 @@ class CheckpointFolder:
     def walk(self) -> Iterator[State]:
         for path in self._paths:
             state = self._load(path)
-            _require(state, self.specs, str(path), self.states[0])
+            _require(state, self.specs, str(path), self.state_names[0])
             yield state
 
     @staticmethod
@@ -83,18 +84,18 @@ class StoredStream:
         self._versions = Stream(self._store, stream).versions()
         if len(self._versions) < 2:
             raise InputError(f"stream {stream!r} holds {len(self._versions)} versions, not two or more", hint=_FEWER)
-        self.states = [f"version {version}" for version in self._versions]
+        self.state_names = [f"version {version}" for version in self._versions]
         first = next(self.walk())
         self.specs, self.spare_bytes = first.specs, _SPARE_BYTES + 2 * first.nbytes
 
     def walk(self) -> Iterator[State]:
         subscriber = Subscriber(self._store, stream=self._stream, threads=self._threads)
         specs: tuple[TensorSpec, ...] | None = None
-        for version, name in zip(self._versions, self.states, strict=True):
+        for version, name in zip(self._versions, self.state_names, strict=True):
             subscriber.sync(version)
             state = subscriber.state
             specs = specs or state.specs
-            _require(state, specs, name, self.states[0])
+            _require(state, specs, name, self.state_names[0])
             yield state
 
 

@@ -16,26 +16,26 @@ from ..patch.header import BlockEntry, PatchHeader
 from ..state.tensors import TensorSpec
 from .entropy import ClassCounts
 from .layers import LAYERS, layer_of
-from .record import CODECS, BlockRecord, Cost, Count, Pair
+from .record import CODECS, BlockRecord, ChangeCount, CodedBlock, Pair
 
 _ROOTS = sha256(b"old").hexdigest(), sha256(b"new").hexdigest()
 """Stand for the roots of a pair in its patch headers, whose size they do not change."""
 
 
-class Spread:
+class CountStatistics:
     """Mean and extremes of counts [n] over pairs."""
 
     def __init__(self, n: int) -> None:
         self.pairs = 0
         self.total = np.zeros(n, np.int64)
-        self.least = np.full(n, np.iinfo(np.int64).max)
-        self.most = np.zeros(n, np.int64)
+        self.min = np.full(n, np.iinfo(np.int64).max)
+        self.max = np.zeros(n, np.int64)
 
     def add(self, counts: npt.NDArray[np.int64]) -> None:
         self.pairs += 1
         self.total += counts
-        np.minimum(self.least, counts, out=self.least)
-        np.maximum(self.most, counts, out=self.most)
+        np.minimum(self.min, counts, out=self.min)
+        np.maximum(self.max, counts, out=self.max)
 
     def row(self, i: int, elements: int) -> dict[str, Any]:
         """The fields that all rows of a study share; of a tensor without elements nothing ever changes."""
@@ -44,8 +44,8 @@ class Spread:
             "elements": elements,
             "changed": int(self.total[i]) / self.pairs,
             "sparsity": 1 - int(self.total[i]) / self.pairs / whole,
-            "sparsity_min": 1 - int(self.most[i]) / whole,
-            "sparsity_max": 1 - int(self.least[i]) / whole,
+            "sparsity_min": 1 - int(self.max[i]) / whole,
+            "sparsity_max": 1 - int(self.min[i]) / whole,
         }
 
 
@@ -71,12 +71,14 @@ class Tally:
         self.pairs: list[dict[str, Any]] = []
         self.coded: dict[Pair, CodedPair] = {}
         self.exponents = ClassCounts(self.main_dtype)
-        self.spreads = {k: (Spread(1), Spread(len(LAYERS)), Spread(len(specs))) for k in self.ks}
+        self.statistics = {
+            k: (CountStatistics(1), CountStatistics(len(LAYERS)), CountStatistics(len(specs))) for k in self.ks
+        }
         self.touched = dict.fromkeys(self.ks, 0)
         self._at = {s.name: i for i, s in enumerate(specs)}
         self._layer_index = np.array([LAYERS.index(layer) for layer in self.layers], np.int64)
-        self._open: dict[Pair, tuple[npt.NDArray[np.int64], int]] = {}
-        self._parts: dict[tuple[Pair, str], ClassCounts] = {}
+        self._unfinished: dict[Pair, tuple[npt.NDArray[np.int64], int]] = {}
+        self._partial_classes: dict[tuple[Pair, str], ClassCounts] = {}
 
     def dtypes(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -89,20 +91,20 @@ class Tally:
         np.add.at(result, self._layer_index, [s.elements for s in self.specs])
         return result
 
-    def take(self, record: BlockRecord) -> None:
-        """Adds what a block's record has found and takes it out of the record. Blocks come in order."""
+    def add(self, record: BlockRecord) -> None:
+        """Adds what a block's record has found since the last call, and empties it. Blocks must come in order."""
         self._count(record.block, record.counts)
-        self.take_costs(record.block, record.costs)
-        record.counts, record.costs = {}, {}
+        self.add_coded_blocks(record.block, record.coded_blocks)
+        record.counts, record.coded_blocks = {}, {}
 
-    def take_costs(self, block: Block, costs: Mapping[Pair, Cost]) -> None:
-        for pair, cost in costs.items():
+    def add_coded_blocks(self, block: Block, coded_blocks: Mapping[Pair, CodedBlock]) -> None:
+        for pair, coded_block in coded_blocks.items():
             coded = self.coded.setdefault(pair, CodedPair({name: [] for name in CODECS}))
-            for name, entry in cost.entries.items():
+            for name, entry in coded_block.entries.items():
                 coded.entries[name].append(entry)
-            coded.changed += cost.entries[CODECS[0]].changed
-            for segment, counts in zip(block.segments, cost.classes, strict=True):
-                whole = self._parts.pop((pair, segment.spec.name), None)
+            coded.changed += coded_block.entries[CODECS[0]].changed
+            for segment, counts in zip(block.segments, coded_block.classes, strict=True):
+                whole = self._partial_classes.pop((pair, segment.spec.name), None)
                 if whole is not None:
                     whole.merge(counts)
                     counts = whole
@@ -111,14 +113,14 @@ class Tally:
                     if pair.k == self.ks[0] and counts.dtype == self.main_dtype:
                         self.exponents.merge(counts)
                 else:
-                    self._parts[pair, segment.spec.name] = counts
+                    self._partial_classes[pair, segment.spec.name] = counts
 
-    def settle(self) -> None:
-        """All blocks of the pairs so far have been taken: adds the pairs to the statistics."""
-        for pair in sorted(self._open, key=lambda p: (p.new, p.k)):
-            changed, touched = self._open[pair]
+    def finish_pairs(self) -> None:
+        """Adds the pairs to the statistics; call it when all blocks of the states so far were added."""
+        for pair in sorted(self._unfinished, key=lambda p: (p.new, p.k)):
+            changed, touched = self._unfinished[pair]
             total = int(changed.sum())
-            whole, layers, tensors = self.spreads[pair.k]
+            whole, layers, tensors = self.statistics[pair.k]
             whole.add(np.array([total]))
             tensors.add(changed)
             layers.add(np.bincount(self._layer_index, weights=changed, minlength=len(LAYERS)).astype(np.int64))
@@ -127,7 +129,7 @@ class Tally:
             self.pairs.append(
                 {"k": pair.k, "old": pair.new - pair.k, "new": pair.new, "changed": total, "sparsity": sparsity}
             )
-        self._open = {}
+        self._unfinished = {}
 
     def patch_bytes(self, pair: Pair, codec: str) -> int:
         """Bytes of the patch file of a coded pair."""
@@ -135,14 +137,14 @@ class Tally:
         header = PatchHeader(*_ROOTS, DEFAULT_BLOCK_ELEMENTS, self.specs, entries)
         return len(header.to_bytes()) + header.body_bytes
 
-    def _count(self, block: Block, counts: Mapping[Pair, Count]) -> None:
+    def _count(self, block: Block, counts: Mapping[Pair, ChangeCount]) -> None:
         for pair, count in counts.items():
-            changed, touched = self._open.get(pair) or (np.zeros(len(self.specs), np.int64), 0)
+            changed, touched = self._unfinished.get(pair) or (np.zeros(len(self.specs), np.int64), 0)
             for segment, n in zip(block.segments, count.changed.tolist(), strict=True):
                 changed[self._at[segment.spec.name]] += n
-            self._open[pair] = changed, touched + count.touched
+            self._unfinished[pair] = changed, touched + count.touched
 
     def _main_dtype(self) -> Any:
         found = self.dtypes()
-        most = max(found, key=lambda name: found[name])
-        return next(s.dtype for s in self.specs if s.dtype.name == most)
+        main = max(found, key=lambda name: found[name])
+        return next(s.dtype for s in self.specs if s.dtype.name == main)

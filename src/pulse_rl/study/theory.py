@@ -21,8 +21,8 @@ def exponent_of(field: int, dtype: DType) -> int:
     return max(field, 1) - _bias(dtype)
 
 
-def step_of(exponent: int, dtype: DType) -> float:
-    """The distance of two neighbours among the values 2^e <= |w| < 2^(e+1)."""
+def ulp_of(exponent: int, dtype: DType) -> float:
+    """The unit in the last place, which is the distance of two neighbours among the values 2^e <= |w| < 2^(e+1)."""
     assert dtype.exponent is not None
     return 2.0 ** (exponent - dtype.exponent[0])
 
@@ -40,16 +40,16 @@ def exponent_rows(counts: ClassCounts, lr: float | None) -> list[dict[str, Any]]
     rows = []
     for exponent, (elements, changed) in sorted(found.items()):
         if elements:
-            step = step_of(exponent, dtype)
+            ulp = ulp_of(exponent, dtype)
             rows.append(
                 {
                     "exponent": exponent,
                     "elements": elements,
                     "changed": changed,
                     "density": changed / elements,
-                    "threshold": step / 2,
-                    "predicted_lr": None if lr is None else min(1.0, lr / step),
-                    "predicted_10lr": None if lr is None else min(1.0, 10 * lr / step),
+                    "threshold": ulp / 2,
+                    "predicted_lr": None if lr is None else min(1.0, lr / ulp),
+                    "predicted_10lr": None if lr is None else min(1.0, 10 * lr / ulp),
                 }
             )
     return rows

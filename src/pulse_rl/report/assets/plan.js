@@ -8,7 +8,7 @@ const BISECTIONS = 60;
 
 function makePlan(scenario, costs) {
   const methods = Object.fromEntries(METHODS.map((name) => [name, predicted(scenario, name, costs)]));
-  return { methods, dense_wins: crossover(scenario, methods, costs) };
+  return { methods, full_wins: crossover(scenario, methods, costs) };
 }
 
 function positionBits(density) {
@@ -16,12 +16,12 @@ function positionBits(density) {
   return -Math.log2(density) - ((1 / density - 1) * Math.log1p(-density)) / Math.LN2;
 }
 
-function patchBytes(method, params, density, paramBytes) {
-  const dense = params * paramBytes;
-  if (method === "full") return dense;
+function syncBytes(method, params, density, paramBytes) {
+  const full = params * paramBytes;
+  if (method === "full") return full;
   const where = positionBits(density);
   const perChange = method === "zstd" ? 1.25 + 0.17 * where : (2.4 + 0.52 * where + 5 * density ** 2) / 8;
-  return Math.min(dense, params * density * perChange + 1000 + 50 * Math.ceil(params / BLOCK_ELEMENTS));
+  return Math.min(full, params * density * perChange + 1000 + 50 * Math.ceil(params / BLOCK_ELEMENTS));
 }
 
 function utilisation(nbytes, stepSeconds, bandwidth) {
@@ -37,13 +37,13 @@ const uplink = (scenario) => scenario.upload_bandwidth ?? scenario.bandwidth;
 
 function phasesOf(s, method, nbytes, costs) {
   const changes = s.params * s.density;
-  const dense = s.param_bytes * s.params;
-  const tree = costs.hash_byte * dense;
+  const stateBytes = s.param_bytes * s.params;
+  const tree = costs.hash_byte * stateBytes;
   let atOnce, hashed, verified;
   if (method === "full") {
     atOnce = Math.min(s.cores, Math.ceil(nbytes / SHARD_BYTES));
-    hashed = tree / s.cores + (costs.anchor_hash_byte * dense) / atOnce;
-    verified = tree / s.cores + (costs.anchor_verify_byte * dense) / atOnce;
+    hashed = tree / s.cores + (costs.anchor_hash_byte * stateBytes) / atOnce;
+    verified = tree / s.cores + (costs.anchor_verify_byte * stateBytes) / atOnce;
   } else {
     atOnce = Math.min(s.cores, Math.ceil(s.params / BLOCK_ELEMENTS));
     hashed = verified = tree / atOnce;
@@ -63,12 +63,12 @@ function predicted(s, method, costs) {
   const measured = s.bytes_per_changed?.[method];
   const nbytes =
     measured === undefined
-      ? patchBytes(method, s.params, s.density, s.param_bytes)
+      ? syncBytes(method, s.params, s.density, s.param_bytes)
       : Math.min(s.params * s.param_bytes, measured * s.params * s.density);
   const phases = phasesOf(s, method, nbytes, costs);
   const syncSeconds = Object.values(phases).reduce((a, b) => a + b, 0);
   return {
-    patch_bytes: Math.round(nbytes),
+    sync_bytes: Math.round(nbytes),
     phases,
     sync_seconds: syncSeconds,
     utilisation: utilisation(nbytes * sharers(s), s.step_seconds, s.bandwidth),
@@ -80,16 +80,16 @@ function predicted(s, method, costs) {
 function crossover(s, methods, costs) {
   const { full, context } = methods;
   const coding = (method) => CODING.reduce((sum, phase) => sum + method.phases[phase], 0);
-  const saved = 8 * (full.patch_bytes - context.patch_bytes) * (1 / uplink(s) + sharers(s) / s.bandwidth);
+  const saved = 8 * (full.sync_bytes - context.sync_bytes) * (1 / uplink(s) + sharers(s) / s.bandwidth);
   const extra = coding(context) - coding(full);
   const bandwidth = extra > 0 ? (s.bandwidth * saved) / extra : null;
-  const denseWins = (density) =>
+  const fullWins = (density) =>
     predicted({ ...s, density, bytes_per_changed: {} }, "context", costs).sync_seconds > full.sync_seconds;
-  if (!denseWins(1)) return { density: null, bandwidth };
+  if (!fullWins(1)) return { density: null, bandwidth };
   let [low, high] = [0, 1];
   for (let i = 0; i < BISECTIONS; i++) {
     const middle = (low + high) / 2;
-    [low, high] = denseWins(middle) ? [low, middle] : [middle, high];
+    [low, high] = fullWins(middle) ? [low, middle] : [middle, high];
   }
   return { density: high, bandwidth };
 }

@@ -34,7 +34,7 @@ function drawPlanner(defaults, costs) {
   const plan = () => makePlan(scenario, costs);
   const summary = element("div", { "aria-live": "polite" });
   results.append(summary);
-  redraws.push(() => summary.replaceChildren(planTable(plan(), scenario), denseSentence(plan())));
+  redraws.push(() => summary.replaceChildren(planTable(plan(), scenario), fullWinsSentence(plan())));
   update();
   redraws.push(curveFigure(results, scenario), phaseFigure(results, plan));
 }
@@ -73,7 +73,7 @@ function planTable({ methods }, scenario) {
   const columns = ["", "bytes a sync", "time of a sync", "GPU utilisation", "if each step waits", `bandwidth for ${target}`];
   const body = METHODS.map((name) => {
     const m = methods[name];
-    const values = [bytes(m.patch_bytes), seconds(m.sync_seconds), percent(m.utilisation), percent(m.worker_utilisation), bandwidth(m.bandwidth_for_target)];
+    const values = [bytes(m.sync_bytes), seconds(m.sync_seconds), percent(m.utilisation), percent(m.worker_utilisation), bandwidth(m.bandwidth_for_target)];
     const swatch = element("span", { class: `swatch ${METHOD_COLOURS[name]}` });
     const cells = values.map((value, i) => element("td", { "data-label": columns[i + 1] }, value));
     return element("tr", { "data-method": name }, element("th", { scope: "row" }, swatch, METHOD_NAMES[name]), ...cells);
@@ -82,12 +82,12 @@ function planTable({ methods }, scenario) {
   return element("table", { class: "plan" }, element("thead", {}, head), element("tbody", {}, ...body));
 }
 
-function denseSentence({ dense_wins: wins }) {
+function fullWinsSentence({ full_wins: wins }) {
   const faster = [];
   if (wins.bandwidth !== null) faster.push(`above ${bandwidth(wins.bandwidth)}`);
   if (wins.density !== null) faster.push(`above ${percent(wins.density)} density`);
   const text = faster.length ? `A full sync takes less time than a patch ${faster.join(", or ")}.` : "A full sync never takes less time than a patch here.";
-  return element("p", { class: "note", id: "dense-wins" }, text);
+  return element("p", { class: "note", id: "full-wins" }, text);
 }
 
 function curveFigure(host, scenario) {
@@ -99,15 +99,15 @@ function curveFigure(host, scenario) {
     const series = METHODS.map((name) => ({
       name, colour: METHOD_COLOURS[name], dash: METHOD_DASHES[name], smooth: true, xs,
       labelAt: LABELS_AT[name],
-      ys: xs.map((b) => utilisation(methods[name].patch_bytes * sharers(scenario), scenario.step_seconds, b)),
+      ys: xs.map((b) => utilisation(methods[name].sync_bytes * sharers(scenario), scenario.step_seconds, b)),
     }));
-    const said = METHODS.map((name) => `${METHOD_NAMES[name]} ${percent(methods[name].utilisation)}`).join(", ");
+    const utilisations = METHODS.map((name) => `${METHOD_NAMES[name]} ${percent(methods[name].utilisation)}`).join(", ");
     lineChart({
       x: { label: "bandwidth of a worker’s link", name: "at", format: bandwidth, log: true, low, high, ticks: [1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12] },
       y: { label: "GPU utilisation", format: percent, low: 0, high: 1 },
       series, height: 240,
       marks: [{ y: scenario.target, label: percent(scenario.target) }, { x: Math.min(high, Math.max(low, scenario.bandwidth)), label: bandwidth(scenario.bandwidth) }],
-      summary: `Utilisation at ${bandwidth(scenario.bandwidth)}: ${said}.`,
+      summary: `Utilisation at ${bandwidth(scenario.bandwidth)}: ${utilisations}.`,
     })(plot, width);
   });
 }

@@ -3,7 +3,7 @@
 function drawStudy(study) {
   const lead = [study.source, `${count(study.parameters)} parameters in ${study.dtype}`, plural(study.states, "state")];
   if (study.lr !== null) lead.push(`learning rate ${study.lr.toExponential()}`);
-  if (study.gradient_density !== null) lead.push(`gradients ${percent(study.gradient_density)} dense`);
+  if (study.gradient_density !== null) lead.push(`gradient density ${percent(study.gradient_density)}`);
   const grid = section("The study", `${lead.join(", ")}.`);
   drawByK(grid, study);
   drawCost(grid, study);
@@ -68,7 +68,7 @@ function drawLayers(grid, { layers }) {
   const sorted = dots.map((d) => ({ ...d, values: order.map((i) => d.values[i]) }));
   const ranked = order.map((i) => names[i]);
   const rows = ranked.map((name) => [name, ...ks.map((k) => (at(name, k) ? percent(at(name, k).sparsity) : "–"))]);
-  const note = "Weights that changed, by type of layer, the densest first.";
+  const note = "Weights that changed, by type of layer, the highest density first.";
   const table = { columns: ["layer", ...ks.map((k) => `sparsity at k = ${k}`)], rows };
   const summary = `Density at k = ${ks[0]}: ${ranked.map((name, i) => `${name} ${percent(sorted[0].values[i])}`).join(", ")}.`;
   figure(grid, { title: "Density by layer type", note, table }, dotRows({ names: ranked, dots: sorted, axis: { label: "density, logarithmic", format: percent, log: true }, summary }));
@@ -121,7 +121,7 @@ function drawOverTime(grid, { over_time: weights, gradients, rows }) {
 function drawTensors(grid, { tensors }) {
   const columns = ["tensor", "density", "layer", "dtype", "shape"];
   const rows = tensors.map((t) => [t.name, percent(1 - t.sparsity), t.layer, t.dtype, t.shape.join(" × ")]);
-  const box = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table: the densest tensors" }, htmlTable({ columns, rows }));
-  const heading = element("h3", {}, "The densest tensors");
+  const box = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table: the tensors of the highest density" }, htmlTable({ columns, rows }));
+  const heading = element("h3", {}, "Tensors of the highest density");
   grid.append(element("figure", { class: "wide" }, heading, element("p", { class: "note" }, `At k = ${tensors[0].k}, the ${tensors.length} with the largest share of changes.`), box));
 }

@@ -1,4 +1,4 @@
-"""Four trainers in processes of their own, started once and asked for one job after another."""
+"""Four trainers in processes of their own, started once, which then do one job after another."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.loco.jobs import TRAINERS, Job, Seen, Trial
+from benchmarks.loco.jobs import TRAINERS, Job, JobResult, RoundRecord
 from benchmarks.network.shape import INTERFACE, Node, network, require_root
 
 Child = subprocess.Popen[str]
 
 
-class Crew:
+class TrainerProcesses:
     """The trainers' standard inputs and outputs."""
 
     def __init__(self, children: list[Child], log: Path) -> None:
         self._children, self._log = children, log
 
-    def run(self, job: Job) -> Trial:
-        """Asks all for the same job and waits for all. Raises SystemExit if one ended."""
+    def run(self, job: Job) -> JobResult:
+        """Has all trainers do the same job, and waits for all. Raises SystemExit if one ended."""
         started = time.monotonic()
         for child in self._children:
             assert child.stdin is not None
             child.stdin.write(json.dumps(asdict(job)) + "\n")
             child.stdin.flush()
-        trial = [self._answer(child) for child in self._children]
+        result = [self._answer(child) for child in self._children]
         print(f"{job.title}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-        return trial
+        return result
 
-    def _answer(self, child: Child) -> list[Seen]:
+    def _answer(self, child: Child) -> list[RoundRecord]:
         assert child.stdout is not None
         line = child.stdout.readline()
         if not line:
             raise SystemExit(f"a trainer ended with status {child.wait()}:\n{self._log.read_text()[-3000:]}")
-        return [Seen(**seen) for seen in json.loads(line)]
+        return [RoundRecord(**record) for record in json.loads(line)]
 
 
 def why_no_network() -> str | None:
@@ -55,8 +55,8 @@ def why_no_network() -> str | None:
 
 
 @contextmanager
-def crew(rate: float | None = None, *, apart: bool = False) -> Iterator[Crew]:
-    """Four trainers, each with one thread; with ``apart`` in network namespaces, behind links of ``rate`` bit/s."""
+def start_trainers(rate: float | None = None, *, namespaces: bool = False) -> Iterator[TrainerProcesses]:
+    """Four trainers of one thread each; with ``namespaces`` each is in one of its own, on a link of ``rate`` bit/s."""
     folder = Path(tempfile.mkdtemp(prefix="pulse-loco-"))
     log = folder / "trainers.log"
     nodes = [Node(f"trainer{rank}", rank + 1, rate) for rank in range(TRAINERS)]
@@ -64,13 +64,13 @@ def crew(rate: float | None = None, *, apart: bool = False) -> Iterator[Crew]:
     try:
         with ExitStack() as stack:
             output = stack.enter_context(log.open("w"))
-            if apart:
+            if namespaces:
                 stack.enter_context(network(nodes))
             children = []
             for rank, node in enumerate(nodes):
                 command = [sys.executable, "-m", "benchmarks.loco.trainer", str(rank), rendezvous]
-                command = node.inside([*command, INTERFACE]) if apart else command
-                settings = {"GLOO_SOCKET_IFNAME": INTERFACE if apart else "lo", "OMP_NUM_THREADS": "1"}
+                command = node.inside([*command, INTERFACE]) if namespaces else command
+                settings = {"GLOO_SOCKET_IFNAME": INTERFACE if namespaces else "lo", "OMP_NUM_THREADS": "1"}
                 child = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
@@ -81,7 +81,7 @@ def crew(rate: float | None = None, *, apart: bool = False) -> Iterator[Crew]:
                 )
                 stack.callback(_end, child)
                 children.append(child)
-            yield Crew(children, log)
+            yield TrainerProcesses(children, log)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

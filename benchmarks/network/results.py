@@ -11,7 +11,7 @@ from benchmarks.network.spec import Spec
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerResult:
     """What one worker measured, over whole steps from the first new version on. Bytes are those of the interface.
 
     ``utilisation`` is the share of the time in which it generated, the rest went into syncing. ``lag`` is how many
@@ -30,7 +30,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ReplayResult:
     """One run of a method. Trainer's figures are means over its versions."""
 
     method: str
@@ -43,10 +43,10 @@ class Measured:
     publish_seconds: float
     versions_a_minute: float
     trainer_sent_bytes: int
-    workers: tuple[Worker, ...]
+    workers: tuple[WorkerResult, ...]
 
 
-def summary(spec: Spec, shaped: bool, seconds: float) -> Measured:
+def summary(spec: Spec, shaped: bool, seconds: float) -> ReplayResult:
     """What the logs of a replay say."""
     _, trainer, *workers = nodes(shaped)
     lines = read_log(spec.log(trainer.name))
@@ -56,7 +56,7 @@ def summary(spec: Spec, shaped: bool, seconds: float) -> Measured:
         raise SystemExit(f"{spec.method}: the trainer published {len(versions)} versions; run for longer")
     densities = [v["density"] for v in versions if v["density"] is not None]
     cycle = (versions[-1]["time"] - versions[0]["time"]) / (len(versions) - 1)
-    return Measured(
+    return ReplayResult(
         method=spec.method,
         shaped=shaped,
         step_seconds=spec.step_seconds,
@@ -71,7 +71,7 @@ def summary(spec: Spec, shaped: bool, seconds: float) -> Measured:
     )
 
 
-def worker_summary(spec: Spec, worker: Node, versions: Lines) -> Worker:
+def worker_summary(spec: Spec, worker: Node, versions: Lines) -> WorkerResult:
     """From the first sync that brought a new version on: whole steps, each with the sync before it."""
     lines = read_log(spec.log(worker.name))
     ready = next(line for line in lines if line["event"] == "ready")
@@ -85,7 +85,7 @@ def worker_summary(spec: Spec, worker: Node, versions: Lines) -> Worker:
     syncs = [step["sync_seconds"] for step in steps if step["version"] != step["previous"]]
     lags = [sum(v["version"] > step["version"] and v["time"] <= step["time"] for v in versions) for step in steps]
     roots = {v["version"]: v["root"] for v in versions}
-    return Worker(
+    return WorkerResult(
         rate=worker.rate,
         steps=len(steps),
         utilisation=len(steps) * spec.step_seconds / lasted,
