@@ -24,6 +24,8 @@ docs: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --quiet --offline .github
 
 types: $(VENV)/.ready
 	$(BIN)/mypy
