@@ -64,7 +64,7 @@ dist: $(DIST)/.ready
 	rm -rf dist
 	$(DIST)/bin/python -m build --quiet --dependency-constraints-txt constraints.txt --outdir dist .
 	$(DIST)/bin/twine check --strict dist/*
-	$(DIST)/bin/python tools/prove_dist.py dist --golden tests/golden/format-1
+	$(DIST)/bin/python tools/prove_dist.py dist --golden tests/golden/format-*
 
 $(DIST)/.ready: constraints.txt
 	$(PYTHON) -m venv $(DIST)

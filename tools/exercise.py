@@ -1,6 +1,6 @@
 """Exercises an installed pulse-rl with numpy alone: patches, a store, a follower, and formats of earlier releases.
 
-python tools/exercise.py [--golden tests/golden/format-1]
+python tools/exercise.py [--golden tests/golden/format-*]
 
 Runs the command `pulse` of the interpreter's own environment, as a user would; cibuildwheel runs it on every wheel that
 it builds. One line for each thing that held; the first that does not ends it with status 1.
@@ -134,6 +134,7 @@ def check_stream(folder: Path) -> None:
 
 
 def check_golden(golden: Path, folder: Path) -> None:
+    folder.mkdir()
     root = pulse("digest", golden / "new.safetensors")["root"]
     patches = sorted(golden.glob("*.patch"))
     require(bool(patches), f"{golden} has no patches")
@@ -142,14 +143,16 @@ def check_golden(golden: Path, folder: Path) -> None:
         applied = pulse("apply", golden / "old.safetensors", patch, "-o", out)
         require(applied["root"] == root, f"{patch} leads to {applied['root']}, not to {root}")
         require(tensor_bytes(out) == tensor_bytes(golden / "new.safetensors"), f"{patch} gives other bytes")
-    followed = pulse("follow", golden / "store", "--stream", "golden", "--out", folder / "golden", "--once")
+    followed = pulse("follow", golden / "store", "--stream", "golden", "--out", folder, "--once")
     require(followed["root"] == root, f"the golden store leads to {followed['root']}, not to {root}")
     held(f"{golden.name}: {', '.join(p.stem for p in patches)} and a store decode to {root[:16]}…")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tools/exercise.py", description=__doc__)
-    parser.add_argument("--golden", type=Path, metavar="FOLDER", help="files of an earlier release that must decode")
+    parser.add_argument(
+        "--golden", type=Path, nargs="+", default=[], metavar="FOLDER", help="released formats that must decode"
+    )
     args = parser.parse_args()
     check_import()
     with tempfile.TemporaryDirectory() as made:
@@ -158,8 +161,8 @@ def main() -> None:
             write_checkpoint(folder / f"{name}.safetensors", tensors)
         check_patch(folder)
         check_stream(folder)
-        if args.golden:
-            check_golden(args.golden.resolve(), folder)
+        for golden in args.golden:
+            check_golden(golden.resolve(), folder / golden.name)
 
 
 if __name__ == "__main__":

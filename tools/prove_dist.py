@@ -1,4 +1,4 @@
-"""Proves that others can install what `python -m build` made: python tools/prove_dist.py dist [--golden FOLDER]
+"""Proves that others can install what `python -m build` made: python tools/prove_dist.py dist [--golden FOLDER …]
 
 1. The sdist holds what a build needs, only files that git tracks, and nothing big; the wheel holds the sdist's package,
    byte for byte, and one build of the kernels.
@@ -112,7 +112,7 @@ def clean_variables(path: Path) -> dict[str, str]:
     return {**kept, "PATH": str(path), "CC": false, "CXX": false, "PYTHONNOUSERSITE": "1"}
 
 
-def prove_install(wheel: Path, pins: list[str], golden: Path | None, what: str) -> None:
+def prove_install(wheel: Path, pins: list[str], golden: list[Path], what: str) -> None:
     with tempfile.TemporaryDirectory(prefix="prove-wheel-") as made:
         folder = Path(made).resolve()
         require(not folder.is_relative_to(HERE.parent), f"{folder} lies in the checkout")
@@ -136,18 +136,20 @@ def prove_install(wheel: Path, pins: list[str], golden: Path | None, what: str) 
         others = [line for line in installed if line.partition("==")[0] not in ("pip", "setuptools", "pulse-rl")]
         held(f"{what}: installed without a compiler and without torch: {', '.join(others)}")
         exercise = shutil.copy(HERE / "exercise.py", folder)
-        print(run(exercise, *(["--golden", golden] if golden else [])), end="", flush=True)
+        print(run(exercise, *(["--golden", *golden] if golden else [])), end="", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tools/prove_dist.py", description=__doc__)
     parser.add_argument("folder", type=Path, help="holds one sdist and one wheel for this interpreter")
-    parser.add_argument("--golden", type=Path, metavar="FOLDER", help="files of an earlier release that must decode")
+    parser.add_argument(
+        "--golden", type=Path, nargs="+", default=[], metavar="FOLDER", help="released formats that must decode"
+    )
     args = parser.parse_args()
     sdist, wheel = (only(args.folder, pattern).resolve() for pattern in ("*.tar.gz", "*.whl"))
     require(parse_sdist_filename(sdist.name)[:2] == parse_wheel_filename(wheel.name)[:2], "two versions")
     dependencies = check_wheel(wheel, check_sdist(sdist))
-    golden = args.golden.resolve() if args.golden else None
+    golden = [folder.resolve() for folder in args.golden]
     prove_install(wheel, [], golden, "newest dependencies")
     # The oldest ones have binary wheels for the oldest Python only.
     if sys.version_info[:2] == (3, 11):
