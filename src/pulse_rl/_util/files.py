@@ -12,10 +12,15 @@ from ..errors import PulseError, StoreError, StoreFull
 
 Chunks = Iterable[bytes | memoryview]
 
+_NEEDED = ("fchmod", "link", "O_DIRECTORY")
+"""What of POSIX makes a file durable: its mode, its creation by one call, the sync of its folder."""
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
+
 
 def write_atomically(path: Path, chunks: Chunks, *, aside: Path | None = None) -> None:
     """Puts a file at ``path`` whole or not at all, replacing what was there. ``aside`` is the folder for the unfinished
     file (``path``'s own by default; it must be on the same file system). Raises StoreFull and StoreError."""
+    _require_posix(f"write {path}")
     try:
         make_folder(path.parent)
         unfinished = _write_aside(aside or path.parent, path.name, chunks)
@@ -30,11 +35,12 @@ def write_atomically(path: Path, chunks: Chunks, *, aside: Path | None = None) -
 
 def create_atomically(path: Path, chunks: Chunks, *, aside: Path) -> None:
     """Like `write_atomically`, but raises FileExistsError, atomically, where ``path`` already exists."""
+    _require_posix(f"create {path}")
     try:
         make_folder(path.parent)
         unfinished = _write_aside(aside, path.name, chunks)
         try:
-            os.link(unfinished, path)
+            _link(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
         sync_folder(path.parent)
@@ -54,7 +60,7 @@ def make_folder(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """fsync of a folder, so that a rename in it survives a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     finally:
@@ -66,6 +72,28 @@ def disk_error(error: OSError, doing: str) -> PulseError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StoreFull(f"no space left to {doing}")
     return StoreError(f"cannot {doing}: {error.strerror or error}", hint="Check the path and its permissions.")
+
+
+def _require_posix(doing: str) -> None:
+    """Raises StoreError on a platform, Windows for one, that lacks what a durable file needs."""
+    missing = [name for name in _NEEDED if not hasattr(os, name)]
+    if missing:
+        raise StoreError(
+            f"cannot {doing}: this platform has no {', '.join(f'os.{name}' for name in missing)}",
+            hint="Files are written durably on Linux and macOS only; on Windows use WSL, or an object store.",
+        )
+
+
+def _link(unfinished: Path, path: Path) -> None:
+    try:
+        os.link(unfinished, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        raise StoreError(
+            f"cannot create {path}: its file system refuses hard links ({error.strerror})",
+            hint="Use a file system that has hard links, or an object store.",
+        ) from error
 
 
 def _write_aside(folder: Path, name: str, chunks: Chunks) -> Path:
