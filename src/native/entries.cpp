@@ -78,8 +78,8 @@ void code_levels(Side& side, Models& models, std::array<uint8_t, kClasses>& leve
 // A value against theta. Its direction says which of theta's two boundaries it crosses; where it is a multiple of theta's
 // unit in the last place, as differences of close numbers are, only the excess over that boundary is left to say.
 template <class Side>
-float code_value(Side& side, Models& models, const Rounding& rounding, uint32_t theta, uint32_t cls, int base, bool narrow,
-                 float value) {
+float code_value(Side& side, Models& models, const Rounding& rounding, uint32_t theta, uint32_t cls, int base,
+                 bool bf16, float value) {
     side.next_symbol();
     const uint32_t bits = bits_of(value), exponent = (theta & kMagnitude) >> 23;
     const Distance distance = distance_of(theta, rounding);
@@ -89,7 +89,7 @@ float code_value(Side& side, Models& models, const Rounding& rounding, uint32_t 
     const bool is_up = near == distance.up_is_near();
     const uint32_t sign = is_up ? ~theta & kSign : theta & kSign;
     const uint32_t own = (bits & kMagnitude) >> 23;
-    if (narrow) {
+    if (bf16) {
         const int octave_of = int(own) - base, known = octave_of >= 0 && octave_of < kEscape ? octave_of : kEscape;
         const int read = int(side.symbol(models.sizes[cls << 1 | near], uint32_t(known)));
         if (read == kEscape) return float_of(sign | side.rest((bits & kMagnitude) >> 16, 15) << 16);
@@ -135,7 +135,7 @@ struct Head {
 
 // `data` is the payload past its head: first the range coder's part, then the plain bits.
 Entries decode_one(const Shared& shared, const uint8_t* data, size_t size, size_t count, const Head& head,
-                   const uint8_t* classes, bool narrow) {
+                   const uint8_t* classes, bool bf16) {
     size_t at = 0;
     uint32_t coded = 0;
     for (int k = 0; k < 4; k++) coded |= uint32_t(take_byte(data, size, at)) << (8 * k);
@@ -153,8 +153,8 @@ Entries decode_one(const Shared& shared, const uint8_t* data, size_t size, size_
     for (size_t i = 0; i < count; i++) {
         reader.read(side);
         const size_t p = reader.position();
-        const float value = code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base,
-                                       narrow, 0.0f);
+        const float value =
+            code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base, bf16, 0.0f);
         if ((bits_of(value) & kMagnitude) >= kHuge) throw Malformed("a value that is not finite");
         result.positions[i] = uint32_t(p);
         result.values[i] = value;
@@ -168,7 +168,7 @@ Entries decode_one(const Shared& shared, const uint8_t* data, size_t size, size_
 }  // namespace
 
 std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positions, const float* values, size_t count,
-                                    bool narrow) {
+                                    bool bf16) {
     std::vector<uint8_t> payload;
     put_varint(payload, count);
     if (count == 0) return payload;
@@ -180,7 +180,7 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     for (size_t i = 0; i < count; i++) {
         const uint32_t theta = bits_of(shared.theta[positions[i]]);
         distances[distance_octave(theta, distance_of(theta, shared.rounding))]++;
-        exponents[(bits_of(narrow ? values[i] : shared.theta[positions[i]]) >> 23) & 255]++;
+        exponents[(bits_of(bf16 ? values[i] : shared.theta[positions[i]]) >> 23) & 255]++;
     }
     const auto top = [count](const auto& histogram, size_t share) {
         size_t e = histogram.size() - 1;
@@ -190,7 +190,7 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     Head head;
     head.octaves.distance = uint8_t(std::clamp((top(distances, 1024) - 14) & ~1, 0, 254));
     head.octaves.momentum = uint8_t(std::max(int(momentum_octave(shared.momentum, total)) - 7, 0));
-    head.base = std::max(top(exponents, narrow ? 1 << 30 : 1024) - (narrow ? kEscape - 1 : 15), 0);
+    head.base = std::max(top(exponents, bf16 ? 1 << 30 : 1024) - (bf16 ? kEscape - 1 : 15), 0);
 
     std::vector<uint8_t> classes(total);
     BlockStatistics statistics;
@@ -204,7 +204,8 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     for (uint32_t p : at) statistics.changes[classes[p]]++;
     statistics.count_live(at, shared.runs);
     CodePlan plan = plan_code(statistics);
-    for (int x : {plan.boost, plan.first, plan.count - 1, int(head.octaves.distance), int(head.octaves.momentum), head.base}) {
+    for (int x :
+         {plan.boost, plan.first, plan.count - 1, int(head.octaves.distance), int(head.octaves.momentum), head.base}) {
         payload.push_back(uint8_t(x));
     }
     EntryWriter side;
@@ -215,7 +216,7 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     for (size_t i = 0; i < count; i++) {
         const size_t p = positions[i];
         writer.write(side.coder, p);
-        code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base, narrow, values[i]);
+        code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base, bf16, values[i]);
     }
     const std::vector<uint8_t> code = side.coder.finish(), rest = side.bits.finish();
     for (int k = 0; k < 4; k++) payload.push_back(uint8_t(code.size() >> (8 * k)));
@@ -224,8 +225,8 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     return payload;
 }
 
-std::vector<Entries> decode_entries(const Shared& shared, const std::vector<std::pair<const uint8_t*, size_t>>& payloads,
-                                    bool narrow) {
+std::vector<Entries> decode_entries(const Shared& shared,
+                                    const std::vector<std::pair<const uint8_t*, size_t>>& payloads, bool bf16) {
     const size_t total = total_of(shared.runs);
     std::map<std::pair<uint8_t, uint8_t>, std::vector<uint8_t>> classes;
     std::vector<Entries> results;
@@ -245,7 +246,7 @@ std::vector<Entries> decode_entries(const Shared& shared, const std::vector<std:
         head.octaves.distance = take_byte(data, size, at);
         head.octaves.momentum = take_byte(data, size, at);
         head.base = take_byte(data, size, at);
-        if (head.boost > kMostBoost || head.first + head.count > kClasses || (narrow && head.base > 255 - kEscape)) {
+        if (head.boost > kMostBoost || head.first + head.count > kClasses || (bf16 && head.base > 255 - kEscape)) {
             throw Malformed("the block's head is out of range");
         }
         std::vector<uint8_t>& known = classes[{head.octaves.distance, head.octaves.momentum}];
@@ -253,7 +254,7 @@ std::vector<Entries> decode_entries(const Shared& shared, const std::vector<std:
             known.resize(total);
             classify(shared.theta, shared.momentum, total, shared.rounding, head.octaves, known.data());
         }
-        results.push_back(decode_one(shared, data + at, size - at, size_t(count), head, known.data(), narrow));
+        results.push_back(decode_one(shared, data + at, size - at, size_t(count), head, known.data(), bf16));
     }
     return results;
 }

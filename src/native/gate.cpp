@@ -33,8 +33,8 @@ PULSE_CLONES bool bf16_chunk(const float* theta, const float* start, const float
     return gate_chunk(theta, start, now, residual, s, count, Bf16Rounder{}, open, any);
 }
 
-PULSE_CLONES bool narrow_chunk(const float* theta, const float* start, const float* now, const float* residual, float* s,
-                               size_t count, const Rounder& round, uint8_t* open, uint32_t& any) {
+PULSE_CLONES bool narrow_chunk(const float* theta, const float* start, const float* now, const float* residual,
+                               float* s, size_t count, const Rounder& round, uint8_t* open, uint32_t& any) {
     return gate_chunk(theta, start, now, residual, s, count, round, open, any);
 }
 

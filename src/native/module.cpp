@@ -11,7 +11,8 @@ namespace {
 
 // Runs that cover `old`, whose elements are of that kind.
 std::vector<pulse::Run> checked(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind, const Bytes& old) {
-    if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 || kind.mask > 255) {
+    if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 ||
+        kind.mask > 255) {
         throw nb::value_error("width, shift or mask is out of range");
     }
     check_elements(old, kind.width, "old");
@@ -43,7 +44,8 @@ NB_MODULE(_kernels, m) {
 
     m.def(
         "context_encode",
-        [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating, const std::vector<RunTuple>& runs) {
+        [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating,
+           const std::vector<RunTuple>& runs) {
             const pulse::ElementKind kind{width, shift, mask, floating};
             const auto covered = checked(runs, kind, old);
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
@@ -123,7 +125,8 @@ NB_MODULE(_kernels, m) {
                                reinterpret_cast<const U*>(values.data()));
             });
         },
-        array("elements"), "width"_a, array("positions"), "base"_a, array("values"), "Writes values at positions - base, in place.");
+        array("elements"), "width"_a, array("positions"), "base"_a, array("values"),
+        "Writes values at positions - base, in place.");
 
     m.def(
         "round_values",

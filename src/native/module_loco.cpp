@@ -51,7 +51,7 @@ void bind_loco(nb::module_& m) {
     m.def(
         "encode_entries",
         [](Floats theta, Floats momentum, const RoundingTuple& rounding, const std::vector<RunTuple>& runs,
-           Positions positions, Floats values, bool narrow) {
+           Positions positions, Floats values, bool bf16) {
             const auto covered = checked_runs(runs, theta.size());
             const auto checked = checked_rounding(rounding);
             check_arrays(theta.size(), theta, momentum);
@@ -65,17 +65,17 @@ void bind_loco(nb::module_& m) {
                     }
                 }
                 payload = pulse::encode_entries({theta.data(), momentum.data(), checked, covered}, positions.data(),
-                                                values.data(), positions.size(), narrow);
+                                                values.data(), positions.size(), bf16);
             }
             return nb::bytes(payload.data(), payload.size());
         },
-        array("theta"), array("momentum"), "rounding"_a, "runs"_a, array("positions"), array("values"), "narrow"_a,
+        array("theta"), array("momentum"), "rounding"_a, "runs"_a, array("positions"), array("values"), "bf16"_a,
         "The payload of one block; runs are (elements, row, phase).");
 
     m.def(
         "decode_entries",
         [](const std::vector<Bytes>& payloads, Floats theta, Floats momentum, const RoundingTuple& rounding,
-           const std::vector<RunTuple>& runs, bool narrow) {
+           const std::vector<RunTuple>& runs, bool bf16) {
             const auto covered = checked_runs(runs, theta.size());
             const auto checked = checked_rounding(rounding);
             check_arrays(theta.size(), theta, momentum);
@@ -84,15 +84,16 @@ void bind_loco(nb::module_& m) {
             std::vector<pulse::Entries> decoded;
             {
                 nb::gil_scoped_release release;
-                decoded = pulse::decode_entries({theta.data(), momentum.data(), checked, covered}, views, narrow);
+                decoded = pulse::decode_entries({theta.data(), momentum.data(), checked, covered}, views, bf16);
             }
             nb::list results;
             for (pulse::Entries& entries : decoded) {
-                results.append(nb::make_tuple(to_numpy(std::move(entries.positions)), to_numpy(std::move(entries.values))));
+                results.append(
+                    nb::make_tuple(to_numpy(std::move(entries.positions)), to_numpy(std::move(entries.values))));
             }
             return results;
         },
-        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "runs"_a, "narrow"_a,
+        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "runs"_a, "bf16"_a,
         "(uint32 positions, FP32 values) of one block for each payload; raises Malformed.");
 
     m.def(
@@ -106,7 +107,8 @@ void bind_loco(nb::module_& m) {
             }
             for (size_t i = 0; i < positions.size(); i++) total.data()[positions.data()[i]] += values.data()[i];
         },
-        array("total"), array("positions"), array("values"), "total[positions] += values, in place; the positions are unique.");
+        array("total"), array("positions"), array("values"),
+        "total[positions] += values, in place; the positions are unique.");
 
     m.def(
         "outer_step",
@@ -115,5 +117,6 @@ void bind_loco(nb::module_& m) {
             nb::gil_scoped_release release;
             pulse::outer_step(theta.data(), momentum.data(), total.data(), theta.size(), trainers, lr, mu);
         },
-        array("theta"), array("momentum"), array("total"), "trainers"_a, "lr"_a, "mu"_a, "Nesterov SGD on total / trainers, in place.");
+        array("theta"), array("momentum"), array("total"), "trainers"_a, "lr"_a, "mu"_a,
+        "Nesterov SGD on total / trainers, in place.");
 }

@@ -141,7 +141,10 @@ private:
 
 class RangeDecoder {
 public:
-    RangeDecoder(const uint8_t* data, size_t size) : data_(data), size_(size) { code_ = next(); at_ = 8; }
+    RangeDecoder(const uint8_t* data, size_t size) : data_(data), size_(size) {
+        code_ = next();
+        at_ = 8;
+    }
 
     bool bit(AdaptiveBit& model) {
         const uint64_t one = (range_ >> 16) * model.p;

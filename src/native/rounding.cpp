@@ -21,7 +21,8 @@ PULSE_CLONES void to_bf16(const uint32_t* bits, size_t count, uint32_t nan, uint
     round_all(bits, count, Bf16Rounder{}, 7, nan, out);
 }
 
-PULSE_CLONES void to_16_bits(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan, uint16_t* out) {
+PULSE_CLONES void to_16_bits(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan,
+                             uint16_t* out) {
     round_all(bits, count, Rounder(rounding), rounding.mantissa, nan, out);
 }
 

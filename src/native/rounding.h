@@ -36,7 +36,7 @@ struct Rounding {
     }
 };
 
-// FP32 bits to the narrow dtype's own, with the sign in the top bit of 32. Integers only: neither the rounding mode of the
+// FP32 bits to the bf16 dtype's own, with the sign in the top bit of 32. Integers only: neither the rounding mode of the
 // processor nor its treatment of denormal numbers matters. A NaN becomes what lies beyond the range.
 class Rounder {
 public:

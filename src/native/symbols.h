@@ -45,7 +45,8 @@ public:
 private:
     static constexpr std::array<uint8_t, 48> kRates = [] {
         std::array<uint8_t, 48> rates{};
-        for (size_t n = 0; n < rates.size(); n++) rates[n] = uint8_t(n < 1 ? 1 : n < 3 ? 2 : n < 7 ? 3 : n < 15 ? 4 : n < 31 ? 5 : n < 47 ? 6 : 7);
+        for (size_t n = 0; n < rates.size(); n++)
+            rates[n] = uint8_t(n < 1 ? 1 : n < 3 ? 2 : n < 7 ? 3 : n < 15 ? 4 : n < 31 ? 5 : n < 47 ? 6 : 7);
         return rates;
     }();
 

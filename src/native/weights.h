@@ -14,7 +14,7 @@ constexpr uint64_t kNat = uint64_t(1) << 24;  // weight of an element that chang
 constexpr int kMostLevel = 44;                // level h stands for the weight 2^(26 - h/2)
 constexpr uint8_t kAbsent = 63;               // no element of the class changes: weight 0
 constexpr uint64_t kMostWeight = uint64_t(1) << 26;
-constexpr int kMostBoost = 7;                 // a row with a change weighs up to 2^7 times as much
+constexpr int kMostBoost = 7;  // a row with a change weighs up to 2^7 times as much
 
 inline uint32_t weight_of_level(int level) {
     if (level > kMostLevel) return 0;

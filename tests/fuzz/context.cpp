@@ -36,7 +36,7 @@ struct Block {
     std::vector<Run> runs;
     std::vector<uint32_t> old, now;  // widened
 
-    std::vector<uint8_t> narrow(const std::vector<uint32_t>& values) const {
+    std::vector<uint8_t> bf16(const std::vector<uint32_t>& values) const {
         std::vector<uint8_t> bytes(values.size() * kind.width + 1);
         for (size_t i = 0; i < values.size(); i++) std::memcpy(&bytes[i * kind.width], &values[i], kind.width);
         return bytes;
@@ -85,7 +85,7 @@ int main(int argc, char** argv) {
         if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds) break;
         Random r(seed);
         const Block b = random_block(r);
-        const std::vector<uint8_t> old = b.narrow(b.old), now = b.narrow(b.now);
+        const std::vector<uint8_t> old = b.bf16(b.old), now = b.bf16(b.now);
         const Encoded encoded = encode_block(old.data(), now.data(), b.kind, b.runs);
         if (encoded.changed) {
             const Decoded d = decode_block(encoded.payload.data(), encoded.payload.size(), old.data(), b.kind, b.runs);
@@ -100,10 +100,13 @@ int main(int argc, char** argv) {
             std::vector<uint8_t> bad = encoded.payload;
             switch (below(r, 4)) {
                 case 0:
-                    for (uint64_t n = 1 + below(r, 3); n && !bad.empty(); n--) bad[below(r, bad.size())] ^= 1 << below(r, 8);
+                    for (uint64_t n = 1 + below(r, 3); n && !bad.empty(); n--)
+                        bad[below(r, bad.size())] ^= 1 << below(r, 8);
                     break;
                 case 1: bad.resize(below(r, bad.size() + 1)); break;
-                case 2: for (uint64_t n = 1 + below(r, 20); n; n--) bad.push_back(uint8_t(r())); break;
+                case 2:
+                    for (uint64_t n = 1 + below(r, 20); n; n--) bad.push_back(uint8_t(r()));
+                    break;
                 default:
                     bad.resize(below(r, 200));
                     for (auto& x : bad) x = uint8_t(below(r, 3) ? r() : below(r, 2) * 255);
@@ -119,8 +122,9 @@ int main(int argc, char** argv) {
             std::free(exact);
         }
     }
-    std::printf("%llu blocks came back whole, %llu damaged payloads: %llu refused, the rest in range; seeds %llu to %llu\n",
-                (unsigned long long)rounds, (unsigned long long)damaged, (unsigned long long)refused,
-                (unsigned long long)first, (unsigned long long)(first + rounds));
+    std::printf(
+        "%llu blocks came back whole, %llu damaged payloads: %llu refused, the rest in range; seeds %llu to %llu\n",
+        (unsigned long long)rounds, (unsigned long long)damaged, (unsigned long long)refused, (unsigned long long)first,
+        (unsigned long long)(first + rounds));
     return 0;
 }

@@ -23,8 +23,8 @@ using Random = std::mt19937_64;
 namespace {
 
 constexpr Rounding kRoundings[] = {
-    {7, 1, 0x7F7F0000, 0x7F800000},  {10, 113, 0x477FE000, 0x7F800000}, {3, 121, 0x43E00000, 0x43E00000},
-    {2, 113, 0x47600000, 0x7F800000}, {1, 1, 0x7F000000, 0x7F800000},   {22, 254, 0x7F7FFFFE, 0x7F800000},
+    {7, 1, 0x7F7F0000, 0x7F800000},   {10, 113, 0x477FE000, 0x7F800000}, {3, 121, 0x43E00000, 0x43E00000},
+    {2, 113, 0x47600000, 0x7F800000}, {1, 1, 0x7F000000, 0x7F800000},    {22, 254, 0x7F7FFFFE, 0x7F800000},
 };
 
 uint64_t below(Random& r, uint64_t n) { return n ? r() % n : 0; }
@@ -117,7 +117,8 @@ int main(int argc, char** argv) {
         const Block b = random_block(r);
         std::vector<float> s(b.theta.size());
         std::vector<uint32_t> open;
-        if (!gate(b.theta.data(), b.theta.data(), b.now.data(), b.residual.data(), s.data(), s.size(), b.rounding, 0, open)) {
+        if (!gate(b.theta.data(), b.theta.data(), b.now.data(), b.residual.data(), s.data(), s.size(), b.rounding, 0,
+                  open)) {
             fail("a finite pseudo-gradient is refused", seed);
         }
         check_gate(b, s, open, seed);
@@ -128,13 +129,14 @@ int main(int argc, char** argv) {
             }
         }
         entries += open.size();
-        for (const bool narrow : {false, true}) {
+        for (const bool bf16 : {false, true}) {
             std::vector<float> values;
-            for (uint32_t p : open) values.push_back(narrow ? float_of(bits_of(s[p]) & 0xffff0000u) : s[p]);
-            const std::vector<uint8_t> payload = encode_entries(b.shared(), open.data(), values.data(), open.size(), narrow);
-            bytes[narrow] += payload.size();
+            for (uint32_t p : open) values.push_back(bf16 ? float_of(bits_of(s[p]) & 0xffff0000u) : s[p]);
+            const std::vector<uint8_t> payload =
+                encode_entries(b.shared(), open.data(), values.data(), open.size(), bf16);
+            bytes[bf16] += payload.size();
             const std::vector<Entries> back =
-                decode_entries(b.shared(), {{payload.data(), payload.size()}, {payload.data(), payload.size()}}, narrow);
+                decode_entries(b.shared(), {{payload.data(), payload.size()}, {payload.data(), payload.size()}}, bf16);
             for (const Entries& e : back) {
                 if (e.positions != open) fail("the positions do not come back", seed);
                 for (size_t i = 0; i < open.size(); i++) {
@@ -145,10 +147,13 @@ int main(int argc, char** argv) {
                 std::vector<uint8_t> bad = payload;
                 switch (below(r, 4)) {
                     case 0:
-                        for (uint64_t n = 1 + below(r, 3); n; n--) bad[below(r, bad.size())] ^= uint8_t(1 << below(r, 8));
+                        for (uint64_t n = 1 + below(r, 3); n; n--)
+                            bad[below(r, bad.size())] ^= uint8_t(1 << below(r, 8));
                         break;
                     case 1: bad.resize(below(r, bad.size() + 1)); break;
-                    case 2: for (uint64_t n = 1 + below(r, 20); n; n--) bad.push_back(uint8_t(r())); break;
+                    case 2:
+                        for (uint64_t n = 1 + below(r, 20); n; n--) bad.push_back(uint8_t(r()));
+                        break;
                     default:
                         bad.resize(below(r, 200));
                         for (auto& x : bad) x = uint8_t(below(r, 3) ? r() : below(r, 2) * 255);
@@ -157,7 +162,8 @@ int main(int argc, char** argv) {
                 uint8_t* exact = static_cast<uint8_t*>(std::malloc(bad.size() ? bad.size() : 1));
                 std::memcpy(exact, bad.data(), bad.size());
                 try {
-                    for (const Entries& e : decode_entries(b.shared(), {{exact, bad.size()}}, narrow)) check_range(e, b, seed);
+                    for (const Entries& e : decode_entries(b.shared(), {{exact, bad.size()}}, bf16))
+                        check_range(e, b, seed);
                 } catch (const Malformed&) {
                     refused++;
                 }
@@ -167,10 +173,11 @@ int main(int argc, char** argv) {
         std::vector<float> theta = b.theta, momentum = b.momentum;
         outer_step(theta.data(), momentum.data(), s.data(), s.size(), float(1 + below(r, 8)), 0.7f, 0.9f);
     }
-    std::printf("%llu blocks with %llu entries came back whole in %.3g MB and %.3g MB (FP32, BF16), %llu damaged payloads: "
-                "%llu refused, the rest in range; seeds %llu to %llu\n",
-                (unsigned long long)rounds, (unsigned long long)entries, double(bytes[0]) / 1e6, double(bytes[1]) / 1e6,
-                (unsigned long long)damaged, (unsigned long long)refused, (unsigned long long)first,
-                (unsigned long long)(first + rounds));
+    std::printf(
+        "%llu blocks with %llu entries came back whole in %.3g MB and %.3g MB (FP32, BF16), %llu damaged payloads: "
+        "%llu refused, the rest in range; seeds %llu to %llu\n",
+        (unsigned long long)rounds, (unsigned long long)entries, double(bytes[0]) / 1e6, double(bytes[1]) / 1e6,
+        (unsigned long long)damaged, (unsigned long long)refused, (unsigned long long)first,
+        (unsigned long long)(first + rounds));
     return 0;
 }

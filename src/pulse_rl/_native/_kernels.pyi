@@ -55,7 +55,7 @@ def encode_entries(
     runs: list[tuple[int, int, int]],
     positions: npt.NDArray[np.uint32],
     values: npt.NDArray[np.float32],
-    narrow: bool,
+    bf16: bool,
 ) -> bytes: ...
 def decode_entries(
     payloads: list[npt.NDArray[np.uint8]],
@@ -63,7 +63,7 @@ def decode_entries(
     momentum: npt.NDArray[np.float32],
     rounding: tuple[int, int, int, int],
     runs: list[tuple[int, int, int]],
-    narrow: bool,
+    bf16: bool,
 ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]]: ...
 def add_entries(
     total: npt.NDArray[np.float32], positions: npt.NDArray[np.uint32], values: npt.NDArray[np.float32]
