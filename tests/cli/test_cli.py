@@ -144,7 +144,7 @@ def test_publish_follow_and_verify(pulse: Pulse, tmp_path: Path, rng: Rng) -> No
         checkpoint.save(tmp_path / "model.safetensors", State.of(state))
         done = pulse.json("publish", tmp_path / "model.safetensors", store, "--stream", "policy")
         assert (done["version"], done["root"]) == (version, state_root(state))
-        assert (done["ratio"] is None) == (version == 0)
+        assert (done["changed"] is None) == (done["density"] == 1) == (done["ratio"] < 1) == (version == 0)
         seen = pulse.json("follow", store, "--stream", "policy", "--out", out, "--once")
         assert (seen["version"], seen["root"]) == (version, state_root(state))
         assert state_root(out) == state_root(state)

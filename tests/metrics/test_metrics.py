@@ -14,6 +14,7 @@ import pytest
 from pulse_rl import InputError, MemoryStore, Publisher, Store, Subscriber
 from pulse_rl.events import (
     Applied,
+    CallFailed,
     DensityDrift,
     Event,
     Folded,
@@ -37,6 +38,7 @@ ONE_OF_EACH: list[Event] = [
     Resumed("policy", 1, "matched"),
     SYNCED,
     Applied("policy", 4, 0.01),
+    CallFailed("policy", "sync", "chain_gap", "no path"),
     PathFailed("policy", "the patch 0->1", "its bytes do not match", "corrupt_patch"),
     Folded("policy", 0, 8, 100, 400),
     FoldFailed("policy", 0, 8, "gone"),
@@ -114,7 +116,8 @@ def test_json_lines_hold_every_event_but_progress(tmp_path: Path) -> None:
         log(PUBLISHED)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["event"] for line in lines] == [
-        "published", "resumed", "synced", "applied", "path_failed", "folded", "fold_failed", "density_drift",
+        "published", "resumed", "synced", "applied", "call_failed", "path_failed", "folded", "fold_failed",
+        "density_drift",
     ]  # fmt: skip
     assert lines[0]["metadata"] == {"step": 1}
     assert lines[0]["changed"] == 10

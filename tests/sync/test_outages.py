@@ -7,10 +7,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, PublisherConflict, PulseError, StoreUnavailable, Subscriber, verify_stream
-from pulse_rl.events import Event
+from pulse_rl import (
+    ChainGap,
+    MemoryStore,
+    Publisher,
+    PublisherConflict,
+    PulseError,
+    StoreUnavailable,
+    Subscriber,
+    verify_stream,
+)
+from pulse_rl.events import CallFailed, Event
 from pulse_rl.stream.stream import Stream
-from tests.support.states import Live, Rng, Tensors, bits, history, mutated, roots, snapshot, state_root
+from tests.support.states import Live, Rng, Tensors, bits, history, mutated, policy, roots, snapshot, state_root
 from tests.support.stores import FaultyStore
 
 Options = dict[str, float]
@@ -327,3 +336,18 @@ def test_a_replaced_publisher_is_told_at_every_call(after: bool, rng: Rng) -> No
         assert_nothing_lost(store, {}, states[1])
         ready["two"].publish(states[2])
         assert_nothing_lost(store, {}, states[2])
+
+
+def test_calls_that_raise_are_told(rng: Rng) -> None:
+    events: list[Event] = []
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy", on_event=events.append)
+    store.fail_on("put", "payloads")
+    with pytest.raises(StoreUnavailable) as raised:
+        publisher.publish(policy(rng))
+    assert events[-1] == CallFailed("policy", "publish", "store_unavailable", str(raised.value))
+    publisher.publish(policy(rng))
+    subscriber = Subscriber(store, stream="policy", on_event=events.append)
+    with pytest.raises(ChainGap) as gap:
+        subscriber.sync(7)
+    assert events[-1] == CallFailed("policy", "sync", "chain_gap", str(gap.value))

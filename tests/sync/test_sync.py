@@ -139,7 +139,9 @@ def test_what_published_tells(rng: Rng) -> None:
     old = {"w": weights(rng, 10_000)}
     new = mutated(rng, old, 0.01)
     store, (first, second) = published([old, new])
-    assert (first.changed, first.density, first.ratio, first.patch_bytes) == (None, None, None, 0)
+    assert (first.changed, first.density, first.patch_bytes) == (None, 1.0, 0)
+    assert first.ratio == 20_000 / first.anchor_bytes < 1, "its header is on top"
+    assert f"{first.density:.1%} {first.ratio:.1f}" == "100.0% 1.0", "figures that print"
     assert first.anchored
     assert (second.elements, second.dense_bytes, second.changed, second.density) == (10_000, 20_000, 100, 0.01)
     assert second.ratio == 20_000 / second.patch_bytes > 30

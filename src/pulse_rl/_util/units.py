@@ -25,8 +25,9 @@ _ROUNDS_UP = 0.9995
 
 
 def parse_bandwidth(text: str | float) -> float:
-    """Bit/s from a number of them, or from text: a number, a decimal prefix (k, M, G, T), and ``bit`` (``bits``, ``b``)
-    or ``B`` for bytes, with or without ``/s`` or ``ps``. Raises InputError."""
+    """Bit/s from ``text``: a number of them, or words: a number, a decimal prefix (k, M, G, T), and ``bit`` (``bits``,
+    ``b``) or ``B`` for bytes, with or without ``/s`` or ``ps``. Raises InputError.
+    """
     hint = "Write it like 0.2Gbit, 50Mbit/s or 10MB/s."
     if isinstance(text, str):
         match = _matched(_BANDWIDTH, text)
@@ -41,7 +42,7 @@ def parse_bandwidth(text: str | float) -> float:
 
 
 def parse_count(text: str) -> int:
-    """A whole number from ``7B``, ``0.5B``, ``22.6M``, ``300k`` or plain digits. Raises InputError."""
+    """A whole number from ``text`` such as ``7B``, ``0.5B``, ``22.6M``, ``300k`` or plain digits. Raises InputError."""
     match = _matched(_COUNT, text)
     value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] if match else math.nan
     if not 1 <= value < math.inf:

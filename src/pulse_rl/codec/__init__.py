@@ -61,7 +61,7 @@ def by_name(name: str) -> Codec:
 
 
 def by_id(codec_id: int) -> Codec:
-    """The codec of a block in a patch; raises CorruptPatch."""
+    """The codec ``codec_id`` of a block in a patch; raises CorruptPatch."""
     for codec in _CODECS:
         if codec.id == codec_id:
             return codec
@@ -69,7 +69,9 @@ def by_id(codec_id: int) -> Codec:
 
 
 def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -> Encoded:
-    """One block with ``codec``, or dense where that is smaller, or `SAME` where nothing changed."""
+    """The change of one block from ``old`` to ``new``, elements as ``layout`` describes them: with ``codec``, or dense
+    where that is smaller, or `SAME` where nothing changed.
+    """
     if not codec.supports(layout.dtype):
         codec = by_name("zstd")
     payload, changed = codec.encode(old, new, layout)

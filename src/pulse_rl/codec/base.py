@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def flat(cls, dtype: DType, elements: int) -> Layout:
-        """The layout of a block that is one 1-D tensor."""
+        """The layout of a block that is one 1-D tensor of ``elements`` elements of ``dtype``."""
         return cls(dtype, (Run(elements, max(elements, 1), 0),))
 
 
@@ -51,12 +51,16 @@ class Codec(Protocol):
     id: int
     name: str
 
-    def supports(self, dtype: DType) -> bool: ...
+    def supports(self, dtype: DType) -> bool:
+        """Whether blocks of ``dtype`` can be coded."""
+        ...
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
-        """(payload, number of changed elements)."""
+        """(payload, number of changed elements) of the change from ``old`` to ``new``, described by ``layout``."""
         ...
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
-        """The changes. Raises FormatError on a malformed payload; whatever it accepts is in range and in order."""
+        """The changes to ``old``, described by ``layout``, that ``payload`` says. Raises FormatError on a malformed
+        payload; whatever it accepts is in range and in order.
+        """
         ...

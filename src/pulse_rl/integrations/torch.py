@@ -11,6 +11,8 @@ from ..errors import StateMismatch, UnsupportedTensor
 from ..state.tensors import DTYPES, State, UIntArray
 from ..sync.update import TensorUpdate, Update
 
+__all__ = ["apply_", "to_torch"]
+
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TORCH = {
     name: getattr(torch, torch_name)
@@ -42,7 +44,7 @@ _DENSE = "Updates go into dense tensors; load a sharded or quantised model throu
 
 
 def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) -> None:
-    """Writes an update into a live model, or a mapping of names to its tensors, in place.
+    """Writes ``update`` into ``model``, a live module or a mapping of names to its tensors, in place.
 
     Only the changed elements travel to the model's device and are written. A tied tensor is written once; a model that
     holds a tied tensor under several storages, or under an alias only, gets all of its copies written.
@@ -60,7 +62,7 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
 
 
 def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """A host state as torch tensors under all of its names, aliases included.
+    """The host state ``state`` as torch tensors on ``device``, under all of its names, aliases included.
 
     On the CPU the tensors may share the state's memory, unless that is read-only as in `Subscriber.state`. Raises
     UnsupportedTensor for a dtype that this version of torch lacks.

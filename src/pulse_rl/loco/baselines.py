@@ -82,7 +82,10 @@ class CastDifference(PulseLoCo):
 
 
 class Ddp:
-    """Data parallelism: the mean of the FP32 gradients before every inner step. A context manager like `OuterLoop`.
+    """Data parallelism: the mean of the FP32 gradients before every step of ``inner_optimizer``, which trains
+    ``model``.
+
+    A context manager like `OuterLoop`, whose ``group`` and ``timeout_seconds`` it has.
 
     A parameter without a gradient on a trainer counts as one whose gradient is zero there. ``payload_bytes`` are those
     of the gradients so far, ``sent_bytes`` what left this process. Raises TrainerLost and InputError.

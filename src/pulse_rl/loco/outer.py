@@ -34,7 +34,7 @@ from .parameters import FlatBlock, Parameters
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a finished round did, as one trainer saw it.
+    """What the finished round ``number``, counted from 1, of so many ``trainers`` did, as one of them saw it.
 
     ``entries`` of ``parameters`` passed this trainer's gate; its message took ``payload_bytes``; ``sent_bytes`` left
     its process in all (headers, padding and what it passed on for others). ``root`` is that of theta, FP32. ``seconds``
@@ -74,7 +74,14 @@ class OuterLoop(ABC):
 
     A context manager. Entering it joins the other trainers: before the first round all take rank 0's weights, later
     the outer state of the latest round. Leaving it removes the hook. Outer state is FP32 in host memory, wherever the
-    model is. Subclasses define what is exchanged. For the arguments see `PulseLoCo`.
+    model is. Subclasses define what is exchanged.
+
+    ``model``: a module, or a mapping of names to the FP32 or BF16 tensors that ``inner_optimizer`` trains. ``outer_lr``
+    and ``outer_momentum`` are those of the Nesterov step (DiLoCo's 0.7 and 0.9). ``group``: the trainers (default: all
+    of torch.distributed; without it, this trainer alone). A trainer that dies, or stalls for more than
+    ``timeout_seconds``, raises TrainerLost on the others. ``threads`` (default: all cores) share a round's blocks.
+    ``on_round`` gets a `Round` after each round; only then do all trainers hold the model's state, and only then should
+    it be published.
 
     Raises InputError for settings out of range and for parameters that cannot be trained.
     """
@@ -319,8 +326,8 @@ class OuterLoop(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up a saved state, before the first round or after it. Raises StateMismatch and NonFinite, with nothing
-        changed.
+        """Takes up the saved ``state``, before the first round or after it. Raises StateMismatch and NonFinite, with
+        nothing changed.
 
         At a round's boundary (``inner_step`` 0) the model gets theta; in mid-round it is left to its own checkpoint.
         """

@@ -29,14 +29,8 @@ class PulseLoCo(OuterLoop):
     along the mean over all trainers, summed in rank order; the model gets theta. With ``wire_dtype=torch.bfloat16``
     values are rounded, and what they lose stays in the residual.
 
-    ``model``: a module, or a mapping of names to the FP32 or BF16 tensors that ``inner_optimizer`` trains. ``group``:
-    the trainers (default: all of torch.distributed; without it, this trainer alone). A trainer that dies, or stalls for
-    more than ``timeout_seconds``, raises TrainerLost on the others. ``threads`` (default: all cores) share a round's
-    blocks. ``on_round`` gets a `Round` after each round; only then do all trainers hold the model's state, and only
-    then should it be published.
-
-    Memory on the host: 16 bytes a parameter. Raises, from inside ``inner_optimizer.step()``: TrainerLost (see
-    `rejoin`), NonFinite (see `rewind`), Diverged, CorruptMessage.
+    The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes a parameter. Raises, from inside
+    ``inner_optimizer.step()``: TrainerLost (see `rejoin`), NonFinite (see `rewind`), Diverged, CorruptMessage.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class DriftWatch:
 
     def __call__(self, event: Event) -> None:
         self._listener(event)
-        if isinstance(event, Published) and event.changed is not None and event.density is not None:
+        if isinstance(event, Published) and event.changed is not None:
             band = self._bands.setdefault(event.stream, _Band())
             if left := band.leaves(event.density):
                 self._listener(DensityDrift(event.stream, event.version, event.density, *left))

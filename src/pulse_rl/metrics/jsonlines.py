@@ -58,11 +58,12 @@ class JsonLines:
         self.close()
 
     def close(self) -> None:
+        """Closes the file; events that come later raise ValueError."""
         self._file.close()
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The events of a file in order. Lines that are torn, too long, or no event are skipped.
+    """The events of the file ``path`` in order. Lines that are torn, too long, or no event are skipped.
 
     Raises InputError where the file cannot be read.
     """

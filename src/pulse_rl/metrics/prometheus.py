@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import FormatError, InputError, IntegrityError, PulseError
-from ..events import Applied, DensityDrift, Event, Folded, FoldFailed, PathFailed, Published, Synced
+from ..events import Applied, CallFailed, DensityDrift, Event, Folded, FoldFailed, PathFailed, Published, Synced
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -23,26 +23,27 @@ class PrometheusMetrics:
     metric has the labels ``stream`` and ``role``: "publisher" for what writes the stream, "subscriber" for what reads
     it (a publisher that restores its own head reads).
 
-    ==================================== ========= ==========================================================
-    ``pulse_version``                    gauge     newest version committed, or held
-    ``pulse_density_ratio``              gauge     changed elements / all elements, of the last patch
-    ``pulse_density_drifts_total``       counter   see `DriftWatch`
-    ``pulse_patch_bytes_total``          counter   stored in patches
-    ``pulse_anchor_bytes_total``         counter   stored in anchors
-    ``pulse_fold_bytes_total``           counter   stored in folds
-    ``pulse_full_sync_bytes_total``      counter   what full syncs of the same versions would have stored
-    ``pulse_publish_seconds``            histogram one call of publish
-    ``pulse_publish_phase_seconds``      summary   by ``phase`` of `Published`
-    ``pulse_fold_failures_total``        counter   folds that could not be made or stored
-    ``pulse_fetched_bytes_total``        counter   payloads downloaded
-    ``pulse_sync_seconds``               histogram one sync that found something new
-    ``pulse_sync_phase_seconds``         summary   by ``phase`` of `Synced`
-    ``pulse_versions_behind``            gauge     when the last sync looked
-    ``pulse_lag_seconds``                gauge     from the last commit to its sync (two machines' clocks)
-    ``pulse_pause_seconds``              histogram the live model could not generate (`Applied`)
-    ``pulse_path_failures_total``        counter   ways that did not work, by ``kind`` of the error
-    ``pulse_verification_failures_total`` counter  of these, bytes or states that failed a check, by ``kind``
-    ==================================== ========= ==========================================================
+    ===================================== ========= ==========================================================
+    ``pulse_version``                     gauge     newest version committed, or held
+    ``pulse_density_ratio``               gauge     changed elements / all elements, of the last patch
+    ``pulse_density_drifts_total``        counter   see `DriftWatch`
+    ``pulse_patch_bytes_total``           counter   stored in patches
+    ``pulse_anchor_bytes_total``          counter   stored in anchors
+    ``pulse_fold_bytes_total``            counter   stored in folds
+    ``pulse_full_sync_bytes_total``       counter   what full syncs of the same versions would have stored
+    ``pulse_publish_seconds``             histogram one call of publish
+    ``pulse_publish_phase_seconds``       summary   by ``phase`` of `Published`
+    ``pulse_fold_failures_total``         counter   folds that could not be made or stored
+    ``pulse_fetched_bytes_total``         counter   payloads downloaded
+    ``pulse_sync_seconds``                histogram one sync that found something new
+    ``pulse_sync_phase_seconds``          summary   by ``phase`` of `Synced`
+    ``pulse_versions_behind``             gauge     when the last sync looked
+    ``pulse_lag_seconds``                 gauge     from the last commit to its sync (two machines' clocks)
+    ``pulse_pause_seconds``               histogram the live model could not generate (`Applied`)
+    ``pulse_call_failures_total``         counter   calls of publish or sync that raised, by ``kind`` of the error
+    ``pulse_path_failures_total``         counter   ways that did not work, by ``kind`` of the error
+    ``pulse_verification_failures_total`` counter   of these, bytes or states that failed a check, by ``kind``
+    ===================================== ========= ==========================================================
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, prefix: str = "pulse") -> None:
@@ -81,6 +82,7 @@ class PrometheusMetrics:
             self._behind = gauge("versions_behind", "Versions behind when the last sync looked")
             self._lag = gauge("lag_seconds", "Age of the version when the last sync ended")
             self._pause = seconds("pause", "Time that a live model could not generate")
+            self._call_failures = counter("call_failures", "Calls that raised an error", "kind")
             self._path_failures = counter("path_failures", "Ways to a version that did not work", "kind")
             self._verification_failures = counter("verification_failures", "Failed checks of bytes or states", "kind")
         except ValueError as error:
@@ -97,6 +99,9 @@ class PrometheusMetrics:
                 self._synced(event)
             case Applied():
                 self._pause.labels(event.stream, SUBSCRIBER).observe(event.seconds)
+            case CallFailed():
+                role = PUBLISHER if event.call == "publish" else SUBSCRIBER
+                self._call_failures.labels(event.stream, role, event.kind).inc()
             case PathFailed():
                 self._path_failures.labels(event.stream, SUBSCRIBER, event.kind).inc()
                 if event.kind in self._checks:
@@ -112,7 +117,7 @@ class PrometheusMetrics:
     def _published(self, event: Published) -> None:
         own = (event.stream, PUBLISHER)
         self._version.labels(*own).set(event.version)
-        if event.changed is not None and event.density is not None:
+        if event.changed is not None:
             self._density.labels(*own).set(event.density)
         self._patch_bytes.labels(*own).inc(event.patch_bytes)
         self._anchor_bytes.labels(*own).inc(event.anchor_bytes)

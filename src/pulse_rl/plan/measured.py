@@ -13,7 +13,9 @@ _KEYS = {"context": "bytes_per_changed", "zstd": "bytes_per_changed_zstd"}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredInputs:
-    """Some fields of a `Scenario`. ``bytes_per_changed`` is by method, for those that were measured."""
+    """Fields of a `Scenario` that a study settles: ``params``, ``density``, ``param_bytes``, and ``bytes_per_changed``
+    by method, for those that were measured.
+    """
 
     params: int
     density: float

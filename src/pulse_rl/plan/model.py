@@ -105,9 +105,12 @@ ANCHOR_HASH_BYTE, ANCHOR_VERIFY_BYTE = 1.85, 0.75
 class Scenario:
     """What a plan is made for; see the module for symbols. Bandwidths are in bit/s, times in seconds.
 
-    ``upload_bandwidth`` None: the trainer's link is as fast as a worker's. ``target`` is the utilisation that
-    `MethodPlan.bandwidth_for_target` aims at. ``bytes_per_changed``, where it has a method, was measured at this
-    density and replaces the formula. Raises InputError for values that no run can have.
+    The model has ``params`` parameters of ``param_bytes`` bytes each, of which the share ``density`` changes in a step
+    of ``step_seconds``. ``workers`` have links of ``bandwidth`` each, or one together (``shared_link``); there are
+    ``cores`` cores at either end, and a request takes ``round_trip_seconds``. ``upload_bandwidth`` None: the trainer's
+    link is as fast as a worker's. ``target`` is the utilisation that `MethodPlan.bandwidth_for_target` aims at.
+    ``bytes_per_changed``, where it has a method, was measured at this density and replaces the formula. Raises
+    InputError for values that no run can have.
     """
 
     params: int
@@ -142,7 +145,8 @@ def _require(name: str, value: float, what: str, holds: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MethodPlan:
-    """One method's prediction. ``phases`` maps each of `PHASES` to seconds; ``bandwidth_for_target`` is in bit/s."""
+    """One method's prediction. ``sync_bytes`` travel in a sync; ``phases`` maps each of `PHASES` to seconds;
+    ``utilisation`` and ``worker_utilisation`` are shares of a step; ``bandwidth_for_target`` is in bit/s."""
 
     sync_bytes: int
     phases: dict[str, float]
@@ -152,6 +156,7 @@ class MethodPlan:
 
     @property
     def sync_seconds(self) -> float:
+        """From the trainer's state to the worker's: all phases, one after another."""
         return sum(self.phases.values())
 
     @property
@@ -162,7 +167,8 @@ class MethodPlan:
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Above this density (all else equal), or above this bandwidth in bit/s, a full sync takes less time than ours.
+    """Above this ``density`` (all else equal), or above this ``bandwidth`` in bit/s, a full sync takes less time than
+    ours.
 
     None: it never does.
     """
@@ -173,7 +179,9 @@ class Crossover:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `make_plan` predicts; ``methods`` has one entry for each of `METHODS`."""
+    """What `make_plan` predicts for ``scenario``: ``methods`` has one entry for each of `METHODS`, ``full_wins`` says
+    where a full sync takes less time than ours.
+    """
 
     scenario: Scenario
     methods: dict[str, MethodPlan]
@@ -181,12 +189,14 @@ class Plan:
 
 
 def make_plan(scenario: Scenario) -> Plan:
-    """Predicts one sync by each method, and where a full sync wins."""
+    """Predicts one sync of ``scenario`` by each method, and where a full sync wins."""
     return Plan(scenario, {name: _predict(scenario, name) for name in METHODS}, _crossover(scenario))
 
 
 def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.0) -> float:
-    """Bytes of one sync, S. A patch is never larger than a full sync."""
+    """Bytes of one sync by ``method``, S: ``params`` parameters of ``param_bytes`` bytes, of which the share
+    ``density`` changed. A patch is never larger than a full sync.
+    """
     full = params * param_bytes
     if method == "full":
         return full
@@ -196,12 +206,12 @@ def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.
 
 
 def utilisation(nbytes: float, step_seconds: float, bandwidth: float) -> float:
-    """The paper's ``T / (T + 8 S / B)``."""
+    """The paper's ``T / (T + 8 S / B)``: ``nbytes`` over ``bandwidth`` bit/s after each ``step_seconds`` of work."""
     return step_seconds / (step_seconds + 8 * nbytes / bandwidth)
 
 
 def bandwidth_for(nbytes: float, step_seconds: float, target: float) -> float:
-    """The bandwidth in bit/s at which `utilisation` is ``target``."""
+    """The bandwidth in bit/s at which `utilisation` is ``target``, for ``nbytes`` and ``step_seconds``."""
     return 8 * nbytes * target / ((1 - target) * step_seconds)
 
 

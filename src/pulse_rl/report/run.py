@@ -27,7 +27,8 @@ _TARGET = 0.9
 
 
 def read_run(path: str | os.PathLike[str], *, stream: str | None = None) -> dict[str, Any]:
-    """What the page shows of a run: a folder with ``events*.jsonl`` files, one a process, or one such file.
+    """What the page shows of the run at ``path``: a folder with ``events*.jsonl`` files, one a process, or one such
+    file.
 
     ``stream`` says which of several. Raises InputError where there is nothing to draw.
     """

@@ -65,7 +65,7 @@ def round_bits(bits: npt.NDArray[np.uint32], dtype: DType) -> UIntArray:
 
 
 def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """FP32 values to BF16 bits of the same shape, rounding to nearest, ties to even.
+    """FP32 ``values`` to BF16 bits of the same shape, rounding to nearest, ties to even.
 
     Overflow becomes Inf. NaN stays NaN: the top bits of its payload are kept and the quiet bit is set.
     """

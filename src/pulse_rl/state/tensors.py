@@ -183,7 +183,7 @@ class State:
     def __init__(
         self,
         specs: tuple[TensorSpec, ...],
-        data: Mapping[str, UIntArray | _DeviceTensor],
+        data: Mapping[str, Any],  # flat UIntArray or _DeviceTensor
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         if len(specs) > MAX_TENSORS:

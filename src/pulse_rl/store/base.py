@@ -87,7 +87,7 @@ def joined(data: Data) -> bytes:
 
 
 def create_or_confirm(store: Store, name: str, data: bytes) -> bool:
-    """Creates an object; True when it now holds ``data``, False when another client's bytes stand there.
+    """Creates the object ``name`` in ``store``; True when it now holds ``data``, False when another client's bytes do.
 
     A client that retries by itself after a lost reply meets its own object, so "already exists" is settled by reading
     it back.

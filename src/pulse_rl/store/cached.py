@@ -15,8 +15,8 @@ DEFAULT_MAX_BYTES = 64 << 30
 
 
 class CachedStore:
-    """Keeps objects that are named by their content in ``folder``, up to ``max_bytes``; the least recently used go
-    first.
+    """``store`` behind a ``folder`` that keeps objects that are named by their content, up to ``max_bytes``; the least
+    recently used go first.
 
     ``digest_of`` gives the SHA-256 that an object's name promises (64 hexadecimal digits), None for other objects,
     which pass through. A kept copy is hashed the first time that it is used, and fetched again where it is damaged.

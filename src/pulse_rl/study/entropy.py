@@ -20,8 +20,8 @@ _EMPTY = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class EntropyBound:
-    """Bits for positions and steps of ``changed`` elements, given tensor and old exponent; ``unconditional_bits``: for
-    both, given neither."""
+    """``position_bits`` and ``step_bits`` for ``changed`` of ``elements`` elements, given tensor and old exponent;
+    ``unconditional_bits``: for both, given neither."""
 
     elements: int
     changed: int
@@ -31,10 +31,12 @@ class EntropyBound:
 
     @property
     def bytes_per_changed(self) -> float:
+        """Given tensor and old exponent."""
         return (self.position_bits + self.step_bits) / 8 / max(1, self.changed)
 
     @property
     def unconditional_bytes_per_changed(self) -> float:
+        """Given neither."""
         return self.unconditional_bits / 8 / max(1, self.changed)
 
 
@@ -99,7 +101,7 @@ class ClassCounts:
 
 
 def entropy_bound(old: State, new: State) -> EntropyBound:
-    """The bound over a pair of states of the same tensors."""
+    """The bound for a patch from ``old`` to ``new``, states of the same tensors."""
     position_bits = step_bits = 0.0
     steps: dict[int, int] = {}
     total = changed = 0

@@ -26,10 +26,11 @@ class SparsityMeter:
             train(model)
         print(meter.rows())
 
-    Given a model, its parameters are the state, frozen ones too, and the steps of the first optimizer that steps any of
-    them are counted. Given an optimizer, the parameters in its groups are the state: FP32 masters, or the trained part
-    of a model. Floats wider than ``dtype`` are cast to it, other tensors compared as they are. With ``every=4`` and
-    four updates a rollout batch, k = 1 is from one published version to the next.
+    ``target`` is a model or an optimizer. Given a model, its parameters are the state, frozen ones too, and the steps
+    of the first optimizer that steps any of them are counted. Given an optimizer, the parameters in its groups are the
+    state: FP32 masters, or the trained part of a model. Floats wider than ``dtype`` are cast to it, other tensors
+    compared as they are. With ``every=4`` and four updates a rollout batch, k = 1 is from one published version to the
+    next.
 
     Memory: on the device one block of 4 Mi elements at a time. On the host one copy of the cast weights, and of each of
     the ``max(ks)`` states before it 6 bytes a changed BF16 weight, or a copy where that is less: at most
@@ -77,7 +78,8 @@ class SparsityMeter:
         return rows
 
     def to_dict(self, *, step_seconds: float = STEP_SECONDS) -> dict[str, Any]:
-        """What was measured so far, as `pulse_rl.study` describes it.
+        """What was measured so far, as `pulse_rl.study` describes it; bandwidths assume ``step_seconds`` of work
+        between two syncs.
 
         Each call builds the patches from the states k before to the newest one. So bytes and exponents are those of the
         states at which it was called; sparsity is that of all states.

@@ -39,7 +39,7 @@ class StateSequence(Protocol):
 
 
 class CheckpointFolder:
-    """The checkpoints in a folder: files ``*.safetensors`` and folders with a checkpoint (sharded ones, too).
+    """The checkpoints in ``folder``: files ``*.safetensors`` and folders with a checkpoint (sharded ones, too).
 
     They are ordered by the numbers in their names (step-9 before step-10). A checkpoint that lies in the folder itself
     beside at least two sub-folders with checkpoints, as some trainers leave the last one there, is left out. Files are
@@ -58,6 +58,7 @@ class CheckpointFolder:
             pass
 
     def walk(self) -> Iterator[State]:
+        """See `StateSequence`."""
         for path in self._paths:
             state = self._load(path)
             _require(state, self.specs, str(path), self.state_names[0])
@@ -73,7 +74,8 @@ class CheckpointFolder:
 
 
 class StoredStream:
-    """The versions of a stream, replayed with a subscriber, which verifies each of them: one state in memory.
+    """The versions of ``stream`` in ``store``, replayed with a subscriber of so many ``threads``, which verifies each
+    of them: one state in memory.
 
     Raises InputError for fewer than two versions, StateMismatch where the tensors change.
     """
@@ -89,6 +91,7 @@ class StoredStream:
         self.specs, self.spare_bytes = first.specs, _SPARE_BYTES + 2 * first.nbytes
 
     def walk(self) -> Iterator[State]:
+        """See `StateSequence`."""
         subscriber = Subscriber(self._store, stream=self._stream, threads=self._threads)
         specs: tuple[TensorSpec, ...] | None = None
         for version, name in zip(self._versions, self.state_names, strict=True):

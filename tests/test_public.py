@@ -1,0 +1,190 @@
+"""What is public: listed in one place, public_api.txt, complete, and documented.
+
+After a change of the interface: python -m tests.test_public > tests/public_api.txt, and a line in the changelog.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pulse_rl
+
+LIST = Path(__file__).parent / "public_api.txt"
+MODULES = (
+    "pulse_rl",
+    "pulse_rl.codec",
+    "pulse_rl.integrations.torch",
+    "pulse_rl.loco",
+    "pulse_rl.metrics",
+    "pulse_rl.plan",
+    "pulse_rl.report",
+    "pulse_rl.store",
+    "pulse_rl.study",
+)
+"""Whatever their ``__all__`` names is public, and nothing else is."""
+
+LAZY = {"pulse_rl": ("PulseLoCo", "Round", "SparsityMeter")}
+"""Public as well, but imported only when asked for."""
+
+STORE_CALLS = ("put", "put_new", "get", "head", "list", "delete")
+"""Documented once, by the protocol `Store`."""
+
+SAME_EVERYWHERE = {"stream", "version", "base", "root", "seconds", "reason", "metadata"}
+"""Fields that the module docstring of `pulse_rl.events` explains for all events."""
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """(dotted name, object) of all that is public, each object once."""
+    seen: set[int] = set()
+    for module in MODULES:
+        loaded = importlib.import_module(module)
+        for name in (*loaded.__all__, *LAZY.get(module, ())):
+            value = getattr(loaded, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
+            yield f"{module}.{name}", value
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(cls).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, staticmethod | classmethod):
+            yield name, value.__func__
+        elif inspect.isfunction(value) or isinstance(value, property):
+            yield name, value
+
+
+def signature(value: Any) -> str:
+    try:
+        return str(inspect.signature(value))
+    except (ValueError, TypeError):
+        return ""
+
+
+def listing() -> str:
+    lines = []
+    for name, value in public():
+        if inspect.isclass(value):
+            error = issubclass(value, BaseException)
+            lines.append(f"class {name}{'' if error else signature(value)}")
+            if not error:
+                lines += [
+                    f"    {member}" if isinstance(of, property) else f"    {member}{signature(of)}"
+                    for member, of in members(value)
+                ]
+        elif inspect.isfunction(value):
+            lines.append(f"def {name}{signature(value)}")
+        else:
+            lines.append(name)
+    return "\n".join(lines) + "\n"
+
+
+CLASSES = [(name, value) for name, value in public() if inspect.isclass(value) and not issubclass(value, Exception)]
+FUNCTIONS = [(name, value) for name, value in public() if inspect.isfunction(value)]
+METHODS = [
+    (f"{name}.{member}", of)
+    for name, value in CLASSES
+    for member, of in members(value)
+    if not (member in STORE_CALLS and name.endswith("Store") and name != "pulse_rl.Store")
+]
+
+
+def test_the_list_is_what_is_public() -> None:
+    assert listing() == LIST.read_text(), "see the docstring of this module"
+
+
+def types_in(annotation: Any) -> Iterator[type]:
+    for argument in typing.get_args(annotation):
+        yield from types_in(argument)
+    origin = typing.get_origin(annotation)
+    if inspect.isclass(annotation) and origin is None:
+        yield annotation
+    elif isinstance(annotation, types.UnionType):
+        for argument in annotation.__args__:
+            yield from types_in(argument)
+
+
+def annotated() -> Iterator[tuple[str, Any]]:
+    for name, value in CLASSES:
+        if value.__init__ is not object.__init__ and inspect.isfunction(value.__init__):
+            yield name, value.__init__
+        if dataclasses.is_dataclass(value):
+            yield name, value
+    yield from FUNCTIONS
+    for name, of in METHODS:
+        yield name, of.fget if isinstance(of, property) else of
+
+
+def test_every_type_of_a_public_signature_is_public() -> None:
+    exported = {id(value) for _, value in public()}
+    hidden = set()
+    for name, value in annotated():
+        try:
+            hints = typing.get_type_hints(value)
+        except NameError:  # imported for type checkers alone: another library's
+            continue
+        for hint in hints.values():
+            for found in types_in(hint):
+                if found.__module__.startswith("pulse_rl") and id(found) not in exported:
+                    hidden.add(f"{found.__module__}.{found.__name__} in {name}")
+    assert not hidden
+
+
+def inherited(name: str) -> str | None:
+    """The docstring of the method that this one overrides."""
+    owner, _, member = name.rpartition(".")
+    cls = dict(CLASSES).get(owner)
+    return inspect.getdoc(getattr(cls, member)) if cls else None
+
+
+EVERYTHING = [*FUNCTIONS, *METHODS, *CLASSES]
+
+
+@pytest.mark.parametrize(("name", "value"), EVERYTHING, ids=[name for name, _ in EVERYTHING])
+def test_what_is_public_says_what_it_takes(name: str, value: Any) -> None:
+    """A docstring that names every argument, or every field, in double backticks."""
+    documented = value.fget if isinstance(value, property) else value
+    text = documented.__doc__ or inherited(name) or ""
+    assert text, f"{name} has no docstring"
+    if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, enum.Enum)):
+        return
+    if inspect.isclass(value) and (value.__init__ is object.__init__ or getattr(value, "_is_protocol", False)):
+        return
+    try:
+        taken = inspect.signature(value).parameters.values()
+    except (ValueError, TypeError):
+        return
+    names = {p.name for p in taken if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - {"self", "cls"}
+    if inspect.isclass(value) and value.__module__ == "pulse_rl.events":
+        names -= SAME_EVERYWHERE
+    if inspect.isclass(value):  # a subclass may leave to its parent what it hands on
+        text += "".join(parent.__doc__ or "" for parent in value.__mro__ if parent.__module__.startswith("pulse_rl"))
+    missing = {n for n in names if not re.search(rf"``{n}\b", text)}
+    assert not missing, f"{name} does not say what {sorted(missing)} is"
+
+
+def test_what_owns_something_can_be_closed_and_used_with() -> None:
+    from pulse_rl.loco import Ddp, OuterLoop
+    from pulse_rl.metrics import JsonLines
+
+    for owner in (pulse_rl.Publisher, pulse_rl.Subscriber, pulse_rl.SparsityMeter, JsonLines, OuterLoop, Ddp):
+        for member in ("close", "__enter__", "__exit__"):
+            assert callable(getattr(owner, member)), f"{owner.__name__}.{member}"
+
+
+if __name__ == "__main__":
+    print(listing(), end="")
