@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.commands import Pulse
+
 # The same examples on every machine and run: a red suite stays red until it is repaired. More examples, and new ones:
 # pytest --hypothesis-profile=search
 settings.register_profile(
@@ -26,6 +28,11 @@ settings.load_profile("suite")
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20260203)
+
+
+@pytest.fixture
+def pulse(capsys: pytest.CaptureFixture[str]) -> Pulse:
+    return Pulse(capsys)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from pulse_rl.metrics import JsonLines
 from pulse_rl.report import read_run, render
 from pulse_rl.report.document import SCRIPTS
 from pulse_rl.report.thin import BUCKETS, busy, running_mean, thinned
-from tests.cli.test_cli import Pulse
+from tests.support.commands import Pulse
 from tests.support.reports import (
     DENSITY,
     HOSTILE,
@@ -33,11 +33,6 @@ from tests.support.reports import (
     write_run,
 )
 from tests.support.states import Rng, history
-
-
-@pytest.fixture
-def pulse(capsys: pytest.CaptureFixture[str]) -> Pulse:
-    return Pulse(capsys)
 
 
 class Page(HTMLParser):

@@ -14,7 +14,7 @@ from pulse_rl.state.checkpoint import serialize
 from pulse_rl.state.digest import state_digest
 from pulse_rl.stream.anchor import RangeReader, plan_shards, restore
 from pulse_rl.stream.manifest import Payload
-from tests.state.test_checkpoint import HOSTILE
+from tests.support.checkpoints import HOSTILE
 from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, bits, policy, run_python, snapshot, weights
 
 

@@ -259,7 +259,7 @@ def test_kept_manifests_are_bounded(rng: Rng, monkeypatch: pytest.MonkeyPatch) -
     """A subscriber of a long chain works with a small memory of manifests."""
     states = history(rng, 6)
     store = stream_of(states)
-    monkeypatch.setattr("pulse_rl.stream._KEPT_MANIFESTS", 2)
+    monkeypatch.setattr("pulse_rl.stream.stream._KEPT_MANIFESTS", 2)
     stream, live = Stream(store, "policy"), Live()
     for version in (0, 1, 2, 3, 2, 0):
         assert stream.manifest(version).version == version
