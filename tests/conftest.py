@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,13 @@ settings.register_profile(
 )
 settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("suite")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A quick run does not import what it would leave out as a whole: some of it imports transformers, for seconds."""
+    if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if "\npytestmark = pytest.mark.slow" in collection_path.read_text() else None
 
 
 @pytest.fixture

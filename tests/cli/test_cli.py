@@ -267,6 +267,7 @@ def test_follow_goes_on_until_it_is_interrupted(
     assert state_root(out) == state_root(states[2])
 
 
+@pytest.mark.slow
 def test_the_installed_command(tmp_path: Path, pair: Any) -> None:
     command = shutil.which("pulse", path=str(Path(sys.executable).parent))
     assert command is not None, "the package must be installed with its command"

@@ -17,9 +17,12 @@ from tests.support.states import LIMIT_MEMORY, SPECIAL_BITS, run_python
 
 DTYPES_TRIED = ["F8_E4M3", "F8_E5M2", "U8", "BF16", "F16", "I16", "F32", "I32", "F64", "C64"]
 CASES = [(name, d) for name in codec.names() for d in DTYPES_TRIED if codec.by_name(name).supports(DTYPES[d])]
-by_codec_and_dtype = pytest.mark.parametrize(("name", "dtype"), CASES)
 # Hostile input is tried on one dtype of each width.
 HOSTILE = [(name, d) for name, d in CASES if d in ("F8_E4M3", "BF16", "F32", "F64")]
+by_codec_and_dtype = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(name, d, marks=[] if d in ("BF16", "F32") else pytest.mark.slow) for name, d in CASES],
+)
 
 
 @st.composite
@@ -290,6 +293,7 @@ HUGE_FRAME = bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little")
 """A complete zstd header of 13 bytes in one segment, whose content size is 2^50."""
 
 
+@pytest.mark.slow
 def test_a_tiny_frame_that_claims_a_huge_size_stays_bounded() -> None:
     done = run_python(
         LIMIT_MEMORY

@@ -32,7 +32,7 @@ def stream_with_anchors(store: Store, versions: int = 30) -> tuple[Publisher, Ti
     return publisher, trainer, roots
 
 
-@pytest.mark.parametrize("keep", [1, 2, 5, 12, 29, 30, 100])
+@pytest.mark.parametrize("keep", [1, 2, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 29, 30, 100))])
 def test_every_kept_version_is_still_restored(keep: int) -> None:
     store = MemoryStore()
     _, _, roots = stream_with_anchors(store)

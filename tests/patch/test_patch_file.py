@@ -187,6 +187,7 @@ def test_a_header_that_claims_terabytes_allocates_nothing() -> None:
         Patch.parse(header.to_bytes())
 
 
+@pytest.mark.slow
 def test_a_consistent_claim_of_terabytes_is_not_applied(rng: Rng) -> None:
     """All of its blocks are listed as unchanged, which a short header can afford: it must fail at the base."""
     terabytes = TensorSpec("w", DTYPES["F64"], (1 << 38,))

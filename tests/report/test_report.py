@@ -311,6 +311,7 @@ def test_many_syncs_become_the_share_of_time() -> None:
     assert busy([(float(i), 10.0) for i in range(1000)], 1000.0)[5][2] == 1.0
 
 
+@pytest.mark.slow
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, 5000, workers=4))
     assert run["versions"] == 5000

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pulse_rl import CorruptCheckpoint, FormatError, InputError, State, UnsupportedTensor, as_state, state_root
 from pulse_rl.integrations.torch import to_torch
@@ -24,7 +23,9 @@ from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, policy, run_pyth
 
 
 @pytest.fixture(scope="module")
-def qwen() -> Qwen2ForCausalLM:
+def qwen() -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # takes seconds, which a quick run has not
+
     torch.manual_seed(0)
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
@@ -54,18 +55,20 @@ def test_a_state_of_no_tensors(tmp_path: Path) -> None:
     assert snapshot(load(tmp_path / "none.safetensors")[0]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["20KB", "10GB"], ids=["sharded", "one-file"])
-def test_folders_that_hugging_face_writes(tmp_path: Path, qwen: Qwen2ForCausalLM, shard: str) -> None:
+def test_folders_that_hugging_face_writes(tmp_path: Path, qwen: Any, shard: str) -> None:
     qwen.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / INDEX_NAME).exists() == (shard == "20KB")
     assert snapshot(as_state(tmp_path)) == snapshot(qwen.state_dict())
     assert state_root(tmp_path) == state_root(str(tmp_path)) == state_root(qwen.state_dict())
 
 
-def test_hugging_face_loads_what_is_saved(tmp_path: Path, qwen: Qwen2ForCausalLM) -> None:
+@pytest.mark.slow
+def test_hugging_face_loads_what_is_saved(tmp_path: Path, qwen: Any) -> None:
     qwen.config.save_pretrained(tmp_path)
     save(tmp_path / FILE_NAME, State.of(qwen.state_dict()), {"format": "pt"})
-    again = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    again = type(qwen).from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert state_root(again.state_dict()) == state_root(qwen.state_dict())
 
 
@@ -110,6 +113,7 @@ def test_hostile_files_are_refused(data: bytes, tmp_path: Path) -> None:
     assert "model.safetensors" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_header_of_terabytes_allocates_nothing(tmp_path: Path) -> None:
     for name in ("terabytes", "header past the cap", "elements past the cap"):
         (tmp_path / f"{name}.safetensors").write_bytes(HOSTILE[name])
@@ -187,7 +191,8 @@ def test_hostile_indexes_are_refused(text: str | bytes, tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path, qwen: Qwen2ForCausalLM) -> None:
+@pytest.mark.slow
+def test_a_missing_shard_is_named(tmp_path: Path, qwen: Any) -> None:
     qwen.save_pretrained(tmp_path, max_shard_size="20KB")
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ counter = itertools.count()
 
 
 class OwnStore(StoreConformance):
+    many_objects: ClassVar[int] = 103  # a store in this process has no pages
+
     def test_create_or_confirm(self) -> None:
         store = self.new_store()
         assert create_or_confirm(store, "a/b", b"mine")
@@ -76,6 +79,8 @@ class TestCachedStore(OwnStore):
 @pytest.mark.slow
 class TestObjectStore(OwnStore):
     """S3's protocol."""
+
+    many_objects: ClassVar[int] = 1003
 
     @pytest.fixture(autouse=True)
     def server(self, s3: str) -> None:

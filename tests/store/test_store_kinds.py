@@ -67,6 +67,7 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
         open_store("s3://bucket", no_such_option="x")
 
 
+@pytest.mark.slow
 def test_s3_is_configured_by_the_environment(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "AWS_ENDPOINT_URL": s3,
@@ -111,6 +112,7 @@ def test_keys_do_not_appear_in_errors() -> None:
     assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_bucket_that_does_not_exist(s3: str) -> None:
     store = open_store("s3://nowhere/x", endpoint=s3, client_options={"allow_http": True}, **KEYS)
     with pytest.raises(StoreError):
@@ -237,6 +239,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """The file size limit stands in for it; both end in the same error of the system call."""
     done = run_python(FULL_DISK, str(tmp_path))

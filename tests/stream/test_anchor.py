@@ -94,6 +94,7 @@ def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
     assert sum(seen) == state.nbytes
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_shard_is_noticed(rng: Rng) -> None:
     """In the header it may be malformed, elsewhere the digest tells; an error of another kind would stop a subscriber
     that could have taken another path."""
@@ -141,6 +142,7 @@ def replace_digest(payload: Payload, other: Payload) -> Payload:
     return Payload(other.sha256, payload.bytes)
 
 
+@pytest.mark.slow
 def test_a_shard_that_claims_terabytes_allocates_nothing() -> None:
     done = run_python(
         LIMIT_MEMORY
