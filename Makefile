@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-loco test check lint types imports docs bench bench-network bench-loco study faults fuzz dist clean
+.PHONY: demo demo-loco test quick check lint types imports docs bench bench-network bench-loco study faults fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -14,6 +14,10 @@ demo-loco: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(ARGS)
+
+# Half a minute at most, to run while typing: every part, but no real processes, servers or exhaustive sequences.
+quick: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 check: lint types imports
 

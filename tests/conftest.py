@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.commands import Pulse
 
 # The same examples on every machine and run: a red suite stays red until it is repaired. More examples, and new ones:
 # pytest --hypothesis-profile=search
@@ -23,9 +26,21 @@ settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("suite")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A quick run does not import what it would leave out as a whole: some of it imports transformers, for seconds."""
+    if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if "\npytestmark = pytest.mark.slow" in collection_path.read_text() else None
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20260203)
+
+
+@pytest.fixture
+def pulse(capsys: pytest.CaptureFixture[str]) -> Pulse:
+    return Pulse(capsys)
 
 
 @pytest.fixture(scope="session")

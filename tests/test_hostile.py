@@ -113,6 +113,7 @@ def refuse_all(kind: str, way: str) -> list[str]:
     return [text for text in wrong if text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(WAYS))
 def test_every_hostile_file_is_refused_in_bounded_memory(kind: str) -> None:
     """In a process of its own, native code included: more than the bound is a MemoryError, which is not typed."""
@@ -176,6 +177,7 @@ def test_names_of_a_hostile_listing_lead_nowhere() -> None:
     assert subscriber.version == 10
 
 
+@pytest.mark.slow
 def test_the_corpus_is_what_its_program_writes() -> None:
     """By name: compressed bytes may differ between versions of zstd, and are kept as they were."""
     assert {path.name for kind in (*WAYS, "links") for path in files(kind)} == {title for title, _ in make.corpus()}

@@ -23,7 +23,8 @@ def modules() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["pulse_rl", "pulse_rl.cli", "pulse_rl.state.checkpoint", "pulse_rl.maintenance.verify"]
+    "module",
+    ["pulse_rl", "pulse_rl.cli", "pulse_rl.state.checkpoint", "pulse_rl.maintenance.verify", "pulse_rl.testing"],
 )
 def test_importing_needs_neither_torch_nor_safetensors(module: str) -> None:
     """In a fresh interpreter: workers without torch, and a command line that starts at once."""
@@ -31,7 +32,7 @@ def test_importing_needs_neither_torch_nor_safetensors(module: str) -> None:
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert loaded.isdisjoint(
-        {"torch", "safetensors", "transformers", "matplotlib", "rich", "pytest", "prometheus_client"}
+        {"torch", "safetensors", "transformers", "matplotlib", "rich", "pytest", "unittest", "prometheus_client"}
     )
     assert {"numpy", "msgspec", "obstore"} <= loaded
 

@@ -31,6 +31,7 @@ MODULES = (
     "pulse_rl.report",
     "pulse_rl.store",
     "pulse_rl.study",
+    "pulse_rl.testing",
 )
 """Whatever their ``__all__`` names is public, and nothing else is."""
 

@@ -15,6 +15,8 @@ from benchmarks.loco import convergence, cost, methods, plot, tasks, traffic, tr
 from benchmarks.loco.jobs import NOT_STEADY, SYNC_EVERY, TRAINERS, Job, JobResult, RoundRecord
 from tests.support.trainers import Trainer, together
 
+pytestmark = pytest.mark.slow  # the benchmark imports transformers: seconds
+
 PARAMETERS = 300
 
 

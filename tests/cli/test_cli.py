@@ -16,45 +16,8 @@ from safetensors.torch import load_file
 from pulse_rl import LocalStore, MemoryStore, Publisher, State, __version__, as_state, codec, state_root
 from pulse_rl.cli import main
 from pulse_rl.state import checkpoint
+from tests.support.commands import Pulse
 from tests.support.states import Rng, Tensors, history, mutated, policy, roots, snapshot
-
-
-class Pulse:
-    """Runs commands in this process; ``out`` and ``err`` are what the last one printed."""
-
-    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
-        self._capture = capture
-        self.out = self.err = ""
-
-    def __call__(self, *args: object, status: int = 0) -> str:
-        found = main([str(a) for a in args])
-        self.out, self.err = self._capture.readouterr()
-        assert found == status, self.out + self.err
-        return self.out
-
-    def json(self, *args: object, status: int = 0) -> Any:
-        lines = self(*args, "--json", status=status).splitlines()
-        assert len(lines) == 1
-        return json.loads(lines[0])
-
-    def refused(self, *args: object, kind: str, match: str) -> None:
-        """One line on stderr with a hint, nothing else; the same as JSON on stdout."""
-        self(*args, status=1)
-        assert self.out == ""
-        assert self.err.startswith("pulse: ")
-        assert self.err.count("\n") == 1
-        assert match in self.err
-        assert self.err.rstrip().endswith(")")
-        error = self.json(*args, status=1)
-        assert error["error"] == kind
-        assert match in error["message"]
-        assert error["hint"] in self.err
-        assert len(error["hint"]) > 10
-
-
-@pytest.fixture
-def pulse(capsys: pytest.CaptureFixture[str]) -> Pulse:
-    return Pulse(capsys)
 
 
 @pytest.fixture
@@ -304,6 +267,7 @@ def test_follow_goes_on_until_it_is_interrupted(
     assert state_root(out) == state_root(states[2])
 
 
+@pytest.mark.slow
 def test_the_installed_command(tmp_path: Path, pair: Any) -> None:
     command = shutil.which("pulse", path=str(Path(sys.executable).parent))
     assert command is not None, "the package must be installed with its command"

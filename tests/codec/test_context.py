@@ -71,6 +71,7 @@ def weights_and_update(rng: np.random.Generator, elements: int, lr: float) -> tu
     return old, new, float(entropy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-7, 1e-6, 1e-5, 3e-5])
 def test_size_is_within_two_percent_of_the_entropy(lr: float) -> None:
     """Half-octave levels and an adaptive rate are nearly free, from 0.4% to 40% density."""

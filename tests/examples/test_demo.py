@@ -8,6 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from pulse_rl.cli import main
 
 CHECKOUT = Path(__file__).parents[2]
@@ -19,6 +21,7 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=180, check=False)
 
 
+@pytest.mark.slow
 def test_killed_trainer_and_worker_resume_with_identical_weights(tmp_path: Path) -> None:
     done = demo("--run", str(tmp_path), "--steps", "6", *SMALL, "--kill", "trainer@3", "--kill", "worker-1@4")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -26,6 +26,7 @@ def journal(folder: RunFolder, rank: int) -> list[dict[str, object]]:
     return [json.loads(line) for line in folder.journal_of(rank).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_resumes_and_all_models_are_identical_at_the_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.loco", "--run", str(tmp_path), *SMALL, "--kill", "trainer-1@1"]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)

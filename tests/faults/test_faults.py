@@ -98,6 +98,7 @@ class Streams(RuleBasedStateMachine):
             self.world.finish(Random(_SEED))
 
 
+@pytest.mark.slow
 def test_a_state_machine_of_faults() -> None:
     run_state_machine_as_test(
         Streams,
@@ -107,6 +108,7 @@ def test_a_state_machine_of_faults() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_random_sequences_of_faults(part: int) -> None:
     for k in range(25):

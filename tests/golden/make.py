@@ -1,6 +1,6 @@
 """Writes this folder's files. Run it only for a new format: what a release has written must stay readable as it is.
 
-python tests/golden/make.py FORMAT_FOLDER
+python -m tests.golden.make FORMAT_FOLDER
 """
 
 from __future__ import annotations

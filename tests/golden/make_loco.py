@@ -1,6 +1,6 @@
 """Writes this folder's messages of trainers. Run it only for a new format: what a release has sent must stay readable.
 
-python tests/golden/make_loco.py FORMAT_FOLDER
+python -m tests.golden.make_loco FORMAT_FOLDER
 """
 
 from __future__ import annotations

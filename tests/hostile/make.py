@@ -1,4 +1,4 @@
-"""Writes the corpus of hostile files next to this program: python tests/hostile/make.py
+"""Writes the corpus of hostile files next to this program: python -m tests.hostile.make
 
 Each is refused with a typed error and in little memory (tests/test_hostile.py). The files are kept, so that what was
 once refused stays refused whatever becomes of this program.
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from pulse_rl import Bits, State, patch
-from pulse_rl._util import zstd as _zstd
+from pulse_rl._util import zstd
 from pulse_rl.codec.context import ContextCodec
 from pulse_rl.codec.zstd import ZstdCodec
 from pulse_rl.patch.blocks import cut
@@ -62,7 +62,7 @@ def varint(value: int) -> bytes:
 
 def framed(plain: bytes, body: bytes = b"", *, stored: bytes | None = None, claim: int | None = None) -> bytes:
     """A patch file around a plain header; ``claim`` is the plain length it speaks of."""
-    stored = _zstd.compress(plain, 9) if stored is None else stored
+    stored = zstd.compress(plain, 9) if stored is None else stored
     claim = len(plain) if claim is None else claim
     return (
         struct.pack("<8sIIII32s", b"\x89PULSE\r\n", 1, 0, len(stored), claim, sha256(stored).digest()) + stored + body
@@ -111,7 +111,7 @@ def patches() -> Iterator[tuple[str, bytes]]:
     )
     yield "frame-of-a-huge-window", framed(b"", stored=b"\x28\xb5\x2f\xfd\x00\xb8\1\0\0", claim=1)
     yield "not-a-frame", framed(b"", stored=bytes(range(64)), claim=64)
-    yield "two-frames", framed(b"", stored=_zstd.compress(bytes(10), 1) * 2, claim=20)
+    yield "two-frames", framed(b"", stored=zstd.compress(bytes(10), 1) * 2, claim=20)
 
     bf16, one = b"\x0c", varint(1)
     honest_names, two = name(b"a") + name(b"b"), bf16 + b"\x10"
@@ -197,7 +197,7 @@ def blocks() -> Iterator[tuple[str, bytes]]:
 
     def gaps(values: Any, width: int, data: bytes, claimed: int, shown: int | None = None) -> bytes:
         raw = np.asarray(values, f"<u{width}").view(np.uint8).reshape(-1, width).T.tobytes()
-        where, what = _zstd.compress(raw, 1), _zstd.compress(data, 1)
+        where, what = zstd.compress(raw, 1), zstd.compress(data, 1)
         return struct.pack("<IBI", claimed, shown or width, len(where)) + where + what
 
     good, _ = ZstdCodec().encode(old.read("a"), new.read("a"), cut(old.specs, 1 << 22)[0].layout)
@@ -210,7 +210,7 @@ def blocks() -> Iterator[tuple[str, bytes]]:
     yield "zstd-bomb", with_block(gaps(np.zeros(1 << 26, np.uint8), 1, b"xx", 1), 2, 1)
     yield "zstd-bomb-of-values", with_block(gaps([0], 1, bytes(1 << 26), 1), 2, 1)
     yield "zstd-length-past-the-end", with_block(struct.pack("<IBI", 1, 1, 0xFFFFFFFF) + good[9:], 2, 1)
-    bomb = _zstd.compress(bytes(1 << 26), 1)
+    bomb = zstd.compress(bytes(1 << 26), 1)
     yield "dense-bomb", with_block((len(bomb).to_bytes(4, "little") + bomb) * 2, 1, 2000)
     yield "dense-length-past-the-end", with_block(b"\xff\xff\xff\xff" + bomb[:50], 1, 2000)
     yield "dense-empty", with_block(b"\0" * 8, 1, 2000)
@@ -252,7 +252,7 @@ def checkpoints() -> Iterator[tuple[str, bytes]]:
     yield "entry-a-list", checkpoint({"a": ["U8", [1], [0, 1]]}, bytes(1))
     yield "metadata-of-numbers", checkpoint({"__metadata__": {"a": 1}})
     yield "metadata-a-list", checkpoint({"__metadata__": ["a"]})
-    once = json.dumps({"a": entry("U8", [1], 0, 1)})[1:-1]
+    once = json.dumps({"a": entry("U8", [1], 0, 1)}, separators=(",", ":"))[1:-1]
     yield "twice", checkpoint(f"{{{once},{once}}}".encode(), bytes(1))
     yield "name-empty", checkpoint({"": entry("U8", [1], 0, 1)}, bytes(1))
     yield "name-of-2000-bytes", checkpoint({"x" * 2000: entry("U8", [1], 0, 1)}, bytes(1))

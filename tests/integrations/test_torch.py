@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pulse_rl import Bits, MemoryStore, Publisher, State, StateMismatch, Subscriber, Update, as_state, state_root
 from pulse_rl.integrations.torch import apply_, to_torch
@@ -33,7 +32,9 @@ def live(tensors: Tensors) -> dict[str, torch.Tensor]:
     return to_torch(State.of(tensors).copy())
 
 
-def qwen(tied: bool, seed: int = 0) -> Qwen2ForCausalLM:
+def qwen(tied: bool, seed: int = 0) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # takes seconds, which a quick run has not
+
     torch.manual_seed(seed)
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied)
@@ -107,6 +108,7 @@ def test_a_model_that_requires_grad_is_written_without_a_graph(rng: Rng) -> None
     assert layer.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_tied_weights_of_qwen_have_one_root_and_stay_tied(tmp_path: Path) -> None:
     """`state_dict()` holds `lm_head.weight`; the checkpoint that Hugging Face saves does not."""
     trainer, worker = qwen(tied=True), qwen(tied=True, seed=1)
@@ -131,6 +133,7 @@ def test_tied_weights_of_qwen_have_one_root_and_stay_tied(tmp_path: Path) -> Non
     assert torch.equal(worker(tokens).logits, trainer(tokens).logits)
 
 
+@pytest.mark.slow
 def test_an_untied_copy_of_a_tied_tensor_is_written_too() -> None:
     """Engines often hold the head under a storage of its own."""
     trainer, worker = qwen(tied=True), qwen(tied=False, seed=1)

@@ -150,6 +150,7 @@ def every(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_they_equal_plain_torch() -> None:
     found = together(every, SIZE)
     assert found[0] == found[1] == found[2]

@@ -61,7 +61,7 @@ def patterns(x: Floats) -> list[int]:
     return x.view(np.uint32).tolist()
 
 
-@pytest.mark.parametrize("wire", WIRES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("wire", [pytest.param(WIRES[0], marks=pytest.mark.slow), WIRES[1]], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("dtype", list(ROUNDINGS), ids=str)
 def test_the_oracle_reads_and_writes_the_same_bytes(dtype: torch.dtype, wire: Wire) -> None:
     rng = np.random.default_rng(list(ROUNDINGS).index(dtype))

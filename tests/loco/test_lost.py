@@ -19,6 +19,8 @@ from pulse_rl.loco.exchange import Exchange
 from tests.support.loco_reference import Job, Reference, flat, same
 from tests.support.trainers import Group, Trainer, lose, together
 
+pytestmark = pytest.mark.slow
+
 # Where the victim is lost: on entering a phase, or before the n-th collective of the round (lengths, messages, whether
 # all were read, roots).
 PLACES = ["gate", 1, 2, 3, "update", 4]

@@ -240,6 +240,7 @@ def refuse(trainer: Trainer) -> list[str]:
     return failed
 
 
+@pytest.mark.slow
 def test_all_trainers_refuse() -> None:
     found = together(refuse, 3, seconds=60)
     assert found == [[], [], []]

@@ -5,12 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from pulse_rl.loco import PulseLoCo, Round
 from tests.support.loco_reference import Job, Reference, flat, same
 from tests.support.trainers import Trainer, together
+
+pytestmark = pytest.mark.slow
 
 ROUNDS = 5
 VARIANTS: dict[str, dict[str, Any]] = {

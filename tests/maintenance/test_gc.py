@@ -6,13 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import EmptyStream, InputError, LocalStore, MemoryStore, Publisher, Subscriber, state_root, verify_stream
+from pulse_rl import (
+    EmptyStream,
+    InputError,
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    Store,
+    Subscriber,
+    state_root,
+    verify_stream,
+)
 from pulse_rl.maintenance.gc import gc_stream
-from tests.sync.test_folds import Trainer
+from tests.support.states import TinyTrainer
 
 
-def stream_with_anchors(store: MemoryStore | LocalStore, versions: int = 30) -> tuple[Publisher, Trainer, list[str]]:
-    trainer = Trainer()
+def stream_with_anchors(store: Store, versions: int = 30) -> tuple[Publisher, TinyTrainer, list[str]]:
+    trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", folds=(4, 16), anchor_ratio=0.02, threads=1)
     roots = []
     for _ in range(versions):
@@ -22,7 +32,7 @@ def stream_with_anchors(store: MemoryStore | LocalStore, versions: int = 30) -> 
     return publisher, trainer, roots
 
 
-@pytest.mark.parametrize("keep", [1, 2, 5, 12, 29, 30, 100])
+@pytest.mark.parametrize("keep", [1, 2, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 29, 30, 100))])
 def test_every_kept_version_is_still_restored(keep: int) -> None:
     store = MemoryStore()
     _, _, roots = stream_with_anchors(store)
@@ -80,7 +90,7 @@ def test_a_reader_in_mid_restore_finds_another_path() -> None:
             return super().get(name, start, stop)
 
     store = Collected()
-    trainer = Trainer()
+    trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", anchor_ratio=0.02, threads=1)
     for _ in range(30):
         trainer.step()
@@ -104,7 +114,7 @@ def test_a_clock_that_goes_backwards_loses_nothing(monkeypatch: pytest.MonkeyPat
     """The times of manifests only inform; gc measures age by the store's clock, whatever this machine's says."""
     now = 2e9
     monkeypatch.setattr("time.time", lambda: now)
-    store, trainer = LocalStore(tmp_path), Trainer()
+    store, trainer = LocalStore(tmp_path), TinyTrainer()
     publisher = Publisher(store, stream="s", anchor_ratio=0.02, threads=1)
     for _ in range(20):
         now -= 1000

@@ -13,37 +13,18 @@ import pytest
 
 from pulse_rl import InputError, MemoryStore, Publisher, Store, Subscriber
 from pulse_rl.events import (
-    Applied,
-    CallFailed,
     DensityDrift,
     Event,
-    Folded,
-    FoldFailed,
     PathFailed,
     Progress,
     Published,
-    Resumed,
     Synced,
 )
 from pulse_rl.metrics import DriftWatch, JsonLines, fan_out, read_events
 from pulse_rl.metrics.drift import FACTOR, IN_A_ROW, QUIET
+from tests.support.events import ONE_OF_EACH, PUBLISHED
 from tests.support.states import Rng, history
 from tests.support.stores import names
-
-PUBLISHED = Published("policy", 1, "00", 1000, 10, 2000, 50, 0, 0.5, {"build": 0.4}, {"step": 1})
-SYNCED = Synced("policy", 4, 1, "00", ("the patch",), 50, 0.5, 1.5, {"fetch": 0.4})
-ONE_OF_EACH: list[Event] = [
-    Progress("diff", 1, 2),
-    PUBLISHED,
-    Resumed("policy", 1, "matched"),
-    SYNCED,
-    Applied("policy", 4, 0.01),
-    CallFailed("policy", "sync", "chain_gap", "no path"),
-    PathFailed("policy", "the patch 0->1", "its bytes do not match", "corrupt_patch"),
-    Folded("policy", 0, 8, 100, 400),
-    FoldFailed("policy", 0, 8, "gone"),
-    DensityDrift("policy", 60, 0.1, 0.003, 0.03),
-]
 
 
 def of(kind: type[Event], events: list[Event]) -> list[Any]:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pulse_rl import InputError, MemoryStore, Publisher, Subscriber
 from pulse_rl.events import PathFailed, Published
 from pulse_rl.metrics import PrometheusMetrics
-from tests.metrics.test_metrics import ONE_OF_EACH, PUBLISHED
+from tests.support.events import ONE_OF_EACH, PUBLISHED
 from tests.support.states import Rng, history
 
 WRITES = {"stream": "policy", "role": "publisher"}

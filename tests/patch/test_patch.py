@@ -76,6 +76,7 @@ def test_each_special_value_becomes_each_other(name: str, dtype: str) -> None:
     check_round_trip({"w": Bits(old, dtype)}, {"w": Bits(new, dtype)}, codec=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", codec.names())
 def test_tensors_of_several_blocks(name: str, rng: Rng) -> None:
     """Changes at the blocks' edges, an untouched block in between, small tensors around."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import CorruptPatch, InputError, State, StateMismatch, WrongBase
-from pulse_rl._util import zstd as _zstd
+from pulse_rl._util import zstd
 from pulse_rl.codec import SAME
 from pulse_rl.patch import Patch, apply_patch, build_patch
 from pulse_rl.patch import header as patch_header
@@ -76,7 +76,7 @@ def test_exchanged_bytes_are_refused(rng: Rng) -> None:
 
 def sealed(plain: bytes, *, claimed: int | None = None) -> bytes:
     """A patch file's prelude and header around any bytes, with right digests: what an attacker can write as well."""
-    stored = _zstd.compress(plain, 9)
+    stored = zstd.compress(plain, 9)
     size = len(plain) if claimed is None else claimed
     prelude = patch_header._PRELUDE.pack(patch_header.MAGIC, 1, 0, len(stored), size, sha256(stored).digest())
     return bytes(prelude + stored)
@@ -187,6 +187,7 @@ def test_a_header_that_claims_terabytes_allocates_nothing() -> None:
         Patch.parse(header.to_bytes())
 
 
+@pytest.mark.slow
 def test_a_consistent_claim_of_terabytes_is_not_applied(rng: Rng) -> None:
     """All of its blocks are listed as unchanged, which a short header can afford: it must fail at the base."""
     terabytes = TensorSpec("w", DTYPES["F64"], (1 << 38,))

@@ -16,6 +16,7 @@ from pulse_rl.plan import (
     sync_bytes,
     utilisation,
 )
+from tests.support.reports import STUDY
 
 PAPER = Scenario(params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=0.2e9)
 SMALL = Scenario(params=22_600_000, density=0.003, step_seconds=0.7, bandwidth=50e6, cores=2)
@@ -127,16 +128,6 @@ def test_nothing_changes() -> None:
 def test_impossible_scenarios_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(changes))):
         replace(SMALL, **changes)  # type: ignore[arg-type]
-
-
-STUDY = {
-    "parameters": 1_000_000,
-    "dense_bytes": 2_000_000,
-    "rows": [
-        {"k": 8, "sparsity": 0.98, "bytes_per_changed": 0.7, "bytes_per_changed_zstd": 2.5},
-        {"k": 1, "sparsity": 0.99, "bytes_per_changed": 0.5, "bytes_per_changed_zstd": None},
-    ],
-}
 
 
 def test_a_study_settles_params_density_and_bytes() -> None:

@@ -18,9 +18,10 @@ from tests.support.chromium import Chromium
 from tests.support.reports import HOSTILE, PARAMETERS, START, published, study, synced, write, write_run
 
 EXECUTABLE = chromium.find()
-pytestmark = pytest.mark.skipif(
-    EXECUTABLE is None, reason="no Chromium here: install one, or name it in PULSE_CHROMIUM"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium here: install one, or name it in PULSE_CHROMIUM"),
+]
 
 SLIDERS = {
     "params": (1e6, 1e12),

@@ -19,7 +19,7 @@ from pulse_rl.metrics import JsonLines
 from pulse_rl.report import read_run, render
 from pulse_rl.report.document import SCRIPTS
 from pulse_rl.report.thin import BUCKETS, busy, running_mean, thinned
-from tests.cli.test_cli import Pulse
+from tests.support.commands import Pulse
 from tests.support.reports import (
     DENSITY,
     HOSTILE,
@@ -33,11 +33,6 @@ from tests.support.reports import (
     write_run,
 )
 from tests.support.states import Rng, history
-
-
-@pytest.fixture
-def pulse(capsys: pytest.CaptureFixture[str]) -> Pulse:
-    return Pulse(capsys)
 
 
 class Page(HTMLParser):
@@ -314,6 +309,7 @@ def test_many_syncs_become_the_share_of_time() -> None:
     assert busy([(float(i), 10.0) for i in range(1000)], 1000.0)[5][2] == 1.0
 
 
+@pytest.mark.slow
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, 5000, workers=4))
     assert run["versions"] == 5000

@@ -3,7 +3,6 @@ refused with a typed error."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,26 +14,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pulse_rl import CorruptCheckpoint, FormatError, InputError, State, UnsupportedTensor, as_state, state_root
 from pulse_rl.integrations.torch import to_torch
-from pulse_rl.state.checkpoint import FILE_NAME, INDEX_NAME, MAX_HEADER_BYTES, load, save
+from pulse_rl.state.checkpoint import FILE_NAME, INDEX_NAME, load, save
+from tests.support.checkpoints import HOSTILE, entry, file_of
 from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, policy, run_python, snapshot
 
 
-def file_of(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
-    """A safetensors file with any header: bytes as they are, another value as JSON."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
-
-
-def entry(dtype: str = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
 @pytest.fixture(scope="module")
-def qwen() -> Qwen2ForCausalLM:
+def qwen() -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # takes seconds, which a quick run has not
+
     torch.manual_seed(0)
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
@@ -64,18 +55,20 @@ def test_a_state_of_no_tensors(tmp_path: Path) -> None:
     assert snapshot(load(tmp_path / "none.safetensors")[0]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["20KB", "10GB"], ids=["sharded", "one-file"])
-def test_folders_that_hugging_face_writes(tmp_path: Path, qwen: Qwen2ForCausalLM, shard: str) -> None:
+def test_folders_that_hugging_face_writes(tmp_path: Path, qwen: Any, shard: str) -> None:
     qwen.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / INDEX_NAME).exists() == (shard == "20KB")
     assert snapshot(as_state(tmp_path)) == snapshot(qwen.state_dict())
     assert state_root(tmp_path) == state_root(str(tmp_path)) == state_root(qwen.state_dict())
 
 
-def test_hugging_face_loads_what_is_saved(tmp_path: Path, qwen: Qwen2ForCausalLM) -> None:
+@pytest.mark.slow
+def test_hugging_face_loads_what_is_saved(tmp_path: Path, qwen: Any) -> None:
     qwen.config.save_pretrained(tmp_path)
     save(tmp_path / FILE_NAME, State.of(qwen.state_dict()), {"format": "pt"})
-    again = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    again = type(qwen).from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert state_root(again.state_dict()) == state_root(qwen.state_dict())
 
 
@@ -112,55 +105,6 @@ def test_files_in_a_folder_without_an_index(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-U8 = entry()
-HOSTILE = {
-    "empty file": b"",
-    "no header": b"\x08\0\0\0",
-    "header past the end": file_of({}, length=3),
-    "header of exabytes": file_of({}, length=(1 << 64) - 1),
-    "header past the cap": file_of({}, length=MAX_HEADER_BYTES + 1),
-    "header not UTF-8": file_of(b'{"\xff": 1}'),
-    "header not JSON": file_of(b"{'a': 1}"),
-    "header cut": file_of(b'{"a":{"dtype":'),
-    "header nested too deep": file_of(b"[" * 100_000),
-    "header a list": file_of([]),
-    "header null": file_of(None),
-    "number of 5000 digits": file_of(b'{"a":{"dtype":"U8","shape":[' + b"1" * 5000 + b'],"data_offsets":[0,4]}}'),
-    "same key twice": file_of(b'{"a":%s,"a":%s}' % ((json.dumps(U8).encode(),) * 2), bytes(4)),
-    "same field twice": file_of(b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}', bytes(4)),
-    "entry a list": file_of({"a": []}),
-    "entry without a dtype": file_of({"a": {"shape": [4], "data_offsets": [0, 4]}}, bytes(4)),
-    "entry without offsets": file_of({"a": {"dtype": "U8", "shape": [4]}}, bytes(4)),
-    "three offsets": file_of({"a": entry(offsets=[0, 2, 4])}, bytes(4)),
-    "shape a number": file_of({"a": entry(shape=4)}, bytes(4)),
-    "shape a string": file_of({"a": entry(shape="", offsets=[0, 1])}, bytes(1)),
-    "shape an object": file_of({"a": entry(shape={}, offsets=[0, 1])}, bytes(1)),
-    "negative dimension": file_of({"a": entry(shape=[-4])}, bytes(4)),
-    "two negative dimensions": file_of({"a": entry(shape=[-2, -2])}, bytes(4)),
-    "fractional dimension": file_of({"a": entry(shape=[4.0])}, bytes(4)),
-    "true for a dimension": file_of({"a": entry(shape=[True, 4])}, bytes(4)),
-    "dimension not a number": file_of(b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)),
-    "too many dimensions": file_of({"a": entry(shape=[4] + [1] * 16)}, bytes(4)),
-    "terabytes": file_of({"a": entry(shape=[1 << 42], offsets=[0, 1 << 42])}, bytes(4)),
-    "elements past the cap": file_of({"a": entry(shape=[1 << 60], offsets=[0, 1 << 60])}, bytes(4)),
-    "dimension past 64 bits": file_of({"a": entry(shape=[0, 1 << 70], offsets=[0, 0])}),
-    "negative offsets": file_of({"a": entry(offsets=[-4, 0])}, bytes(4)),
-    "offsets swapped": file_of({"a": entry(offsets=[4, 0])}, bytes(4)),
-    "offsets of another length": file_of({"a": entry(offsets=[0, 3])}, bytes(4)),
-    "overlap": file_of({"a": entry(), "b": entry(offsets=[2, 6])}, bytes(6)),
-    "same bytes twice": file_of({"a": entry(), "b": entry()}, bytes(4)),
-    "gap": file_of({"a": entry(), "b": entry(offsets=[5, 9])}, bytes(9)),
-    "gap at the start": file_of({"a": entry(offsets=[1, 5])}, bytes(5)),
-    "beyond the file": file_of({"a": entry()}, bytes(3)),
-    "bytes left over": file_of({"a": entry()}, bytes(5)),
-    "empty name": file_of({"": entry()}, bytes(4)),
-    "long name": file_of({"w" * 1025: entry()}, bytes(4)),
-    "half a character": file_of(b'{"\\ud800":%s}' % json.dumps(U8).encode(), bytes(4)),
-    "metadata a list": file_of({"__metadata__": [], "a": U8}, bytes(4)),
-    "metadata of numbers": file_of({"__metadata__": {"a": 1}, "a": U8}, bytes(4)),
-}
-
-
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_files_are_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
@@ -169,6 +113,7 @@ def test_hostile_files_are_refused(data: bytes, tmp_path: Path) -> None:
     assert "model.safetensors" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_header_of_terabytes_allocates_nothing(tmp_path: Path) -> None:
     for name in ("terabytes", "header past the cap", "elements past the cap"):
         (tmp_path / f"{name}.safetensors").write_bytes(HOSTILE[name])
@@ -246,7 +191,8 @@ def test_hostile_indexes_are_refused(text: str | bytes, tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path, qwen: Qwen2ForCausalLM) -> None:
+@pytest.mark.slow
+def test_a_missing_shard_is_named(tmp_path: Path, qwen: Any) -> None:
     qwen.save_pretrained(tmp_path, max_shard_size="20KB")
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 from pulse_rl import MemoryStore, Publisher, Subscriber, state_root
 from pulse_rl.store import CachedStore
 from pulse_rl.stream.names import payload_digest
-from tests.sync.test_folds import Trainer
+from tests.support.states import TinyTrainer
 
 
 class Counted(MemoryStore):
@@ -25,8 +25,8 @@ class Counted(MemoryStore):
         return sum(n for name, n in self.read.items() if "/payloads/" in name)
 
 
-def stream(versions: int = 5) -> tuple[Counted, Trainer, Publisher]:
-    store, trainer = Counted(), Trainer()
+def stream(versions: int = 5) -> tuple[Counted, TinyTrainer, Publisher]:
+    store, trainer = Counted(), TinyTrainer()
     publisher = Publisher(store, stream="s", threads=1)
     for _ in range(versions):
         trainer.step()

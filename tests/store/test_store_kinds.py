@@ -1,27 +1,22 @@
-"""What is peculiar to one kind of store: addresses, a folder's files, an unreachable server, a store that lies."""
+"""What is peculiar to one kind of store: addresses, a folder's files, an unreachable server."""
 
 from __future__ import annotations
 
 import errno
 import os
-import socket
 import stat
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from pulse_rl import (
-    AlreadyExists,
     InputError,
+    InvalidName,
     LocalStore,
-    MemoryStore,
     NotFound,
-    ObjectStore,
     Publisher,
     StoreError,
     StoreFull,
@@ -29,10 +24,9 @@ from pulse_rl import (
     open_store,
 )
 from pulse_rl._util.files import disk_error
-from pulse_rl.store import Data, ObjectInfo
-from pulse_rl.store.check import check_store
+from pulse_rl.testing.store import BAD_NAMES
 from tests.support.states import run_python
-from tests.support.stores import KEYS, names
+from tests.support.stores import KEYS, names, unreachable_store
 
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +67,7 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
         open_store("s3://bucket", no_such_option="x")
 
 
+@pytest.mark.slow
 def test_s3_is_configured_by_the_environment(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "AWS_ENDPOINT_URL": s3,
@@ -90,17 +85,8 @@ def test_s3_is_configured_by_the_environment(s3: str, monkeypatch: pytest.Monkey
     assert names(one, "deeper") == ["deeper/a"]
 
 
-def unreachable(**keys: str) -> ObjectStore:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
-    options: dict[str, Any] = {"client_options": {"allow_http": True}, "retry_config": retry}
-    return ObjectStore("s3://bucket/x", endpoint=f"http://127.0.0.1:{port}", **(KEYS | keys), **options)
-
-
 def test_an_unreachable_store_is_unavailable() -> None:
-    store = unreachable()
+    store = unreachable_store()
     calls = [
         lambda: store.put("a", b"x"),
         lambda: store.put("a", iter([b"x"])),
@@ -122,16 +108,34 @@ def test_an_unreachable_store_is_unavailable() -> None:
 
 def test_keys_do_not_appear_in_errors() -> None:
     with pytest.raises(StoreUnavailable) as caught:
-        unreachable(access_key_id="AKIDSECRET", secret_access_key="SECRETKEY").get("a")
+        unreachable_store(access_key_id="AKIDSECRET", secret_access_key="SECRETKEY").get("a")
     assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_bucket_that_does_not_exist(s3: str) -> None:
     store = open_store("s3://nowhere/x", endpoint=s3, client_options={"allow_http": True}, **KEYS)
     with pytest.raises(StoreError):
         store.put("a", b"x")
     with pytest.raises(NotFound):
         store.get("a")
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_bad_name_touches_no_file(tmp_path: Path, name: str) -> None:
+    store = LocalStore(tmp_path / "store")
+    store.put("kept/x", b"x")
+    before = sorted(tmp_path.rglob("*"))
+    calls = [
+        lambda: store.put(name, b"y"),
+        lambda: store.put_new(name, b"y"),
+        lambda: list(store.list(name)),
+        lambda: store.delete(name),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidName):
+            call()
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def files_below(folder: Path) -> list[str]:
@@ -235,6 +239,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """The file size limit stands in for it; both end in the same error of the system call."""
     done = run_python(FULL_DISK, str(tmp_path))
@@ -245,86 +250,3 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_what_counts_as_a_full_disk(code: int) -> None:
     assert isinstance(disk_error(OSError(code, "full"), "write x"), StoreFull)
     assert not isinstance(disk_error(OSError(errno.EACCES, "denied"), "write x"), StoreFull)
-
-
-class Overwrites(MemoryStore):
-    """Like servers that ignore If-None-Match."""
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self.put(name, data)
-
-
-class RefusesButOverwrites(MemoryStore):
-    def put_new(self, name: str, data: bytes) -> None:
-        try:
-            super().put_new(name, data)
-        except AlreadyExists:
-            self.put(name, data)
-            raise
-
-
-class TellsBothThatTheyWon(MemoryStore):
-    """Only the race shows it: a create that comes late enough is refused."""
-
-    def put_new(self, name: str, data: bytes) -> None:
-        if "race" not in name:
-            super().put_new(name, data)
-        else:
-            self.put(name, data)
-
-
-class ListsInDisorder(MemoryStore):
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        yield from reversed(list(super().list(folder, start_after)))
-
-
-class ForgetsWhereToGoOn(MemoryStore):
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        return super().list(folder)
-
-
-class IgnoresRanges(MemoryStore):
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        return super().get(name)
-
-
-class KeepsTheFirst(MemoryStore):
-    def put(self, name: str, data: Data) -> None:
-        if name not in self._objects:
-            super().put(name, data)
-
-
-class DeletesByPrefix(MemoryStore):
-    def delete(self, name: str) -> None:
-        for found in [n for n in self._objects if n.startswith(name)]:
-            super().delete(found)
-
-
-class DeletesNothing(MemoryStore):
-    def delete(self, name: str) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("store", "guarantees"),
-    [
-        (Overwrites, {"a second create is refused", "of two racing creates one wins"}),
-        (RefusesButOverwrites, {"a second create is refused", "of two racing creates one wins"}),
-        (TellsBothThatTheyWon, {"of two racing creates one wins"}),
-        (ListsInDisorder, {"lists are complete and in order"}),
-        (ForgetsWhereToGoOn, {"lists are complete and in order"}),
-        (IgnoresRanges, {"reads see the last finished write, whole and in ranges"}),
-        (KeepsTheFirst, {"reads see the last finished write, whole and in ranges"}),
-        (DeletesByPrefix, {"a delete removes one object"}),
-        (DeletesNothing, {"a delete removes one object"}),
-    ],
-)
-def test_check_store_tells_what_a_store_does_not_keep(store: type[MemoryStore], guarantees: set[str]) -> None:
-    findings = check_store(store(), rounds=5)
-    assert {f.guarantee for f in findings if not f.held} == guarantees
-    assert all(f.seen for f in findings)
-
-
-def test_check_store_does_not_call_an_unreachable_store_unsafe() -> None:
-    with pytest.raises(StoreUnavailable):
-        check_store(unreachable())

@@ -14,7 +14,7 @@ from pulse_rl.state.checkpoint import serialize
 from pulse_rl.state.digest import state_digest
 from pulse_rl.stream.anchor import RangeReader, plan_shards, restore
 from pulse_rl.stream.manifest import Payload
-from tests.state.test_checkpoint import HOSTILE
+from tests.support.checkpoints import HOSTILE
 from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, bits, policy, run_python, snapshot, weights
 
 
@@ -94,6 +94,7 @@ def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
     assert sum(seen) == state.nbytes
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_shard_is_noticed(rng: Rng) -> None:
     """In the header it may be malformed, elsewhere the digest tells; an error of another kind would stop a subscriber
     that could have taken another path."""
@@ -141,6 +142,7 @@ def replace_digest(payload: Payload, other: Payload) -> Payload:
     return Payload(other.sha256, payload.bytes)
 
 
+@pytest.mark.slow
 def test_a_shard_that_claims_terabytes_allocates_nothing() -> None:
     done = run_python(
         LIMIT_MEMORY

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pulse_rl import ChainGap
 from pulse_rl.stream.chain import Link, cheapest_path, links_of
 from pulse_rl.stream.manifest import AnchorRef, PatchRef, Payload
-from tests.stream.test_manifest import FULL
+from tests.support.manifests import FULL
 
 
 def link(base: int | None, version: int, nbytes: int = 1) -> Link:

@@ -15,23 +15,8 @@ from hypothesis import strategies as st
 from pulse_rl import CorruptManifest
 from pulse_rl.events import Metadata
 from pulse_rl.stream import manifest as manifests
-from pulse_rl.stream.manifest import FORMAT, AnchorRef, Manifest, PatchRef, Payload, parse
-
-FULL = Manifest(
-    format=FORMAT,
-    stream="policy",
-    version=7,
-    epoch=2,
-    root="0123456789abcdef" * 4,
-    elements=1000,
-    dense_bytes=2000,
-    publisher="00ff00ff00ff00ff",
-    created=1764000000.125,
-    aliases={"lm_head.weight": "model.embed_tokens.weight"},
-    metadata={"step": 7, "reward": 0.5, "note": "größe", "kept": True},
-    patch=PatchRef(6, "a" * 64, 12, (Payload("b" * 64, 99),)),
-    anchor=AnchorRef((Payload("c" * 64, 1500), Payload("d" * 64, 700))),
-).sealed()
+from pulse_rl.stream.manifest import Manifest, parse
+from tests.support.manifests import FULL
 
 # These bytes never change: stored streams are compared with them.
 GOLDEN = (

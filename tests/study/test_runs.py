@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.study import example, tables
+from benchmarks.study import tables
 from benchmarks.study.recorder import Recorder
 from benchmarks.study.settings import KS, RUNS, STEADY_FROM, STEPS, Settings
 from pulse_rl import Bits, State
@@ -57,7 +57,10 @@ def test_each_run_has_room_for_all_k() -> None:
     assert max(KS) <= STEPS - STEADY_FROM
 
 
+@pytest.mark.slow
 def test_a_short_run_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.study import example  # imports transformers: seconds
+
     monkeypatch.setattr(example, "CACHE", tmp_path)
     for name, value in {"FIT_STEPS": 1, "FIT_BATCH": 8, "PROMPTS": 2}.items():
         monkeypatch.setattr(example, name, value)

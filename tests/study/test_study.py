@@ -173,6 +173,7 @@ def big_states(rng: Rng, count: int = 4) -> list[State]:
     return states
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_patches_and_the_bound_is_that_of_whole_tensors(rng: Rng) -> None:
     given = big_states(rng)
     found = study(Listed(given), ks=(1, 3))
@@ -196,6 +197,7 @@ def test_bytes_are_those_of_patches_and_the_bound_is_that_of_whole_tensors(rng: 
     assert numbers["bandwidth_full"] == pytest.approx(8 * found["dense_bytes"] * 0.9 / 0.1 / 50)
 
 
+@pytest.mark.slow
 def test_little_memory_means_more_walks_and_the_same_numbers(rng: Rng) -> None:
     source = Listed(big_states(rng, 3))
     whole = study(source, ks=(1, 2), threads=1)
@@ -205,6 +207,7 @@ def test_little_memory_means_more_walks_and_the_same_numbers(rng: Rng) -> None:
     assert pieces == whole
 
 
+@pytest.mark.slow
 def test_progress_ends_at_the_whole_however_often_a_pass_was_cut(rng: Rng) -> None:
     source, done = Listed(big_states(rng, 3)), []
     study(source, ks=(2,), memory_bytes=1, progress=done.append)

@@ -1,4 +1,4 @@
-"""Runs and studies for the tests of the report: events as `JsonLines` writes them, and a study's JSON."""
+"""Runs and studies for tests of reports and plans: events as `JsonLines` writes them, and a study's JSON."""
 
 from __future__ import annotations
 
@@ -66,6 +66,17 @@ def write_run(folder: Path, versions: int, *, workers: int = 2, stream: str = "p
             events.append({"event": "applied", "time": done, "stream": stream, "version": v, "seconds": 0.08})
         write(folder / f"events-worker-{worker}.jsonl", events)
     return folder
+
+
+STUDY: dict[str, Any] = {
+    "parameters": 1_000_000,
+    "dense_bytes": 2_000_000,
+    "rows": [
+        {"k": 8, "sparsity": 0.98, "bytes_per_changed": 0.7, "bytes_per_changed_zstd": 2.5},
+        {"k": 1, "sparsity": 0.99, "bytes_per_changed": 0.5, "bytes_per_changed_zstd": None},
+    ],
+}
+"""The least that a plan needs of a study; k = 1 is not the first row."""
 
 
 def study(ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32), *, name: str = "layers.0.mlp.weight") -> dict[str, Any]:

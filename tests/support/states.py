@@ -84,6 +84,19 @@ def history(rng: Rng, versions: int, density: float = 0.01, elements: int = 3000
     return states
 
 
+class TinyTrainer:
+    """A state of two BF16 tensors with 60,000 elements each; a step flips the lowest bit of a few."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        bits = (self.rng.normal(0, 0.02, (2, 60_000)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        self.state = {"a": Bits(bits[0].reshape(200, 300), "BF16"), "b": Bits(bits[1], "BF16")}
+
+    def step(self, density: float = 0.003) -> None:
+        for tensor in self.state.values():
+            tensor.array[self.rng.random(tensor.array.shape) < density] ^= 1
+
+
 def snapshot(state: State | Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Everything that two equal states share: (dtype, shape, bytes) under every name, copied."""
     state = state if isinstance(state, State) else State.of(state)

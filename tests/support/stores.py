@@ -1,11 +1,13 @@
-"""Stores for tests: an S3 server's client, and a wrapper that fails exactly where a test wants it to."""
+"""Stores for tests: clients of an S3 server and of none, and a wrapper that fails exactly where a test wants it to."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
-from pulse_rl import Store, StoreUnavailable, open_store
+from pulse_rl import ObjectStore, Store, StoreUnavailable, open_store
 from pulse_rl.store import Data, ObjectInfo
 
 T = TypeVar("T")
@@ -15,6 +17,16 @@ KEYS: dict[str, Any] = {"access_key_id": "test", "secret_access_key": "test", "r
 def s3_store(endpoint: str, prefix: str) -> Store:
     """Objects below ``prefix`` in the bucket of the ``s3`` fixture."""
     return open_store(f"s3://bucket/{prefix}", endpoint=endpoint, client_options={"allow_http": True}, **KEYS)
+
+
+def unreachable_store(**keys: str) -> ObjectStore:
+    """A client of an address on loopback at which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
+    options: dict[str, Any] = {"client_options": {"allow_http": True}, "retry_config": retry}
+    return ObjectStore("s3://bucket/x", endpoint=f"http://127.0.0.1:{port}", **(KEYS | keys), **options)
 
 
 def names(store: Store, folder: str, start_after: str | None = None) -> list[str]:

@@ -2,7 +2,7 @@
 
 Elsewhere: outages at every store call (test_outages), damaged and missing objects (test_damage), flipped bits and
 hostile sizes in files (test_patch_file, test_codecs, test_checkpoint), two publishers (test_two_publishers), a store
-that ignores If-None-Match (test_store_kinds), a delete of 30 that takes 300 along (test_store), and kills at random
+that ignores If-None-Match or deletes 300 along with 30 (test_check, test_store_conformance), and kills at random
 moments (test_kill).
 """
 

@@ -5,29 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pulse_rl import Bits, ChainGap, MemoryStore, Publisher, StoreUnavailable, Subscriber, state_root, verify_stream
+from pulse_rl import ChainGap, MemoryStore, Publisher, StoreUnavailable, Subscriber, state_root, verify_stream
 from pulse_rl.codec import Changes
 from pulse_rl.events import Event, FoldFailed, Synced
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.stream.stream import Stream
+from tests.support.states import TinyTrainer
 
 
-class Trainer:
-    """A state of two BF16 tensors and a few versions of it: each step flips the lowest bit of some elements."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.rng = np.random.default_rng(seed)
-        bits = (self.rng.normal(0, 0.02, (2, 60_000)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        self.state = {"a": Bits(bits[0].reshape(200, 300), "BF16"), "b": Bits(bits[1], "BF16")}
-
-    def step(self, density: float = 0.003) -> None:
-        for tensor in self.state.values():
-            tensor.array[self.rng.random(tensor.array.shape) < density] ^= 1
-
-
-def published(store: MemoryStore, versions: int, **options: object) -> Trainer:
-    trainer = Trainer()
+def published(store: MemoryStore, versions: int, **options: object) -> TinyTrainer:
+    trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", threads=1, **options)  # type: ignore[arg-type]
     for _ in range(versions):
         trainer.step()
@@ -68,7 +56,7 @@ def test_an_update_over_folds_tells_each_change_once() -> None:
     subscriber = Subscriber(store, stream="s", threads=1, on_event=seen.append)
     subscriber.sync()
     live = {name: values.copy() for name, _, values in subscriber.full_update()}
-    trainer = Trainer()
+    trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", folds=(4, 16), threads=1)
     for k in range(20):
         trainer.step()
@@ -126,7 +114,7 @@ def test_without_listed_links_the_manifests_lead_to_an_anchor() -> None:
 def test_a_fold_that_saves_nothing_is_not_stored() -> None:
     """Two rewrites of everything: the fold over both is about as large as either, and must be below their sum."""
     store = MemoryStore()
-    trainer = Trainer()
+    trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", folds=(2,), threads=1)
     publisher.publish(trainer.state)
     for _ in range(2):

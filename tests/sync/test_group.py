@@ -6,7 +6,7 @@ import pytest
 
 from pulse_rl import InvalidName, Member, MemoryStore, Publisher, StoreUnavailable, Subscriber, state_root
 from pulse_rl.store import memory
-from tests.sync.test_folds import Trainer
+from tests.support.states import TinyTrainer
 
 
 class Clock:
@@ -27,7 +27,7 @@ def member(store: MemoryStore, name: str) -> Member:
 
 
 def test_nobody_switches_before_all_have_staged(clock: Clock) -> None:
-    store, trainer = MemoryStore(), Trainer()
+    store, trainer = MemoryStore(), TinyTrainer()
     publisher = Publisher(store, stream="s", threads=1)
     first, second = member(store, "first"), member(store, "second")
     assert first.poll() is None
@@ -47,7 +47,7 @@ def test_nobody_switches_before_all_have_staged(clock: Clock) -> None:
 
 
 def test_a_version_that_comes_later_waits_for_the_next_round(clock: Clock) -> None:
-    store, trainer = MemoryStore(), Trainer()
+    store, trainer = MemoryStore(), TinyTrainer()
     publisher = Publisher(store, stream="s", threads=1)
     publisher.publish(trainer.state)
     one, two = member(store, "one"), member(store, "two")
@@ -67,7 +67,7 @@ def test_a_version_that_comes_later_waits_for_the_next_round(clock: Clock) -> No
 
 
 def test_a_member_that_vanishes_holds_the_others_for_the_timeout_only(clock: Clock) -> None:
-    store, trainer = MemoryStore(), Trainer()
+    store, trainer = MemoryStore(), TinyTrainer()
     publisher = Publisher(store, stream="s", threads=1)
     publisher.publish(trainer.state)
     stays, vanishes = member(store, "stays"), member(store, "vanishes")
@@ -92,7 +92,7 @@ def test_a_member_that_vanishes_holds_the_others_for_the_timeout_only(clock: Clo
 
 
 def test_a_newcomer_joins_at_the_groups_version(clock: Clock) -> None:
-    store, trainer = MemoryStore(), Trainer()
+    store, trainer = MemoryStore(), TinyTrainer()
     publisher = Publisher(store, stream="s", threads=1)
     publisher.publish(trainer.state)
     old = member(store, "old")
@@ -118,7 +118,7 @@ def test_a_member_that_cannot_stage_is_not_waited_for(clock: Clock) -> None:
                 raise StoreUnavailable("away")
             return super().get(name, start, stop)
 
-    store, trainer = Broken(), Trainer()
+    store, trainer = Broken(), TinyTrainer()
     publisher = Publisher(store, stream="s", threads=1)
     publisher.publish(trainer.state)
     good, bad = member(store, "good"), member(store, "bad")
@@ -136,7 +136,7 @@ def test_a_member_that_cannot_stage_is_not_waited_for(clock: Clock) -> None:
 
 
 def test_old_rounds_are_tidied(clock: Clock) -> None:
-    store, trainer = MemoryStore(), Trainer()
+    store, trainer = MemoryStore(), TinyTrainer()
     publisher = Publisher(store, stream="s", threads=1)
     alone = member(store, "alone")
     for _ in range(20):

@@ -9,8 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from pulse_rl import LocalStore, Publisher, state_root, verify_stream
 from pulse_rl.state.checkpoint import load
+
+pytestmark = pytest.mark.slow
 
 COMMON = """
 import sys, time

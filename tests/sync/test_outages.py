@@ -63,13 +63,20 @@ def try_then_go_on(store: FaultyStore, publisher: Publisher, first: Tensors, las
     return published | {done.version: done.root}
 
 
+publishers = pytest.mark.parametrize(
+    "warm", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["running", "restarted"]
+)
 after = pytest.mark.parametrize("after", [False, True], ids=["before", "reply-lost"])
 
 
 @after
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [OPTIONS["patches"], pytest.param(OPTIONS["anchors of several shards"], marks=pytest.mark.slow)],
+    ids=OPTIONS,
+)
 @pytest.mark.parametrize("again", ["same", "next"])
-@pytest.mark.parametrize("warm", [True, False], ids=["running", "restarted"])
+@publishers
 def test_publish_at_every_call(warm: bool, again: str, options: Options, after: bool, rng: Rng) -> None:
     """Then with the same state again (a retry) or with the next one (a trainer that goes on)."""
     states = history(rng, 4, elements=1000)
@@ -216,7 +223,9 @@ class Interrupts:
             raise self._error(f"at {event}")
 
 
-interruptions = pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+interruptions = pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, pytest.param(RuntimeError, marks=pytest.mark.slow)]
+)
 
 
 @interruptions
@@ -246,7 +255,7 @@ def test_sync_interrupted_at_every_event(case: str, error: type[BaseException], 
 
 
 @interruptions
-@pytest.mark.parametrize("warm", [True, False], ids=["running", "restarted"])
+@publishers
 def test_publish_interrupted_at_every_event(warm: bool, error: type[BaseException], rng: Rng) -> None:
     states = history(rng, 5, elements=1000)
     for at in itertools.count():

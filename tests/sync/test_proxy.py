@@ -27,6 +27,8 @@ from tests.support.proxy import Proxy, Rule, proxied
 from tests.support.states import Rng, Tensors, history, mutated, policy
 from tests.support.stores import KEYS, names, s3_store
 
+pytestmark = pytest.mark.slow
+
 MANIFEST = r"/versions/\d+\.json"
 PAYLOAD = "/payloads/"
 _prefix = (f"proxy-{k}" for k in itertools.count())

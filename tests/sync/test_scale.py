@@ -22,6 +22,8 @@ from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload
 from pulse_rl.stream.names import PATCH, SHARD
 from pulse_rl.stream.stream import Stream
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (100, 1000, 10_000)
 FOLDS = (8, 64)
 CYCLE = 5

@@ -31,7 +31,7 @@ from tests.support.stores import FaultyStore, names, s3_store
 counter = itertools.count()
 
 
-@pytest.fixture(params=["memory", "local", "s3"])
+@pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.slow)])
 def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store | str:
     if request.param == "s3":
         return s3_store(request.getfixturevalue("s3"), f"sync/{next(counter)}")

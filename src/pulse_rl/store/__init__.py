@@ -1,7 +1,7 @@
 """Where a stream lives: six calls on named immutable objects, behind one address.
 
-To add a backend: write a class that follows `base.Store`, add its scheme to `open_store`, and add it to the fixture of
-tests/store/test_store.py, whose conformance suite it must pass.
+To add a backend: write a class that follows `base.Store` and passes `pulse_rl.testing.StoreConformance`
+(tests/store/test_conformance.py), and add its scheme to `open_store`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pulse_rl.state.checkpoint import header_bytes
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from pulse_rl.stream.manifest import AnchorRef, Manifest, Payload
 from pulse_rl.stream.stream import Stream
-from tests.stream.test_manifest import FULL
+from tests.support.manifests import FULL
 from tests.support.states import Live, Rng, Tensors, bits, history, roots, state_root
 from tests.support.stores import FaultyStore, names
 

@@ -1,0 +1,96 @@
+"""Every store of this library against the suite that it offers to others, and what is built on any store."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from pulse_rl import LocalStore, MemoryStore, ObjectStore, Store, open_store
+from pulse_rl.store import CachedStore, create_or_confirm
+from pulse_rl.store.check import check_store
+from pulse_rl.testing import StoreConformance
+from tests.support.stores import names, s3_store
+
+counter = itertools.count()
+
+
+class OwnStore(StoreConformance):
+    many_objects: ClassVar[int] = 103  # a store in this process has no pages
+
+    def test_create_or_confirm(self) -> None:
+        store = self.new_store()
+        assert create_or_confirm(store, "a/b", b"mine")
+        assert create_or_confirm(store, "a/b", b"mine"), "its own object is success"
+        assert not create_or_confirm(store, "a/b", b"other")
+        assert store.get("a/b") == b"mine"
+
+    def test_check_store_finds_it_safe_and_leaves_nothing(self) -> None:
+        store = self.new_store()
+        findings = check_store(store, rounds=5)
+        assert [f.guarantee for f in findings if not f.held] == []
+        assert len(findings) == 5
+        assert names(store, "pulse-store-check") == []
+
+    def test_put_takes_the_memory_of_arrays(self) -> None:
+        store = self.new_store()
+        store.put("a/b", [np.arange(3, dtype="u1").data, np.arange(2, dtype="<u2").view("u1").data])
+        assert store.get("a/b") == bytes([0, 1, 2, 0, 0, 1, 0])
+
+
+class TestLocalStore(OwnStore):
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> None:
+        self.root = tmp_path
+
+    def new_store(self) -> Store:
+        store = open_store(self.root / f"store-{next(counter)}")
+        assert isinstance(store, LocalStore)
+        return store
+
+    def peer_of(self, store: Store) -> Store:
+        assert isinstance(store, LocalStore)
+        return LocalStore(store.root)
+
+
+class TestMemoryStore(OwnStore):
+    def new_store(self) -> Store:
+        store = open_store("memory://")
+        assert isinstance(store, MemoryStore)
+        return store
+
+
+class TestCachedStore(OwnStore):
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> None:
+        self.root = tmp_path
+        self.inner = MemoryStore()
+
+    def new_store(self) -> Store:
+        return CachedStore(self.inner, self.root / "cache")
+
+    def peer_of(self, store: Store) -> Store:
+        return CachedStore(self.inner, self.root / f"cache-{next(counter)}")
+
+
+@pytest.mark.slow
+class TestObjectStore(OwnStore):
+    """S3's protocol."""
+
+    many_objects: ClassVar[int] = 1003
+
+    @pytest.fixture(autouse=True)
+    def server(self, s3: str) -> None:
+        self.endpoint = s3
+        self.prefix = f"conformance/{next(counter)}"
+
+    def new_store(self) -> Store:
+        store = s3_store(self.endpoint, self.prefix)
+        assert isinstance(store, ObjectStore)
+        return store
+
+    def peer_of(self, store: Store) -> Store:
+        return s3_store(self.endpoint, self.prefix)

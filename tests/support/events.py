@@ -1,0 +1,32 @@
+"""One event of each kind."""
+
+from __future__ import annotations
+
+from pulse_rl.events import (
+    Applied,
+    CallFailed,
+    DensityDrift,
+    Event,
+    Folded,
+    FoldFailed,
+    PathFailed,
+    Progress,
+    Published,
+    Resumed,
+    Synced,
+)
+
+PUBLISHED = Published("policy", 1, "00", 1000, 10, 2000, 50, 0, 0.5, {"build": 0.4}, {"step": 1})
+SYNCED = Synced("policy", 4, 1, "00", ("the patch",), 50, 0.5, 1.5, {"fetch": 0.4})
+ONE_OF_EACH: list[Event] = [
+    Progress("diff", 1, 2),
+    PUBLISHED,
+    Resumed("policy", 1, "matched"),
+    SYNCED,
+    Applied("policy", 4, 0.01),
+    CallFailed("policy", "sync", "chain_gap", "no path"),
+    PathFailed("policy", "the patch 0->1", "its bytes do not match", "corrupt_patch"),
+    Folded("policy", 0, 8, 100, 400),
+    FoldFailed("policy", 0, 8, "gone"),
+    DensityDrift("policy", 60, 0.1, 0.003, 0.03),
+]
