@@ -35,7 +35,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(numpy|np|npt|torch|dist|msgspec|prometheus_client|collections|typing|os|pathlib|abc)\b.*"),
     (
         r"py:.*",
-        r"(Any|Self|Path|Mapping|Iterator|Iterable|Callable|Sequence|Collection|TracebackType|ClassVar|PathLike)",
+        r"(Any|Self|Path|Mapping|Iterator|Iterable|Callable|Sequence|Collection|TracebackType|ClassVar|PathLike|CollectorRegistry)",
     ),
 ]
 

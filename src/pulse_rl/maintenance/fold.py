@@ -26,7 +26,7 @@ def fold_stream(
     there then.
 
     ``folds`` are the spans in versions, ``codec`` is that of their blocks, ``threads`` limits how many work at once;
-    ``on_event`` gets what `FoldMaker` and the replay tell. Restores the stream at the first version that a missing fold
+    ``on_event`` gets what the making and the replay tell. Restores the stream at the first version that a missing fold
     starts from and replays it. Raises ChainGap where a version cannot be reached.
     """
     where = Stream(open_store(store), stream)

@@ -1,7 +1,7 @@
 """What a sync costs, predicted: bytes, seconds by phase, utilisation, the bandwidth that is needed, where a full sync
 wins.
 
-`model` holds the arithmetic and its formulas, `measured` reads a study, `parse_bandwidth` and `parse_count` read
+``model`` holds the arithmetic and its formulas, ``measured`` reads a study, `parse_bandwidth` and `parse_count` read
 ``0.2Gbit`` and ``7B``. Nothing here needs numpy.
 """
 

@@ -145,7 +145,7 @@ def _require(name: str, value: float, what: str, holds: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MethodPlan:
-    """One method's prediction. ``sync_bytes`` travel in a sync; ``phases`` maps each of `PHASES` to seconds;
+    """One method's prediction. ``sync_bytes`` travel in a sync; ``phases`` maps each of ``PHASES`` to seconds;
     ``utilisation`` and ``worker_utilisation`` are shares of a step; ``bandwidth_for_target`` is in bit/s."""
 
     sync_bytes: int
@@ -179,7 +179,7 @@ class Crossover:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `make_plan` predicts for ``scenario``: ``methods`` has one entry for each of `METHODS`, ``full_wins`` says
+    """What `make_plan` predicts for ``scenario``: ``methods`` has one entry for each of ``METHODS``, ``full_wins`` says
     where a full sync takes less time than ours.
     """
 

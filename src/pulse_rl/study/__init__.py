@@ -1,7 +1,7 @@
 """Sparsity studies: how many bits of a policy differ between states k apart, and what sending them costs.
 
 `study` measures what is stored, a `CheckpointFolder` or a `StoredStream`; `pulse_rl.study.meter.SparsityMeter`
-measures live. Both give one plain dict (JSON after `json.dumps`), format "pulse.study.1"::
+measures live. Both give one plain dict (JSON after ``json.dumps``), format "pulse.study.1"::
 
     format                  "pulse.study.1"
     source                  str: the folder, "STORE stream S", or "live"

@@ -39,6 +39,6 @@ _RULES = tuple(
 
 
 def layer_of(name: str) -> str:
-    """The layer type of the tensor called ``name``, one of `LAYERS`."""
+    """The layer type of the tensor called ``name``, one of ``LAYERS``."""
     lower = name.lower()
     return next((layer for layer, rule in _RULES if rule.fullmatch(lower)), "others")

@@ -34,9 +34,9 @@ def study(
     """Compares the states of ``source`` that are k apart; the dict that `pulse_rl.study` describes.
 
     ``lr``, the learning rate, adds what theory predicts; ``step_seconds`` is the work between two syncs that bandwidths
-    assume; ``threads``: at most so many at once (None: one a core). ``dtype`` names one of `COMPUTE_DTYPES`, in any
+    assume; ``threads``: at most so many at once (None: one a core). ``dtype`` names one of ``COMPUTE_DTYPES``, in any
     letter case: wider floats are cast to it. Values of ``ks`` for which there are too few states are left out. Of each
-    k the patches of at most `CODED_PAIRS` pairs are built.
+    k the patches of at most ``CODED_PAIRS`` pairs are built.
 
     Memory: no checkpoint is ever held in full; they are mapped and read block by block (4 Mi elements). Of a stream one
     state is held. Of the blocks in work the newest elements are kept and, of the max(ks) states before, what changed:

@@ -45,9 +45,9 @@ class Publisher:
     ``store``: a store, or its address (see `open_store`). ``stream``: its name; a stream that exists is continued.
     ``codec``: "context", "zstd" or "dense". ``anchor_ratio``: an anchor is stored along with a patch whenever the
     patches since the last one exceed so many times the state's bytes. ``shard_bytes``: the size at which an anchor's
-    file is followed by another. ``folds``: the spans, in versions, over which folds are made in the background
-    (`FoldMaker` says what that costs in memory; ``pulse fold`` makes them on any machine). ``signer`` signs every
-    manifest.
+    file is followed by another. ``folds``: the spans, in versions, over which folds are made in the background, for
+    about 6 bytes of memory for every BF16 weight that changed within a span (``pulse fold`` makes them on any machine).
+    ``signer`` signs every manifest.
 
     ``mode``: "patch"; "anchor", each version as an anchor alone; or "auto", which takes for each version what needs
     less time from trainer to worker over a link of ``bandwidth`` (bit/s, or text such as "50Mbit"), by the model of

@@ -1,4 +1,4 @@
-"""Tests to run against your own implementation of an interface of this library: so far, of `pulse_rl.Store`.
+"""Tests to run against your own implementation of an interface of this library: so far, of `Store`.
 
 ::
 

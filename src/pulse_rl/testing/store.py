@@ -47,8 +47,9 @@ class StoreConformance(ABC):
         """An empty store, which nobody else uses."""
 
     def peer_of(self, store: Store) -> Store:
-        """Another client of the same objects. Override it where a client keeps anything to itself, such as a cache or
-        a connection: without it, each client reads only what it wrote."""
+        """Another client of the objects of ``store``. Override it where a client keeps anything to itself, such as a
+        cache or a connection: without it, each client reads only what it wrote.
+        """
         return store
 
     @checks(Guarantee.CALLS)
