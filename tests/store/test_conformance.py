@@ -12,6 +12,7 @@ import pytest
 from pulse_rl import LocalStore, MemoryStore, ObjectStore, Store, open_store
 from pulse_rl.store import CachedStore, create_or_confirm
 from pulse_rl.store.check import check_store
+from pulse_rl.stream.names import payload_digest
 from pulse_rl.testing import StoreConformance
 from tests.support.stores import names, s3_store
 
@@ -70,10 +71,10 @@ class TestCachedStore(OwnStore):
         self.inner = MemoryStore()
 
     def new_store(self) -> Store:
-        return CachedStore(self.inner, self.root / "cache")
+        return CachedStore(self.inner, self.root / "cache", payload_digest)
 
     def peer_of(self, store: Store) -> Store:
-        return CachedStore(self.inner, self.root / f"cache-{next(counter)}")
+        return CachedStore(self.inner, self.root / f"cache-{next(counter)}", payload_digest)
 
 
 @pytest.mark.slow
