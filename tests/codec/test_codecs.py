@@ -137,6 +137,7 @@ def test_gaps_of_every_width(name: str, gap: int) -> None:
         check_round_trip(codec.by_name(name), old, new, flat("BF16", old))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", codec.names())
 def test_a_block_of_the_largest_size(name: str) -> None:
     old = np.zeros(codec.MAX_BLOCK_ELEMENTS, np.uint8)

@@ -139,6 +139,7 @@ def test_unchanged_blocks_cost_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch
     assert applied.digest == digest
 
 
+@pytest.mark.slow
 def test_one_changed_element_costs_its_block_only(rng: Rng) -> None:
     old = {"w": weights(rng, 8, MIB)}
     new = {"w": Bits(old["w"].array.copy(), "BF16")}

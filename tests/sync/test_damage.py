@@ -190,6 +190,7 @@ def test_a_damaged_manifest_in_between_is_a_gap_or_a_detour(damage: Damage, rng:
             assert subscriber.root == state_root(states[subscriber.version])
 
 
+@pytest.mark.slow
 def test_a_pruned_middle_link_is_an_error_and_never_wrong_weights(rng: Rng) -> None:
     """Each object of the stream in turn is gone: every version is reached with its own root or not at all."""
     states = history(rng, 5)
