@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import (
     AlreadyExists,
     ChainGap,
+    ConcurrentUse,
     CorruptCheckpoint,
     CorruptManifest,
     CorruptMessage,
@@ -85,6 +86,7 @@ __all__ = [
     "Bits",
     "CallFailed",
     "ChainGap",
+    "ConcurrentUse",
     "CorruptCheckpoint",
     "CorruptManifest",
     "CorruptMessage",

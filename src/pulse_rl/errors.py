@@ -3,6 +3,7 @@
 ::
 
     PulseError
+    ├── ConcurrentUse           two threads in one object
     ├── InputError              what the caller gave cannot be used
     │   ├── UnsupportedTensor   a dtype or layout that has no plain bit view
     │   ├── StateMismatch       names, dtypes or shapes differ from those required
@@ -51,6 +52,11 @@ class PulseError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint if hint is not None else self.default_hint
+
+
+class ConcurrentUse(PulseError, RuntimeError):
+    kind = "concurrent_use"
+    default_hint = "Give each thread an object of its own, or call it from one thread at a time."
 
 
 class InputError(PulseError, ValueError):

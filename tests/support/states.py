@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -131,10 +132,13 @@ class Live:
 
 
 def run_python(code: str, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a fresh interpreter; its output is captured."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=timeout, check=False
-    )
+    """Runs a program in a fresh interpreter; its output is captured.
+
+    One arena: for programs that limit their address space, of which glibc reserves 64 MiB for each new thread's.
+    """
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
 
 
 LIMIT_MEMORY = """

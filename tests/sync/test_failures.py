@@ -9,6 +9,8 @@ moments (test_kill).
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from pulse_rl import (
     AlreadyExists,
     Bits,
     ChainGap,
+    IntegrityError,
     LocalStore,
     MemoryStore,
     Publisher,
@@ -337,3 +340,35 @@ def test_an_old_reader_never_sees_half_a_version(rng: Rng) -> None:
     for state in states:
         publisher.publish(state)
     assert set(seen) == set(enumerate(roots(states)))
+
+
+@pytest.mark.slow
+def test_a_trainer_that_writes_during_publish_leaves_every_version_restorable() -> None:
+    """Versions were committed under roots of what the tensors held a moment later: nobody could restore them, nor the
+    twenty that followed."""
+    weights = np.zeros(3_000_000, np.uint16)
+    state, store, stop = {"w": Bits(weights, "BF16")}, MemoryStore(), threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            weights[np.random.default_rng().integers(0, len(weights), 50)] += 1
+            time.sleep(0.005)  # so that some fall between the proof and the hash, where they once did harm
+
+    publisher = Publisher(store, stream="policy", threads=2)
+    publisher.publish(state)
+    trainer = threading.Thread(target=write)
+    trainer.start()
+    committed, refused = 0, 0
+    try:
+        while committed < 15 and refused < 200:
+            try:
+                publisher.publish(state)
+                committed += 1
+            except IntegrityError:  # told, and nothing was committed
+                refused += 1
+    finally:
+        stop.set()
+        trainer.join()
+    publisher.publish(state)
+    assert committed > 5
+    assert [report.problems for report in verify_stream(store, "policy")] == [()] * (committed + 2)

@@ -1,17 +1,41 @@
-"""Work on all cores: numpy, hashlib, zstd and the native kernels release the GIL for large buffers."""
+"""Work on all cores, and operations that no interrupt tears.
+
+numpy, hashlib, zstd and the native kernels release the GIL for large buffers. Signal handlers run in the main thread
+and may raise there between any two bytecodes; CPython's own pools do not survive that (an interrupt inside ``submit``
+orphans a thread or leaves a lock taken, ``Thread.join`` gives up after one). So nothing here waits for a thread to end:
+a call is claimed by whoever runs or cancels it, and says when it has ended.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+from _thread import allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from ..errors import InputError
 
 T = TypeVar("T")
 R = TypeVar("R")
+LOOK_SECONDS = 0.05
+"""How often a wait looks by itself, should an interrupt have taken the signal of an end."""
+
+running = threading.local()
+"""``operation``: what runs in this thread and may be asked to stop (`serial.Operation`); else None, or absent."""
+
+
+class Stopped(BaseException):
+    """Raised at a `checkpoint` of an operation whose caller was interrupted. No error: nobody is left to be told."""
+
+
+def checkpoint() -> None:
+    """A place at which the running operation may stop, if it was asked to."""
+    operation = getattr(running, "operation", None)
+    if operation is not None and operation.stopping:
+        raise Stopped
 
 
 def default_threads() -> int:
@@ -19,51 +43,128 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class Call(Generic[R]):
+    """One call of ``work``, run by at most one thread, whose end every other thread can wait for."""
+
+    __slots__ = ("_claim", "_done", "_error", "_result", "_work", "ended")
+
+    def __init__(self, work: Callable[[], R]) -> None:
+        self.ended = False
+        self._work: Callable[[], R] | None = work
+        self._claim = allocate_lock()
+        self._done = allocate_lock()
+        self._done.acquire()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Runs the call, unless it was cancelled or is run elsewhere. Raises nothing."""
+        if not self._claim.acquire(blocking=False):
+            return
+        assert self._work is not None
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._error = error
+        self._work = None
+        self.ended = True
+        self._done.release()
+
+    def wait(self, seconds: float = -1) -> None:
+        """Returns once the call has ended, or after so many ``seconds`` (-1: no limit). An interrupt is raised."""
+        if not self.ended and self._done.acquire(timeout=seconds):
+            self._done.release()
+
+    def cancel(self) -> bool:
+        """Whether the call has not begun; it never will then."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        self._work = None
+        self.ended = True
+        return True
+
+    def settle(self) -> BaseException | None:
+        """Returns when the call does not run and never will, through any number of interrupts: the last one, if any.
+
+        A call that no thread has begun is cancelled.
+        """
+        interrupt: BaseException | None = None
+        while not self.ended:
+            try:
+                if not self.cancel():
+                    self.wait(LOOK_SECONDS)
+            except BaseException as error:
+                interrupt = error
+        return interrupt
+
+    def result(self) -> R:
+        """What the call returned, or raises what it raised; once, when the call has ended."""
+        error, self._error = self._error, None
+        if error is None:
+            return self._result
+        try:
+            raise error
+        finally:
+            del error  # or its traceback would hold itself, and all that the call worked on, until a collection
+
+
 def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Generator[R, None, None]:
     """``function`` over ``items`` in threads; results in order, at most one item more than threads in flight.
 
     The bound keeps peak memory at "blocks in flight" however long ``items`` is. An exception of any item is raised at
-    its place. When this ends, in whatever way, no call is running any more: a caller that undoes what they did never
-    races with one. Raises InputError for less than one worker.
+    its place. When this ends, in whatever way, no call is running any more and none begins: a caller that undoes what
+    they did never races with one. Raises InputError for less than one worker.
     """
     threads = default_threads() if threads is None else threads
     if threads < 1:
         raise InputError(f"{threads} threads cannot work", hint="Give at least 1, or None for all cores.")
     if threads == 1:
-        yield from map(function, items)
+        for item in items:
+            checkpoint()
+            yield function(item)
         return
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="pulse")
-    pending: deque[Future[R]] = deque()
+    calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
+    pending: deque[Call[R]] = deque()
+    started = 0
     try:
         for item in items:
-            pending.append(pool.submit(function, item))
+            checkpoint()
+            call = Call(_bound(function, item))
+            pending.append(call)
+            calls.put(call)
+            if started < threads:
+                started += 1
+                start_new_thread(_work_off, (calls,))
             if len(pending) > threads:
-                yield pending.popleft().result()
+                yield _next(pending)
         while pending:
-            yield pending.popleft().result()
+            checkpoint()
+            yield _next(pending)
     finally:
-        for future in pending:
-            future.cancel()
-        _join(pool)
+        interrupt: BaseException | None = None
+        while pending or started:
+            try:
+                for call in pending:
+                    interrupt = call.settle() or interrupt
+                pending.clear()
+                while started:
+                    calls.put(None)
+                    started -= 1
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
-def to_the_end(work: Callable[[], R]) -> R:
-    """``work()``, in a thread that an interrupt does not reach; one that comes meanwhile is raised at the end."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="pulse")
-    future = pool.submit(work)
-    _join(pool)
-    return future.result()
+def _bound(function: Callable[[T], R], item: T) -> Callable[[], R]:
+    return lambda: function(item)
 
 
-def _join(pool: ThreadPoolExecutor) -> None:
-    """Waits for the pool's threads, through any number of interrupts; the last one is raised afterwards."""
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            pool.shutdown(wait=True)
-        except KeyboardInterrupt as error:
-            interrupt = error
-        else:
-            break
-    if interrupt is not None:
-        raise interrupt
+def _next(pending: deque[Call[R]]) -> R:
+    pending[0].wait()
+    return pending.popleft().result()
+
+
+def _work_off(calls: SimpleQueue[Call[Any] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call.run()
+        del call  # what it holds is not kept until the next one comes

@@ -80,6 +80,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
             continue
         if update is not None:
             _write_out(out, subscriber, update, console)
+            update.acknowledge()
         elif args.once:
             if subscriber.version is None:
                 raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store}")

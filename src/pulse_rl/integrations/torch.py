@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -50,15 +52,55 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     holds a tied tensor under several storages, or under an alias only, gets all of its copies written.
 
     Everything is checked before the first write. Raises StateMismatch for a tensor that is missing, of another dtype or
-    shape, or expanded, so that its elements share memory. Raises UnsupportedTensor for one without dense memory of its
+    shape, or expanded, so that its elements share memory; and for an update that does not follow what this function
+    wrote into the module before. Raises UnsupportedTensor for one without dense memory of its
     own: sharded, sparse, on the meta device, not initialised yet, freed. torch does not know memory that is mapped
     read-only from other memory: writing there ends the process.
     """
     tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+    held = _required_version(model, update)
     plan = [(t, target) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
+    _note_version(model, update, held, update.version)
+    update._receipt.begun = True
     with torch.no_grad():
         for tensor, target in plan:
             _write(tensor, target.detach())
+    _note_version(model, update, update.version, update.version)
+    update.acknowledge()
+
+
+class _Held(NamedTuple):
+    """What `apply_` wrote into a model: it holds version ``least``, and here and there what came up to ``most``.
+
+    They differ after an interrupt only. ``source`` stands for the subscriber.
+    """
+
+    source: object
+    least: int | None
+    most: int
+
+
+_HELD: WeakKeyDictionary[torch.nn.Module, _Held] = WeakKeyDictionary()
+
+
+def _required_version(model: object, update: Update) -> int | None:
+    """The version that a module holds, by what `apply_` knows. Raises StateMismatch where the update cannot follow."""
+    held = _HELD.get(model) if isinstance(model, torch.nn.Module) else None
+    if update.full or held is None or update._receipt.source is None or held.source is not update._receipt.source:
+        return update.previous
+    least = held.least if held.least is not None else -1
+    assert update.previous is not None
+    if least < update.previous or update.version < held.most:
+        raise StateMismatch(
+            f"the model holds version {held.least}, the update leads from {update.previous} to {update.version}",
+            hint="Apply updates in order; after a missed one apply subscriber.full_update().",
+        )
+    return held.least
+
+
+def _note_version(model: object, update: Update, least: int | None, most: int) -> None:
+    if isinstance(model, torch.nn.Module):
+        _HELD[model] = _Held(update._receipt.source, least, most)
 
 
 def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from .._native import outer_step
-from .._util.threads import ordered_map, to_the_end
+from .._util.serial import SerialThread, Unique
+from .._util.threads import ordered_map
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from ..state.digest import StateDigest, state_digest
 from .exchange import Exchange
@@ -69,7 +70,7 @@ class Received:
     commit: Callable[[], None]
 
 
-class OuterLoop(ABC):
+class OuterLoop(Unique, ABC):
     """Hooks the inner optimizer's ``step``; after every ``sync_every`` steps one outer round runs inside that call.
 
     A context manager. Entering it joins the other trainers: before the first round all take rank 0's weights, later
@@ -109,6 +110,7 @@ class OuterLoop(ABC):
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self.parameters = Parameters(model, inner_optimizer)
         self.threads, self.on_round = threads, on_round
+        self._serial = SerialThread(type(self).__name__)
         self.round = 0
         self.inner_step = 0
         self.last_round: Round | None = None
@@ -158,8 +160,12 @@ class OuterLoop(ABC):
 
     def rewind(self) -> None:
         """Gives the model theta, the last common state, and forgets the local steps since."""
-        self.inner_step = 0
-        self.parameters.write(self.theta_flat)
+
+        def rewind() -> None:
+            self.inner_step = 0
+            self.parameters.write(self.theta_flat)
+
+        self._serial.run(rewind, whole=True)
 
     def _leave(self) -> None:
         if self._exchange is not None:
@@ -197,7 +203,7 @@ class OuterLoop(ABC):
             if exchange.rank in behind:
                 self._take_up(handshakes[leader], theta, momentum, from_checkpoint)
 
-        to_the_end(take_up)
+        self._serial.run(take_up, whole=True)
 
     def _handshake(self) -> Handshake:
         return Handshake(
@@ -251,7 +257,7 @@ class OuterLoop(ABC):
                     self.round, self.inner_step = self.round + 1, 0
                     self.parameters.write(self.theta_flat)
 
-            to_the_end(take_effect)
+            self._serial.run(take_effect, whole=True)
             # After it has taken effect here: a trainer lost in the comparison leaves the others in a whole state.
             with self._phase("verify"):
                 digest = self._digest(self.theta_flat)
@@ -279,7 +285,7 @@ class OuterLoop(ABC):
     def _outer_round(self, exchange: Exchange) -> Received:
         """Exchanges pseudo-gradients. Theta, momentum and residual do not change yet."""
 
-    def _catch_up(self, leader: Handshake, from_checkpoint: bool) -> None:  # noqa: B027  # optional hook
+    def _catch_up(self, leader: Handshake, from_checkpoint: bool) -> None:  # optional hook
         """Called before theta is replaced by that of the leader's later round. ``from_checkpoint``: this state was
         loaded, and no trainer has been met since."""
 
@@ -310,6 +316,7 @@ class OuterLoop(ABC):
 
     def theta(self) -> dict[str, torch.Tensor]:
         """Theta by name, FP32 on the host, in this object's memory: copy or cast it, do not write."""
+        self._serial.run(lambda: None)  # whatever an interrupt left behind has ended
         return {name: torch.from_numpy(view) for name, view in self.parameters.views(self.theta_flat).items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,12 +325,7 @@ class OuterLoop(ABC):
         In mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three together resume
         to the same bits.
         """
-        return {
-            "round": self.round,
-            "inner_step": self.inner_step,
-            "messages": list(self._messages),
-            **{key: self._by_name(flat) for key, flat in self._arrays().items()},
-        }
+        return self._serial.run(self._state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up the saved ``state``, before the first round or after it. Raises StateMismatch and NonFinite, with
@@ -349,7 +351,15 @@ class OuterLoop(ABC):
             if self.inner_step == 0:
                 self.parameters.write(self.theta_flat)
 
-        to_the_end(load)
+        self._serial.run(load, whole=True)
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {
+            "round": self.round,
+            "inner_step": self.inner_step,
+            "messages": list(self._messages),
+            **{key: self._by_name(flat) for key, flat in self._arrays().items()},
+        }
 
     def _arrays(self) -> dict[str, Floats]:
         """The flat arrays that a checkpoint holds."""

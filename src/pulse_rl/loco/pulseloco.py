@@ -70,6 +70,7 @@ class PulseLoCo(OuterLoop):
 
     def residual(self) -> dict[str, torch.Tensor]:
         """What the gate has held back so far, by name, FP32 on the host, in this object's memory."""
+        self._serial.run(lambda: None)  # whatever an interrupt left behind has ended
         return {name: torch.from_numpy(view) for name, view in self.parameters.views(self.residual_flat).items()}
 
     # -- a round

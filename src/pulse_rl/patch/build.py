@@ -67,9 +67,15 @@ def build_patch(
     chosen = codecs.by_name(codec)
 
     def run(block: Block) -> tuple[codecs.Encoded, Changes | None, list[bytes] | None]:
-        before, after = block.read(old), block.read(new)
-        encoded, changes = _encode(chosen, block, before, after)
-        return encoded, changes, None if encoded.codec_id == codecs.SAME else block_leaves(block, after)
+        before = block.read(old)
+        encoded, changes = _encode(chosen, block, before, block.read(new))
+        if changes is None:
+            return encoded, None, None
+        # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
+        target = before.copy()
+        bits.put(target, changes.positions, changes.values)
+        few = encoded.changed <= _KEPT_DENSITY * block.elements
+        return encoded, changes if few else None, block_leaves(block, target)
 
     blocks = cut(old.specs, block_elements)
     tree = TreeUpdate(old_digest)
@@ -101,7 +107,7 @@ def build_fold(
 def _encode(
     chosen: codecs.Codec, block: Block, before: UIntArray, after: UIntArray
 ) -> tuple[codecs.Encoded, Changes | None]:
-    """One block, proved by decoding it, and its changes where they are few enough to keep."""
+    """One block, proved by decoding it, and its changes; None where there are none."""
     encoded = codecs.encode_block(chosen, before, after, block.layout)
     if encoded.codec_id == codecs.SAME:
         return encoded, None
@@ -111,7 +117,7 @@ def _encode(
         raise IntegrityError(
             f"{block} does not decode to what was encoded", hint="Do not change tensors while they are published."
         )
-    return encoded, changes if encoded.changed <= _KEPT_DENSITY * block.elements else None
+    return encoded, changes
 
 
 def _assemble(

@@ -95,7 +95,8 @@ class StoredStream:
         subscriber = Subscriber(self._store, stream=self._stream, threads=self._threads)
         specs: tuple[TensorSpec, ...] | None = None
         for version, name in zip(self._versions, self.state_names, strict=True):
-            subscriber.sync(version)
+            if update := subscriber.sync(version):
+                update.acknowledge()  # its state is used, not its changes
             state = subscriber.state
             specs = specs or state.specs
             _require(state, specs, name, self.state_names[0])

@@ -31,7 +31,8 @@ class Delivery:
     """``acknowledged`` is the version that the owner knows, ``aliases`` those that it knows; both None if it knows
     none.
 
-    ``links`` were followed since, and ``pending`` are the changes along them; None: everything is new to the owner.
+    ``pending`` are the changes since; None: everything is new to the owner. ``links`` were followed since the owner was
+    told anything.
     """
 
     acknowledged: int | None = None
@@ -54,6 +55,12 @@ class Delivery:
         if self.pending is None or old.specs != new.specs:
             return Delivery(links=links)
         return replace(self, links=links, pending=(*self.pending, difference(old, new)))
+
+    def told(self, state: State) -> Delivery:
+        """The same once the owner was told, who may not have taken it over: in one step, with the bits of ``state``, so
+        that what is not acknowledged for long takes no more memory."""
+        pending = self.pending and (merged(self.pending, state),)
+        return replace(self, links=(), pending=pending)
 
     def outstanding(self, version: int, state: State) -> Step:
         """All that the owner has not been told of ``state``, which is ``version``."""

@@ -42,16 +42,21 @@ class Member:
         self._note = self._names.member(name)
         self._timeout = timeout_seconds
         self._staged: Update | None = None
+        self._handed: Update | None = None
         self._round = 0
         self.version: int | None = None
         """The version that this member was last told to activate."""
 
     def poll(self) -> Update | None:
         """Takes part in the group's next step. Returns the update to scatter now, as all members are told to, or None.
+        One that was not acknowledged (`Update.acknowledge`) is returned again.
 
         Raises what `Subscriber.sync` raises: a member that cannot stage a version leaves no note and is waited for no
         longer than the timeout.
         """
+        if self._handed is not None and self._subscriber.awaits(self._handed):
+            return self._handed
+        self._handed = None
         number, version = self._current_round()
         if version is None:
             return None
@@ -62,9 +67,9 @@ class Member:
                 return None
             self._create(self._names.switch(number), b"")
             self._tidy(number)
-        update, self._staged = self._staged, None
+        self._handed, self._staged = self._staged, None
         self._round, self.version = number, version
-        return update
+        return self._handed
 
     def _current_round(self) -> tuple[int, int | None]:
         """The newest round that is open or that this member has not joined; a new one is proposed for a new version."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from .._util.threads import Stopped
 from ..codec import Changes
 from ..errors import FormatError, IntegrityError, StateMismatch
 from ..events import Listener, progress_to
@@ -123,7 +124,7 @@ class HostState:
                 threads=self.threads,
                 progress=progress_to(self.listener, "apply", at.state.nbytes),
             )
-        except (FormatError, IntegrityError, StateMismatch):
+        except (FormatError, IntegrityError, StateMismatch, Stopped):
             self.poisoned = False  # refused, or undone to the last bit
             raise
         delivery = at.delivery.after_patch(link, applied.changes)
@@ -154,7 +155,9 @@ class HostState:
     def outstanding(self) -> Step:
         """All that the owner has not acknowledged."""
         at = self._position
-        return at.delivery.outstanding(at.version, at.state)
+        step = at.delivery.outstanding(at.version, at.state)
+        self._at = replace(at, delivery=at.delivery.told(at.state))
+        return step
 
     def acknowledge(self) -> None:
         """The owner knows the state as it is now."""

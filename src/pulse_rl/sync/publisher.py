@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from .. import codec as codecs
+from .._util.serial import SerialThread, Unique, unstoppable
 from ..errors import PublisherConflict
 from ..events import Listener, Metadata, PhaseTimer, Published, failures_to
 from ..state.checkpoint import StateSource, as_state
@@ -39,7 +40,7 @@ class _Pending(NamedTuple):
     draft: Draft
 
 
-class Publisher:
+class Publisher(Unique):
     """Publishes the states of one policy as versions 0, 1, 2 … of a stream. A context manager; see `close`.
 
     ``store``: a store, or its address (see `open_store`). ``stream``: its name; a stream that exists is continued.
@@ -55,8 +56,10 @@ class Publisher:
     gets the events of `pulse_rl.events`.
 
     A stream has one Publisher at a time: a new one takes over when it first publishes, and the one before is refused
-    with PublisherConflict at its next commit; the chain stays whole. Not thread-safe. Raises InputError, InvalidName
-    and StoreError.
+    with PublisherConflict at its next commit; the chain stays whole. Raises InputError, InvalidName and StoreError.
+
+    Interrupts do no harm: the work is done on a thread of its own. After one, `head` says whether the version was
+    committed. One thread uses it at a time (ConcurrentUse). It cannot be copied, pickled, or used in a forked process.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Publisher:
         on_event: Listener | None = None,
     ) -> None:
         codecs.by_name(codec)
+        self._serial = SerialThread("Publisher")
         self._mode = ModeSelector(mode, bandwidth, codec, threads)
         self._stream = Stream(open_store(store), stream)
         self._codec = codec
@@ -104,47 +108,22 @@ class Publisher:
             timer = PhaseTimer()
             facts = checked_metadata(metadata or {})
             state = as_state(source)
-            for _ in range(_MAX_STALE_COMMITS):
-                self._settle()
-                self._resume(state)
-                timer.end("resume")
-                draft = make_draft(self._baseline, state, self._mode, codec=self._codec, timer=timer)
-                uploaded = upload(
-                    self._stream,
-                    draft,
-                    with_anchor=self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes,
-                    shard_bytes=self._shard_bytes,
-                    threads=self._threads,
-                    listener=self._listener,
-                )
-                timer.end("upload")
-                manifest = self._claim.manifest(draft, uploaded, facts)
-                if self._signer:
-                    manifest = self._signer.sign(manifest)
-                # Before it is created for good: what no reader could parse must not be committed.
-                manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
-                self._pending = _Pending(manifest, draft)
-                if self._settle():
-                    timer.end("commit")
-                    return self._published(manifest, draft, timer)
-            raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
+            return self._serial.run(lambda: self._publish(state, facts, timer))
 
     def head(self) -> Manifest | None:
         """The newest committed version as the store lists it, None while there is none. Its metadata tells a
         restarted trainer where it was."""
-        version = newest(self._stream, self._claim.head)
-        return None if version is None else self._stream.manifest(version)
+        return self._serial.run(self._head)
 
     def wait(self) -> None:
         """Returns when the folds that are being made in the background are stored."""
-        self._folds.wait()
+        self._serial.run(self._folds.wait)
 
     def close(self) -> None:
         """Waits for the folds in the background and lets the baseline go. What is committed stays; a version that is
         not settled is left to the next Publisher. May be called twice; publishing afterwards starts as a new Publisher
         would."""
-        self.wait()
-        self._baseline = self._new_baseline()
+        self._serial.run(self._forget)
 
     def __enter__(self) -> Self:
         return self
@@ -154,7 +133,41 @@ class Publisher:
     ) -> None:
         self.close()
 
+    def _head(self) -> Manifest | None:
+        version = newest(self._stream, self._claim.head)
+        return None if version is None else self._stream.manifest(version)
+
+    def _forget(self) -> None:
+        self._folds.wait()
+        self._baseline = self._new_baseline()
+
     # -- in the order of a publish
+
+    def _publish(self, state: State, facts: Metadata, timer: PhaseTimer) -> Published:
+        for _ in range(_MAX_STALE_COMMITS):
+            self._settle()
+            self._resume(state)
+            timer.end("resume")
+            draft = make_draft(self._baseline, state, self._mode, codec=self._codec, timer=timer)
+            uploaded = upload(
+                self._stream,
+                draft,
+                with_anchor=self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes,
+                shard_bytes=self._shard_bytes,
+                threads=self._threads,
+                listener=self._listener,
+            )
+            timer.end("upload")
+            manifest = self._claim.manifest(draft, uploaded, facts)
+            if self._signer:
+                manifest = self._signer.sign(manifest)
+            # Before it is created for good: what no reader could parse must not be committed.
+            manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
+            self._pending = _Pending(manifest, draft)
+            if self._settle():
+                timer.end("commit")
+                return self._published(manifest, draft, timer)
+        raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
 
     def _settle(self) -> bool:
         """Commits what is pending, from this call or an earlier one that failed; then the baseline follows.
@@ -164,7 +177,10 @@ class Publisher:
         self._claim.check()
         if self._pending is None:
             return True
-        manifest, draft = self._pending
+        with unstoppable():
+            return self._commit(*self._pending)
+
+    def _commit(self, manifest: Manifest, draft: Draft) -> bool:
         try:
             committed = self._claim.commit(manifest)
         except PublisherConflict:

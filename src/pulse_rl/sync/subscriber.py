@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Self
 
+from .._util.serial import SerialThread, Unique
 from ..errors import EmptyStream, FormatError, InputError, NotFound, SubscriberPoisoned, Untrusted
 from ..events import Listener, Synced, failures_to
 from ..state.checkpoint import StateSource, as_state
@@ -22,12 +23,13 @@ from ..stream.stream import Stream
 from .catch_up import catch_up
 from .delivery import Step
 from .host_state import HostState
-from .update import Update, make_update
+from .update import Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
+_KEPT_RECEIPTS = 8
 
 
-class Subscriber:
+class Subscriber(Unique):
     """Holds one version of a stream in host memory and moves it forward on `sync`. A context manager; see `close`.
 
     ``store``: a store, or its address (see `open_store`). ``stream``: its name. ``base``: a state that the worker has
@@ -35,7 +37,11 @@ class Subscriber:
     instead of from an anchor. ``cache``: a folder in which payloads are kept, not to be downloaded again after a
     restart. ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each; extra ``[sign]``); then only manifests
     that one of them has signed are accepted. ``threads``: at most so many at once (None: one a core). ``on_event`` gets
-    the events of `pulse_rl.events`. Not thread-safe. Raises InputError, InvalidName and StoreError.
+    the events of `pulse_rl.events`. Raises InputError, InvalidName and StoreError.
+
+    Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves at a verified
+    version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by
+    any. It cannot be copied, pickled, or used in a forked process.
     """
 
     def __init__(
@@ -52,10 +58,14 @@ class Subscriber:
         trusted = None if trusted_keys is None else TrustedKeys(trusted_keys)
         opened = open_store(store)
         self.stream = Stream(opened if cache is None else CachedStore(opened, cache, payload_digest), stream, trusted)
+        self._serial = SerialThread("Subscriber")
         self._host = HostState(threads=threads, listener=on_event)
         self._base = base
         self._threads = threads
         self._listener = on_event
+        self._delivered: list[Receipt] = []
+        self._acknowledging = False
+        self._in_doubt = False
 
     @property
     def status(self) -> str:
@@ -72,19 +82,17 @@ class Subscriber:
     @property
     def root(self) -> str:
         """The verified root of `state`, 64 hexadecimal digits."""
-        return self._ready().digest.root
+        return self.digest.root
 
     @property
     def digest(self) -> StateDigest:
         """The digest tree of `state`, with which `pulse_rl.audit` compares a live model."""
-        return self._ready().digest
+        return self._serial.run(lambda: self._ready().digest)
 
     @property
     def manifest(self) -> Manifest:
         """What the publisher said of the current version."""
-        version = self._ready().version
-        assert version is not None
-        return self.stream.manifest(version)
+        return self._serial.run(self._manifest)
 
     @property
     def state(self) -> State:
@@ -92,7 +100,7 @@ class Subscriber:
 
         Raises EmptyStream before the first sync and SubscriberPoisoned after an interrupted one.
         """
-        return self._ready().state.readonly()
+        return self._serial.run(lambda: self._ready().state.readonly())
 
     def sync(self, target: int | None = None) -> Update | None:
         """Moves to version ``target`` (default: the newest) and returns what changed; None where nothing is newer.
@@ -100,18 +108,25 @@ class Subscriber:
         All is fetched and verified on the host before this returns, so that a worker pauses only to scatter the
         update. A missing or damaged object makes it take another path. When this raises (ChainGap, StoreUnavailable …)
         the state rests at a verified version, at which a repeated call goes on.
+
+        What was returned and not acknowledged (`Update.acknowledge`) is returned again, together with what is newer. A
+        caller that never acknowledges anything is taken to have what was returned.
         """
-        with failures_to(self._listener, self.stream.name, "sync"):
-            return self._sync(target)
+        try:
+            with failures_to(self._listener, self.stream.name, "sync"):
+                return self._serial.run(lambda: self._sync(target))
+        except BaseException:
+            self._in_doubt = True  # an update may have been on its way out
+            raise
 
     def full_update(self) -> Update:
         """The whole current state as an update, for a model that is new or missed one. Raises as `state` does."""
-        started = time.perf_counter()
-        return self._update(Step(None, self.manifest.version), started)
+        return self._serial.run(lambda: self._update(Step(None, self._manifest().version), time.perf_counter()))
 
     def updates(self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None) -> Iterator[Update]:
         """Yields updates as versions appear, looking every ``poll_seconds``; ends when none has appeared for
-        ``timeout_seconds`` (None: never). Raises InputError, and what `sync` raises."""
+        ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before. Raises InputError, and
+        what `sync` raises."""
         last = time.monotonic()
         if not (0 <= poll_seconds < math.inf):
             raise InputError(f"poll_seconds must be a number from 0 on, not {poll_seconds}")
@@ -121,11 +136,17 @@ class Subscriber:
                 time.sleep(poll_seconds)
             else:
                 yield update
+                update.acknowledge()
                 last = time.monotonic()
+
+    def awaits(self, update: Update) -> bool:
+        """Whether ``update``, which this subscriber returned, is still to be acknowledged."""
+        receipt = update._receipt
+        return not receipt.acknowledged and (receipt.begun or self._acknowledging)
 
     def close(self) -> None:
         """Lets the host state go. May be called twice; a `sync` afterwards starts as a new Subscriber would."""
-        self._host = HostState(threads=self._threads, listener=self._listener)
+        self._serial.run(self._forget)
 
     def __enter__(self) -> Self:
         return self
@@ -139,6 +160,7 @@ class Subscriber:
         started = time.perf_counter()
         host = self._host
         host.recover()
+        self._settle_deliveries()
         if self._base is not None and self._adopt_base(self._base):
             self._base = None
         if target is None:
@@ -166,9 +188,28 @@ class Subscriber:
                     phases=phases | {"plan": looked + phases.get("plan", 0.0)},
                 )
             )
-        # Last: whatever fails before, the next call delivers the same once more.
-        host.acknowledge()
         return update
+
+    def _settle_deliveries(self) -> None:
+        """Takes note that the owner has what was delivered last: it said so; or it has never said so of any update, and
+        nothing speaks against it."""
+        last = [receipt for receipt in self._delivered if receipt.version == self._host.version]
+        self._acknowledging = self._acknowledging or any(receipt.acknowledged for receipt in self._delivered)
+        taken = any(receipt.acknowledged for receipt in last)
+        silent = not self._acknowledging and not self._in_doubt and not any(receipt.begun for receipt in last)
+        if last and (taken or silent):
+            self._host.acknowledge()
+            self._delivered = []
+        self._in_doubt = False
+
+    def _manifest(self) -> Manifest:
+        version = self._ready().version
+        assert version is not None
+        return self.stream.manifest(version)
+
+    def _forget(self) -> None:
+        self._host = HostState(threads=self._threads, listener=self._listener)
+        self._delivered = []
 
     def _ready(self) -> HostState:
         if self._host.poisoned:
@@ -179,7 +220,9 @@ class Subscriber:
 
     def _update(self, step: Step, started: float) -> Update:
         host = self._ready()
-        update = make_update(step, host.state.readonly(), self.stream.manifest(step.version), started)
+        update = make_update(step, host.state.readonly(), self.stream.manifest(step.version), started, self._serial)
+        self._delivered = [r for r in self._delivered if r.version == step.version][-_KEPT_RECEIPTS:]
+        self._delivered.append(update._receipt)
         if any(tensor.indices is None for tensor in update.tensors):
             host.pin(update)
         return update

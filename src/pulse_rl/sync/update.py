@@ -25,15 +25,30 @@ class TensorUpdate:
     values: UIntArray
 
 
+class Receipt:
+    """What became of the update to ``version``: whether its owner has ``begun`` to take it over, and ``acknowledged``
+    it. ``source`` stands for the subscriber that delivered it, None for an update made elsewhere."""
+
+    __slots__ = ("acknowledged", "begun", "source", "version")
+
+    def __init__(self, version: int, source: object = None) -> None:
+        self.version = version
+        self.source = source
+        self.begun = False
+        self.acknowledged = False
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Update:
     """The step from version ``previous`` (None: from nothing) to ``version``, verified against ``root``.
 
-    Iterating yields (name, flat indices or None, values as unsigned integers of the element's width). Updates have to
-    be applied in order, each once; `Subscriber.full_update` gives a model that missed one the whole state. Full values
-    are read-only views of the host state, which moves on in a copy while the update is alive: let it go after use.
-    ``aliases`` maps the other names of tied tensors to the name that the update uses; ``tensors`` without changes are
-    left out. ``metadata`` is the publisher's. ``payload_bytes`` were fetched for it, in ``seconds`` of wall-clock time.
+    Iterating yields (name, flat indices or None, values as unsigned integers of the element's width). Updates are
+    applied in order; `Subscriber.full_update` gives a model that missed one the whole state. An update that was not
+    acknowledged is part of the next one: `apply_` acknowledges, so does iterating to the end, and `acknowledge` is for
+    whoever reads ``tensors`` in another way. Full values are read-only views of the host state, which moves on in a
+    copy while the update is alive: let it go after use. ``aliases`` maps the other names of tied tensors to the name
+    that the update uses; ``tensors`` without changes are left out. ``metadata`` is the publisher's. ``payload_bytes``
+    were fetched for it, in ``seconds`` of wall-clock time.
     """
 
     version: int
@@ -44,6 +59,7 @@ class Update:
     metadata: Metadata = field(repr=False)
     payload_bytes: int
     seconds: float
+    _receipt: Receipt = field(init=False, default_factory=lambda: Receipt(-1), repr=False, compare=False)
 
     @property
     def full(self) -> bool:
@@ -55,12 +71,21 @@ class Update:
         """Elements that the update writes."""
         return sum(t.values.size for t in self.tensors)
 
+    def acknowledge(self) -> None:
+        """Says that the live model has taken the update over. May be called from any thread, and again."""
+        self._receipt.acknowledged = True
+
     def __iter__(self) -> Iterator[tuple[str, npt.NDArray[np.int64] | None, UIntArray]]:
-        return ((t.spec.name, t.indices, t.values) for t in self.tensors)
+        self._receipt.begun = True
+        for tensor in self.tensors:
+            yield tensor.spec.name, tensor.indices, tensor.values
+        self.acknowledge()
 
 
-def make_update(step: Step, state: State, manifest: Manifest, started: float) -> Update:
-    """The update along ``step``, to the version of ``manifest``, whose verified ``state`` is read-only."""
+def make_update(step: Step, state: State, manifest: Manifest, started: float, source: object = None) -> Update:
+    """The update along ``step``, to the version of ``manifest``, whose verified ``state`` is read-only. ``source``
+    stands for who delivers it.
+    """
     if step.changes is None:
         tensors = [TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs]
     else:
@@ -70,7 +95,7 @@ def make_update(step: Step, state: State, manifest: Manifest, started: float) ->
             if name not in step.renamed
         ]
         tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in sorted(step.renamed)]
-    return Update(
+    update = Update(
         version=step.version,
         previous=step.previous,
         root=manifest.root,
@@ -80,3 +105,5 @@ def make_update(step: Step, state: State, manifest: Manifest, started: float) ->
         payload_bytes=sum(link.nbytes for link in step.links),
         seconds=time.perf_counter() - started,
     )
+    object.__setattr__(update, "_receipt", Receipt(step.version, source))
+    return update

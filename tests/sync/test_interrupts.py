@@ -1,0 +1,314 @@
+"""Interrupts at any moment, and callers that retry at once: no wrong bit, no lost update, no hang."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from pulse_rl import ConcurrentUse, InputError, MemoryStore, Publisher, Store, Subscriber, Update, state_root
+from tests.support.states import Live, Rng, bits, mutated, policy
+
+T = TypeVar("T")
+
+
+class Boom(BaseException):
+    """What a signal handler raises."""
+
+
+class Interrupter:
+    """Calls a function again and again until it gets through, interrupted at random moments."""
+
+    def __init__(self, seed: int) -> None:
+        self.count = 0
+        self._random = random.Random(seed)
+
+    def __call__(self, act: Callable[[], T]) -> T:
+        while True:
+            delay = self._random.choice((0.00005, 0.0003, 0.002, 0.01)) * self._random.random() + 1e-6
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                result = act()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Boom:
+                self.count += 1
+            else:
+                return result
+
+
+@pytest.fixture
+def interrupter() -> Any:
+    def handler(*_: Any) -> None:
+        raise Boom
+
+    before = signal.signal(signal.SIGALRM, handler)
+    yield Interrupter(20261121)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def follow(subscriber: Subscriber, live: Live) -> Update | None:
+    """What a worker does in its loop."""
+    update = subscriber.sync()
+    if update is not None:
+        live.apply(update)
+        update.acknowledge()
+    return update
+
+
+@pytest.mark.slow
+def test_interrupted_publishes_and_syncs_that_are_retried_at_once(rng: Rng, interrupter: Interrupter) -> None:
+    state, store, live = policy(rng, 60_000), MemoryStore(), Live()
+    publisher = Publisher(store, stream="policy", threads=2, folds=(2, 4))
+    subscriber = Subscriber(store, stream="policy", threads=2)
+    while interrupter.count < 1500:
+        state = mutated(rng, state, 0.05)
+        interrupter(lambda: publisher.publish(state))  # noqa: B023
+        while interrupter(lambda: follow(subscriber, live)) is not None:
+            pass
+        head = publisher.head()
+        assert head is not None
+        assert (subscriber.status, subscriber.version, subscriber.root) == ("ready", head.version, state_root(state))
+        assert state_root(subscriber.state) == live.root == state_root(state)
+
+
+def raising_at(number: int) -> Callable[[FrameType, str, Any], Any]:
+    """A trace function that raises at the opcode ``number`` of this package's frames."""
+    left = [number]
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if "pulse_rl" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                raise Boom
+        return trace
+
+    return trace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "stride"), [("publish", 7), ("sync", 1)])
+def test_an_interrupt_at_each_bytecode_of_the_calling_thread(call: str, stride: int, rng: Rng) -> None:
+    """Raised where no signal could be, too."""
+    state, store, live = policy(rng, 2000), MemoryStore(), Live()
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    publisher.publish(state)
+    follow(subscriber, live)
+    reached = 0
+    for number in range(1, 100_000, stride):
+        state = mutated(rng, state, 0.05)
+        if call == "sync":
+            publisher.publish(state)
+        act: Callable[[], object] = (
+            (lambda: publisher.publish(state)) if call == "publish" else (lambda: follow(subscriber, live))  # noqa: B023
+        )
+        sys.settrace(raising_at(number))
+        try:
+            act()
+        except Boom:
+            reached = number
+        finally:
+            sys.settrace(None)
+        publisher.publish(state)
+        while follow(subscriber, live) is not None:
+            pass
+        assert live.root == subscriber.root == state_root(subscriber.state) == state_root(state), number
+        if reached < number:
+            break
+    assert reached > 100
+
+
+def test_an_update_is_delivered_until_it_is_acknowledged(rng: Rng) -> None:
+    old = policy(rng)
+    store, live = MemoryStore(), Live()
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    publisher.publish(old)
+    first = follow(subscriber, live)
+    assert first is not None
+    assert first.full
+    new = mutated(rng, old, 0.1)
+    publisher.publish(new)
+    lost = subscriber.sync()
+    assert lost is not None
+    again = subscriber.sync()
+    assert again is not None
+    assert (again.version, again.previous, again.changed) == (lost.version, lost.previous, lost.changed)
+    assert again.payload_bytes == 0, "nothing was fetched for it"
+    newest = mutated(rng, new, 0.1)
+    publisher.publish(newest)
+    both = follow(subscriber, live)
+    assert both is not None
+    assert (both.previous, both.version) == (0, 2)
+    assert live.root == state_root(newest)
+    assert subscriber.sync() is None
+
+
+def test_iterating_to_the_end_acknowledges(rng: Rng) -> None:
+    store = MemoryStore()
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    state = policy(rng)
+    publisher.publish(state)
+    for _ in subscriber.sync() or ():
+        pass
+    publisher.publish(mutated(rng, state, 0.1))
+    update = subscriber.sync()
+    assert update is not None
+    for _ in update:
+        break
+    assert subscriber.sync() is not None, "it was not read to its end"
+    for _ in subscriber.sync() or ():
+        pass
+    assert subscriber.sync() is None
+
+
+def test_who_acknowledges_nothing_is_taken_to_have_what_was_returned(rng: Rng) -> None:
+    """A worker with a way of its own to take over updates."""
+    state, store = policy(rng), MemoryStore()
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    for version in range(4):
+        publisher.publish(state)
+        update = subscriber.sync()
+        assert update is not None
+        assert (update.version, update.previous) == (version, version - 1 if version else None)
+        assert subscriber.sync() is None
+        state = mutated(rng, state, 0.1)
+
+
+def test_memory_for_what_is_not_acknowledged_is_bounded(rng: Rng) -> None:
+    state, store, live = {"w": bits(rng, "BF16", 1000)}, MemoryStore(), Live()
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    publisher.publish(state)
+    follow(subscriber, live)
+    for _ in range(30):
+        state = mutated(rng, state, 0.1)
+        publisher.publish(state)
+        subscriber.sync()
+    at = subscriber._host._at
+    assert at is not None
+    assert at.delivery.pending is not None
+    assert len(at.delivery.pending) == 1
+    assert follow(subscriber, live) is not None
+    assert live.root == state_root(state)
+
+
+class Slow(MemoryStore):
+    """Waits in `get` until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        self.waiting.set()
+        assert self.go.wait(20)
+        return super().get(name, start, stop)
+
+
+def test_two_threads_in_one_object_are_refused(rng: Rng) -> None:
+    store = Slow()
+    Publisher(store, stream="policy").publish(policy(rng))
+    subscriber = Subscriber(store, stream="policy")
+    store.go.clear()
+    store.waiting.clear()
+    results: list[object] = []
+    other = threading.Thread(target=lambda: results.append(subscriber.sync()))
+    other.start()
+    assert store.waiting.wait(20)
+    with pytest.raises(ConcurrentUse, match="two threads use one Subscriber"):
+        subscriber.sync()
+    assert (subscriber.version, subscriber.status) == (None, "empty")
+    store.go.set()
+    other.join()
+    assert subscriber.version == 0
+    assert len(results) == 1
+
+
+def both_sides(store: Store) -> list[Any]:
+    return [Publisher(store, stream="policy"), Subscriber(store, stream="policy")]
+
+
+def test_copies_are_refused() -> None:
+    for side in both_sides(MemoryStore()):
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(InputError, match="copied or pickled"):
+                duplicate(side)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_twin_is_refused(rng: Rng) -> None:
+    """Both would commit under one epoch, and neither would be told of the other."""
+    state = policy(rng)
+    publisher, subscriber = both_sides(MemoryStore())
+    publisher.publish(state)
+    subscriber.sync()
+    for act in (lambda: publisher.publish(state), subscriber.sync):
+        child = os.fork()
+        if child == 0:
+            try:
+                act()
+            except InputError as error:
+                os._exit(7 if "another process" in str(error) else 2)
+            except BaseException:
+                os._exit(3)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    publisher.publish(state)
+
+
+def test_a_listener_may_ask_the_object_that_called_it(rng: Rng) -> None:
+    store, seen = MemoryStore(), list[int]()
+
+    def listener(_: object) -> None:
+        head = publisher.head()
+        seen.append(head.version if head else -1)
+
+    publisher = Publisher(store, stream="policy", on_event=listener, threads=1)
+    publisher.publish(policy(rng))
+    assert seen[-1] == 0
+
+
+def test_an_interrupt_does_not_wait_for_the_network_twice(rng: Rng) -> None:
+    """The first interrupt waits until the work rests; a second one leaves it to rest by itself."""
+    store = Slow()
+    state = policy(rng)
+    Publisher(store, stream="policy").publish(state)
+    subscriber = Subscriber(store, stream="policy")
+    store.go.clear()
+    times = [2]
+
+    def handler(*_: Any) -> None:
+        times[0] -= 1
+        if not times[0]:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        raise Boom
+
+    before = signal.signal(signal.SIGALRM, handler)
+    started = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+        with pytest.raises(Boom):
+            subscriber.sync()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - started < 10
+    threading.Timer(0.1, store.go.set).start()
+    update = subscriber.sync()
+    assert update is not None
+    assert subscriber.root == state_root(state)
+    assert np.array_equal(subscriber.state.read("embed.weight"), np.asarray(state["embed.weight"].array).reshape(-1))
