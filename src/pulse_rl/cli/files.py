@@ -114,7 +114,7 @@ def _read(path: str) -> Patch:
         with Path(path).open("rb") as file:
             start = file.read(len(MAGIC))
             if start != MAGIC:  # before all of a file that may be anything is read
-                raise CorruptPatch("not a pulse patch: the file does not start with the magic bytes")
+                raise CorruptPatch("not a pulse patch: it does not start with the magic bytes")
             return Patch.parse(start + file.read())
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}", hint="Check the path.") from None

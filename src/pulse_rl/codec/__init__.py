@@ -57,7 +57,7 @@ def by_name(name: str) -> Codec:
     for codec in _CODECS:
         if codec.name == name:
             return codec
-    raise InputError(f"there is no codec {name!r}", hint=f"Choose one of: {', '.join(names())}.")
+    raise InputError(f"unknown codec {name!r}", hint=f"Choose one of: {', '.join(names())}.")
 
 
 def by_id(codec_id: int) -> Codec:

@@ -48,7 +48,7 @@ class TopK(PulseLoCo):
 
     def __init__(self, *args: Any, fraction: float, **settings: Any) -> None:
         if not 0 < fraction <= 1:
-            raise InputError(f"a fraction of {fraction} entries cannot be sent")
+            raise InputError(f"fraction is {fraction}, it must be above 0 and at most 1")
         self.fraction = fraction
         super().__init__(*args, **settings)
 

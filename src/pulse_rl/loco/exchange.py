@@ -47,7 +47,9 @@ class Exchange:
                 )
             return
         if group is not None and dist.get_rank(group) < 0:
-            raise InputError("this process is not in the group", hint="Only the trainers of a group make a PulseLoCo.")
+            raise InputError(
+                "this process is not in the group", hint="Create a PulseLoCo only on the trainers of its group."
+            )
         ranks = None if group is None else dist.get_process_group_ranks(group)
         local = ranks is not None
         self._group = self._guard(
@@ -75,7 +77,7 @@ class Exchange:
         messages = [m[:n].tobytes() for m, n in zip(self._all_gather_array(padded), lengths, strict=True)]
         for rank, (m, h) in enumerate(zip(messages, headers, strict=True)):
             if sha256(m).digest() != h[8 : 8 + _DIGEST_BYTES].tobytes():
-                raise CorruptMessage(f"the message of trainer {rank} is not the one it sent")
+                raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
         return messages
 
     def all_gather_fixed(self, message: bytes) -> list[bytes]:

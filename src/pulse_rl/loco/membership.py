@@ -78,7 +78,7 @@ def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: i
     own = handshakes[own_rank]
     for rank, handshake in enumerate(handshakes):
         if handshake.specs != own.specs:
-            raise StateMismatch(f"trainer {rank} trains other parameters: names, order or shapes differ")
+            raise StateMismatch(f"trainer {rank} trains different parameters: names, order or shapes differ")
         if handshake.settings != own.settings:
             raise InputError(f"trainer {rank} runs with {handshake.settings}, this one with {own.settings}")
 

@@ -14,7 +14,7 @@ from ..stream.manifest import Manifest, Payload
 from ..stream.names import AnchorName, FoldName, PayloadName, StreamNames, VersionName
 from ..stream.stream import Stream
 
-_DAMAGED_HINT = "Keep fewer versions, or publish one with an anchor first."
+_DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0
 
 
@@ -99,7 +99,7 @@ def _bases(manifest: Manifest, stored: set[Payload]) -> set[int]:
         return set()
     if manifest.patch and stored.issuperset(manifest.patch.parts):
         return {manifest.patch.base}
-    raise ChainGap(f"version {manifest.version} misses payloads, so nothing was deleted", hint=_DAMAGED_HINT)
+    raise ChainGap(f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT)
 
 
 def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
@@ -128,7 +128,7 @@ def gc_stream(
     if keep < 1:
         raise InputError(f"keep must be at least 1, not {keep}", hint="The newest version is always kept.")
     if not 0 <= grace_seconds < math.inf:
-        raise InputError(f"grace_seconds must be a number from 0 on, not {grace_seconds}")
+        raise InputError(f"grace_seconds must be 0 or more, not {grace_seconds}")
     where = Stream(open_store(store), stream)
     versions = where.versions()
     keep = min(keep, len(versions))

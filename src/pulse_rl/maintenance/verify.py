@@ -87,5 +87,5 @@ def verify_stream(
                 good.append(str(link))
                 chain = host if chain.version != version else chain
         if not good and not problems:
-            problems.append("nothing leads to it")
+            problems.append("no link leads to it")
         yield VersionReport(version, manifest.root, tuple(good), tuple(problems))

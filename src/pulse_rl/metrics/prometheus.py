@@ -86,9 +86,7 @@ class PrometheusMetrics:
             self._path_failures = counter("path_failures", "Ways to a version that did not work", "kind")
             self._verification_failures = counter("verification_failures", "Failed checks of bytes or states", "kind")
         except ValueError as error:
-            raise InputError(
-                f"the metrics cannot be registered: {error}", hint="Share one PrometheusMetrics."
-            ) from None
+            raise InputError(f"cannot register the metrics: {error}", hint="Share one PrometheusMetrics.") from None
         self._checks = _kinds(FormatError) | _kinds(IntegrityError)
 
     def __call__(self, event: Event) -> None:

@@ -109,7 +109,7 @@ def _encode(
     same = len(changes.positions) == encoded.changed
     if not same or not np.array_equal(bits.take(after, changes.positions), changes.values):
         raise IntegrityError(
-            f"{block} does not decode to what was encoded", hint="Do not change tensors while they are published."
+            f"{block} does not decode to what was encoded", hint="Do not modify tensors during publish()."
         )
     return encoded, changes if encoded.changed <= _KEPT_DENSITY * block.elements else None
 

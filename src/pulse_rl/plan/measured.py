@@ -38,4 +38,4 @@ def from_study(study: Any) -> MeasuredInputs:
             bytes_per_changed={name: float(row[key]) for name, key in _KEYS.items() if row.get(key) is not None},
         )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise InputError(f"this is no study: {error!r}", hint="Give what `pulse study --json` printed.") from None
+        raise InputError(f"not a study: {error!r}", hint="Give the output of `pulse study --json`.") from None

@@ -140,7 +140,7 @@ class Scenario:
 
 def _require(name: str, value: float, what: str, holds: bool) -> None:
     if not holds:
-        raise InputError(f"{name} is {value}, it has to be {what}")
+        raise InputError(f"{name} is {value}, it must be {what}")
 
 
 @dataclass(frozen=True, slots=True)

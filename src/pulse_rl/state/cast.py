@@ -43,7 +43,7 @@ def cast(bits: UIntArray, source: DType, target: DType) -> UIntArray:
     if source == target:
         return bits
     if source.name not in _FLOATS or target not in COMPUTE_DTYPES.values():
-        raise UnsupportedTensor(f"there is no cast from {source.name} to {target.name}")
+        raise UnsupportedTensor(f"no cast from {source.name} to {target.name}")
     if source.name == "F32":
         return round_bits(bits, target)
     result = np.empty(bits.size, target.uint)

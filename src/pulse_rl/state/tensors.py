@@ -119,7 +119,7 @@ def check_tensor_name(name: object) -> None:
     if not 0 < nbytes <= MAX_NAME_BYTES:
         raise InputError(f"a tensor name must have 1 to {MAX_NAME_BYTES} bytes, got {nbytes}")
     if name == "__metadata__":
-        raise InputError("no tensor can be called __metadata__: safetensors keeps that name for itself")
+        raise InputError("no tensor can be called __metadata__: safetensors reserves that name")
 
 
 @dataclass(frozen=True, slots=True)

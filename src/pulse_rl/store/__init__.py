@@ -44,15 +44,15 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
     if isinstance(address, Store):
         return address
     if not isinstance(address, str | os.PathLike) or not isinstance(text := os.fspath(address), str):
-        raise InputError(f"a {type(address).__name__} is not the address of a store")
+        raise InputError(f"a {type(address).__name__} is not a store address")
     if not text or "\0" in text or _ONE_SLASH.match(text):
-        raise InputError(f"{text!r} is not the address of a store", hint="Write a path, or scheme://bucket/prefix.")
+        raise InputError(f"{text!r} is not a store address", hint="Write a path, or scheme://bucket/prefix.")
     if "://" not in text:
         return LocalStore(Path(text).expanduser().absolute())
     try:
         url = urlparse(text)
     except ValueError as error:
-        raise InputError(f"{text} is not an address: {error}") from None
+        raise InputError(f"{text} is not a valid address: {error}") from None
     if url.scheme == "file":
         if url.netloc not in ("", "localhost") or not url.path:
             raise InputError(f"{text} names a host", hint="Write three slashes: file:///absolute/path.")
@@ -61,4 +61,6 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
         return MemoryStore()
     if url.scheme in _OBJECT_SCHEMES:
         return ObjectStore(text, **options)
-    raise InputError(f"{text} is not a store", hint="Use a folder's path, file://, memory://, s3://, gs:// or az://.")
+    raise InputError(
+        f"{text} is not a store address", hint="Use a folder's path, file://, memory://, s3://, gs:// or az://."
+    )

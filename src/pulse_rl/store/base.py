@@ -70,7 +70,7 @@ def is_name(name: str) -> bool:
 def check_name(name: str) -> str:
     """``name`` itself; raises InvalidName for what could leave the store's folder or hide in it."""
     if not is_name(name):
-        raise InvalidName(f"{name[:80]!r} is not a name for an object")
+        raise InvalidName(f"{name[:80]!r} is not a valid object name")
     return name
 
 
@@ -78,7 +78,7 @@ def check_range(name: str, nbytes: int, start: int, stop: int | None) -> tuple[i
     """The range with its end filled in; raises StoreError unless it lies inside an object of ``nbytes``."""
     stop = nbytes if stop is None else stop
     if not 0 <= start <= stop <= nbytes:
-        raise StoreError(f"bytes {start} to {stop} are not inside {name}, which has {nbytes}")
+        raise StoreError(f"bytes {start} to {stop} are outside {name}, which has {nbytes}")
     return start, stop
 
 

@@ -27,7 +27,7 @@ class LocalStore:
         self._aside = self.root / _ASIDE
         there = next((p for p in [self.root, *self.root.parents] if os.path.lexists(p)), self.root)
         if not there.is_dir():
-            raise StoreError(f"cannot open the store {self.root}: {there} is no folder")
+            raise StoreError(f"cannot open the store {self.root}: {there} is not a folder")
         for left in self._aside.glob(".*"):
             with suppress(OSError):  # another process sweeps, or finishes it, at the same time
                 if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:

@@ -64,7 +64,7 @@ class ObjectStore:
                 for meta in page:
                     # Most backends list in order; one that does not would break resuming at start_after, so say it.
                     if meta["path"] <= previous:
-                        raise StoreError(f"{self._url} does not list objects in order of their names")
+                        raise StoreError(f"{self._url} does not list objects in name order")
                     previous = meta["path"]
                     yield ObjectInfo(previous, meta["size"], meta["last_modified"].timestamp())
 

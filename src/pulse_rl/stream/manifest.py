@@ -114,7 +114,7 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
     if manifest.format != FORMAT:
         raise CorruptManifest(f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it.")
     if (manifest.stream, manifest.version) != (stream, version):
-        raise CorruptManifest(f"{what} says it is version {manifest.version} of {manifest.stream!r}")
+        raise CorruptManifest(f"{what} claims to be version {manifest.version} of {manifest.stream!r}")
     if manifest.to_bytes() != data:
         raise CorruptManifest(f"{what} is not in canonical form")
     for flaw in _flaws(manifest):
@@ -162,7 +162,7 @@ def _checked_fact(key: str, given: object) -> str | int | float | bool:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    raise InputError(f"metadata {key!r} is {given!r}: strings, finite numbers and booleans can be kept")
+    raise InputError(f"metadata {key!r} is {given!r}: only strings, finite numbers and booleans are allowed")
 
 
 def _checked_text(text: object, what: str) -> str:

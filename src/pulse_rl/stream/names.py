@@ -165,7 +165,7 @@ class GroupNames:
 def check_word(word: object, what: str) -> None:
     """Raises InvalidName unless ``word`` can be one part of a name."""
     if not isinstance(word, str) or not _WORD.fullmatch(word):
-        raise InvalidName(f"{word!r} is not a name for {what}")
+        raise InvalidName(f"{word!r} is not a valid name for {what}")
 
 
 def payload_digest(name: str) -> str | None:

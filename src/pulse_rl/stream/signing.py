@@ -60,7 +60,7 @@ class TrustedKeys:
 
     def __init__(self, keys: Collection[str]) -> None:
         if isinstance(keys, str) or not keys:
-            raise InputError("trusted keys are a collection of at least one public key")
+            raise InputError("trusted_keys must be a collection of at least one public key")
         self._keys = {key.lower(): _public_key(key) for key in keys}
 
     def check(self, manifest: Manifest) -> None:
@@ -72,11 +72,11 @@ class TrustedKeys:
             raise Untrusted(f"{what} is not signed")
         key = self._keys.get(manifest.signature.key)
         if key is None:
-            raise Untrusted(f"{what} is signed by the unknown key {manifest.signature.key[:16]}…")
+            raise Untrusted(f"{what} is signed by an untrusted key {manifest.signature.key[:16]}…")
         try:
             key.verify(bytes.fromhex(manifest.signature.value), manifest.with_signature(None).to_bytes())
         except (InvalidSignature, ValueError):
-            raise Untrusted(f"{what} has a wrong signature") from None
+            raise Untrusted(f"{what} has an invalid signature") from None
 
 
 def _private_key(seed: bytes) -> Ed25519PrivateKey:

@@ -122,5 +122,7 @@ class Stream:
         name = self.names.payload(payload.sha256, SHARD)
         stored = self.store.head(name).nbytes
         if stored != payload.bytes:
-            raise CorruptCheckpoint(f"the anchor's shard {name} has {stored} bytes, its manifest says {payload.bytes}")
+            raise CorruptCheckpoint(
+                f"the anchor's shard {name} has {stored} bytes, but its manifest says {payload.bytes}"
+            )
         return partial(self.store.get, name)

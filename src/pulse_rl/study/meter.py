@@ -48,9 +48,11 @@ class SparsityMeter:
         every: int = 1,
     ) -> None:
         if not isinstance(dtype, torch.dtype) or _dtype_of(dtype).name not in COMPUTE_DTYPES:
-            raise InputError(f"{dtype} is no compute dtype", hint=f"Give torch's dtype of {', '.join(COMPUTE_DTYPES)}.")
+            raise InputError(
+                f"{dtype} is not a compute dtype", hint=f"Give the torch dtype of one of: {', '.join(COMPUTE_DTYPES)}."
+            )
         if not ks or min(ks) < 1 or every < 1:
-            raise InputError("ks and every count from 1 on")
+            raise InputError("ks and every must be 1 or more")
         self._live = _LiveState(_parameters(target), dtype)
         self._tally = Tally(self._live.specs, sorted(set(ks)))
         self._records = [BlockRecord(block, self._tally.ks) for block in self._tally.blocks]

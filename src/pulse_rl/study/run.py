@@ -50,7 +50,7 @@ def study(
     """
     compute = compute_dtype_named(dtype)
     if not ks or min(ks) < 1:
-        raise InputError("k counts states, from 1 on")
+        raise InputError("k is a number of states, 1 or more")
     for what, value in (("the learning rate", lr), ("the seconds of a step", step_seconds)):
         if value is not None and not 0 < value < math.inf:
             raise InputError(f"{what} cannot be {value}")

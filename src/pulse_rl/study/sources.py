@@ -51,7 +51,9 @@ class CheckpointFolder:
         self.spare_bytes = _SPARE_BYTES
         self._paths = _checkpoints(Path(folder))
         if len(self._paths) < 2:
-            raise InputError(f"{self.name} holds {len(self._paths)} checkpoints, not two or more", hint=_hint(folder))
+            raise InputError(
+                f"{self.name} holds {len(self._paths)} checkpoints, at least 2 are needed", hint=_hint(folder)
+            )
         self.state_names = [path.name for path in self._paths]
         self.specs = self._load(self._paths[0]).specs
         for _ in self.walk():  # headers only: what does not fit is found before anything is measured
@@ -85,7 +87,9 @@ class StoredStream:
         self.name = f"{store if isinstance(store, str) else type(store).__name__} stream {stream}"
         self._versions = Stream(self._store, stream).versions()
         if len(self._versions) < 2:
-            raise InputError(f"stream {stream!r} holds {len(self._versions)} versions, not two or more", hint=_FEWER)
+            raise InputError(
+                f"stream {stream!r} holds {len(self._versions)} versions, at least 2 are needed", hint=_FEWER
+            )
         self.state_names = [f"version {version}" for version in self._versions]
         first = next(self.walk())
         self.specs, self.spare_bytes = first.specs, _SPARE_BYTES + 2 * first.nbytes

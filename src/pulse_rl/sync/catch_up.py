@@ -90,7 +90,7 @@ def _payload_of(stream: Stream, link: Link, manifest: Manifest) -> bytes | None:
     if link.base is None:
         return None
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
-        raise FormatError(f"{link} has {link.nbytes} bytes for a state of {manifest.dense_bytes}")
+        raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
     parts = link.payloads or ()
     if len(parts) != 1:
         raise FormatError(f"{link} has {len(parts)} parts", hint="Upgrade pulse-rl to read it.")
@@ -106,7 +106,7 @@ def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> None:
         host.replace(link, *_restored(host, stream, manifest))
         return
     if link.base != host.version:
-        raise ChainGap(f"{link} starts from version {link.base}, the state is {host.version}")
+        raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
     patch = Patch.parse(fetched.payload, host.state.elements)
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")

@@ -30,14 +30,14 @@ class ModeSelector:
 
     def __init__(self, mode: str, bandwidth: str | float | None, codec: str, threads: int | None) -> None:
         if mode not in MODES:
-            raise InputError(f"there is no mode {mode!r}", hint=f"Choose one of: {', '.join(MODES)}.")
+            raise InputError(f"unknown mode {mode!r}", hint=f"Choose one of: {', '.join(MODES)}.")
         if (mode == "auto") != (bandwidth is not None):
             raise InputError(
-                f"mode {mode!r} {'needs a' if mode == 'auto' else 'has no use for a'} bandwidth",
+                f"mode {mode!r} {'needs a' if mode == 'auto' else 'takes no'} bandwidth",
                 hint='Write mode="auto", bandwidth="50Mbit".',
             )
         if mode == "auto" and codec not in METHODS:
-            raise InputError(f"nothing is known of the costs of codec {codec!r}", hint="Use 'context' or 'zstd'.")
+            raise InputError(f"the costs of codec {codec!r} are unknown", hint="Use 'context' or 'zstd'.")
         self._mode = mode
         self._codec = codec
         self._bandwidth = None if bandwidth is None else parse_bandwidth(bandwidth)
