@@ -370,7 +370,7 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_study_is_an_input_error(damage: Any) -> None:
-    with pytest.raises(InputError, match="no study"):
+    with pytest.raises(InputError, match="not a study"):
         render(study=damage(study()))
 
 

@@ -33,7 +33,7 @@ class Handshake:
 
     ``settings`` are those that all must share. ``round`` is its last common round, ``root`` the root of theta after it,
     ``momentum`` that of the outer momentum (both 64 hexadecimal digits). ``messages`` are the digests of that round's
-    messages, one a trainer, and ``specs`` is the digest of its parameters (`specs_digest`).
+    messages, one per trainer, and ``specs`` is the digest of its parameters (`specs_digest`).
     """
 
     settings: dict[str, Any]

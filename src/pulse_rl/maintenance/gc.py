@@ -20,9 +20,9 @@ DEFAULT_GRACE_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
-    """What goes: ``versions``, and the objects ``names`` in the order of their deletion, ``nbytes`` bytes together.
+    """What is deleted: ``versions``, and the objects ``names`` in order of deletion, ``nbytes`` bytes in total.
 
-    ``oldest`` is the first version that is left: the anchor from which the kept versions are restored.
+    ``oldest`` is the first version that remains: the anchor from which the kept versions are restored.
     """
 
     oldest: int
@@ -117,13 +117,13 @@ def gc_stream(
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
     dry_run: bool = False,
 ) -> GcPlan:
-    """Deletes what the last ``keep`` versions of ``stream`` in ``store`` do not need; returns what went, or would go
-    with ``dry_run``.
+    """Deletes what the last ``keep`` versions of ``stream`` in ``store`` do not need; returns what was deleted, or with
+    ``dry_run`` what would be.
 
-    The versions between the oldest anchor that is needed and the oldest kept one stay, since the kept ones are replayed
-    from there. A reader in mid-restore finds another path or gets ChainGap. Publishing may go on: payloads written in
-    the last ``grace_seconds`` stay. Raises EmptyStream, InputError, and ChainGap or CorruptManifest, with nothing
-    deleted, where a kept version is damaged already.
+    The versions from the oldest anchor needed up to the oldest kept one stay, since the kept ones are replayed from
+    there. A reader in the middle of a restore finds another path or gets ChainGap. Publishing may continue: payloads
+    written in the last ``grace_seconds`` stay. Raises EmptyStream, InputError, and ChainGap or CorruptManifest, with
+    nothing deleted, if a kept version is already damaged.
     """
     if keep < 1:
         raise InputError(f"keep must be at least 1, not {keep}", hint="The newest version is always kept.")

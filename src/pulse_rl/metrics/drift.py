@@ -18,11 +18,11 @@ IN_A_ROW = 3
 
 
 class DriftWatch:
-    """Hands events on to ``listener``, and a `DensityDrift` when density has left its band.
+    """Passes events on to ``listener``, and adds a `DensityDrift` when density has left its band.
 
     The rule, per stream: three versions in a row with a density below a third of the running median, or above three
     times the median. The median is that of the last 100 densities inside the band. The first 50 versions are not
-    judged, and versions without a patch never are. After a drift the watch starts anew, so that each drift is reported
+    judged, and versions without a patch never are. After a drift the watch starts over, so that each drift is reported
     once.
     """
 

@@ -28,7 +28,7 @@ def cast_specs(specs: tuple[TensorSpec, ...], dtype: DType) -> tuple[TensorSpec,
 
 
 class CastState(State):
-    """``state`` cast to the compute dtype ``dtype``, made anew with each read: it takes no memory of its own."""
+    """``state`` cast to the compute dtype ``dtype``, computed on each read, so it needs no memory of its own."""
 
     def __init__(self, state: State, dtype: DType) -> None:
         super().__init__(cast_specs(state.specs, dtype), {}, state.aliases)

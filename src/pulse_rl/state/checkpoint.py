@@ -27,7 +27,7 @@ _COPY_BYTES = 64 << 20
 _READ_HINT = "Check the path and its permissions."
 
 StateSource = State | Mapping[str, Any] | str | os.PathLike[str]
-"""What can be taken for a state: a `State`, a mapping of names to tensors, or the path of a checkpoint."""
+"""What is accepted as a state: a `State`, a mapping of names to tensors, or the path of a checkpoint."""
 
 
 def as_state(source: StateSource) -> State:

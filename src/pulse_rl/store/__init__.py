@@ -1,6 +1,6 @@
-"""Where a stream lives: six calls on named immutable objects, behind one address.
+"""Stores hold streams: six calls on named immutable objects, behind one address.
 
-To add a backend: write a class that follows `base.Store` and passes `pulse_rl.testing.StoreConformance`
+To add a backend: write a class that implements `base.Store` and passes `pulse_rl.testing.StoreConformance`
 (tests/store/test_conformance.py), and add its scheme to `open_store`.
 """
 
@@ -37,9 +37,9 @@ _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store:
     """The store at ``address``: a folder's path, ``file:///folder``, ``memory://`` (new and empty each time),
-    ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``. A store is returned as it is.
+    ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``. A store is returned unchanged.
 
-    Raises InputError for an address of another kind and StoreError when the store cannot be opened.
+    Raises InputError for any other address and StoreError when the store cannot be opened.
     """
     if isinstance(address, Store):
         return address

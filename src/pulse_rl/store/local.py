@@ -17,8 +17,8 @@ _ABANDONED_SECONDS = 24 * 3600
 
 
 class LocalStore:
-    """A `Store` in a folder. Objects are files below ``root``, which the first write makes. Unfinished ones live in a
-    hidden folder beside them, are never listed, and are swept away when a store is opened a day later. Writing needs
+    """A `Store` in a folder. Objects are files under ``root``, which the first write creates. Unfinished ones are kept
+    in a hidden folder beside them, are never listed, and are removed when a store is opened a day later. Writing needs
     Linux or macOS and a file system with hard links; elsewhere it raises StoreError.
     """
 

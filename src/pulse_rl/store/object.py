@@ -16,9 +16,9 @@ _PAGE = 1000
 
 
 class ObjectStore:
-    """A `Store` in an object store. ``url`` names bucket and prefix. Credentials and endpoints come from the
+    """A `Store` in an object store. ``url`` gives the bucket and prefix. Credentials and endpoints come from the
     environment as obstore reads them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS …) or from
-    ``options``, which are obstore's.
+    obstore ``options``.
     """
 
     def __init__(self, url: str, **options: Any) -> None:

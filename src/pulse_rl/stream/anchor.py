@@ -141,8 +141,8 @@ def _read_header(shard: tuple[Payload, RangeReader]) -> _ShardHeader:
 
 
 def _chunks(payload: Payload, read: RangeReader, start: int) -> Iterator[memoryview]:
-    """The shard's bytes from ``start`` on, in ranges over many tensors: a request a tensor would cost more time than
-    its bytes on most networks."""
+    """The shard's bytes from ``start`` on, in ranges over many tensors: one request per tensor would cost more time
+    than its bytes on most networks."""
     for at in range(start, payload.bytes, _CHUNK_BYTES):
         stop = min(at + _CHUNK_BYTES, payload.bytes)
         chunk = memoryview(read(at, stop))

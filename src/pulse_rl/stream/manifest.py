@@ -25,16 +25,16 @@ _HEX64 = re.compile(r"[0-9a-f]{64}")
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A stored object: the ``sha256`` of its bytes (64 hexadecimal digits), which is also its name, and how many
-    ``bytes`` it has."""
+    """A stored object: the ``sha256`` of its bytes (64 hexadecimal digits), which is also its name, and its length in
+    ``bytes``."""
 
     sha256: str
     bytes: int
 
 
 class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A patch from version ``base``, whose root is ``base_root``, with ``changed`` elements. ``parts`` lists its files:
-    one a trainer rank."""
+    """A patch from version ``base``, whose root is ``base_root``, with ``changed`` elements. ``parts`` lists its files,
+    one per trainer rank."""
 
     base: int
     base_root: str
@@ -59,11 +59,12 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.1".
 
-    ``root`` is that of the state, which has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the other
-    names of tied tensors to the stored ones; ``metadata`` are the publisher's own facts. ``epoch`` is the publisher's
-    claim to the stream, ``publisher`` a random word of the process that wrote the manifest: two publishers never write
-    equal ones. ``digest`` is the SHA-256 of the bytes with an empty digest and no ``signature``. ``created`` is in Unix
-    seconds and only informs. At least one of ``patch`` and ``anchor`` is present.
+    ``root`` is the root of the state, which has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the
+    other names of tied tensors to the stored ones; ``metadata`` is the publisher's own data. ``epoch`` is the
+    publisher's claim to the stream, ``publisher`` a random identifier of the process that wrote the manifest: two
+    publishers never write equal manifests. ``digest`` is the SHA-256 of the bytes with an empty digest and no
+    ``signature``. ``created`` is in Unix seconds and informational only. At least one of ``patch`` and ``anchor`` is
+    present.
     """
 
     format: str
@@ -87,7 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.encode(self)
 
     def own_digest(self) -> str:
-        """What ``digest`` has to be, 64 hexadecimal digits."""
+        """The correct value of ``digest``, 64 hexadecimal digits."""
         return sha256(msgspec.structs.replace(self, digest="", signature=None).to_bytes()).hexdigest()
 
     def sealed(self) -> Manifest:

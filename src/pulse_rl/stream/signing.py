@@ -20,7 +20,7 @@ _INSTALL = "Install it: pip install 'pulse-rl[sign]'."
 
 
 class Signer:
-    """Signs what a publisher commits. ``seed`` is the 32-byte private key; raises InputError."""
+    """Signs a publisher's manifests. ``seed`` is the 32-byte private key; raises InputError."""
 
     def __init__(self, seed: bytes) -> None:
         self._key = _private_key(seed)
@@ -29,19 +29,19 @@ class Signer:
 
     @classmethod
     def generate(cls) -> Signer:
-        """A new key, from the system's source of randomness."""
+        """A new key, from the system's random source."""
         return cls(secrets.token_bytes(32))
 
     @classmethod
     def load(cls, path: str | Path) -> Signer:
-        """From the file ``path`` that `save` wrote: the private key as 64 hexadecimal digits. Raises InputError."""
+        """Loads the key from a file ``path`` written by `save`: 64 hexadecimal digits. Raises InputError."""
         try:
             return cls(bytes.fromhex(Path(path).read_text().strip()))
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is not a private key: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Writes the private key to the new file ``path``, readable by its owner only. Raises InputError."""
+        """Writes the private key to the new file ``path``, readable only by its owner. Raises InputError."""
         file = Path(path)
         try:
             file.touch(mode=0o600, exist_ok=False)

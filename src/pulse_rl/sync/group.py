@@ -21,10 +21,11 @@ _KEPT_ROUNDS = 8
 
 
 class Member:
-    """One worker of a group: ``name`` among the members of ``group``, with a ``subscriber`` of its own.
+    """One worker of a group: ``name`` is unique in ``group``, and each member has its own ``subscriber``.
 
-    Call `poll` regularly, at least a few times in ``timeout_seconds``: a member that has not for that long (by the
-    store's clock) does not hold the others. One that comes back joins at the group's version. Raises InvalidName.
+    Call `poll` regularly, at least a few times in ``timeout_seconds``: a member that has not done so for that long (by
+    the store's clock) no longer holds up the others. One that comes back joins at the group's version. Raises
+    InvalidName.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class Member:
         """The version that this member was last told to activate."""
 
     def poll(self) -> Update | None:
-        """Takes part in the group's next step. Returns the update to scatter now, as all members are told to, or None.
+        """Takes part in the group's next step. Returns the update that all members scatter now, or None.
 
-        Raises what `Subscriber.sync` raises: a member that cannot stage a version leaves no note and is waited for no
-        longer than the timeout.
+        Raises what `Subscriber.sync` raises: a member that cannot stage a version writes no note, and the others wait
+        for it no longer than the timeout.
         """
         number, version = self._current_round()
         if version is None:

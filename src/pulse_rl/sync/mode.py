@@ -1,4 +1,4 @@
-"""A patch or an anchor: what a publisher stores for a version, as it was told or by the model of `pulse_rl.plan`."""
+"""Patch or anchor: what a publisher stores for a version, as configured or by the model of `pulse_rl.plan`."""
 
 from __future__ import annotations
 
