@@ -1,4 +1,4 @@
-"""What a codec is: two functions and an id."""
+"""The interface of a codec: two functions and an id."""
 
 from __future__ import annotations
 

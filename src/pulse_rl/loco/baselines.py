@@ -1,4 +1,4 @@
-"""What PULSELoCo is measured against, in the same loop: DDP, DiLoCo, top-k, and two ablations."""
+"""Baselines for PULSELoCo in the same loop: DDP, DiLoCo, top-k, and two ablations."""
 
 from __future__ import annotations
 

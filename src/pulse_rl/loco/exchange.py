@@ -1,4 +1,4 @@
-"""All-gathers of messages of unequal lengths over torch.distributed (docs/loco.md, section 4)."""
+"""All-gathers of variable-length messages over torch.distributed (docs/loco.md, section 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handshake of trainers: do they fit together, who leads, who is behind (docs/loco.md, section 5).
+"""The trainers' handshake: are they compatible, who leads, who is behind (docs/loco.md, section 5).
 
 All but `exchange_handshakes` are pure functions of the handshakes, which are in rank order.
 """

@@ -1,4 +1,4 @@
-"""The bytes of a round: one message a trainer, a payload a block (docs/loco.md, section 3)."""
+"""The bytes of a round: one message per trainer, one payload per block (docs/loco.md, section 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof of what a live model holds: its tensors are hashed again and compared with a version's."""
+"""Checks what a live model holds: rehashes its tensors and compares them with a version's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folds for a stream that has been published already (docs/protocol.md, section 3)."""
+"""Folds for an already published stream (docs/protocol.md, section 3)."""
 
 from __future__ import annotations
 

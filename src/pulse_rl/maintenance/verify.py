@@ -1,4 +1,4 @@
-"""Proof of a whole stream: every version restored, every link checked, every root compared."""
+"""Verifies a whole stream: restores every version, checks every link, compares every root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warning of density drift: the training has changed, and the link to the workers may soon be too slow."""
+"""Warns of density drift: training has changed, and the network to the workers may soon be too slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events as JSON lines: a file that is only appended to, and a reader that a crash in mid-line does not stop."""
+"""Events as JSON lines: an append-only file, and a reader that tolerates a partial last line."""
 
 from __future__ import annotations
 

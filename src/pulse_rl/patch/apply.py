@@ -1,4 +1,4 @@
-"""Parses a patch and applies it in place, or undoes it to the last bit (docs/format.md, section 3)."""
+"""Parses a patch and applies it in place, or undoes it exactly (docs/format.md, section 3)."""
 
 from __future__ import annotations
 

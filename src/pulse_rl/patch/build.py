@@ -1,4 +1,4 @@
-"""Builds a patch from two states: compare, code, prove and hash in one walk over the blocks (docs/format.md, 3)."""
+"""Builds a patch from two states: compare, encode, verify and hash in one pass over the blocks (docs/format.md, 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header of a patch: who it applies to, what it makes, and its blocks (docs/format.md, section 3).
+"""The header of a patch: its base, its target, and its blocks (docs/format.md, section 3).
 
 File: a 56-byte prelude, the header (one zstd frame), the blocks' payloads one after another to the end of the file.
 """

@@ -1,4 +1,4 @@
-"""The way back to an earlier version: the old bits of every element that changed since, block by block.
+"""Undo to an earlier version: the old bits of every element that changed since, block by block.
 
 A fold needs the state it starts from only to code against it. Keeping what changed costs some bytes a change, where a
 second state would cost all of them.

@@ -1,4 +1,4 @@
-"""What a study measured, as inputs of a plan."""
+"""Inputs of a plan from a study's measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of one sync as arithmetic on a `Scenario`. Symbols and units, as a mirror of this file has to have them:
+"""The cost of one sync as arithmetic on a `Scenario`. Symbols and units, which a mirror of this file must share:
 
 ==========  =======================================================================================================
 N           parameters; ``b`` bytes each (BF16: 2)

@@ -1,4 +1,4 @@
-"""The page: its template, style and scripts, and the data that the scripts draw."""
+"""The page: template, style, scripts, and the data that the scripts draw."""
 
 from __future__ import annotations
 

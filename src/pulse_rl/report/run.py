@@ -1,4 +1,4 @@
-"""A run as the page draws it, from the events that `pulse_rl.metrics.JsonLines` wrote in its processes."""
+"""The page's data for a run, from the events that its processes wrote with `pulse_rl.metrics.JsonLines`."""
 
 from __future__ import annotations
 

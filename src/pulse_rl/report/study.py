@@ -1,4 +1,4 @@
-"""A study as the page draws it: what it needs of the JSON of ``pulse study``, checked and made short."""
+"""The page's data for a study: the parts of the JSON of ``pulse study`` that it needs, checked and shortened."""
 
 from __future__ import annotations
 

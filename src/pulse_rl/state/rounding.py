@@ -1,4 +1,4 @@
-"""The compute dtypes, and the one cast into them: from FP32, rounded to nearest, ties to even.
+"""The compute dtypes, and the cast to them: from FP32, rounded to nearest, ties to even.
 
 A compute dtype is what a forward pass multiplies in. It is called as safetensors calls it, in any letter case.
 """

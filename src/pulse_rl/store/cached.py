@@ -1,4 +1,4 @@
-"""A store behind a local folder that keeps what it has read, so that a restart does not download it again."""
+"""A store with a local cache folder, so that a restart does not download everything again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a store safe to publish to? Asks the store itself, by racing creates and by reading back what was written."""
+"""Checks that a store is safe to publish to, by racing creates and by reading back what was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store in the memory of one process, for tests and for trainers and workers that are threads."""
+"""A store in the memory of one process, for tests and for trainers and workers that run as threads."""
 
 from __future__ import annotations
 

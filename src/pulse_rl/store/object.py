@@ -1,4 +1,4 @@
-"""Object stores (S3 and what speaks its protocol, Google Cloud Storage, Azure) through obstore."""
+"""Object stores (S3 and compatible, Google Cloud Storage, Azure) through obstore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning on a stream's links, without any input or output.
+"""Plans paths over a stream's links, without I/O.
 
 A link is a way to reach a version: an anchor reaches it from nothing, a patch from the version before, a fold from an
 earlier one. What to fetch is the cheapest path by bytes; a gap is an error that says what is missing on which side.

@@ -1,4 +1,4 @@
-"""The names of a stream's objects: built and parsed here, and spelled nowhere else (docs/format.md, section 6).
+"""The names of a stream's objects: built and parsed only here (docs/format.md, section 6).
 
 Names are zero-padded numbers, SHA-256 digests and checked words, so that no name that was read can lead elsewhere.
 """

@@ -1,4 +1,4 @@
-"""torch: the sparsity of a run while it trains, measured from a hook on the optimizer's step."""
+"""Measures the sparsity of a live run from a hook on the optimizer's step; needs torch."""
 
 from __future__ import annotations
 

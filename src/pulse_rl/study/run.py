@@ -1,4 +1,4 @@
-"""Walks through a source, in as many passes as the memory asks for, and makes the study of it."""
+"""Runs a study over a source, in as many passes as the memory limit requires."""
 
 from __future__ import annotations
 

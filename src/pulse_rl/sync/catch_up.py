@@ -27,7 +27,7 @@ _PREFETCH = 4
 class _Fetched(NamedTuple):
     """A link as it was planned and as its manifest has it, with the bytes of its patch; None for an anchor.
 
-    ``error`` is what went wrong: it is handed over, to be raised when it is the link's turn.
+    ``error``, if any, is raised when it is the link's turn.
     """
 
     planned: Link
@@ -41,7 +41,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     """Follows the cheapest working path of links to version ``target``; returns seconds by phase (see `Synced`).
 
     A link whose object is missing or damaged is avoided and the path planned again. Raises ChainGap when none is left;
-    the host state then rests at the last version that was verified. StoreUnavailable passes through.
+    the host state then stays at the last verified version. StoreUnavailable passes through.
     """
     host.recover()
     timer, route = PhaseTimer(), Route(stream, target)
@@ -65,7 +65,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
 
 
 def follow_link(host: HostState, stream: Stream, link: Link) -> None:
-    """Follows one link, whatever else leads to its version; raises what is wrong with it."""
+    """Follows this one link only; raises its error."""
     with closing(_fetch_ahead(stream, [link])) as fetched:
         for item in fetched:
             _follow(host, stream, item)

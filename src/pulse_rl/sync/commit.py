@@ -17,7 +17,7 @@ from .upload import Uploaded
 
 
 class Claim:
-    """``epoch`` is 0 until the stream is claimed, ``head`` the newest version known to be committed (None: none).
+    """``epoch`` is 0 until the stream is claimed; ``head`` is the newest version known to be committed (None: none).
 
     ``publisher`` is a random word that tells this publisher's manifests from another's. Once another publisher has
     claimed the stream, every call raises PublisherConflict.
@@ -31,7 +31,7 @@ class Claim:
         self._refused: str | None = None
 
     def check(self) -> None:
-        """Raises PublisherConflict where this publisher has been told that it was superseded."""
+        """Raises PublisherConflict if this publisher has been superseded."""
         if self._refused:
             raise PublisherConflict(self._refused)
 
@@ -88,7 +88,7 @@ class Claim:
             return 0
 
     def _refuse(self, reason: str) -> NoReturn:
-        self._refused = f"{reason}; this one (epoch {self.epoch}) has stopped, and the chain is whole"
+        self._refused = f"{reason}; this one (epoch {self.epoch}) has stopped, and the chain is intact"
         raise PublisherConflict(self._refused)
 
 

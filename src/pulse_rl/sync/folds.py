@@ -1,4 +1,4 @@
-"""Folds: patches over several versions, so that who is far behind fetches the logarithm of what was published.
+"""Folds: patches over several versions, so that workers far behind fetch the logarithm of what was published.
 
 A fold of span s leads from version k·s to (k+1)·s. It is stored only where it is smaller than the patches it spans.
 """

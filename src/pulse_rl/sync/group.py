@@ -45,7 +45,7 @@ class Member:
         self._staged: Update | None = None
         self._round = 0
         self.version: int | None = None
-        """The version that this member was last told to activate."""
+        """The version that this member last had to activate."""
 
     def poll(self) -> Update | None:
         """Takes part in the group's next step. Returns the update that all members scatter now, or None.

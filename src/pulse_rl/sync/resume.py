@@ -1,4 +1,4 @@
-"""How a publisher finds its baseline in a stream that it did not leave itself (docs/protocol.md, 3, "Resume")."""
+"""How a publisher finds its baseline in an existing stream (docs/protocol.md, 3, "Resume")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores the payloads of a version that is about to be committed (docs/protocol.md, section 3, "Upload")."""
+"""Stores the payloads of a version before its commit (docs/protocol.md, section 3, "Upload")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of a suite are written with: comparisons whose failures name the guarantee that is broken."""
+"""Assertions for the conformance tests: a failure names the broken guarantee."""
 
 from __future__ import annotations
 
