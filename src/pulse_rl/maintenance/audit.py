@@ -51,7 +51,7 @@ def audit(
     if isinstance(version, StateDigest):
         return _compare(live, version, state.aliases)
     if not isinstance(version, Manifest | str):
-        raise InputError(f"a {type(version).__name__} is not a version", hint="Pass subscriber.digest or a root.")
+        raise InputError(f"{type(version).__name__} is not a version", hint="Pass subscriber.digest or a root.")
     expected = version.root if isinstance(version, Manifest) else version
     return AuditReport(live.root == expected, live.root, expected, (), (), ())
 

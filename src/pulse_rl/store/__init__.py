@@ -44,7 +44,7 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
     if isinstance(address, Store):
         return address
     if not isinstance(address, str | os.PathLike) or not isinstance(text := os.fspath(address), str):
-        raise InputError(f"a {type(address).__name__} is not a store address")
+        raise InputError(f"{type(address).__name__} is not a store address")
     if not text or "\0" in text or _ONE_SLASH.match(text):
         raise InputError(f"{text!r} is not a store address", hint="Write a path, or scheme://bucket/prefix.")
     if "://" not in text:

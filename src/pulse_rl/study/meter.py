@@ -180,7 +180,7 @@ def _parameters(target: torch.nn.Module | torch.optim.Optimizer) -> dict[str, to
             names = group.get("param_names") or [f"group{g}.{i}" for i in range(len(group["params"]))]
             found |= dict(zip(names, group["params"], strict=True))
     else:
-        raise InputError(f"a {type(target).__name__} is neither a torch module nor an optimizer")
+        raise InputError(f"{type(target).__name__} is neither a torch module nor an optimizer")
     if not any(p.numel() for p in found.values()):
         raise InputError("there are no parameters to measure")
     return found
