@@ -24,12 +24,12 @@ _MAX_BROADCAST_BYTES = 1 << 26
 
 
 class Exchange:
-    """One trainer's side of a group of trainers; alone where torch.distributed is not initialised.
+    """One trainer's side of a group of trainers; a single trainer if torch.distributed is not initialised.
 
-    It makes a gloo group of its own, whatever the user's backend is: messages are small and made on the host, a lost
-    peer is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
+    It creates its own gloo group, whatever the user's backend is: messages are small and made on the host, a lost peer
+    is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
     ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all others. ``sent_bytes``
-    counts what left this process: messages travel round a ring, so each process passes on all but one of them, padded.
+    counts what left this process: messages travel around a ring, so each process forwards all but one of them, padded.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:

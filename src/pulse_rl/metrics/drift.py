@@ -14,7 +14,7 @@ QUIET = 50
 FACTOR = 3.0
 """The band: from a third of the median to three times the median."""
 IN_A_ROW = 3
-"""Versions outside the band before it counts; a single step without a reward to learn from is no drift."""
+"""Versions outside the band before it counts; a single step without a reward to learn from is not a drift."""
 
 
 class DriftWatch:

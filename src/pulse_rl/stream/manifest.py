@@ -130,8 +130,8 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     if patch and (not 0 <= patch.base < manifest.version or not patch.parts):
         yield f"has a patch from version {patch.base}"
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
-    told = [value for value in manifest.metadata.values() if isinstance(value, int)]
-    if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in [*counts, *(p.bytes for p in payloads), *told]):
+    facts = [value for value in manifest.metadata.values() if isinstance(value, int)]
+    if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in [*counts, *(p.bytes for p in payloads), *facts]):
         yield "has a count that is negative or beyond 63 bits"
     if patch and patch.changed > manifest.elements:
         yield f"counts {patch.changed} changes of {manifest.elements} elements"

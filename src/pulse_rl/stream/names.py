@@ -169,7 +169,7 @@ def check_word(word: object, what: str) -> None:
 
 
 def payload_digest(name: str) -> str | None:
-    """The SHA-256 that the bytes of a payload of any stream must have, None for an object that is no payload."""
+    """The SHA-256 that a payload's bytes must have, in any stream; None for an object that is not a payload."""
     stream, _, rest = name.partition("/")
     found = _PAYLOAD.fullmatch(rest.removeprefix("payloads/")) if rest.startswith("payloads/") else None
     return found[1] if found and _WORD.fullmatch(stream) else None

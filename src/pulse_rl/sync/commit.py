@@ -75,13 +75,14 @@ class Claim:
             return False
         self.head = manifest.version
         if manifest.anchor:
-            # Listed for newcomers. It is in the manifest, too, so failing to list it is no failure to publish.
+            # Listed for new workers. The manifest names it too, so failing to list it does not fail the publish.
             with suppress(StoreError):
                 self._stream.put_anchor_link(manifest.version, sum(p.bytes for p in manifest.anchor.shards))
         return True
 
     def _epoch_of(self, version: int) -> int:
-        """The epoch of a version that stands in the way; 0 where its manifest is damaged or gone: none to yield to."""
+        """The epoch of a version that already exists; 0 if its manifest is damaged or gone: no publisher to yield
+        to."""
         try:
             return self._stream.manifest(version).epoch
         except (FormatError, NotFound):

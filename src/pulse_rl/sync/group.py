@@ -1,8 +1,8 @@
 """Joint activation: the workers of a group switch to a version together (docs/protocol.md, section 5).
 
-All that they share are small objects in the store, below ``<stream>/groups/<group>``: each member's note of the round
-it has staged, the rounds' targets, each created by whoever proposes it first, and the switches, each created once every
-live member has staged its target.
+They share only small objects in the store, under ``<stream>/groups/<group>``: each member's note of the round it has
+staged, the rounds' targets, each created by whoever proposes it first, and the switches, each created once every live
+member has staged its target.
 """
 
 from __future__ import annotations

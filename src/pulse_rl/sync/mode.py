@@ -18,15 +18,15 @@ MODES = ("patch", "anchor", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Whether a version is an anchor alone, and why: "" where it was not for the library to choose."""
+    """Whether a version is an anchor alone, and why: "" if the library did not choose."""
 
     anchor: bool
     reason: str = ""
 
 
 class ModeSelector:
-    """What ``mode`` means for each version; raises InputError unless ``bandwidth`` (bit/s, or text such as "50Mbit")
-    is given exactly where it is needed."""
+    """What ``mode`` means for each version; raises InputError unless ``bandwidth`` (bit/s, or text such as "50Mbit") is
+    given exactly when it is needed."""
 
     def __init__(self, mode: str, bandwidth: str | float | None, codec: str, threads: int | None) -> None:
         if mode not in MODES:
