@@ -11,10 +11,10 @@ from pulse_rl.cli import make_parser
 PAGE = Path(__file__).parent / "commands.md"
 _HEAD = """# Commands
 
-Each command prints readable lines, or with `--json` one JSON object a result. Errors are one line with a hint on
-stderr. Exit status: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted. Checkpoints are `.safetensors`
-files, or folders with `model.safetensors` or with a sharded checkpoint and its index.
-`python docs/make_commands.py` writes this page.
+Each command prints readable lines, or with `--json` one JSON object per result. Errors are one line with a hint on
+stderr. Exit status: 0 success, 1 refused or failed, 2 usage error, 130 interrupted. A checkpoint is a `.safetensors`
+file, or a folder with `model.safetensors` or with a sharded checkpoint and its index.
+`python docs/make_commands.py` generates this page.
 """
 
 

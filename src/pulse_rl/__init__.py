@@ -177,7 +177,7 @@ def __dir__() -> list[str]:
 def state_root(source: StateSource, *, threads: int | None = None) -> str:
     """The root of any state as 64 hexadecimal digits (docs/format.md, section 2).
 
-    ``source``: a mapping of names to tensors, a `State`, or a checkpoint's path. ``threads``: at most so many at once
-    (None: one a core). Raises InputError, UnsupportedTensor and CorruptCheckpoint.
+    ``source``: a mapping of names to tensors, a `State`, or a checkpoint's path. ``threads``: the maximum number (None:
+    one per core). Raises InputError, UnsupportedTensor and CorruptCheckpoint.
     """
     return state_digest(as_state(source), threads=threads).root

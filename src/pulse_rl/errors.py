@@ -3,36 +3,36 @@
 ::
 
     PulseError
-    ├── ConcurrentUse           two threads in one object
-    ├── InputError              what the caller gave cannot be used
-    │   ├── UnsupportedTensor   a dtype or layout that has no plain bit view
-    │   ├── StateMismatch       names, dtypes or shapes differ from those required
-    │   └── InvalidName         a stream or object name that could escape its place
-    ├── FormatError             bytes that are not a well-formed object
+    ├── ConcurrentUse           two threads use one object
+    ├── InputError              the caller's input is unusable
+    │   ├── UnsupportedTensor   a dtype or layout without a plain bit view
+    │   ├── StateMismatch       names, dtypes or shapes differ from what is required
+    │   └── InvalidName         an invalid stream or object name
+    ├── FormatError             malformed bytes
     │   ├── CorruptPatch
     │   ├── CorruptManifest
-    │   ├── CorruptCheckpoint   a safetensors file (an anchor's shard too)
-    │   └── CorruptMessage      what another trainer sent in a round
-    ├── IntegrityError          well-formed, but not what a digest promises
+    │   ├── CorruptCheckpoint   a safetensors file (including an anchor's shard)
+    │   └── CorruptMessage      another trainer's message in a round
+    ├── IntegrityError          well-formed, but does not match a digest
     │   ├── WrongBase           a patch for another state
     │   ├── DigestMismatch
     │   └── Untrusted           a manifest that no trusted key has signed
     ├── StoreError
     │   ├── NotFound
-    │   ├── AlreadyExists       a create-if-absent that came second
-    │   ├── StoreUnavailable    unreachable, or failing after retries
+    │   ├── AlreadyExists       create-if-absent of an existing object
+    │   ├── StoreUnavailable    unreachable, or still failing after retries
     │   └── StoreFull
     ├── StreamError
-    │   ├── EmptyStream         no version was committed yet
+    │   ├── EmptyStream         no version has been committed yet
     │   ├── ChainGap            no path of stored objects leads to the version
     │   ├── PublisherConflict   another publisher committed to the stream
     │   └── SubscriberPoisoned  the host state is not a verified version
     └── LocoError
-        ├── TrainerLost         a trainer died or stalled; nothing of the round took effect
+        ├── TrainerLost         a trainer died or stalled; the round had no effect
         ├── Diverged            the trainers do not hold the same theta
         └── NonFinite           a pseudo-gradient with NaN or Inf
 
-Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence that says what to do.
+Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence on what to do.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from typing import ClassVar
 
 
 class PulseError(Exception):
-    """Base of all errors raised on purpose by this library.
+    """Base class of all errors that this library raises on purpose.
 
     ``kind`` is stable across releases. ``str(error)`` says what happened, ``hint`` what to do about it.
     """
 
     kind: ClassVar[str] = "error"
-    default_hint: ClassVar[str] = "See the message; if it makes no sense, please report it."
+    default_hint: ClassVar[str] = "See the message; if it is unclear, please report it."
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -66,12 +66,12 @@ class InputError(PulseError, ValueError):
 
 class UnsupportedTensor(InputError):
     kind = "unsupported_tensor"
-    default_hint = "Pass dense CPU or device tensors of whole-byte dtypes; gather sharded ones first."
+    default_hint = "Pass dense CPU or device tensors with whole-byte dtypes; gather sharded tensors first."
 
 
 class StateMismatch(InputError):
     kind = "state_mismatch"
-    default_hint = "Both states must hold the same tensor names, dtypes and shapes."
+    default_hint = "Both states must have the same tensor names, dtypes and shapes."
 
 
 class InvalidName(InputError):
@@ -81,22 +81,22 @@ class InvalidName(InputError):
 
 class FormatError(PulseError):
     kind = "format"
-    default_hint = "The bytes are damaged or were written by something else; fetch or make them again."
+    default_hint = "The data is damaged or was not written by pulse-rl; fetch or create it again."
 
 
 class CorruptPatch(FormatError):
     kind = "corrupt_patch"
-    default_hint = "Fetch the patch again; if it stays like this, restore from an anchor."
+    default_hint = "Fetch the patch again; if the error persists, restore from an anchor."
 
 
 class CorruptManifest(FormatError):
     kind = "corrupt_manifest"
-    default_hint = "Run `pulse verify` on the stream to see which versions can still be reached."
+    default_hint = "Run `pulse verify` on the stream to see which versions are still reachable."
 
 
 class CorruptCheckpoint(FormatError):
     kind = "corrupt_checkpoint"
-    default_hint = "The file is damaged or incomplete: copy or write it again."
+    default_hint = "The file is damaged or incomplete; copy or write it again."
 
 
 class CorruptMessage(FormatError):
@@ -106,7 +106,7 @@ class CorruptMessage(FormatError):
 
 class IntegrityError(PulseError):
     kind = "integrity"
-    default_hint = "Nothing wrong was exposed; sync again, or run `pulse verify` on the stream."
+    default_hint = "No unverified data was exposed; sync again, or run `pulse verify` on the stream."
 
 
 class WrongBase(IntegrityError):
@@ -130,22 +130,22 @@ class StoreError(PulseError):
 
 class NotFound(StoreError):
     kind = "not_found"
-    default_hint = "The object is not in the store: check the stream's name and that nothing deleted it."
+    default_hint = "Check the stream's name, and that the object was not deleted."
 
 
 class AlreadyExists(StoreError):
     kind = "already_exists"
-    default_hint = "Objects are immutable: choose another name, or read the existing object back."
+    default_hint = "Objects are immutable: choose another name, or read the existing object."
 
 
 class StoreUnavailable(StoreError):
     kind = "store_unavailable"
-    default_hint = "Nothing was lost; repeat the call when the store can be reached."
+    default_hint = "Nothing was lost; retry when the store is reachable."
 
 
 class StoreFull(StoreError):
     kind = "store_full"
-    default_hint = "Free some space and repeat the call; nothing was lost."
+    default_hint = "Nothing was lost; free some space and retry."
 
 
 class StreamError(PulseError):
@@ -159,12 +159,12 @@ class EmptyStream(StreamError):
 
 class ChainGap(StreamError):
     kind = "chain_gap"
-    default_hint = "Publish a new version with an anchor, or put the missing object back into the store."
+    default_hint = "Publish a new version with an anchor, or restore the missing object in the store."
 
 
 class PublisherConflict(StreamError):
     kind = "publisher_conflict"
-    default_hint = "One stream has one publisher: stop one of the two, then create a new Publisher to continue."
+    default_hint = "One stream has one publisher: stop one of them, then create a new Publisher to continue."
 
 
 class SubscriberPoisoned(StreamError):
@@ -178,7 +178,7 @@ class LocoError(PulseError):
 
 class TrainerLost(LocoError):
     kind = "trainer_lost"
-    default_hint = "Initialise torch.distributed anew with those that are left, then call rejoin() (docs/loco.md, 5)."
+    default_hint = "Reinitialise torch.distributed with the remaining trainers, then call rejoin() (docs/loco.md, 5)."
 
 
 class Diverged(LocoError):
@@ -188,4 +188,6 @@ class Diverged(LocoError):
 
 class NonFinite(LocoError):
     kind = "non_finite"
-    default_hint = "Call rewind() to go back to the last common round, or restore a checkpoint; then lower the rate."
+    default_hint = (
+        "Call rewind() to go back to the last common round, or restore a checkpoint; then lower the learning rate."
+    )

@@ -1,7 +1,7 @@
-"""What happens, as frozen dataclasses handed to a callback: metrics and progress bars are listeners.
+"""Events: frozen dataclasses passed to a callback. Metrics and progress bars are listeners.
 
-Everywhere ``stream`` is the stream's name, ``version`` and ``base`` are version numbers, ``root`` is a state's root (64
-hexadecimal digits), ``metadata`` the publisher's own facts, ``seconds`` a wall-clock duration, and ``reason`` an
+In all events ``stream`` is the stream's name, ``version`` and ``base`` are version numbers, ``root`` is a state's root
+(64 hexadecimal digits), ``metadata`` the publisher's own data, ``seconds`` a wall-clock duration, and ``reason`` an
 error's message.
 """
 
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from .errors import PulseError
 
 Metadata = dict[str, str | int | float | bool]
-"""The publisher's own facts about a version (a training step, a reward), small and flat."""
+"""The publisher's own data about a version (a training step, a reward), small and flat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """``done`` of ``total`` bytes of model went through ``stage`` (diff, apply, digest, upload, restore)."""
+    """``stage`` (diff, apply, digest, upload, restore) has processed ``done`` of ``total`` bytes of model."""
 
     stage: str
     done: int
@@ -34,10 +34,10 @@ class Published:
 
     ``elements`` and ``dense_bytes`` are those of the whole state. ``changed`` counts the elements that the patch
     changes; None where the version has no patch (the first one, after a change of the tensor set, or an anchor alone).
-    ``phases`` are wall-clock seconds: "resume" (claiming the stream, finding its head; next to nothing after the first
-    call), "choose" (only where the mode measures), "build" (diff, encode and proof, or the copy of the whole state),
-    "upload" and "commit" (the manifest; then the baseline moves). ``reason`` says why a publisher that chooses by
-    itself stored a patch or an anchor.
+    ``phases`` are wall-clock seconds: "resume" (claiming the stream, finding its head; almost nothing after the first
+    call), "choose" (only where the mode measures), "build" (diff, encode and verify, or the copy of the full state),
+    "upload" and "commit" (the manifest; then the baseline moves). ``reason`` says why a publisher in mode "auto" stored
+    a patch or an anchor.
     """
 
     stream: str
@@ -55,12 +55,12 @@ class Published:
 
     @property
     def density(self) -> float:
-        """Changed elements / all elements; 1.0 where the version has no patch, so that all elements are sent."""
+        """Changed elements / all elements; 1.0 if the version has no patch, since then all elements are sent."""
         return 1.0 if self.changed is None else self.changed / max(self.elements, 1)
 
     @property
     def ratio(self) -> float:
-        """Bytes of a full sync / bytes that a worker at the version before fetches: the patch, or else the anchor."""
+        """Bytes of a full sync / bytes that a worker one version behind fetches: the patch, or else the anchor."""
         return self.dense_bytes / max(self.patch_bytes or self.anchor_bytes, 1)
 
     @property
@@ -71,8 +71,9 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A publisher found its stream at ``version``; ``how`` it got its baseline: "matched" (the caller's state has the
-    head's root), "restored" (from the store), or "anchored" (the head could not be restored, see ``reason``)."""
+    """A publisher found its stream at ``version``; ``how`` is the way it got its baseline: "matched" (the caller's
+    state has the head's root), "restored" (from the store), or "anchored" (the head could not be restored, see
+    ``reason``)."""
 
     stream: str
     version: int
@@ -82,14 +83,14 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """A subscriber's host state is now the verified ``version``; ``previous`` is the one that was told before (None:
-    none).
+    """A subscriber's host state is now the verified ``version``; ``previous`` is the version that the caller had before
+    (None: none).
 
-    ``links`` are the objects' roles, in order; ``fetched_bytes`` is what they have together.
+    ``links`` are the roles of the objects, in order; ``fetched_bytes`` is their total size.
 
-    ``lag_seconds`` is how old the version was by then: from the publisher's clock at its commit to this machine's.
-    ``phases`` are wall-clock seconds: "plan" (what is new, and the way to it), "fetch" (waiting for patches; what
-    arrives while another is applied costs nothing), "apply" (decode, scatter, SHA-256) and "restore" (an anchor, its
+    ``lag_seconds`` is the age of the version: from its commit by the publisher's clock to now by this machine's.
+    ``phases`` are wall-clock seconds: "plan" (finding what is new and the path to it), "fetch" (waiting for patches;
+    fetching while another is applied does not count), "apply" (decode, scatter, SHA-256) and "restore" (an anchor, its
     fetch included).
     """
 
@@ -105,14 +106,14 @@ class Synced:
 
     @property
     def versions_behind(self) -> int | None:
-        """How many versions the worker was behind when it looked; None where it had none."""
+        """How many versions the worker was behind when it looked; None if it had none."""
         return None if self.previous is None else self.version - self.previous
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A live model took over ``version``, and could not generate for ``seconds``. Only the caller knows: it makes this
-    event and hands it to its listener."""
+    """A live model switched to ``version`` and could not generate for ``seconds``. Only the caller knows this: it
+    creates the event and passes it to its listener."""
 
     stream: str
     version: int
@@ -121,7 +122,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class PathFailed:
-    """A way to a version, ``link``, did not work and another is tried. ``kind`` is the error's (`pulse_rl.errors`)."""
+    """A path to a version failed at ``link``, and another is tried. ``kind`` is the error's (`pulse_rl.errors`)."""
 
     stream: str
     link: str
@@ -131,7 +132,7 @@ class PathFailed:
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
-    """A ``call``, "publish" or "sync", raised an error; ``kind`` is its stable word (`pulse_rl.errors`)."""
+    """A ``call``, "publish" or "sync", raised an error; ``kind`` is the error's stable name (`pulse_rl.errors`)."""
 
     stream: str
     call: str
@@ -141,8 +142,8 @@ class CallFailed:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A fold over the versions from ``base`` to ``version`` was made: stored, unless ``nbytes`` is not less than the
-    ``patch_bytes`` that it spans."""
+    """A fold over the versions from ``base`` to ``version`` was made. It was stored only if its ``nbytes`` are fewer
+    than the ``patch_bytes`` that it spans."""
 
     stream: str
     base: int
@@ -153,7 +154,7 @@ class Folded:
 
 @dataclass(frozen=True, slots=True)
 class FoldFailed:
-    """A fold could not be made or stored. Readers take the patches instead."""
+    """A fold could not be made or stored. Readers use the patches instead."""
 
     stream: str
     base: int
@@ -163,7 +164,8 @@ class FoldFailed:
 
 @dataclass(frozen=True, slots=True)
 class DensityDrift:
-    """``density`` left its usual band, ``low`` to ``high``, for several versions (`pulse_rl.metrics.DriftWatch`)."""
+    """``density`` was outside its usual band, ``low`` to ``high``, for several versions
+    (`pulse_rl.metrics.DriftWatch`)."""
 
     stream: str
     version: int

@@ -99,7 +99,7 @@ def test_a_scrape_of_real_syncs_parses_and_names_follow_the_conventions(rng: Rng
 
 def test_one_object_serves_a_registry(registry: CollectorRegistry) -> None:
     PrometheusMetrics(registry)
-    with pytest.raises(InputError, match="cannot be registered") as caught:
+    with pytest.raises(InputError, match="cannot register the metrics") as caught:
         PrometheusMetrics(registry)
     assert "Share" in caught.value.hint
 

@@ -245,7 +245,7 @@ def test_a_wrong_count_of_changes_is_refused_and_undone(rng: Rng) -> None:
     first, last = made.header.blocks
     lying = dataclasses.replace(made.header, blocks=(first, last._replace(changed=last.changed + 1)))
     state, digest = digested(old)
-    with pytest.raises(CorruptPatch, match=r"block 1 \(b\[0:500\]\): 5 changes, the header counts 6"):
+    with pytest.raises(CorruptPatch, match=r"block 1 \(b\[0:500\]\): 5 changes, but the header says 6"):
         apply_patch(Patch.parse(lying.to_bytes() + b"".join(made.chunks[1:])), state, digest)
     assert snapshot(state) == snapshot(old)
 

@@ -138,5 +138,5 @@ def test_a_study_settles_params_density_and_bytes() -> None:
 
 @pytest.mark.parametrize("study", [None, [], {}, {"rows": []}, STUDY | {"parameters": 0}, STUDY | {"rows": [{"k": 1}]}])
 def test_what_is_no_study_is_refused(study: object) -> None:
-    with pytest.raises(InputError, match="no study"):
+    with pytest.raises(InputError, match="not a study"):
         from_study(study)

@@ -370,7 +370,7 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_study_is_an_input_error(damage: Any) -> None:
-    with pytest.raises(InputError, match="no study"):
+    with pytest.raises(InputError, match="not a study"):
         render(study=damage(study()))
 
 
@@ -393,12 +393,12 @@ def test_refusals(tmp_path: Path, pulse: Pulse) -> None:
     write(tmp_path / "two/events-other.jsonl", [published(0, stream="b")])
     (tmp_path / "broken.json").write_text("{")
     write_run(tmp_path / "one", 2)
-    pulse.refused("report", tmp_path / "nothing", "-o", out, kind="input", match="there is no")
+    pulse.refused("report", tmp_path / "nothing", "-o", out, kind="input", match="does not exist")
     pulse.refused("report", tmp_path / "empty", "-o", out, kind="input", match="no events")
     pulse.refused("report", tmp_path / "two", "-o", out, kind="input", match="streams a, b")
     pulse.refused("report", tmp_path / "one", "--stream", "x", "-o", out, kind="input", match="'x'")
     pulse.refused("report", tmp_path / "broken.json", "-o", out, kind="input", match="cannot read")
     pulse.refused("report", tmp_path / "one", "-o", tmp_path / "one", kind="store", match="one")
     assert not out.exists()
-    assert "run on one page" in pulse("report", tmp_path / "two", "--stream", "b", "-o", out)
+    assert "run report" in pulse("report", tmp_path / "two", "--stream", "b", "-o", out)
     assert pulse.json("report", tmp_path / "one/events-trainer.jsonl", "-o", out)["run"]

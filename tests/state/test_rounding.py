@@ -160,7 +160,7 @@ def test_compute_dtypes_have_names_in_any_letter_case(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp16", "F32", "I8", "", None, torch.bfloat16])
 def test_what_is_no_compute_dtype(name: object) -> None:
-    with pytest.raises(InputError, match="no compute dtype") as caught:
+    with pytest.raises(InputError, match="unknown compute dtype") as caught:
         compute_dtype_named(name)  # type: ignore[arg-type]
     assert "BF16, F16, F8_E4M3, F8_E5M2" in caught.value.hint
 

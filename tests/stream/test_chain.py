@@ -72,7 +72,7 @@ def test_the_order_of_the_links_does_not_matter() -> None:
     [
         ((4, 5), None, "the chain reaches version 4"),
         ((4, 5), 2, "the chain reaches version 4"),
-        ((None, 0), None, "nothing below it can be reached"),
+        ((None, 0), None, "nothing below it is reachable"),
         ((2, 3), 2, "the chain reaches version 2"),
     ],
 )

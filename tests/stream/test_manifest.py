@@ -166,7 +166,7 @@ def test_keys_in_another_order_are_refused() -> None:
 
 def test_a_manifest_of_another_place_is_refused() -> None:
     for place in ({"version": 8}, {"stream": "other"}):
-        with pytest.raises(CorruptManifest, match="says it is version 7 of 'policy'"):
+        with pytest.raises(CorruptManifest, match="claims to be version 7 of 'policy'"):
             read(GOLDEN, **place)
 
 

@@ -127,9 +127,9 @@ def test_the_default_neither_compares_nor_explains(rng: Rng) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "fast"}, "no mode 'fast'"),
+        ({"mode": "fast"}, "unknown mode 'fast'"),
         ({"mode": "auto"}, "needs a bandwidth"),
-        ({"bandwidth": "50Mbit"}, "has no use for a bandwidth"),
+        ({"bandwidth": "50Mbit"}, "takes no bandwidth"),
         ({"mode": "auto", "bandwidth": "50"}, "not a bandwidth"),
         ({"mode": "auto", "bandwidth": 0}, "above 0"),
         ({"mode": "auto", "bandwidth": 1e6, "codec": "dense"}, "costs of codec 'dense'"),

@@ -116,7 +116,7 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | N
     """
     threads = default_threads() if threads is None else threads
     if threads < 1:
-        raise InputError(f"{threads} threads cannot work", hint="Give at least 1, or None for all cores.")
+        raise InputError(f"threads must be at least 1, not {threads}", hint="Pass None for one per core.")
     if threads == 1:
         for item in items:
             checkpoint()

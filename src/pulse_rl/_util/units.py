@@ -46,7 +46,7 @@ def parse_count(text: str) -> int:
     match = _matched(_COUNT, text)
     value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] if match else math.nan
     if not 1 <= value < math.inf:
-        raise InputError(f"{text!r} is not a number from 1 on", hint="Write it like 12, 22.6M or 7B.")
+        raise InputError(f"{text!r} is not a positive number", hint="Write it like 12, 22.6M or 7B.")
     return round(value)
 
 

@@ -1,7 +1,7 @@
-"""The command ``pulse``. Each command prints readable lines, or one JSON object a result with ``--json``.
+"""The command ``pulse``. Each command prints readable lines, or with ``--json`` one JSON object per result.
 
-Exit status: 0 done, 1 refused or failed with an error of `pulse_rl.errors` (one line with a hint on stderr), 2 wrong
-usage, 130 interrupted.
+Exit status: 0 success, 1 refused or failed with an error of `pulse_rl.errors` (one line with a hint on stderr), 2 usage
+error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -47,16 +47,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pulse {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON")
-    common.add_argument("--threads", type=_count, default=None, metavar="N", help="threads (default: one a core)")
+    common.add_argument(
+        "--threads", type=_count, default=None, metavar="N", help="number of threads (default: one per core)"
+    )
     coding = argparse.ArgumentParser(add_help=False)
     coding.add_argument(
         "--codec",
         choices=codecs.names(),
         default=codecs.DEFAULT,
-        help=f"how changes are coded (default: {codecs.DEFAULT})",
+        help=f"codec for the changes (default: {codecs.DEFAULT})",
     )
     stream = argparse.ArgumentParser(add_help=False)
-    stream.add_argument("store", metavar="STORE", help="a folder, file://, s3://, gs:// or az://")
+    stream.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
     stream.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
     trust = argparse.ArgumentParser(add_help=False)
     trust.add_argument(
@@ -69,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("diff", parents=[common, coding], help="make a patch from two checkpoints")
     command.add_argument("old", metavar="OLD", help="a checkpoint: a .safetensors file or a folder")
-    command.add_argument("new", metavar="NEW", help="the checkpoint that the patch leads to")
+    command.add_argument("new", metavar="NEW", help="the checkpoint that the patch produces")
     command.add_argument("-o", "--output", required=True, metavar="PATCH", help="the patch file to write")
     command.set_defaults(run=files.diff)
 
@@ -81,29 +83,29 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=files.apply)
 
-    command = commands.add_parser("inspect", parents=[common], help="show what is in a patch")
+    command = commands.add_parser("inspect", parents=[common], help="show the contents of a patch")
     command.add_argument("patch", metavar="PATCH", help="a patch file")
     command.set_defaults(run=files.inspect)
 
     command = commands.add_parser("digest", parents=[common], help="print a checkpoint's root")
     command.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
-    command.add_argument("--tensors", action="store_true", help="print the digest of each tensor, too")
+    command.add_argument("--tensors", action="store_true", help="also print the digest of each tensor")
     command.set_defaults(run=files.digest)
 
     command = commands.add_parser("publish", parents=[common, coding], help="publish a checkpoint as the next version")
     command.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
-    command.add_argument("store", metavar="STORE", help="a folder, file://, s3://, gs:// or az://")
+    command.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
     command.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
     command.add_argument("--sign-key", metavar="FILE", help="sign the version with this private key (see keygen)")
     command.set_defaults(run=streams.publish)
 
     command = commands.add_parser(
-        "follow", parents=[common, stream, trust], help="keep a checkpoint at the newest version"
+        "follow", parents=[common, stream, trust], help="keep a checkpoint up to date with a stream"
     )
     command.add_argument("--out", required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
     command.add_argument("--once", action="store_true", help="sync once, then exit")
     command.add_argument(
-        "--poll", type=_seconds, default=1.0, metavar="SECONDS", help="time between two looks (default: 1)"
+        "--poll", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between polls of the store (default: 1)"
     )
     command.add_argument("--cache", metavar="DIR", help="keep downloaded payloads in this folder")
     command.set_defaults(run=streams.follow)
@@ -112,7 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=streams.verify)
 
     command = commands.add_parser(
-        "fold", parents=[common, stream], help="make patches over many versions, for workers that are far behind"
+        "fold", parents=[common, stream], help="make patches that span many versions, for workers that are far behind"
     )
     command.add_argument(
         "--folds",
@@ -120,14 +122,12 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=list(DEFAULT_FOLDS),
         metavar="N",
-        help="versions that a fold spans (default: 8 64)",
+        help="how many versions each fold spans (default: 8 64)",
     )
     command.set_defaults(run=streams.fold)
 
     command = commands.add_parser("gc", parents=[common, stream], help="delete what the kept versions do not need")
-    command.add_argument(
-        "--keep", type=_count, required=True, metavar="N", help="how many versions to keep, from the newest"
-    )
+    command.add_argument("--keep", type=_count, required=True, metavar="N", help="number of newest versions to keep")
     command.add_argument(
         "--grace",
         type=_seconds,
@@ -139,11 +139,11 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=streams.gc)
 
     command = commands.add_parser("keygen", parents=[common], help="make a private key and print its public key")
-    command.add_argument("file", metavar="FILE", help="the new file for the private key")
+    command.add_argument("file", metavar="FILE", help="file to write the private key to; must not exist")
     command.set_defaults(run=streams.keygen)
 
     command = commands.add_parser("store-check", parents=[common], help="check that a store is safe to publish to")
-    command.add_argument("store", metavar="STORE", help="a folder, file://, s3://, gs:// or az://")
+    command.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
     command.set_defaults(run=streams.store_check)
 
     plan.add_parser(commands)
@@ -154,7 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 

@@ -46,7 +46,7 @@ def apply(args: argparse.Namespace, console: Console) -> int:
     out = Path(args.output)
     target = out if out.suffix == ".safetensors" else out / FILE_NAME
     if target.parent.is_dir() and (target.parent / INDEX_NAME).exists():
-        raise InputError(f"{target.parent} holds a sharded checkpoint", hint="Give another folder or a new file.")
+        raise InputError(f"{target.parent} holds a sharded checkpoint", hint="Choose another folder or a new file.")
     parsed = _read(args.patch)
     base, metadata = load(args.base)
     digest = state_digest(base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes))
@@ -114,7 +114,7 @@ def _read(path: str) -> Patch:
         with Path(path).open("rb") as file:
             start = file.read(len(MAGIC))
             if start != MAGIC:  # before all of a file that may be anything is read
-                raise CorruptPatch("this is not a pulse patch: its first bytes are not the magic")
+                raise CorruptPatch("not a pulse patch: it does not start with the magic bytes")
             return Patch.parse(start + file.read())
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}", hint="Check the path.") from None

@@ -42,9 +42,9 @@ class Console:
         if isinstance(event, Progress):
             self._progress(event)
         elif isinstance(event, PathFailed):
-            self.note(f"trying another path: {event.link} failed: {event.reason}")
+            self.note(f"{event.link} failed, trying another path: {event.reason}")
         elif isinstance(event, Resumed) and event.how == "anchored":
-            self.note(f"version {event.version} could not be restored, starting anew with an anchor: {event.reason}")
+            self.note(f"version {event.version} could not be restored, starting over with an anchor: {event.reason}")
 
     def _progress(self, event: Progress) -> None:
         now = time.monotonic()

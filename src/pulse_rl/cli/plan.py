@@ -1,4 +1,4 @@
-"""The command plan: what a sync will cost, before anything is run."""
+"""The command plan: the cost of a sync, before anything is run."""
 
 from __future__ import annotations
 
@@ -21,33 +21,31 @@ def add_parser(commands: Any) -> None:
     command = commands.add_parser("plan", help="predict the bytes, time and GPU utilisation of a sync")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--params", metavar="N", help="number of parameters: 7B, 0.5B, 22.6M")
-    command.add_argument("--density", metavar="D", help="share of weights that a step changes: 0.01")
+    command.add_argument("--density", metavar="D", help="fraction of the weights that a step changes: 0.01")
     command.add_argument("--study", metavar="FILE", help="take --params and --density from the JSON of `pulse study`")
-    command.add_argument("--step-seconds", required=True, metavar="T", help="seconds of computing in a step")
+    command.add_argument("--step-seconds", required=True, metavar="T", help="seconds of compute per step")
     command.add_argument(
         "--bandwidth", required=True, metavar="B", help="bandwidth of a worker's link: 0.2Gbit, 10MB/s"
     )
-    command.add_argument("--upload-bandwidth", metavar="B", help="bandwidth of the trainer's link (default: same)")
+    command.add_argument("--upload-bandwidth", metavar="B", help="bandwidth of the trainer's link (default: the same)")
     command.add_argument(
-        "--workers", default="1", metavar="W", help="number of workers, each on its own link (default 1)"
+        "--workers", default="1", metavar="W", help="number of workers, each on its own link (default: 1)"
     )
     command.add_argument("--shared-link", action="store_true", help="all workers share one link")
     command.add_argument(
-        "--cores", default="8", metavar="C", help="CPU cores of the trainer and of each worker (default 8)"
+        "--cores", default="8", metavar="C", help="CPU cores of the trainer and of each worker (default: 8)"
     )
     command.add_argument(
-        "--round-trip-seconds", default="0", metavar="SECONDS", help="round-trip time to the store (default 0)"
+        "--round-trip-seconds", default="0", metavar="SECONDS", help="round-trip time to the store (default: 0)"
     )
-    command.add_argument("--target", default="0.9", metavar="U", help="GPU utilisation to aim at (default 0.9)")
+    command.add_argument("--target", default="0.9", metavar="U", help="target GPU utilisation (default: 0.9)")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     measured = from_study(_read(args.study)) if args.study else None
     if measured is None and (args.params is None or args.density is None):
-        raise InputError(
-            "the number of changed parameters is not known", hint="Give --params and --density, or --study."
-        )
+        raise InputError("the number of changed parameters is unknown", hint="Give --params and --density, or --study.")
     plan = make_plan(
         Scenario(
             params=measured.params if measured and args.params is None else parse_count(args.params),
@@ -86,7 +84,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
 def _lines(plan: Plan) -> list[str]:
     inputs, wins = plan.scenario, plan.full_wins
     lines = [
-        f"{inputs.params:,} parameters, density {inputs.density:.3%}, {inputs.step_seconds:g} s a step, "
+        f"{inputs.params:,} parameters, density {inputs.density:.3%}, {inputs.step_seconds:g} s per step, "
         f"{format_bandwidth(inputs.bandwidth)} to each worker",
         f"  {'':18} {'bytes/sync':>10} {'utilisation':>12} {'of a worker':>14} {'time/sync':>10}  "
         f"bandwidth for {inputs.target:.0%}",
@@ -110,11 +108,11 @@ def _read(path: str) -> Any:
     try:
         return json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}", hint="Give what `pulse study --json` printed.") from None
+        raise InputError(f"cannot read {path}: {error}", hint="Give the output of `pulse study --json`.") from None
 
 
 def _number(option: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"{option} is {text!r}, not a number") from None
+        raise InputError(f"{option} must be a number, not {text!r}") from None

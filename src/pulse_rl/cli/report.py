@@ -18,20 +18,20 @@ STUDY_NAME = "study.json"
 
 def add_parser(commands: Any) -> None:
     """Adds the command to ``commands``, argparse's sub-parsers."""
-    command = commands.add_parser("report", help="draw a run or a study as one HTML page")
+    command = commands.add_parser("report", help="write a run or a study as one HTML page")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument(
         "source", metavar="RUN", help="a folder with events*.jsonl, study.json or both, or one such file"
     )
-    command.add_argument("-o", "--output", required=True, metavar="HTML", help="the page to write")
-    command.add_argument("--stream", metavar="S", help="the stream to draw, if the run has several")
+    command.add_argument("-o", "--output", required=True, metavar="HTML", help="the HTML file to write")
+    command.add_argument("--stream", metavar="S", help="the stream to show, if the run has several")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     source, out = Path(args.source), Path(args.output)
     if not source.exists():
-        raise InputError(f"there is no {source}", hint="Check the path.")
+        raise InputError(f"{source} does not exist", hint="Check the path.")
     study = _study_of(source)
     drawn = None
     if source.is_file():
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     shown = {"run": drawn is not None, "study": study is not None}
     facts = {"output": str(out), "bytes": len(page), **shown, "summary": drawn["summary"] if drawn else None}
     what = " and ".join(name for name, there in shown.items() if there)
-    console.result(facts, [f"{out}: the {what} on one page, {format_bytes(len(page))}"])
+    console.result(facts, [f"{out}: {what} report, {format_bytes(len(page))}"])
     return 0
 
 
@@ -55,4 +55,4 @@ def _study_of(source: Path) -> Any:
     try:
         return json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {file}: {error}", hint="Give what `pulse study --json` printed.") from None
+        raise InputError(f"cannot read {file}: {error}", hint="Give the output of `pulse study --json`.") from None

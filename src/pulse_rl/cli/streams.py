@@ -57,7 +57,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
 def follow(args: argparse.Namespace, console: Console) -> int:
     out = Path(args.out)
     if (out / INDEX_NAME).exists():
-        raise InputError(f"{out} holds a sharded checkpoint", hint="Give a folder of its own to --out.")
+        raise InputError(f"{out} holds a sharded checkpoint", hint="Give --out a separate folder.")
     subscriber = Subscriber(
         _store(args.store),
         stream=args.stream,
@@ -75,7 +75,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         except StoreUnavailable as error:
             if args.once:
                 raise
-            console.note(f"{error}; trying again")
+            console.note(f"{error}; retrying")
             time.sleep(args.poll)
             continue
         if update is not None:
@@ -100,7 +100,7 @@ def verify(args: argparse.Namespace, console: Console) -> int:
         versions += 1
         problems += [{"version": report.version, "problem": p} for p in report.problems]
     lines = [f"version {p['version']}: {p['problem']}" for p in problems]
-    verdict = f"{len(problems)} problems" if problems else "every link leads to its root"
+    verdict = f"{len(problems)} problems" if problems else "all links are valid"
     facts = {"stream": args.stream, "versions": versions, "ok": not problems, "problems": problems}
     console.result(facts, [*lines, f"{versions} versions of {args.stream} verified: {verdict}"])
     return 1 if problems else 0
@@ -126,9 +126,9 @@ def gc(args: argparse.Namespace, console: Console) -> int:
         "bytes": plan.nbytes,
         "dry_run": args.dry_run,
     }
-    verb = "would go" if args.dry_run else "deleted"
+    verb = "would be deleted" if args.dry_run else "deleted"
     line = f"{len(plan.names)} objects {verb}, {format_bytes(plan.nbytes)}, {len(plan.versions)} versions"
-    console.result(facts, [f"{line}; version {plan.oldest} is the oldest left"])
+    console.result(facts, [f"{line}; version {plan.oldest} is the oldest kept"])
     return 0
 
 
@@ -153,12 +153,12 @@ def store_check(args: argparse.Namespace, console: Console) -> int:
 
 def _store(address: str) -> Store:
     if address.startswith("memory:"):
-        raise InputError("a memory store ends with the command", hint="Give a folder or an object store.")
+        raise InputError("a memory:// store is lost when the command ends", hint="Give a folder or an object store.")
     return open_store(address)
 
 
 def _checkpoint_at(file: Path) -> State | None:
-    """What an earlier run left, unless it is damaged: then the stream is restored from an anchor."""
+    """The checkpoint of an earlier run; None if missing or damaged: then the state comes from an anchor."""
     try:
         return load(file)[0] if file.exists() else None
     except (FormatError, UnsupportedTensor):

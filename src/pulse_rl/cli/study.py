@@ -1,4 +1,4 @@
-"""The command study: how sparse the updates between saved states are, and what it costs to send them."""
+"""The command study: how sparse the updates between saved states are, and what sending them costs."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         default=list(DEFAULT_KS),
         metavar="K",
-        help="compare states that are K apart (default: 1 2 4 … 32)",
+        help="compare each state with the one K states later (default: 1 2 4 … 32)",
     )
-    command.add_argument("--lr", type=float, metavar="LR", help="learning rate: adds the density that theory predicts")
+    command.add_argument("--lr", type=float, metavar="LR", help="learning rate; adds the density that theory predicts")
     command.add_argument(
         "--step-seconds",
         type=float,
         default=STEP_SECONDS,
         metavar="T",
-        help="seconds of work between two syncs (default: 50)",
+        help="seconds of compute between syncs (default: 50)",
     )
     command.add_argument("-o", "--output", metavar="REPORT", help="also write an HTML report")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--threads", type=int, metavar="N", help="threads (default: one a core)")
+    command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: one per core)")
     command.set_defaults(run=run)
 
 
@@ -75,13 +75,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:
-    """A study for people; it ends with the three numbers."""
+    """A study as readable lines; the last three are the summary."""
     states = found["states"]
     lines = [
         f"{found['source']}: {len(states)} states ({states[0]} … {states[-1]}) of {found['parameters']:,} parameters "
         f"in {found['dtype']}",
         "",
-        "sparsity: share of weights that are bitwise equal in two states k apart",
+        "sparsity: fraction of weights that are bitwise equal in two states k apart",
         f"{'k':>5} {'pairs':>6} {'mean':>9} {'min':>9} {'max':>9} {'untouched':>10}",
     ]
     for row in found["rows"]:
@@ -89,7 +89,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
             f"{row['k']:>5} {row['pairs']:>6} {row['sparsity']:>9.3%} {row['sparsity_min']:>9.3%} "
             f"{row['sparsity_max']:>9.3%} {row['untouched']:>10.3%}"
         )
-    lines.append("untouched: share of weights that are also equal in every state in between")
+    lines.append("untouched: fraction of weights that are also equal in every state in between")
     lines += _by_k("layer type", "layer", found["layers"], None)
     lines += _by_k("least sparse tensors", "name", found["tensors"], _SHOWN_TENSORS)
     lines += ["", "bytes per changed weight", f"{'k':>5} {'context':>9} {'zstd':>9} {'entropy':>9} {'a patch':>10}"]
@@ -152,7 +152,7 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
         f"sparsity          {numbers['sparsity']:.3%} {over}",
         f"bytes per sync    {format_bytes(nbytes)} instead of {format_bytes(found['dense_bytes'])}",
         f"bandwidth         {bandwidth} instead of {full} for {numbers['target']:.0%} utilisation "
-        f"at {numbers['step_seconds']:g} s a step",
+        f"at {numbers['step_seconds']:g} s per step",
     ]
 
 

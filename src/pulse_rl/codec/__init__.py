@@ -1,6 +1,6 @@
 """The registry of codecs, and the choice between them for one block.
 
-To add a codec: write a module with a class that follows `base.Codec`, give it an unused id, add it to ``_CODECS``,
+To add a codec: write a module with a class that implements `base.Codec`, give it an unused id, add it to ``_CODECS``,
 specify its payload in docs/format.md and add golden bytes to the tests.
 """
 
@@ -57,11 +57,11 @@ def by_name(name: str) -> Codec:
     for codec in _CODECS:
         if codec.name == name:
             return codec
-    raise InputError(f"there is no codec {name!r}", hint=f"Choose one of: {', '.join(names())}.")
+    raise InputError(f"unknown codec {name!r}", hint=f"Choose one of: {', '.join(names())}.")
 
 
 def by_id(codec_id: int) -> Codec:
-    """The codec ``codec_id`` of a block in a patch; raises CorruptPatch."""
+    """The codec with the id ``codec_id`` from a patch; raises CorruptPatch."""
     for codec in _CODECS:
         if codec.id == codec_id:
             return codec
@@ -69,8 +69,8 @@ def by_id(codec_id: int) -> Codec:
 
 
 def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -> Encoded:
-    """The change of one block from ``old`` to ``new``, elements as ``layout`` describes them: with ``codec``, or dense
-    where that is smaller, or `SAME` where nothing changed.
+    """Encodes the change of one block from ``old`` to ``new``, described by ``layout``: with ``codec``, with the dense
+    codec if that is smaller, or as `SAME` if nothing changed.
     """
     if not codec.supports(layout.dtype):
         codec = by_name("zstd")

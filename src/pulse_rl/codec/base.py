@@ -1,4 +1,4 @@
-"""What a codec is: two functions and an id."""
+"""The interface of a codec: two functions and an id."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_BLOCK_ELEMENTS = 1 << 24
 
 
 class Run(NamedTuple):
-    """``elements`` of one tensor in a block. ``row`` is the tensor's last dimension (its length, if it has but one),
-    ``phase`` the place of the run's first element in its row."""
+    """``elements`` of one tensor in a block. ``row`` is the tensor's last dimension (its length, if it has only one),
+    ``phase`` the position of the run's first element in its row."""
 
     elements: int
     row: int
@@ -23,7 +23,7 @@ class Run(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What both sides know of a block's elements besides the old bits: dtype and tensors' rows."""
+    """What both sides know about a block besides the old bits: its dtype and its tensors' rows."""
 
     dtype: DType
     runs: tuple[Run, ...]
@@ -42,7 +42,7 @@ class Changes(NamedTuple):
 
 
 class Codec(Protocol):
-    """Codes the changes of one block of elements of one dtype.
+    """Encodes the changes of one block of elements of one dtype.
 
     ``id`` is the byte in the patch header and never changes its meaning. ``old`` and ``new`` are flat unsigned arrays
     of the layout's elements, at most `MAX_BLOCK_ELEMENTS`.
@@ -52,7 +52,7 @@ class Codec(Protocol):
     name: str
 
     def supports(self, dtype: DType) -> bool:
-        """Whether blocks of ``dtype`` can be coded."""
+        """Whether blocks of ``dtype`` can be encoded."""
         ...
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
@@ -60,7 +60,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
-        """The changes to ``old``, described by ``layout``, that ``payload`` says. Raises FormatError on a malformed
-        payload; whatever it accepts is in range and in order.
+        """The changes to ``old``, described by ``layout``, that ``payload`` encodes. Raises FormatError on a malformed
+        payload; accepted positions are in range and ascending.
         """
         ...

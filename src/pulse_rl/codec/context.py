@@ -1,4 +1,5 @@
-"""Our codec: positions and steps, coded against the old elements by the native kernels (docs/format.md, section 3.6).
+"""The default codec: positions and steps, encoded against the old elements by the native kernels (docs/format.md,
+section 3.6).
 
 A weight's chance to change depends on its exponent, since the rounding step does, and the receiver has the old weights.
 """

@@ -1,4 +1,4 @@
-"""The fallback where a patch would be larger than the elements themselves: all new values.
+"""The fallback when a patch would be larger than the elements themselves: all new values.
 
 Payload: for each byte plane of the values a u32 length and a zstd frame, level 1. The frames are separate because the
 planes of a whole tensor are long, and no entropy table fits two of them.

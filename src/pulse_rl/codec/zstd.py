@@ -49,5 +49,5 @@ class ZstdCodec:
         values = planes.merge(_zstd.decompress(frames[length:], count * layout.dtype.width), layout.dtype.uint)
         positions = np.cumsum(gaps.astype(np.uint64) + np.uint64(1)) - np.uint64(1)
         if count and int(positions[-1]) >= len(old):
-            raise CorruptPatch(f"a change at element {int(positions[-1])} of {len(old)}")
+            raise CorruptPatch(f"change at element {int(positions[-1])}, beyond the block's {len(old)}")
         return Changes(positions.astype(np.uint32), values)

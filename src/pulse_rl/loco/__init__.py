@@ -1,6 +1,7 @@
-"""PULSELoCo: trainers that stay in step by exchanging what would change the next forward pass (docs/loco.md).
+"""PULSELoCo: keeps trainers in sync by exchanging only what would change the next forward pass (docs/loco.md).
 
-`PulseLoCo` wraps an inner optimizer; `DiLoCo`, `Ddp`, `TopK` and two ablations are the same loop with other exchanges.
+`PulseLoCo` wraps an inner optimizer; `DiLoCo`, `Ddp`, `TopK` and two ablations are the same loop with different
+exchanges.
 """
 
 from .baselines import CastDifference, Ddp, DiLoCo, TopK, WithoutFeedback

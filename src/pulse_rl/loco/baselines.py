@@ -1,4 +1,4 @@
-"""What PULSELoCo is measured against, in the same loop: DDP, DiLoCo, top-k, and two ablations."""
+"""Baselines for PULSELoCo in the same loop: DDP, DiLoCo, top-k, and two ablations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TopK(PulseLoCo):
 
     def __init__(self, *args: Any, fraction: float, **settings: Any) -> None:
         if not 0 < fraction <= 1:
-            raise InputError(f"a fraction of {fraction} entries cannot be sent")
+            raise InputError(f"fraction is {fraction}, it must be above 0 and at most 1")
         self.fraction = fraction
         super().__init__(*args, **settings)
 
@@ -64,14 +64,14 @@ class TopK(PulseLoCo):
 
 
 class WithoutFeedback(PulseLoCo):
-    """An ablation: what the gate holds back is dropped, not carried to the next round (no error feedback)."""
+    """An ablation: what the gate holds back is dropped, not carried over to the next round (no error feedback)."""
 
     def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
         return super()._select(theta, start, now, np.zeros_like(residual), s)
 
 
 class CastDifference(PulseLoCo):
-    """An ablation that failed in the paper: sends ``cast(theta) - cast(theta - s)`` in place of ``s``."""
+    """An ablation that failed in the paper: sends ``cast(theta) - cast(theta - s)`` instead of ``s``."""
 
     def _values(self, theta: Floats, s: Floats) -> Floats:
         before, after = (torch.from_numpy(x).to(self.gate_dtype).float() for x in (theta, theta - s))
@@ -85,10 +85,10 @@ class Ddp:
     """Data parallelism: the mean of the FP32 gradients before every step of ``inner_optimizer``, which trains
     ``model``.
 
-    A context manager like `OuterLoop`, whose ``group`` and ``timeout_seconds`` it has.
+    A context manager like `OuterLoop`, with the same ``group`` and ``timeout_seconds``.
 
-    A parameter without a gradient on a trainer counts as one whose gradient is zero there. ``payload_bytes`` are those
-    of the gradients so far, ``sent_bytes`` what left this process. Raises TrainerLost and InputError.
+    A parameter without a gradient on a trainer counts as having a zero gradient there. ``payload_bytes`` counts the
+    gradients so far, ``sent_bytes`` everything that left this process. Raises TrainerLost and InputError.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""All-gathers of messages of unequal lengths over torch.distributed (docs/loco.md, section 4)."""
+"""All-gathers of variable-length messages over torch.distributed (docs/loco.md, section 4)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MAX_BROADCAST_BYTES = 1 << 26
 
 
 class Exchange:
-    """One trainer's side of a group of trainers; alone where torch.distributed is not initialised.
+    """One trainer's side of a group of trainers; a single trainer if torch.distributed is not initialised.
 
-    It makes a gloo group of its own, whatever the user's backend is: messages are small and made on the host, a lost
-    peer is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
+    It creates its own gloo group, whatever the user's backend is: messages are small and made on the host, a lost peer
+    is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
     ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all others. ``sent_bytes``
-    counts what left this process: messages travel round a ring, so each process passes on all but one of them, padded.
+    counts what left this process: messages travel around a ring, so each process forwards all but one of them, padded.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:
@@ -47,7 +47,9 @@ class Exchange:
                 )
             return
         if group is not None and dist.get_rank(group) < 0:
-            raise InputError("this process is not in the group", hint="Only the trainers of a group make a PulseLoCo.")
+            raise InputError(
+                "this process is not in the group", hint="Create a PulseLoCo only on the trainers of its group."
+            )
         ranks = None if group is None else dist.get_process_group_ranks(group)
         local = ranks is not None
         self._group = self._guard(
@@ -75,7 +77,7 @@ class Exchange:
         messages = [m[:n].tobytes() for m, n in zip(self._all_gather_array(padded), lengths, strict=True)]
         for rank, (m, h) in enumerate(zip(messages, headers, strict=True)):
             if sha256(m).digest() != h[8 : 8 + _DIGEST_BYTES].tobytes():
-                raise CorruptMessage(f"the message of trainer {rank} is not the one it sent")
+                raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
         return messages
 
     def all_gather_fixed(self, message: bytes) -> list[bytes]:

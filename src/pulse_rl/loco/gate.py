@@ -24,7 +24,7 @@ ROUNDINGS: dict[torch.dtype, Rounding] = {
 
 
 def rounding_of(dtype: torch.dtype) -> Rounding:
-    """How FP32 rounds to a gate dtype. Raises InputError for a dtype that is no compute dtype."""
+    """How FP32 rounds to a gate dtype. Raises InputError for a dtype that is not a compute dtype."""
     if dtype not in ROUNDINGS:
         known = ", ".join(str(d).removeprefix("torch.") for d in ROUNDINGS)
         raise InputError(f"gate_dtype {dtype} is not supported", hint=f"Use one of: {known}.")

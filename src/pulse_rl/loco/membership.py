@@ -1,4 +1,4 @@
-"""The handshake of trainers: do they fit together, who leads, who is behind (docs/loco.md, section 5).
+"""The trainers' handshake: are they compatible, who leads, who is behind (docs/loco.md, section 5).
 
 All but `exchange_handshakes` are pure functions of the handshakes, which are in rank order.
 """
@@ -33,7 +33,7 @@ class Handshake:
 
     ``settings`` are those that all must share. ``round`` is its last common round, ``root`` the root of theta after it,
     ``momentum`` that of the outer momentum (both 64 hexadecimal digits). ``messages`` are the digests of that round's
-    messages, one a trainer, and ``specs`` is the digest of its parameters (`specs_digest`).
+    messages, one per trainer, and ``specs`` is the digest of its parameters (`specs_digest`).
     """
 
     settings: dict[str, Any]
@@ -78,7 +78,7 @@ def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: i
     own = handshakes[own_rank]
     for rank, handshake in enumerate(handshakes):
         if handshake.specs != own.specs:
-            raise StateMismatch(f"trainer {rank} trains other parameters: names, order or shapes differ")
+            raise StateMismatch(f"trainer {rank} trains different parameters: names, order or shapes differ")
         if handshake.settings != own.settings:
             raise InputError(f"trainer {rank} runs with {handshake.settings}, this one with {own.settings}")
 

@@ -148,9 +148,9 @@ class OuterLoop(Unique, ABC):
         self._leave()
 
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
-        """Goes on with the trainers of ``group``, after TrainerLost or when trainers come or go.
+        """Continues with the trainers of ``group``, after TrainerLost or when trainers come or go.
 
-        If one has died, torch.distributed must be initialised anew. All trainers must call this or enter. A trainer
+        If one has died, torch.distributed must be reinitialised. All trainers must call this or enter. A trainer
         that is behind gets theta and the outer momentum. A round that was due runs at once; local steps that were not
         sent are not lost. Raises TrainerLost, StateMismatch, InputError, Diverged, NonFinite, CorruptMessage.
         """
@@ -159,7 +159,7 @@ class OuterLoop(Unique, ABC):
         self._join()
 
     def rewind(self) -> None:
-        """Gives the model theta, the last common state, and forgets the local steps since."""
+        """Gives the model theta, the last common state, and discards the local steps since."""
 
         def rewind() -> None:
             self.inner_step = 0
@@ -322,16 +322,16 @@ class OuterLoop(Unique, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Theta, outer momentum, counters and what the subclass keeps: copies, by name.
 
-        In mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three together resume
+        Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three together resume
         to the same bits.
         """
         return self._serial.run(self._state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up the saved ``state``, before the first round or after it. Raises StateMismatch and NonFinite, with
+        """Restores the saved ``state``, before the first round or after it. Raises StateMismatch and NonFinite, with
         nothing changed.
 
-        At a round's boundary (``inner_step`` 0) the model gets theta; in mid-round it is left to its own checkpoint.
+        At a round's boundary (``inner_step`` 0) the model gets theta; mid-round it is left to its own checkpoint.
         """
         fresh = {key: np.empty_like(flat) for key, flat in self._arrays().items()}
         missing = {"round", "inner_step", "messages", *fresh} - state.keys()

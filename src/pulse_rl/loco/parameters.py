@@ -43,7 +43,7 @@ class Parameters:
         if not self._trained <= {id(p) for p in named.values()}:
             raise InputError(
                 "the optimizer trains tensors that are not parameters of the model",
-                hint="If it holds FP32 masters, pass a mapping of names to the masters in place of the model.",
+                hint="If it holds FP32 masters, pass a mapping of names to the masters instead of the model.",
             )
         tensors: dict[str, torch.Tensor] = {}
         for name, p in named.items():
@@ -68,7 +68,7 @@ class Parameters:
     def require(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises InputError if the optimizer trains other tensors than when this was made."""
         if _ids(optimizer) != self._trained:
-            raise InputError("the optimizer's parameters have changed", hint="Make a new PulseLoCo for them.")
+            raise InputError("the optimizer's parameters have changed", hint="Create a new PulseLoCo for them.")
 
     def name_at(self, position: int) -> str:
         """The name of the parameter that a position of the flat array belongs to."""
@@ -131,7 +131,7 @@ class Parameters:
             raise StateMismatch(f"the {what} is not a mapping of names to tensors")
         if saved.keys() != views.keys():
             raise StateMismatch(
-                f"the {what} has other parameters than the model: {sorted(saved.keys() ^ views.keys())[:3]}"
+                f"the {what} has different parameters from the model: {sorted(saved.keys() ^ views.keys())[:3]}"
             )
         for name, tensor in saved.items():
             if tuple(tensor.shape) != views[name].shape or tensor.dtype != torch.float32:

@@ -22,14 +22,14 @@ _NON_FINITE = b"PLSN"
 
 
 class PulseLoCo(OuterLoop):
-    """Keeps trainers in step by sending what would change the next forward pass (docs/loco.md).
+    """Keeps trainers in sync by sending only what would change the next forward pass (docs/loco.md).
 
     After ``sync_every`` inner steps: ``s = (theta - w) + residual``; the entries with
     ``cast(theta) != cast(theta - s)`` in ``gate_dtype`` are sent and leave the residual; theta takes one Nesterov step
     along the mean over all trainers, summed in rank order; the model gets theta. With ``wire_dtype=torch.bfloat16``
     values are rounded, and what they lose stays in the residual.
 
-    The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes a parameter. Raises, from inside
+    The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes per parameter. Raises, from inside
     ``inner_optimizer.step()``: TrainerLost (see `rejoin`), NonFinite (see `rewind`), Diverged, CorruptMessage.
     """
 

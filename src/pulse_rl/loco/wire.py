@@ -1,4 +1,4 @@
-"""The bytes of a round: one message a trainer, a payload a block (docs/loco.md, section 3)."""
+"""The bytes of a round: one message per trainer, one payload per block (docs/loco.md, section 3)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Message:
         lengths = struct.unpack_from(f"<{blocks}I", data, _HEADER.size)
         at = _HEADER.size + 4 * blocks
         if at + sum(lengths) != len(data):
-            raise CorruptMessage("the payloads do not tile the message")
+            raise CorruptMessage("the payload lengths do not add up to the message")
         view, payloads = memoryview(data), []
         for length in lengths:
             payloads.append(view[at : at + length])

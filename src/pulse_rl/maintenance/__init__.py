@@ -1,1 +1,1 @@
-"""What is done to a whole stream on any machine: verify, fold, delete what is not needed; audit a live model."""
+"""Operations on a whole stream, on any machine: verify, fold, garbage-collect; and auditing a live model."""

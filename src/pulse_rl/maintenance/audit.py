@@ -1,4 +1,4 @@
-"""Proof of what a live model holds: its tensors are hashed again and compared with a version's."""
+"""Checks what a live model holds: rehashes its tensors and compares them with a version's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..stream.manifest import Manifest
 
 
 class Module(Protocol):
-    """Anything with a ``state_dict``, as torch's modules have it."""
+    """Anything with a ``state_dict``, such as a torch module."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Tensors by name."""
@@ -23,9 +23,9 @@ class Module(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """``ok`` where the live tensors are the version's, whose root is ``expected_root``; ``root`` is theirs.
-    ``differing`` names tensors with other bits, dtypes or shapes, ``missing`` and ``unexpected`` those that only the
-    version or only the model has; all empty where only a root was given.
+    """``ok`` if the live tensors, with root ``root``, are those of the version with root ``expected_root``.
+    ``differing`` names tensors with different bits, dtypes or shapes, ``missing`` and ``unexpected`` those that only
+    the version or only the model has; all are empty if only a root was given.
     """
 
     ok: bool
@@ -39,19 +39,19 @@ class AuditReport:
 def audit(
     model: Module | Mapping[str, Any] | State, version: StateDigest | Manifest | str, *, threads: int | None = None
 ) -> AuditReport:
-    """Reads all live weights of ``model`` (a module, a mapping of names to tensors, or a `State`) again and compares
-    them with a version.
+    """Rereads all live weights of ``model`` (a module, a mapping of names to tensors, or a `State`) and compares them
+    with a version.
 
-    ``threads``: at most so many at once (None: one a core). ``version`` is the digest tree of a host state
+    ``threads``: the maximum number (None: one per core). ``version`` is the digest tree of a host state
     (`Subscriber.digest`), which names the tensors that differ, or a manifest or a root, which only tells whether any
-    does. Tied tensors are compared once. Raises InputError.
+    differ. Tied tensors are compared once. Raises InputError.
     """
     state = as_state(model.state_dict() if hasattr(model, "state_dict") else model)
     live = state_digest(state, threads=threads)
     if isinstance(version, StateDigest):
         return _compare(live, version, state.aliases)
     if not isinstance(version, Manifest | str):
-        raise InputError(f"a {type(version).__name__} is no version", hint="Pass subscriber.digest or a root.")
+        raise InputError(f"{type(version).__name__} is not a version", hint="Pass subscriber.digest or a root.")
     expected = version.root if isinstance(version, Manifest) else version
     return AuditReport(live.root == expected, live.root, expected, (), (), ())
 

@@ -1,4 +1,4 @@
-"""Folds for a stream that has been published already (docs/protocol.md, section 3)."""
+"""Folds for an already published stream (docs/protocol.md, section 3)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def fold_stream(
     """Makes the folds that ``stream`` in ``store`` lacks, on any machine, and yields (base, version) of each that is
     there then.
 
-    ``folds`` are the spans in versions, ``codec`` is that of their blocks, ``threads`` limits how many work at once;
-    ``on_event`` gets what the making and the replay tell. Restores the stream at the first version that a missing fold
-    starts from and replays it. Raises ChainGap where a version cannot be reached.
+    ``folds`` are the spans in versions, ``codec`` encodes their blocks, ``threads`` limits parallelism; ``on_event``
+    gets the events of folding and replay. Restores the stream at the base of the first missing fold and replays it.
+    Raises ChainGap if a version is unreachable.
     """
     where = Stream(open_store(store), stream)
     listed = {(link.base, link.version) for link in where.links()}

@@ -14,15 +14,15 @@ from ..stream.manifest import Manifest, Payload
 from ..stream.names import AnchorName, FoldName, PayloadName, StreamNames, VersionName
 from ..stream.stream import Stream
 
-_DAMAGED_HINT = "Keep fewer versions, or publish one with an anchor first."
+_DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
-    """What goes: ``versions``, and the objects ``names`` in the order of their deletion, ``nbytes`` bytes together.
+    """What is deleted: ``versions``, and the objects ``names`` in order of deletion, ``nbytes`` bytes in total.
 
-    ``oldest`` is the first version that is left: the anchor from which the kept versions are restored.
+    ``oldest`` is the first version that remains: the anchor from which the kept versions are restored.
     """
 
     oldest: int
@@ -99,7 +99,7 @@ def _bases(manifest: Manifest, stored: set[Payload]) -> set[int]:
         return set()
     if manifest.patch and stored.issuperset(manifest.patch.parts):
         return {manifest.patch.base}
-    raise ChainGap(f"version {manifest.version} misses payloads, so nothing was deleted", hint=_DAMAGED_HINT)
+    raise ChainGap(f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT)
 
 
 def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
@@ -117,18 +117,18 @@ def gc_stream(
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
     dry_run: bool = False,
 ) -> GcPlan:
-    """Deletes what the last ``keep`` versions of ``stream`` in ``store`` do not need; returns what went, or would go
-    with ``dry_run``.
+    """Deletes what the last ``keep`` versions of ``stream`` in ``store`` do not need; returns what was deleted, or with
+    ``dry_run`` what would be.
 
-    The versions between the oldest anchor that is needed and the oldest kept one stay, since the kept ones are replayed
-    from there. A reader in mid-restore finds another path or gets ChainGap. Publishing may go on: payloads written in
-    the last ``grace_seconds`` stay. Raises EmptyStream, InputError, and ChainGap or CorruptManifest, with nothing
-    deleted, where a kept version is damaged already.
+    The versions from the oldest anchor needed up to the oldest kept one stay, since the kept ones are replayed from
+    there. A reader in the middle of a restore finds another path or gets ChainGap. Publishing may continue: payloads
+    written in the last ``grace_seconds`` stay. Raises EmptyStream, InputError, and ChainGap or CorruptManifest, with
+    nothing deleted, if a kept version is already damaged.
     """
     if keep < 1:
         raise InputError(f"keep must be at least 1, not {keep}", hint="The newest version is always kept.")
     if not 0 <= grace_seconds < math.inf:
-        raise InputError(f"grace_seconds must be a number from 0 on, not {grace_seconds}")
+        raise InputError(f"grace_seconds must be 0 or more, not {grace_seconds}")
     where = Stream(open_store(store), stream)
     versions = where.versions()
     keep = min(keep, len(versions))

@@ -1,4 +1,4 @@
-"""Proof of a whole stream: every version restored, every link checked, every root compared."""
+"""Verifies a whole stream: restores every version, checks every link, compares every root."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..sync.host_state import HostState
 
 @dataclass(frozen=True, slots=True)
 class VersionReport:
-    """What was found of ``version``. ``links`` were followed and ended at its ``root`` (None where its manifest cannot
-    be read); ``problems`` say what did not.
+    """The result for ``version``. ``links`` were followed and led to its ``root`` (None if its manifest is unreadable);
+    ``problems`` lists what failed.
     """
 
     version: int
@@ -28,7 +28,7 @@ class VersionReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that leads to the version works."""
+        """Whether everything that leads to the version is valid."""
         return not self.problems
 
 
@@ -40,12 +40,12 @@ def verify_stream(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[VersionReport]:
-    """Replays the stream ``stream`` of ``store`` from its first version on and yields a report a version.
+    """Replays the stream ``stream`` of ``store`` from its first version and yields one report per version.
 
-    Every patch is applied to the version it starts from and every anchor restored by itself; with ``trusted_keys``
-    (Ed25519 public keys, 64 hexadecimal digits each) every manifest must be signed by one of them. ``threads``: at most
-    so many at once (None: one a core); ``on_event`` gets the events of the replay. Raises EmptyStream and
-    StoreUnavailable; whatever is wrong with a version is in its report.
+    Every patch is applied to its base version and every anchor is restored on its own; with ``trusted_keys`` (Ed25519
+    public keys, 64 hexadecimal digits each) every manifest must be signed by one of them. ``threads``: the maximum
+    number (None: one per core); ``on_event`` gets the events of the replay. Raises EmptyStream and StoreUnavailable;
+    problems with a version are in its report.
     """
     where = Stream(open_store(store), stream, None if trusted_keys is None else TrustedKeys(trusted_keys))
     versions = where.versions()
@@ -87,5 +87,5 @@ def verify_stream(
                 good.append(str(link))
                 chain = host if chain.version != version else chain
         if not good and not problems:
-            problems.append("nothing leads to it")
+            problems.append("no link leads to it")
         yield VersionReport(version, manifest.root, tuple(good), tuple(problems))

@@ -7,8 +7,8 @@
         publisher = Publisher(store, stream="policy", on_event=listener)
         ...
 
-``pulse report runs/policy`` draws the events of a folder. What a listener raises, such as OSError of a full disk,
-reaches the caller of ``publish`` or ``sync``; the version is committed by then, and a repeated ``sync`` returns the
+``pulse report runs/policy`` shows the events of a folder. An exception from a listener, such as OSError on a full disk,
+reaches the caller of ``publish`` or ``sync``; by then the version is committed, and a repeated ``sync`` returns the
 same update.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["DriftWatch", "JsonLines", "PrometheusMetrics", "fan_out", "read_even
 
 
 def fan_out(*listeners: Listener) -> Listener:
-    """One listener that hands each event to several, in order."""
+    """One listener that passes each event to several, in order."""
 
     def send_to_all(event: Event) -> None:
         for listener in listeners:

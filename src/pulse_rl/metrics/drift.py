@@ -1,4 +1,4 @@
-"""The warning of density drift: the training has changed, and the link to the workers may soon be too slow."""
+"""Warns of density drift: training has changed, and the network to the workers may soon be too slow."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ QUIET = 50
 FACTOR = 3.0
 """The band: from a third of the median to three times the median."""
 IN_A_ROW = 3
-"""Versions outside the band before it counts; a single step without a reward to learn from is no drift."""
+"""Versions outside the band before it counts; a single step without a reward to learn from is not a drift."""
 
 
 class DriftWatch:
-    """Hands events on to ``listener``, and a `DensityDrift` when density has left its band.
+    """Passes events on to ``listener``, and adds a `DensityDrift` when density has left its band.
 
     The rule, per stream: three versions in a row with a density below a third of the running median, or above three
     times the median. The median is that of the last 100 densities inside the band. The first 50 versions are not
-    judged, and versions without a patch never are. After a drift the watch starts anew, so that each drift is reported
+    judged, and versions without a patch never are. After a drift the watch starts over, so that each drift is reported
     once.
     """
 

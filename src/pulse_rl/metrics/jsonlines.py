@@ -1,4 +1,4 @@
-"""Events as JSON lines: a file that is only appended to, and a reader that a crash in mid-line does not stop."""
+"""Events as JSON lines: an append-only file, and a reader that tolerates a partial last line."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class JsonLines:
     """Appends each event but `Progress` to the file ``path`` as one line, in a single write.
 
     A line is the event's fields with ``event``, its name in snake case ("published", "synced" …), and ``time``, seconds
-    since 1970 by this machine's clock. A process has a file of its own: ``events-worker-0.jsonl`` in the folder of the
-    run is the worker "worker-0" in its report. A torn last line of a process that was killed is closed first.
+    since 1970 by this machine's clock. Each process needs its own file: ``events-worker-0.jsonl`` in the run's folder
+    appears as the worker "worker-0" in its report. A partial last line left by a killed process is ended first.
 
     A context manager that closes the file. Raises InputError if the file cannot be written.
     """
@@ -58,14 +58,14 @@ class JsonLines:
         self.close()
 
     def close(self) -> None:
-        """Closes the file; events that come later raise ValueError."""
+        """Closes the file; later events raise ValueError."""
         self._file.close()
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The events of the file ``path`` in order. Lines that are torn, too long, or no event are skipped.
+    """The events of the file ``path`` in order. Lines that are incomplete, too long or not an event are skipped.
 
-    Raises InputError where the file cannot be read.
+    Raises InputError if the file cannot be read.
     """
     try:
         with Path(path).open("rb") as file:

@@ -20,8 +20,8 @@ class PrometheusMetrics:
     """Counts events in ``registry`` (default: the process's own), under names that start with ``prefix``.
 
     Raises InputError without prometheus-client. One object serves all publishers and subscribers of a process. Each
-    metric has the labels ``stream`` and ``role``: "publisher" for what writes the stream, "subscriber" for what reads
-    it (a publisher that restores its own head reads).
+    metric has the labels ``stream`` and ``role``: "publisher" for writes to the stream, "subscriber" for reads from it
+    (a publisher that restores its own head reads).
 
     ===================================== ========= ==========================================================
     ``pulse_version``                     gauge     newest version committed, or held
@@ -35,13 +35,13 @@ class PrometheusMetrics:
     ``pulse_publish_phase_seconds``       summary   by ``phase`` of `Published`
     ``pulse_fold_failures_total``         counter   folds that could not be made or stored
     ``pulse_fetched_bytes_total``         counter   payloads downloaded
-    ``pulse_sync_seconds``                histogram one sync that found something new
+    ``pulse_sync_seconds``                histogram one sync that found a new version
     ``pulse_sync_phase_seconds``          summary   by ``phase`` of `Synced`
     ``pulse_versions_behind``             gauge     when the last sync looked
     ``pulse_lag_seconds``                 gauge     from the last commit to its sync (two machines' clocks)
     ``pulse_pause_seconds``               histogram the live model could not generate (`Applied`)
-    ``pulse_call_failures_total``         counter   calls of publish or sync that raised, by ``kind`` of the error
-    ``pulse_path_failures_total``         counter   ways that did not work, by ``kind`` of the error
+    ``pulse_call_failures_total``         counter   calls of publish or sync that raised, by the error's ``kind``
+    ``pulse_path_failures_total``         counter   paths that failed, by the error's ``kind``
     ``pulse_verification_failures_total`` counter   of these, bytes or states that failed a check, by ``kind``
     ===================================== ========= ==========================================================
     """
@@ -86,9 +86,7 @@ class PrometheusMetrics:
             self._path_failures = counter("path_failures", "Ways to a version that did not work", "kind")
             self._verification_failures = counter("verification_failures", "Failed checks of bytes or states", "kind")
         except ValueError as error:
-            raise InputError(
-                f"the metrics cannot be registered: {error}", hint="Share one PrometheusMetrics."
-            ) from None
+            raise InputError(f"cannot register the metrics: {error}", hint="Share one PrometheusMetrics.") from None
         self._checks = _kinds(FormatError) | _kinds(IntegrityError)
 
     def __call__(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Parses a patch and applies it in place, or undoes it to the last bit (docs/format.md, section 3)."""
+"""Parses a patch and applies it in place, or undoes it exactly (docs/format.md, section 3)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Patch:
         view = memoryview(data)
         header, size = parse_header(view, elements)
         if size + header.body_bytes != len(view):
-            raise CorruptPatch(f"the patch has {len(view)} bytes, its header speaks of {size + header.body_bytes}")
+            raise CorruptPatch(f"the patch has {len(view)} bytes, its header implies {size + header.body_bytes}")
         return cls(header, view[size:])
 
 
@@ -138,7 +138,7 @@ def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, be
     if entry.codec_id == codecs.SAME:
         return Changes(np.empty(0, np.uint32), np.empty(0, block.dtype.uint))
     if sha256(payload).digest() != entry.sha256:
-        raise CorruptPatch(f"{where}: its bytes do not match their SHA-256")
+        raise CorruptPatch(f"{where} does not match its SHA-256")
     try:
         codec = codecs.by_id(entry.codec_id)
         if not codec.supports(block.dtype):
@@ -147,7 +147,7 @@ def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, be
     except PulseError as error:
         raise CorruptPatch(f"{where}: {error}", hint=error.hint) from error
     if len(changes.positions) != entry.changed:
-        raise CorruptPatch(f"{where}: {len(changes.positions)} changes, the header counts {entry.changed}")
+        raise CorruptPatch(f"{where}: {len(changes.positions)} changes, but the header says {entry.changed}")
     return changes
 
 

@@ -1,4 +1,4 @@
-"""Builds a patch from two states: compare, code, prove and hash in one walk over the blocks (docs/format.md, 3)."""
+"""Builds a patch from two states: compare, encode, verify and hash in one pass over the blocks (docs/format.md, 3)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _encode(
     same = len(changes.positions) == encoded.changed
     if not same or not np.array_equal(bits.take(after, changes.positions), changes.values):
         raise IntegrityError(
-            f"{block} does not decode to what was encoded", hint="Do not change tensors while they are published."
+            f"{block} does not decode to what was encoded", hint="Do not modify tensors during publish()."
         )
     return encoded, changes
 

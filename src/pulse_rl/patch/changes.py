@@ -1,4 +1,4 @@
-"""What changed in a state: per tensor, the elements and their new bits; and how several changes become one."""
+"""Changes of a state: per tensor, the elements and their new bits; and merging several changes into one."""
 
 from __future__ import annotations
 

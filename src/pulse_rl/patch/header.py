@@ -1,4 +1,4 @@
-"""The header of a patch: who it applies to, what it makes, and its blocks (docs/format.md, section 3).
+"""The header of a patch: its base, its target, and its blocks (docs/format.md, section 3).
 
 File: a 56-byte prelude, the header (one zstd frame), the blocks' payloads one after another to the end of the file.
 """
@@ -122,17 +122,17 @@ def parse_header(data: memoryview, elements: int | None = None) -> tuple[PatchHe
     its blocks, which may be many for its size, are made.
     """
     if len(data) < PRELUDE_BYTES:
-        raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this has {len(data)}")
+        raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this one has {len(data)}")
     magic, version, flags, stored, plain, digest = _PRELUDE.unpack_from(data)
     if magic != MAGIC:
-        raise CorruptPatch("this is not a pulse patch: its first bytes are not the magic")
+        raise CorruptPatch("not a pulse patch: it does not start with the magic bytes")
     if version != FORMAT or flags != 0:
         raise CorruptPatch(f"patch format {version} (flags {flags}) is unknown", hint="Upgrade pulse-rl to read it.")
     if stored > MAX_HEADER_BYTES or plain > MAX_HEADER_BYTES:
         raise CorruptPatch(f"the header claims {max(stored, plain)} bytes, more than {MAX_HEADER_BYTES}")
     body = data[PRELUDE_BYTES : PRELUDE_BYTES + stored]
     if len(body) != stored or sha256(body).digest() != digest:
-        raise CorruptPatch("the header is truncated or its bytes do not match their SHA-256")
+        raise CorruptPatch("the header is truncated or does not match its SHA-256")
     try:
         header = _Reader(_zstd.decompress(body, plain)).header(elements)
     except (FormatError, InputError) as error:
@@ -201,7 +201,7 @@ class _Reader:
         for k in coded:
             changed, length = self._number(cuts[k].elements), self._number(_MAX_BLOCK_BYTES)
             if changed == 0 or length == 0:
-                raise CorruptPatch(f"block {k} is listed as changed but holds nothing")
+                raise CorruptPatch(f"block {k} is listed as changed but is empty")
             entries[k] = BlockEntry(ids[k], changed, length)
         for k in coded:
             entries[k] = entries[k]._replace(sha256=self._take(32))

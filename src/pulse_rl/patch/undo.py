@@ -1,7 +1,7 @@
-"""The way back to an earlier version: the old bits of every element that changed since, block by block.
+"""Undo to an earlier version: the old bits of every element that changed since, block by block.
 
-A fold needs the state it starts from only to code against it. Keeping what changed costs some bytes a change, where a
-second state would cost all of them.
+A fold needs its base state only to encode against it. Keeping what changed costs some bytes per change; a second state
+would cost all of its bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class UndoLog:
         self._pieces: dict[int, list[Changes]] = {}
 
     def record(self, undo: Mapping[int, Changes]) -> None:
-        """Adds the old bits of one more version, by block index; to be called version by version."""
+        """Adds the old bits of the next version, by block index."""
         for index, changes in undo.items():
             pieces = self._pieces.setdefault(index, [])
             pieces.append(changes)
@@ -34,7 +34,7 @@ class UndoLog:
                 self._pieces[index] = [_oldest(pieces)]
 
     def rewind(self, index: int, now: UIntArray) -> UIntArray:
-        """The block's elements at the base, from those now; ``now`` itself where nothing changed."""
+        """The block's elements at the base, from the current ones; ``now`` itself if nothing changed."""
         pieces = self._pieces.get(index)
         if not pieces:
             return now

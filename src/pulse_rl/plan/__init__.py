@@ -1,5 +1,4 @@
-"""What a sync costs, predicted: bytes, seconds by phase, utilisation, the bandwidth that is needed, where a full sync
-wins.
+"""Predicts what a sync costs: bytes, seconds by phase, utilisation, the bandwidth needed, and when a full sync wins.
 
 ``model`` holds the arithmetic and its formulas, ``measured`` reads a study, `parse_bandwidth` and `parse_count` read
 ``0.2Gbit`` and ``7B``. Nothing here needs numpy.

@@ -1,4 +1,4 @@
-"""What a study measured, as inputs of a plan."""
+"""Inputs of a plan from a study's measurements."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _KEYS = {"context": "bytes_per_changed", "zstd": "bytes_per_changed_zstd"}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredInputs:
-    """Fields of a `Scenario` that a study settles: ``params``, ``density``, ``param_bytes``, and ``bytes_per_changed``
-    by method, for those that were measured.
+    """Fields of a `Scenario` that a study determines: ``params``, ``density``, ``param_bytes``, and
+    ``bytes_per_changed`` by method, for the methods measured.
     """
 
     params: int
@@ -24,9 +24,9 @@ class MeasuredInputs:
 
 
 def from_study(study: Any) -> MeasuredInputs:
-    """The inputs that a study (the JSON object of ``pulse study``) gives: those of its row with the smallest k.
+    """The inputs from a study (the JSON object of ``pulse study``): those of its row with the smallest k.
 
-    Raises InputError unless ``study`` is one.
+    Raises InputError if ``study`` is not a study.
     """
     try:
         row = min(study["rows"], key=lambda row: float(row["k"]))
@@ -38,4 +38,4 @@ def from_study(study: Any) -> MeasuredInputs:
             bytes_per_changed={name: float(row[key]) for name, key in _KEYS.items() if row.get(key) is not None},
         )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise InputError(f"this is no study: {error!r}", hint="Give what `pulse study --json` printed.") from None
+        raise InputError(f"not a study: {error!r}", hint="Give the output of `pulse study --json`.") from None

@@ -1,4 +1,4 @@
-"""The cost of one sync as arithmetic on a `Scenario`. Symbols and units, as a mirror of this file has to have them:
+"""The cost of one sync as arithmetic on a `Scenario`. Symbols and units, which a mirror of this file must share:
 
 ==========  =======================================================================================================
 N           parameters; ``b`` bytes each (BF16: 2)
@@ -103,14 +103,14 @@ ANCHOR_HASH_BYTE, ANCHOR_VERIFY_BYTE = 1.85, 0.75
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What a plan is made for; see the module for symbols. Bandwidths are in bit/s, times in seconds.
+    """The inputs of a plan; see the module for symbols. Bandwidths are in bit/s, times in seconds.
 
-    The model has ``params`` parameters of ``param_bytes`` bytes each, of which the share ``density`` changes in a step
-    of ``step_seconds``. ``workers`` have links of ``bandwidth`` each, or one together (``shared_link``); there are
+    The model has ``params`` parameters of ``param_bytes`` bytes each, of which the fraction ``density`` changes in a
+    step of ``step_seconds``. ``workers`` have links of ``bandwidth`` each, or share one (``shared_link``); there are
     ``cores`` cores at either end, and a request takes ``round_trip_seconds``. ``upload_bandwidth`` None: the trainer's
     link is as fast as a worker's. ``target`` is the utilisation that `MethodPlan.bandwidth_for_target` aims at.
-    ``bytes_per_changed``, where it has a method, was measured at this density and replaces the formula. Raises
-    InputError for values that no run can have.
+    ``bytes_per_changed``, measured by method at this density, replaces the formula where given. Raises InputError for
+    impossible values.
     """
 
     params: int
@@ -140,7 +140,7 @@ class Scenario:
 
 def _require(name: str, value: float, what: str, holds: bool) -> None:
     if not holds:
-        raise InputError(f"{name} is {value}, it has to be {what}")
+        raise InputError(f"{name} is {value}, it must be {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +156,19 @@ class MethodPlan:
 
     @property
     def sync_seconds(self) -> float:
-        """From the trainer's state to the worker's: all phases, one after another."""
+        """From the trainer's state to the worker's: the sum of all phases."""
         return sum(self.phases.values())
 
     @property
     def coding_seconds(self) -> float:
-        """What is not spent on the network."""
+        """The time not spent on the network."""
         return sum(self.phases[name] for name in CODING)
 
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Above this ``density`` (all else equal), or above this ``bandwidth`` in bit/s, a full sync takes less time than
-    ours.
+    """Above this ``density``, or above this ``bandwidth`` in bit/s (all else equal), a full sync takes less time than a
+    patch.
 
     None: it never does.
     """
@@ -180,7 +180,7 @@ class Crossover:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What `make_plan` predicts for ``scenario``: ``methods`` has one entry for each of ``METHODS``, ``full_wins`` says
-    where a full sync takes less time than ours.
+    when a full sync takes less time than a patch.
     """
 
     scenario: Scenario
@@ -189,12 +189,12 @@ class Plan:
 
 
 def make_plan(scenario: Scenario) -> Plan:
-    """Predicts one sync of ``scenario`` by each method, and where a full sync wins."""
+    """Predicts one sync of ``scenario`` by each method, and when a full sync wins."""
     return Plan(scenario, {name: _predict(scenario, name) for name in METHODS}, _crossover(scenario))
 
 
 def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.0) -> float:
-    """Bytes of one sync by ``method``, S: ``params`` parameters of ``param_bytes`` bytes, of which the share
+    """Bytes of one sync by ``method``, S: ``params`` parameters of ``param_bytes`` bytes, of which the fraction
     ``density`` changed. A patch is never larger than a full sync.
     """
     full = params * param_bytes
@@ -216,7 +216,7 @@ def bandwidth_for(nbytes: float, step_seconds: float, target: float) -> float:
 
 
 def _position_bits(density: float) -> float:
-    """h(d), bits a change; 0 at the ends, where there is nothing to say."""
+    """h(d), bits per change; 0 at the ends, where there is nothing to encode."""
     if not 0 < density < 1:
         return 0.0
     return -math.log2(density) - (1 / density - 1) * math.log1p(-density) / math.log(2)

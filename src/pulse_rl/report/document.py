@@ -1,4 +1,4 @@
-"""The page: its template, style and scripts, and the data that the scripts draw."""
+"""The page: template, style, scripts, and the data that the scripts draw."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRIPTS = ("units", "dom", "plan", "chart", "bars", "run", "study", "planner", "
 
 def render(*, run: Mapping[str, Any] | None = None, study: Any = None, title: str = "Pulse report") -> str:
     """The whole page under ``title``. ``run`` comes from `read_run`, ``study`` from ``pulse study``; raises InputError
-    where it is none.
+    if it is not a study.
 
     All text of the data is escaped. A content security policy allows no network, and no script but the page's own.
     """

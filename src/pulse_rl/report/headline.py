@@ -1,4 +1,4 @@
-"""The three numbers at the top: sparsity, bytes per sync, bandwidth for a wanted utilisation."""
+"""The three numbers at the top: sparsity, bytes per sync, bandwidth for a target utilisation."""
 
 from __future__ import annotations
 

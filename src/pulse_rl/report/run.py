@@ -1,4 +1,4 @@
-"""A run as the page draws it, from the events that `pulse_rl.metrics.JsonLines` wrote in its processes."""
+"""The page's data for a run, from the events that its processes wrote with `pulse_rl.metrics.JsonLines`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _TARGET = 0.9
 
 
 def read_run(path: str | os.PathLike[str], *, stream: str | None = None) -> dict[str, Any]:
-    """What the page shows of the run at ``path``: a folder with ``events*.jsonl`` files, one a process, or one such
+    """The page's data for the run at ``path``: a folder with ``events*.jsonl`` files, one per process, or one such
     file.
 
-    ``stream`` says which of several. Raises InputError where there is nothing to draw.
+    ``stream`` selects one of several. Raises InputError if there is nothing to show.
     """
     root = Path(path)
     files = sorted(root.glob("events*.jsonl")) if root.is_dir() else [root]

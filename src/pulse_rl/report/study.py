@@ -1,4 +1,4 @@
-"""A study as the page draws it: what it needs of the JSON of ``pulse study``, checked and made short."""
+"""The page's data for a study: the parts of the JSON of ``pulse study`` that it needs, checked and shortened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def study_data(study: Any) -> dict[str, Any]:
             raise ValueError(f"its format is {study['format']!r}, not {FORMAT!r}")
         return _data(study)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise InputError(f"this is no study: {error!r}", hint="Give what `pulse study --json` printed.") from None
+        raise InputError(f"not a study: {error!r}", hint="Give the output of `pulse study --json`.") from None
 
 
 def _data(study: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Long series made short: what a chart some hundred pixels wide can show, its extremes kept."""
+"""Downsamples long series to what a chart some hundred pixels wide can show, keeping extremes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat arrays of bits in place: where they differ, take, put. The native kernels check bounds and release the GIL.
+"""In-place operations on flat arrays of bits: differ, take, put. The native kernels check bounds and release the GIL.
 
 The arrays are contiguous and aligned, as those of a `State` are: what is not, is refused (ValueError, TypeError).
 """

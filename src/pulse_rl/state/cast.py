@@ -28,7 +28,7 @@ def cast_specs(specs: tuple[TensorSpec, ...], dtype: DType) -> tuple[TensorSpec,
 
 
 class CastState(State):
-    """``state`` cast to the compute dtype ``dtype``, made anew with each read: it takes no memory of its own."""
+    """``state`` cast to the compute dtype ``dtype``, computed on each read, so it needs no memory of its own."""
 
     def __init__(self, state: State, dtype: DType) -> None:
         super().__init__(cast_specs(state.specs, dtype), {}, state.aliases)
@@ -43,7 +43,7 @@ def cast(bits: UIntArray, source: DType, target: DType) -> UIntArray:
     if source == target:
         return bits
     if source.name not in _FLOATS or target not in COMPUTE_DTYPES.values():
-        raise UnsupportedTensor(f"there is no cast from {source.name} to {target.name}")
+        raise UnsupportedTensor(f"no cast from {source.name} to {target.name}")
     if source.name == "F32":
         return round_bits(bits, target)
     result = np.empty(bits.size, target.uint)

@@ -27,7 +27,7 @@ _COPY_BYTES = 64 << 20
 _READ_HINT = "Check the path and its permissions."
 
 StateSource = State | Mapping[str, Any] | str | os.PathLike[str]
-"""What can be taken for a state: a `State`, a mapping of names to tensors, or the path of a checkpoint."""
+"""What is accepted as a state: a `State`, a mapping of names to tensors, or the path of a checkpoint."""
 
 
 def as_state(source: StateSource) -> State:
@@ -39,7 +39,7 @@ def as_state(source: StateSource) -> State:
         return State.of(source)
     if isinstance(source, str | os.PathLike):
         return load(source)[0]
-    raise InputError(f"a {type(source).__name__} is no state: pass a mapping, a State or a checkpoint's path")
+    raise InputError(f"{type(source).__name__} is not a state: pass a mapping, a State or a checkpoint's path")
 
 
 def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
@@ -120,7 +120,7 @@ def parse_header(
             raise CorruptCheckpoint(f"tensor {spec.name!r} starts at byte {offset} of the data, not at {at}")
         at += spec.nbytes
     if 8 + length + at != file_bytes:
-        raise CorruptCheckpoint(f"the file has {file_bytes} bytes, its header speaks of {8 + length + at}")
+        raise CorruptCheckpoint(f"the file has {file_bytes} bytes, its header implies {8 + length + at}")
     return placed, metadata, 8 + length
 
 
@@ -193,7 +193,7 @@ def _entry(name: str, entry: Any) -> tuple[TensorSpec, int]:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UnsupportedTensor(
             f"tensor {name!r} has dtype {str(dtype)[:40]!r}, which is not supported",
-            hint="The file is damaged, or holds a type that pulse does not know.",
+            hint="The file is damaged, or has a dtype that pulse does not support.",
         )
     try:
         spec = TensorSpec(name, dtype_of(dtype), tuple(shape))

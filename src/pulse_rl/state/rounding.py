@@ -1,4 +1,4 @@
-"""The compute dtypes, and the one cast into them: from FP32, rounded to nearest, ties to even.
+"""The compute dtypes, and the cast to them: from FP32, rounded to nearest, ties to even.
 
 A compute dtype is what a forward pass multiplies in. It is called as safetensors calls it, in any letter case.
 """
@@ -49,7 +49,7 @@ def compute_dtype_named(name: str) -> DType:
     """The compute dtype of a safetensors name in any letter case ("BF16", "f8_e4m3"). Raises InputError."""
     found = COMPUTE_DTYPES.get(name.upper()) if isinstance(name, str) else None
     if found is None:
-        raise InputError(f"there is no compute dtype {name!r}", hint=f"Choose one of: {', '.join(COMPUTE_DTYPES)}.")
+        raise InputError(f"unknown compute dtype {name!r}", hint=f"Choose one of: {', '.join(COMPUTE_DTYPES)}.")
     return found
 
 

@@ -34,10 +34,10 @@ _UINT: dict[int, np.dtype[Any]] = {w: np.dtype(f"<u{w}") for w in (1, 2, 4, 8)}
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type by the ``name`` that safetensors gives it; an element has ``width`` bytes.
+    """An element type with its safetensors ``name``; an element has ``width`` bytes.
 
-    ``exponent`` is (lowest bit, number of bits) of the exponent field, None where the dtype has none. ``id`` is the
-    byte that stands for the dtype in a patch header and never changes.
+    ``exponent`` is (lowest bit, number of bits) of the exponent field, None if the dtype has none. ``id`` is the byte
+    that identifies the dtype in a patch header and never changes.
     """
 
     id: int
@@ -119,7 +119,7 @@ def check_tensor_name(name: object) -> None:
     if not 0 < nbytes <= MAX_NAME_BYTES:
         raise InputError(f"a tensor name must have 1 to {MAX_NAME_BYTES} bytes, got {nbytes}")
     if name == "__metadata__":
-        raise InputError("no tensor can be called __metadata__: safetensors keeps that name for itself")
+        raise InputError("no tensor can be called __metadata__: safetensors reserves that name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +150,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """A tensor given by its bits, for dtypes that numpy lacks: ``Bits(uint16_array, "BF16")``.
+    """A tensor given as bits, for dtypes that numpy lacks: ``Bits(uint16_array, "BF16")``.
 
-    ``array`` has an unsigned dtype of the element's width; its shape is the tensor's. ``dtype`` is what safetensors
-    calls the dtype.
+    ``array`` has an unsigned dtype of the element's width; its shape is the tensor's. ``dtype`` is the dtype's
+    safetensors name.
     """
 
     array: UIntArray
@@ -173,11 +173,11 @@ class _DeviceTensor:
 
 
 class State:
-    """The full named set of tensors at one version, as bits.
+    """The full named set of tensors of one version, as bits.
 
     ``specs`` is sorted by the UTF-8 bytes of the names. ``aliases`` maps the other names of tied tensors to the name
-    under which the tensor is stored; aliases are not part of ``specs``. Host tensors are views, not copies, of what
-    the state was made from. Made by `of` and `empty`; ``data`` maps each name to its flat elements.
+    under which the tensor is stored; aliases are not part of ``specs``. Host tensors are views of the source, not
+    copies. Created by `of` and `empty`; ``data`` maps each name to its flat elements.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class State:
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> Self:
         """The state of ``tensors``, a mapping of names to torch tensors, numpy arrays or `Bits`. Host tensors are not
-        copied, but for strided ones and those at addresses that are no multiple of their element's width.
+        copied, except strided ones and those at addresses that are not a multiple of their element's width.
 
         Names that share storage, shape and dtype are tied: the first in the mapping's order stores the tensor and the
         others become aliases (Hugging Face checkpoints keep the first one as well). Raises UnsupportedTensor and
@@ -227,7 +227,7 @@ class State:
 
     @classmethod
     def empty(cls, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> Self:
-        """A state of ``specs`` and ``aliases`` in fresh memory, its values not yet set."""
+        """A state of ``specs`` and ``aliases`` in new memory with uninitialised values."""
         return cls(specs, {s.name: np.empty(s.elements, s.dtype.uint) for s in specs}, aliases)
 
     @property
@@ -255,12 +255,12 @@ class State:
         return len(self.specs) + len(self.aliases)
 
     def spec(self, name: str) -> TensorSpec:
-        """The spec of the tensor ``name``, or of the one that the alias ``name`` stands for; raises KeyError."""
+        """The spec of the tensor ``name``, which may be an alias; raises KeyError."""
         return self._spec[self.aliases.get(name, name)]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
         """Elements [``start``, ``stop``) of the tensor ``name``, flattened, as unsigned integers: a view of host
-        memory, a copy of a device's. Without ``stop``, to the end. Raises KeyError.
+        memory, a copy of device memory. Without ``stop``, to the end. Raises KeyError.
         """
         name = self.aliases.get(name, name)
         stop = self._spec[name].elements if stop is None else stop
@@ -268,14 +268,14 @@ class State:
         return data.read(start, stop) if isinstance(data, _DeviceTensor) else data[start:stop]
 
     def copy(self) -> State:
-        """The same state in fresh host memory."""
+        """The same state in new host memory."""
         fresh = State.empty(self.specs, self.aliases)
         for spec in self.specs:
             fresh.read(spec.name)[:] = self.read(spec.name)
         return fresh
 
     def with_aliases(self, aliases: Mapping[str, str]) -> State:
-        """The same memory under other ``aliases``. Raises InputError."""
+        """The same memory with other ``aliases``. Raises InputError."""
         return State(self.specs, self._data, aliases)
 
     def readonly(self) -> State:
@@ -287,8 +287,8 @@ class State:
         return State(self.specs, views, self.aliases)
 
     def require_specs(self, specs: tuple[TensorSpec, ...], what: str) -> None:
-        """Raises StateMismatch that names the first difference unless this state has exactly ``specs``, those of
-        ``what`` (words for the message).
+        """Raises StateMismatch, naming the first difference, unless this state has exactly ``specs``. ``what`` names
+        their owner in the message.
         """
         if self.specs == specs:
             return

@@ -1,6 +1,6 @@
-"""Where a stream lives: six calls on named immutable objects, behind one address.
+"""Stores hold streams: six calls on named immutable objects, behind one address.
 
-To add a backend: write a class that follows `base.Store` and passes `pulse_rl.testing.StoreConformance`
+To add a backend: write a class that implements `base.Store` and passes `pulse_rl.testing.StoreConformance`
 (tests/store/test_conformance.py), and add its scheme to `open_store`.
 """
 
@@ -37,22 +37,22 @@ _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store:
     """The store at ``address``: a folder's path, ``file:///folder``, ``memory://`` (new and empty each time),
-    ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``. A store is returned as it is.
+    ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``. A store is returned unchanged.
 
-    Raises InputError for an address of another kind and StoreError when the store cannot be opened.
+    Raises InputError for any other address and StoreError when the store cannot be opened.
     """
     if isinstance(address, Store):
         return address
     if not isinstance(address, str | os.PathLike) or not isinstance(text := os.fspath(address), str):
-        raise InputError(f"a {type(address).__name__} is not the address of a store")
+        raise InputError(f"{type(address).__name__} is not a store address")
     if not text or "\0" in text or _ONE_SLASH.match(text):
-        raise InputError(f"{text!r} is not the address of a store", hint="Write a path, or scheme://bucket/prefix.")
+        raise InputError(f"{text!r} is not a store address", hint="Write a path, or scheme://bucket/prefix.")
     if "://" not in text:
         return LocalStore(Path(text).expanduser().absolute())
     try:
         url = urlparse(text)
     except ValueError as error:
-        raise InputError(f"{text} is not an address: {error}") from None
+        raise InputError(f"{text} is not a valid address: {error}") from None
     if url.scheme == "file":
         if url.netloc not in ("", "localhost") or not url.path:
             raise InputError(f"{text} names a host", hint="Write three slashes: file:///absolute/path.")
@@ -61,4 +61,6 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
         return MemoryStore()
     if url.scheme in _OBJECT_SCHEMES:
         return ObjectStore(text, **options)
-    raise InputError(f"{text} is not a store", hint="Use a folder's path, file://, memory://, s3://, gs:// or az://.")
+    raise InputError(
+        f"{text} is not a store address", hint="Use a folder's path, file://, memory://, s3://, gs:// or az://."
+    )

@@ -1,4 +1,4 @@
-"""The store: six calls on named immutable objects, all that the rest of the library asks of a backend.
+"""The store: six calls on named immutable objects, all that the library needs of a backend.
 
 Required of a backend (docs/protocol.md, section 2): `put_new` is atomic, `put` shows an object whole or not at all, and
 `get`, `head` and `list` see every object whose writing call has returned.
@@ -20,8 +20,8 @@ MAX_NAME = 512
 
 
 class ObjectInfo(NamedTuple):
-    """An object's ``name``, its length ``nbytes`` in bytes, and when it was ``modified``: Unix seconds by the store's
-    clock."""
+    """An object's ``name``, its length ``nbytes`` in bytes, and its time of writing ``modified``, in Unix seconds by
+    the store's clock."""
 
     name: str
     nbytes: int
@@ -30,36 +30,36 @@ class ObjectInfo(NamedTuple):
 
 @runtime_checkable
 class Store(Protocol):
-    """Names are relative paths of letters, digits, '.', '_' and '-' (InvalidName).
+    """Object names are relative paths of letters, digits, '.', '_' and '-'; others raise InvalidName.
 
-    Every call may raise StoreUnavailable, after which it is unknown whether a writing call took effect, and StoreError.
+    Every call may raise StoreError, or StoreUnavailable, after which it is unknown whether a write took effect.
     """
 
     def put(self, name: str, data: Data) -> None:
-        """Stores ``data`` as the object ``name``, replacing one of the same name. Raises StoreFull."""
+        """Stores ``data`` as the object ``name``, replacing any object of that name. Raises StoreFull."""
         ...
 
     def put_new(self, name: str, data: bytes) -> None:
         """Stores ``data`` unless an object ``name`` exists, atomically among all clients. Raises AlreadyExists, also
-        when an earlier try of this very call was carried out and only its reply was lost."""
+        when an earlier attempt of the same call succeeded but its reply was lost."""
         ...
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes [``start``, ``stop``) of the object ``name``, to its end without ``stop``. Raises NotFound, and
-        StoreError for a range that is not inside the object.
+        StoreError for a range outside the object.
         """
         ...
 
     def head(self, name: str) -> ObjectInfo:
-        """Length and time of the object ``name``. Raises NotFound."""
+        """Length and time of writing of the object ``name``. Raises NotFound."""
         ...
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        """The objects below ``folder`` in order of their names, from the first name greater than ``start_after``."""
+        """The objects under ``folder`` in name order, from the first name greater than ``start_after``."""
         ...
 
     def delete(self, name: str) -> None:
-        """Removes the object ``name``; one that does not exist is no error."""
+        """Removes the object ``name``; it is not an error if it does not exist."""
         ...
 
 
@@ -70,7 +70,7 @@ def is_name(name: str) -> bool:
 def check_name(name: str) -> str:
     """``name`` itself; raises InvalidName for what could leave the store's folder or hide in it."""
     if not is_name(name):
-        raise InvalidName(f"{name[:80]!r} is not a name for an object")
+        raise InvalidName(f"{name[:80]!r} is not a valid object name")
     return name
 
 
@@ -78,7 +78,7 @@ def check_range(name: str, nbytes: int, start: int, stop: int | None) -> tuple[i
     """The range with its end filled in; raises StoreError unless it lies inside an object of ``nbytes``."""
     stop = nbytes if stop is None else stop
     if not 0 <= start <= stop <= nbytes:
-        raise StoreError(f"bytes {start} to {stop} are not inside {name}, which has {nbytes}")
+        raise StoreError(f"bytes {start} to {stop} are outside {name}, which has {nbytes}")
     return start, stop
 
 
@@ -87,10 +87,10 @@ def joined(data: Data) -> bytes:
 
 
 def create_or_confirm(store: Store, name: str, data: bytes) -> bool:
-    """Creates the object ``name`` in ``store``; True when it now holds ``data``, False when another client's bytes do.
+    """Creates the object ``name`` in ``store``; True if it now holds ``data``, False if it holds another client's
+    bytes.
 
-    A client that retries by itself after a lost reply meets its own object, so "already exists" is settled by reading
-    it back.
+    A client that retries after a lost reply finds its own object, so "already exists" is resolved by reading it back.
     """
     try:
         store.put_new(name, data)

@@ -1,4 +1,4 @@
-"""A store behind a local folder that keeps what it has read, so that a restart does not download it again."""
+"""A store with a local cache folder, so that a restart does not download everything again."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DEFAULT_MAX_BYTES = 64 << 30
 
 
 class CachedStore:
-    """``store`` behind a ``folder`` that keeps objects that are named by their content, up to ``max_bytes``; the least
-    recently used go first.
+    """``store`` with a cache in ``folder`` of the objects that are named by their content, up to ``max_bytes``; the
+    least recently used are evicted first.
 
     ``digest_of`` gives the SHA-256 that an object's name promises (64 hexadecimal digits), None for other objects,
-    which pass through. A kept copy is hashed the first time that it is used, and fetched again where it is damaged.
+    which are not cached. A cached copy is hashed on first use, and fetched again if damaged.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Is a store safe to publish to? Asks the store itself, by racing creates and by reading back what was written."""
+"""Checks that a store is safe to publish to, by racing creates and by reading back what was written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finding:
 
 
 def check_store(store: Store, rounds: int = 20) -> list[Finding]:
-    """Tries the guarantees of docs/protocol.md, section 2, on objects of its own, which it removes afterwards.
+    """Tests the guarantees of docs/protocol.md, section 2, on objects that it creates and removes afterwards.
 
     Some S3-compatible servers ignore If-None-Match and let both of two creates succeed: on those a second publisher
     could overwrite a committed version unseen. Raises StoreError when the store cannot be used at all.

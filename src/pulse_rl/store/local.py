@@ -17,8 +17,8 @@ _ABANDONED_SECONDS = 24 * 3600
 
 
 class LocalStore:
-    """A `Store` in a folder. Objects are files below ``root``, which the first write makes. Unfinished ones live in a
-    hidden folder beside them, are never listed, and are swept away when a store is opened a day later. Writing needs
+    """A `Store` in a folder. Objects are files under ``root``, which the first write creates. Unfinished ones are kept
+    in a hidden folder beside them, are never listed, and are removed when a store is opened a day later. Writing needs
     Linux or macOS and a file system with hard links; elsewhere it raises StoreError.
     """
 
@@ -27,7 +27,7 @@ class LocalStore:
         self._aside = self.root / _ASIDE
         there = next((p for p in [self.root, *self.root.parents] if os.path.lexists(p)), self.root)
         if not there.is_dir():
-            raise StoreError(f"cannot open the store {self.root}: {there} is no folder")
+            raise StoreError(f"cannot open the store {self.root}: {there} is not a folder")
         for left in self._aside.glob(".*"):
             with suppress(OSError):  # another process sweeps, or finishes it, at the same time
                 if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:

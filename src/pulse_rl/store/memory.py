@@ -1,4 +1,4 @@
-"""A store in the memory of one process, for tests and for trainers and workers that are threads."""
+"""A store in the memory of one process, for tests and for trainers and workers that run as threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base import Data, ObjectInfo, check_name, check_range, joined
 
 
 class MemoryStore:
-    """A `Store` that ends with the process; new and empty when it is made. Thread-safe."""
+    """A `Store` in the memory of the process, empty when created. Thread-safe."""
 
     def __init__(self) -> None:
         self._objects: dict[str, tuple[bytes, float]] = {}

@@ -1,4 +1,4 @@
-"""Object stores (S3 and what speaks its protocol, Google Cloud Storage, Azure) through obstore."""
+"""Object stores (S3 and compatible, Google Cloud Storage, Azure) through obstore."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PAGE = 1000
 
 
 class ObjectStore:
-    """A `Store` in an object store. ``url`` names bucket and prefix. Credentials and endpoints come from the
+    """A `Store` in an object store. ``url`` gives the bucket and prefix. Credentials and endpoints come from the
     environment as obstore reads them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS …) or from
-    ``options``, which are obstore's.
+    obstore ``options``.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -64,7 +64,7 @@ class ObjectStore:
                 for meta in page:
                     # Most backends list in order; one that does not would break resuming at start_after, so say it.
                     if meta["path"] <= previous:
-                        raise StoreError(f"{self._url} does not list objects in order of their names")
+                        raise StoreError(f"{self._url} does not list objects in name order")
                     previous = meta["path"]
                     yield ObjectInfo(previous, meta["size"], meta["last_modified"].timestamp())
 

@@ -1,1 +1,2 @@
-"""What lies in a store and what leads where: names, manifests, signatures, anchors, links (docs/format.md, 4 to 6)."""
+"""A stream's objects in a store and the links between them: names, manifests, signatures, anchors (docs/format.md, 4 to
+6)."""

@@ -76,7 +76,7 @@ def verified_chunks(state: State, shard: Shard) -> Iterator[bytes | memoryview]:
 
 
 def _changed(name: str) -> IntegrityError:
-    return IntegrityError(f"{name} changed while it was published", hint="Do not write to tensors during publish().")
+    return IntegrityError(f"{name} changed while it was published", hint="Do not modify tensors during publish().")
 
 
 def restore(
@@ -98,7 +98,7 @@ def restore(
     if len({s.name for s in specs}) != len(specs):
         raise CorruptCheckpoint("the anchor's shards hold the same tensor twice")
     if (sum(s.elements for s in specs), sum(s.nbytes for s in specs)) != (elements, dense_bytes):
-        raise CorruptCheckpoint(f"the anchor's shards hold other tensors than the manifest's {dense_bytes} bytes")
+        raise CorruptCheckpoint(f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors")
     state = State.empty(tuple(specs))
 
     def fill(shard: tuple[tuple[Payload, RangeReader], _ShardHeader]) -> None:
@@ -141,8 +141,8 @@ def _read_header(shard: tuple[Payload, RangeReader]) -> _ShardHeader:
 
 
 def _chunks(payload: Payload, read: RangeReader, start: int) -> Iterator[memoryview]:
-    """The shard's bytes from ``start`` on, in ranges over many tensors: a request a tensor would cost more time than
-    its bytes on most networks."""
+    """The shard's bytes from ``start`` on, in ranges over many tensors: one request per tensor would cost more time
+    than its bytes on most networks."""
     for at in range(start, payload.bytes, _CHUNK_BYTES):
         stop = min(at + _CHUNK_BYTES, payload.bytes)
         chunk = memoryview(read(at, stop))

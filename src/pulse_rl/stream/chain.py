@@ -1,4 +1,4 @@
-"""Planning on a stream's links, without any input or output.
+"""Plans paths over a stream's links, without I/O.
 
 A link is a way to reach a version: an anchor reaches it from nothing, a patch from the version before, a fold from an
 earlier one. What to fetch is the cheapest path by bytes; a gap is an error that says what is missing on which side.
@@ -72,7 +72,7 @@ def cheapest_path(links: Iterable[Link], have: int | None, target: int) -> list[
                 best[link.version] = (cost, link)
     if target not in best:
         reached = max((v for v in best if v is not None and v < target), default=None)
-        lower = "nothing below it can be reached" if reached is None else f"the chain reaches version {reached}"
+        lower = "nothing below it is reachable" if reached is None else f"the chain reaches version {reached}"
         raise ChainGap(f"no path leads to version {target}: {lower}")
     path: list[Link] = []
     last = best[target][1]

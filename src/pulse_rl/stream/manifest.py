@@ -25,16 +25,16 @@ _HEX64 = re.compile(r"[0-9a-f]{64}")
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A stored object: the ``sha256`` of its bytes (64 hexadecimal digits), which is also its name, and how many
-    ``bytes`` it has."""
+    """A stored object: the ``sha256`` of its bytes (64 hexadecimal digits), which is also its name, and its length in
+    ``bytes``."""
 
     sha256: str
     bytes: int
 
 
 class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A patch from version ``base``, whose root is ``base_root``, with ``changed`` elements. ``parts`` lists its files:
-    one a trainer rank."""
+    """A patch from version ``base``, whose root is ``base_root``, with ``changed`` elements. ``parts`` lists its files,
+    one per trainer rank."""
 
     base: int
     base_root: str
@@ -59,11 +59,12 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.1".
 
-    ``root`` is that of the state, which has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the other
-    names of tied tensors to the stored ones; ``metadata`` are the publisher's own facts. ``epoch`` is the publisher's
-    claim to the stream, ``publisher`` a random word of the process that wrote the manifest: two publishers never write
-    equal ones. ``digest`` is the SHA-256 of the bytes with an empty digest and no ``signature``. ``created`` is in Unix
-    seconds and only informs. At least one of ``patch`` and ``anchor`` is present.
+    ``root`` is the root of the state, which has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the
+    other names of tied tensors to the stored ones; ``metadata`` is the publisher's own data. ``epoch`` is the
+    publisher's claim to the stream, ``publisher`` a random identifier of the process that wrote the manifest: two
+    publishers never write equal manifests. ``digest`` is the SHA-256 of the bytes with an empty digest and no
+    ``signature``. ``created`` is in Unix seconds and informational only. At least one of ``patch`` and ``anchor`` is
+    present.
     """
 
     format: str
@@ -87,7 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.encode(self)
 
     def own_digest(self) -> str:
-        """What ``digest`` has to be, 64 hexadecimal digits."""
+        """The correct value of ``digest``, 64 hexadecimal digits."""
         return sha256(msgspec.structs.replace(self, digest="", signature=None).to_bytes()).hexdigest()
 
     def sealed(self) -> Manifest:
@@ -114,7 +115,7 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
     if manifest.format != FORMAT:
         raise CorruptManifest(f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it.")
     if (manifest.stream, manifest.version) != (stream, version):
-        raise CorruptManifest(f"{what} says it is version {manifest.version} of {manifest.stream!r}")
+        raise CorruptManifest(f"{what} claims to be version {manifest.version} of {manifest.stream!r}")
     if manifest.to_bytes() != data:
         raise CorruptManifest(f"{what} is not in canonical form")
     for flaw in _flaws(manifest):
@@ -129,8 +130,8 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     if patch and (not 0 <= patch.base < manifest.version or not patch.parts):
         yield f"has a patch from version {patch.base}"
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
-    told = [value for value in manifest.metadata.values() if isinstance(value, int)]
-    if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in [*counts, *(p.bytes for p in payloads), *told]):
+    facts = [value for value in manifest.metadata.values() if isinstance(value, int)]
+    if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in [*counts, *(p.bytes for p in payloads), *facts]):
         yield "has a count that is negative or beyond 63 bits"
     if patch and patch.changed > manifest.elements:
         yield f"counts {patch.changed} changes of {manifest.elements} elements"
@@ -162,7 +163,7 @@ def _checked_fact(key: str, given: object) -> str | int | float | bool:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    raise InputError(f"metadata {key!r} is {given!r}: strings, finite numbers and booleans can be kept")
+    raise InputError(f"metadata {key!r} is {given!r}: only strings, finite numbers and booleans are allowed")
 
 
 def _checked_text(text: object, what: str) -> str:

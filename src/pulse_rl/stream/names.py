@@ -1,4 +1,4 @@
-"""The names of a stream's objects: built and parsed here, and spelled nowhere else (docs/format.md, section 6).
+"""The names of a stream's objects: built and parsed only here (docs/format.md, section 6).
 
 Names are zero-padded numbers, SHA-256 digests and checked words, so that no name that was read can lead elsewhere.
 """
@@ -165,11 +165,11 @@ class GroupNames:
 def check_word(word: object, what: str) -> None:
     """Raises InvalidName unless ``word`` can be one part of a name."""
     if not isinstance(word, str) or not _WORD.fullmatch(word):
-        raise InvalidName(f"{word!r} is not a name for {what}")
+        raise InvalidName(f"{word!r} is not a valid name for {what}")
 
 
 def payload_digest(name: str) -> str | None:
-    """The SHA-256 that the bytes of a payload of any stream must have, None for an object that is no payload."""
+    """The SHA-256 that a payload's bytes must have, in any stream; None for an object that is not a payload."""
     stream, _, rest = name.partition("/")
     found = _PAYLOAD.fullmatch(rest.removeprefix("payloads/")) if rest.startswith("payloads/") else None
     return found[1] if found and _WORD.fullmatch(stream) else None

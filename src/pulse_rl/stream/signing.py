@@ -20,7 +20,7 @@ _INSTALL = "Install it: pip install 'pulse-rl[sign]'."
 
 
 class Signer:
-    """Signs what a publisher commits. ``seed`` is the 32-byte private key; raises InputError."""
+    """Signs a publisher's manifests. ``seed`` is the 32-byte private key; raises InputError."""
 
     def __init__(self, seed: bytes) -> None:
         self._key = _private_key(seed)
@@ -29,19 +29,19 @@ class Signer:
 
     @classmethod
     def generate(cls) -> Signer:
-        """A new key, from the system's source of randomness."""
+        """A new key, from the system's random source."""
         return cls(secrets.token_bytes(32))
 
     @classmethod
     def load(cls, path: str | Path) -> Signer:
-        """From the file ``path`` that `save` wrote: the private key as 64 hexadecimal digits. Raises InputError."""
+        """Loads the key from a file ``path`` written by `save`: 64 hexadecimal digits. Raises InputError."""
         try:
             return cls(bytes.fromhex(Path(path).read_text().strip()))
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is not a private key: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Writes the private key to the new file ``path``, readable by its owner only. Raises InputError."""
+        """Writes the private key to the new file ``path``, readable only by its owner. Raises InputError."""
         file = Path(path)
         try:
             file.touch(mode=0o600, exist_ok=False)
@@ -60,7 +60,7 @@ class TrustedKeys:
 
     def __init__(self, keys: Collection[str]) -> None:
         if isinstance(keys, str) or not keys:
-            raise InputError("trusted keys are a collection of at least one public key")
+            raise InputError("trusted_keys must be a collection of at least one public key")
         self._keys = {key.lower(): _public_key(key) for key in keys}
 
     def check(self, manifest: Manifest) -> None:
@@ -72,11 +72,11 @@ class TrustedKeys:
             raise Untrusted(f"{what} is not signed")
         key = self._keys.get(manifest.signature.key)
         if key is None:
-            raise Untrusted(f"{what} is signed by the unknown key {manifest.signature.key[:16]}…")
+            raise Untrusted(f"{what} is signed by an untrusted key {manifest.signature.key[:16]}…")
         try:
             key.verify(bytes.fromhex(manifest.signature.value), manifest.with_signature(None).to_bytes())
         except (InvalidSignature, ValueError):
-            raise Untrusted(f"{what} has a wrong signature") from None
+            raise Untrusted(f"{what} has an invalid signature") from None
 
 
 def _private_key(seed: bytes) -> Ed25519PrivateKey:

@@ -45,7 +45,7 @@ class Stream:
         return found
 
     def manifest(self, version: int) -> Manifest:
-        """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are kept once read."""
+        """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are cached."""
         if version not in self._manifests:
             name = self.names.version(version)
             nbytes = self._listed_bytes.pop(version, None) or self.store.head(name).nbytes
@@ -55,7 +55,7 @@ class Stream:
                 del self._manifests[next(iter(self._manifests))]
             try:
                 manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
-            except CorruptManifest:  # as with payloads: once more, before it is believed
+            except CorruptManifest:  # as with payloads: retry once before reporting it
                 manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
             if self._trusted:
                 self._trusted.check(manifest)
@@ -82,7 +82,7 @@ class Stream:
         return [name.epoch for name in names if isinstance(name, EpochName)]
 
     def links(self, after: int | None = None) -> list[Link]:
-        """The folds and anchors that are listed as such, of versions greater than ``after``. One listing, no reads."""
+        """The listed folds and anchors of versions greater than ``after``. One listing, no reads."""
         start_after = None if after is None else self.names.links_from(after + 1)
         found = []
         for info in self.store.list(self.names.links, start_after):
@@ -106,7 +106,7 @@ class Stream:
     def fetch(self, payload: Payload, kind: str) -> bytes:
         """A payload's verified bytes. Raises NotFound and DigestMismatch.
 
-        A damaged answer is asked for once more, since a network breaks bytes more often than a disk does.
+        A damaged reply is fetched once more: networks corrupt bytes more often than disks do.
         """
         name = self.names.payload(payload.sha256, kind)
         for _ in range(2):
@@ -122,5 +122,7 @@ class Stream:
         name = self.names.payload(payload.sha256, SHARD)
         stored = self.store.head(name).nbytes
         if stored != payload.bytes:
-            raise CorruptCheckpoint(f"the anchor's shard {name} has {stored} bytes, its manifest says {payload.bytes}")
+            raise CorruptCheckpoint(
+                f"the anchor's shard {name} has {stored} bytes, but its manifest says {payload.bytes}"
+            )
         return partial(self.store.get, name)

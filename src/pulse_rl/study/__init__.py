@@ -10,16 +10,16 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
     parameters              int: elements of one state, tied tensors once
     dense_bytes             int: bytes of one state after the cast (a full sync)
     states                  [str]: names of the states in order (file names, "version 12", "step 40")
-    rows                    one object a k:
+    rows                    one object per k:
       k                       states apart; 1 is from each state to the next
       pairs                   pairs (t, t + k) compared
       elements                elements of one state
-      changed                 float: mean changed elements a pair
-      sparsity                mean over the pairs of the share of bitwise equal elements, END states compared (S_k)
+      changed                 float: mean changed elements per pair
+      sparsity                mean over the pairs of the fraction of bitwise equal elements, END states compared (S_k)
       sparsity_min, _max      the extremes over the pairs
       untouched               mean share of elements that changed in none of the k steps between (<= sparsity): what a
                               script that adds up per-step changes reports
-      coded_pairs             pairs for which patches were really built (a few, evenly spread); 0: none were
+      coded_pairs             pairs for which patches were built (a few, evenly spread); may be 0
       bytes                   float or null: mean bytes of a patch file, codec "context", over the coded pairs
       bytes_per_changed       float or null: bytes of the patch files / changed elements, over the coded pairs
       bytes_per_changed_zstd  the same with codec "zstd" (the paper's layout)
@@ -29,7 +29,7 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
                             `layers.LAYERS`, and only those that occur are listed
     tensors                 [{name, layer, dtype, shape, k, elements, changed, sparsity, sparsity_min, sparsity_max}]
     pairs                   [{k, old, new, changed, sparsity}]: every pair; old and new are indices into `states`
-    exponents               pairs of the smallest k that were coded, by exponent of the old weight; one object an
+    exponents               pairs of the smallest k that were coded, by exponent of the old weight; one object per
                             exponent e that occurs, for weights 2^e <= |w| < 2^(e+1) of dtype `dtype`; the highest
                             stands for Inf and NaN:
       exponent                e (the lowest stands for subnormals and zero too)
@@ -48,7 +48,7 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
       bandwidth_for_target    bit/s or null: the link that keeps utilisation at `target` (pulse_rl.plan)
       bandwidth_full          bit/s or null: the same for full syncs
       target                  0.9
-      step_seconds            seconds of work between two syncs that this assumes
+      step_seconds            assumed seconds of compute between syncs
 """
 
 from ..state.cast import CastState

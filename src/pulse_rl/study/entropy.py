@@ -21,7 +21,7 @@ _EMPTY = np.empty(0, np.int64)
 @dataclass(frozen=True)
 class EntropyBound:
     """``position_bits`` and ``step_bits`` for ``changed`` of ``elements`` elements, given tensor and old exponent;
-    ``unconditional_bits``: for both, given neither."""
+    ``unconditional_bits`` is for both, given neither."""
 
     elements: int
     changed: int
@@ -101,7 +101,7 @@ class ClassCounts:
 
 
 def entropy_bound(old: State, new: State) -> EntropyBound:
-    """The bound for a patch from ``old`` to ``new``, states of the same tensors."""
+    """The bound for a patch from ``old`` to ``new``, two states of the same tensors."""
     position_bits = step_bits = 0.0
     steps: dict[int, int] = {}
     total = changed = 0

@@ -1,4 +1,4 @@
-"""The last states of one block: the newest whole, of each older one the old bits of what changed after it."""
+"""The last states of one block: the newest in full, and for each older one the old bits of what changed after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kind of layer a tensor belongs to, by its name.
+"""The layer type of a tensor, by its name.
 
 The first rule that fits decides. A name's parts are what stands between its dots, in lower case.
 

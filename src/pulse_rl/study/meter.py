@@ -1,4 +1,4 @@
-"""torch: the sparsity of a run while it trains, measured from a hook on the optimizer's step."""
+"""Measures the sparsity of a live run from a hook on the optimizer's step; needs torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tally import Tally
 
 class SparsityMeter:
     """Takes a state after every ``every``-th optimizer step and compares it, bitwise after the cast to ``dtype``, with
-    the states ``ks`` before; the first state is that of the moment when the meter is made. ::
+    the states ``ks`` before; the first state is taken when the meter is created. ::
 
         with SparsityMeter(model) as meter:
             train(model)
@@ -29,14 +29,14 @@ class SparsityMeter:
     ``target`` is a model or an optimizer. Given a model, its parameters are the state, frozen ones too, and the steps
     of the first optimizer that steps any of them are counted. Given an optimizer, the parameters in its groups are the
     state: FP32 masters, or the trained part of a model. Floats wider than ``dtype`` are cast to it, other tensors
-    compared as they are. With ``every=4`` and four updates a rollout batch, k = 1 is from one published version to the
-    next.
+    compared as they are. With ``every=4`` and four updates per rollout batch, k = 1 is from one published version to
+    the next.
 
-    Memory: on the device one block of 4 Mi elements at a time. On the host one copy of the cast weights, and of each of
-    the ``max(ks)`` states before it 6 bytes a changed BF16 weight, or a copy where that is less: at most
-    ``max(ks) + 1`` copies, `memory_bytes` now; besides some hundred bytes a state.
+    Memory: on the device one block of 4 Mi elements at a time. On the host one copy of the cast weights, and for each
+    of the ``max(ks)`` states before it 6 bytes per changed BF16 weight, or a copy if that is less: at most ``max(ks) +
+    1`` copies, `memory_bytes` now; plus some hundred bytes per state.
 
-    Raises InputError for arguments that make no sense and UnsupportedTensor for sharded or fake parameters.
+    Raises InputError for invalid arguments and UnsupportedTensor for sharded or fake parameters.
     """
 
     def __init__(
@@ -48,9 +48,11 @@ class SparsityMeter:
         every: int = 1,
     ) -> None:
         if not isinstance(dtype, torch.dtype) or _dtype_of(dtype).name not in COMPUTE_DTYPES:
-            raise InputError(f"{dtype} is no compute dtype", hint=f"Give torch's dtype of {', '.join(COMPUTE_DTYPES)}.")
+            raise InputError(
+                f"{dtype} is not a compute dtype", hint=f"Give the torch dtype of one of: {', '.join(COMPUTE_DTYPES)}."
+            )
         if not ks or min(ks) < 1 or every < 1:
-            raise InputError("ks and every count from 1 on")
+            raise InputError("ks and every must be 1 or more")
         self._live = _LiveState(_parameters(target), dtype)
         self._tally = Tally(self._live.specs, sorted(set(ks)))
         self._records = [BlockRecord(block, self._tally.ks) for block in self._tally.blocks]
@@ -69,20 +71,20 @@ class SparsityMeter:
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory that the kept states take now."""
+        """Host memory used by the kept states."""
         return sum(record.nbytes for record in self._records)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of `to_dict`, one a k for which there are states."""
+        """The rows of `to_dict`, one per k with enough states."""
         rows: list[dict[str, Any]] = self.to_dict()["rows"]
         return rows
 
     def to_dict(self, *, step_seconds: float = STEP_SECONDS) -> dict[str, Any]:
-        """What was measured so far, as `pulse_rl.study` describes it; bandwidths assume ``step_seconds`` of work
-        between two syncs.
+        """The measurements so far, as `pulse_rl.study` describes them; bandwidths assume ``step_seconds`` of compute
+        between syncs.
 
-        Each call builds the patches from the states k before to the newest one. So bytes and exponents are those of the
-        states at which it was called; sparsity is that of all states.
+        Each call builds the patches from the states k before to the newest one. So bytes and exponents describe the
+        states at the time of the call; sparsity covers all states.
         """
         if self._coded < len(self._states):
             for record in self._records:
@@ -98,7 +100,7 @@ class SparsityMeter:
         )
 
     def close(self) -> None:
-        """Ends the measuring; what was measured stays."""
+        """Stops measuring; the results stay available."""
         self._hook.remove()
 
     def __enter__(self) -> Self:
@@ -178,7 +180,7 @@ def _parameters(target: torch.nn.Module | torch.optim.Optimizer) -> dict[str, to
             names = group.get("param_names") or [f"group{g}.{i}" for i in range(len(group["params"]))]
             found |= dict(zip(names, group["params"], strict=True))
     else:
-        raise InputError(f"a {type(target).__name__} is neither a torch module nor an optimizer")
+        raise InputError(f"{type(target).__name__} is neither a torch module nor an optimizer")
     if not any(p.numel() for p in found.values()):
         raise InputError("there are no parameters to measure")
     return found

@@ -1,4 +1,4 @@
-"""One block's part of a study: changed elements against the states k before, and what some of the patches cost."""
+"""One block's part of a study: changed elements against the states k before, and the cost of some patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the sums to the dict of format "pulse.study.1", which the package describes."""
+"""Builds the dict of format "pulse.study.1" (see `pulse_rl.study`) from the sums."""
 
 from __future__ import annotations
 

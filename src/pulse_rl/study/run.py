@@ -1,4 +1,4 @@
-"""Walks through a source, in as many passes as the memory asks for, and makes the study of it."""
+"""Runs a study over a source, in as many passes as the memory limit requires."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def study(
     memory_bytes: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Compares the states of ``source`` that are k apart; the dict that `pulse_rl.study` describes.
+    """Compares the states of ``source`` that are k apart; returns the dict that `pulse_rl.study` describes.
 
-    ``lr``, the learning rate, adds what theory predicts; ``step_seconds`` is the work between two syncs that bandwidths
-    assume; ``threads``: at most so many at once (None: one a core). ``dtype`` names one of ``COMPUTE_DTYPES``, in any
-    letter case: wider floats are cast to it. Values of ``ks`` for which there are too few states are left out. Of each
-    k the patches of at most ``CODED_PAIRS`` pairs are built.
+    ``lr``, the learning rate, adds the predicted density; ``step_seconds`` is the compute time between syncs that the
+    bandwidths assume; ``threads``: the maximum number (None: one per core). ``dtype`` names one of ``COMPUTE_DTYPES``,
+    in any letter case: wider floats are cast to it. Values of ``ks`` with too few states are left out. For each k
+    patches are built for at most ``CODED_PAIRS`` pairs.
 
     Memory: no checkpoint is ever held in full; they are mapped and read block by block (4 Mi elements). Of a stream one
     state is held. Of the blocks in work the newest elements are kept and, of the max(ks) states before, what changed:
@@ -46,11 +46,11 @@ def study(
     ``progress`` is called with the bytes, after the cast, that were compared since its last call: less than 0 where a
     pass had to be cut short.
 
-    Raises InputError, and what the source raises.
+    Raises InputError, and whatever the source raises.
     """
     compute = compute_dtype_named(dtype)
     if not ks or min(ks) < 1:
-        raise InputError("k counts states, from 1 on")
+        raise InputError("k is a number of states, 1 or more")
     for what, value in (("the learning rate", lr), ("the seconds of a step", step_seconds)):
         if value is not None and not 0 < value < math.inf:
             raise InputError(f"{what} cannot be {value}")

@@ -22,10 +22,10 @@ _SPARE_BYTES = 1 << 30
 
 
 class StateSequence(Protocol):
-    """States in order that can be walked through more than once.
+    """An ordered sequence of states that can be walked more than once.
 
-    ``name`` says where they come from, ``state_names`` has the name of each, ``specs`` are their common tensors.
-    ``spare_bytes`` of memory are worth spending to save a walk.
+    ``name`` is their source, ``state_names`` names each state, ``specs`` are their common tensors. Spending up to
+    ``spare_bytes`` of memory is worth it to save a walk.
     """
 
     name: str
@@ -34,16 +34,16 @@ class StateSequence(Protocol):
     spare_bytes: int
 
     def walk(self) -> Iterator[State]:
-        """The states in order, each valid until the next one is asked for."""
+        """The states in order, each valid until the next one is requested."""
         ...
 
 
 class CheckpointFolder:
     """The checkpoints in ``folder``: files ``*.safetensors`` and folders with a checkpoint (sharded ones, too).
 
-    They are ordered by the numbers in their names (step-9 before step-10). A checkpoint that lies in the folder itself
-    beside at least two sub-folders with checkpoints, as some trainers leave the last one there, is left out. Files are
-    mapped, not read. Raises InputError for fewer than two, StateMismatch where names, dtypes or shapes differ.
+    They are ordered by the numbers in their names (step-9 before step-10). A checkpoint in the folder itself is ignored
+    if at least two sub-folders hold checkpoints, since some trainers leave the last one there. Files are mapped, not
+    read. Raises InputError for fewer than two, StateMismatch where names, dtypes or shapes differ.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -51,7 +51,9 @@ class CheckpointFolder:
         self.spare_bytes = _SPARE_BYTES
         self._paths = _checkpoints(Path(folder))
         if len(self._paths) < 2:
-            raise InputError(f"{self.name} holds {len(self._paths)} checkpoints, not two or more", hint=_hint(folder))
+            raise InputError(
+                f"{self.name} holds {len(self._paths)} checkpoints, at least 2 are needed", hint=_hint(folder)
+            )
         self.state_names = [path.name for path in self._paths]
         self.specs = self._load(self._paths[0]).specs
         for _ in self.walk():  # headers only: what does not fit is found before anything is measured
@@ -74,10 +76,10 @@ class CheckpointFolder:
 
 
 class StoredStream:
-    """The versions of ``stream`` in ``store``, replayed with a subscriber of so many ``threads``, which verifies each
-    of them: one state in memory.
+    """The versions of ``stream`` in ``store``, replayed with a subscriber that uses ``threads`` threads and verifies
+    each version; only one state is in memory.
 
-    Raises InputError for fewer than two versions, StateMismatch where the tensors change.
+    Raises InputError for fewer than two versions, StateMismatch if the tensors change.
     """
 
     def __init__(self, store: Store | str, stream: str, *, threads: int | None = None) -> None:
@@ -85,7 +87,9 @@ class StoredStream:
         self.name = f"{store if isinstance(store, str) else type(store).__name__} stream {stream}"
         self._versions = Stream(self._store, stream).versions()
         if len(self._versions) < 2:
-            raise InputError(f"stream {stream!r} holds {len(self._versions)} versions, not two or more", hint=_FEWER)
+            raise InputError(
+                f"stream {stream!r} holds {len(self._versions)} versions, at least 2 are needed", hint=_FEWER
+            )
         self.state_names = [f"version {version}" for version in self._versions]
         first = next(self.walk())
         self.specs, self.spare_bytes = first.specs, _SPARE_BYTES + 2 * first.nbytes

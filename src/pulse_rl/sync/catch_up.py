@@ -27,7 +27,7 @@ _PREFETCH = 4
 class _Fetched(NamedTuple):
     """A link as it was planned and as its manifest has it, with the bytes of its patch; None for an anchor.
 
-    ``error`` is what went wrong: it is handed over, to be raised when it is the link's turn.
+    ``error``, if any, is raised when it is the link's turn.
     """
 
     planned: Link
@@ -41,7 +41,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     """Follows the cheapest working path of links to version ``target``; returns seconds by phase (see `Synced`).
 
     A link whose object is missing or damaged is avoided and the path planned again. Raises ChainGap when none is left;
-    the host state then rests at the last version that was verified. StoreUnavailable passes through.
+    the host state then stays at the last verified version. StoreUnavailable passes through.
     """
     host.recover()
     timer, route = PhaseTimer(), Route(stream, target)
@@ -65,7 +65,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
 
 
 def follow_link(host: HostState, stream: Stream, link: Link) -> None:
-    """Follows one link, whatever else leads to its version; raises what is wrong with it."""
+    """Follows this one link only; raises its error."""
     with closing(_fetch_ahead(stream, [link])) as fetched:
         for item in fetched:
             _follow(host, stream, item)
@@ -90,7 +90,7 @@ def _payload_of(stream: Stream, link: Link, manifest: Manifest) -> bytes | None:
     if link.base is None:
         return None
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
-        raise FormatError(f"{link} has {link.nbytes} bytes for a state of {manifest.dense_bytes}")
+        raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
     parts = link.payloads or ()
     if len(parts) != 1:
         raise FormatError(f"{link} has {len(parts)} parts", hint="Upgrade pulse-rl to read it.")
@@ -106,7 +106,7 @@ def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> None:
         host.replace(link, *_restored(host, stream, manifest))
         return
     if link.base != host.version:
-        raise ChainGap(f"{link} starts from version {link.base}, the state is {host.version}")
+        raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
     patch = Patch.parse(fetched.payload, host.state.elements)
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")

@@ -17,7 +17,7 @@ from .upload import Uploaded
 
 
 class Claim:
-    """``epoch`` is 0 until the stream is claimed, ``head`` the newest version known to be committed (None: none).
+    """``epoch`` is 0 until the stream is claimed; ``head`` is the newest version known to be committed (None: none).
 
     ``publisher`` is a random word that tells this publisher's manifests from another's. Once another publisher has
     claimed the stream, every call raises PublisherConflict.
@@ -31,7 +31,7 @@ class Claim:
         self._refused: str | None = None
 
     def check(self) -> None:
-        """Raises PublisherConflict where this publisher has been told that it was superseded."""
+        """Raises PublisherConflict if this publisher has been superseded."""
         if self._refused:
             raise PublisherConflict(self._refused)
 
@@ -75,20 +75,21 @@ class Claim:
             return False
         self.head = manifest.version
         if manifest.anchor:
-            # Listed for newcomers. It is in the manifest, too, so failing to list it is no failure to publish.
+            # Listed for new workers. The manifest names it too, so failing to list it does not fail the publish.
             with suppress(StoreError):
                 self._stream.put_anchor_link(manifest.version, sum(p.bytes for p in manifest.anchor.shards))
         return True
 
     def _epoch_of(self, version: int) -> int:
-        """The epoch of a version that stands in the way; 0 where its manifest is damaged or gone: none to yield to."""
+        """The epoch of a version that already exists; 0 if its manifest is damaged or gone: no publisher to yield
+        to."""
         try:
             return self._stream.manifest(version).epoch
         except (FormatError, NotFound):
             return 0
 
     def _refuse(self, reason: str) -> NoReturn:
-        self._refused = f"{reason}; this one (epoch {self.epoch}) has stopped, and the chain is whole"
+        self._refused = f"{reason}; this one (epoch {self.epoch}) has stopped, and the chain is intact"
         raise PublisherConflict(self._refused)
 
 

@@ -1,4 +1,4 @@
-"""What the owner of a host state has been told of it, and what is still to be told."""
+"""Tracks which changes of a host state its owner has acknowledged, and which are pending."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ..stream.chain import Link
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How a state moved since its owner was last told: from version ``previous`` to ``version``, along ``links``.
+    """How a state moved since its owner last acknowledged it: from version ``previous`` to ``version``, along
+    ``links``.
 
     ``changes`` holds the bits now, per tensor; it and ``previous`` are None where everything is new. ``renamed`` names
     tensors that have another name since, under which a live model may hold them apart.
@@ -28,8 +29,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """``acknowledged`` is the version that the owner knows, ``aliases`` those that it knows; both None if it knows
-    none.
+    """``acknowledged`` is the version that the owner knows, with its ``aliases``; both None if it knows none.
 
     ``pending`` are the changes since; None: everything is new to the owner. ``links`` were followed since the owner was
     told anything.
@@ -50,7 +50,7 @@ class Delivery:
         return replace(self, links=(*self.links, link), pending=pending)
 
     def after_restore(self, link: Link, old: State, new: State) -> Delivery:
-        """Told as changes where ``new`` has the tensors of ``old``, else everything is new."""
+        """Pending as changes if ``new`` has the tensors of ``old``, else everything is new."""
         links = (*self.links, link)
         if self.pending is None or old.specs != new.specs:
             return Delivery(links=links)
@@ -63,7 +63,7 @@ class Delivery:
         return replace(self, links=(), pending=pending)
 
     def outstanding(self, version: int, state: State) -> Step:
-        """All that the owner has not been told of ``state``, which is ``version``."""
+        """All pending changes of ``state``, which is at ``version``."""
         known = self.aliases or {}
         renamed = frozenset(name for alias, name in state.aliases.items() if known.get(alias) != name)
         if self.pending is None:

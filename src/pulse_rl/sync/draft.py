@@ -1,4 +1,4 @@
-"""The next version before it is stored: a patch from the baseline, or the whole state (docs/protocol.md, section 3)."""
+"""The next version before it is stored: a patch from the baseline, or the full state (docs/protocol.md, section 3)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Folds: patches over several versions, so that who is far behind fetches the logarithm of what was published.
+"""Folds: patches over several versions, so that workers far behind fetch the logarithm of what was published.
 
-A fold of span s leads from version k·s to (k+1)·s. It is stored only where it is smaller than the patches it spans.
+A fold of span s leads from version k·s to (k+1)·s. It is stored only if it is smaller than the patches it spans.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ DEFAULT_FOLDS = (8, 64)
 
 
 class FoldMaker:
-    """Watches a state move from version to version and stores the folds that fall due, in a thread of its own.
+    """Watches a state move from version to version and stores the folds that are due, in a background thread.
 
-    A `Watcher` of the host state. ``folds`` are the spans; ``skip`` are folds, as (base, version), that are there
-    already. It keeps the old bits of what changed since the last multiple of each span: about 6 bytes for every BF16
-    weight that changed at least once in that time.
+    A `Watcher` of the host state. ``folds`` are the spans; ``skip`` are existing folds, as (base, version). It keeps
+    the old bits of what changed since the last multiple of each span: about 6 bytes for every BF16 weight that changed
+    at least once in that time.
     """
 
     def __init__(

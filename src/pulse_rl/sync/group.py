@@ -1,8 +1,8 @@
 """Joint activation: the workers of a group switch to a version together (docs/protocol.md, section 5).
 
-All that they share are small objects in the store, below ``<stream>/groups/<group>``: each member's note of the round
-it has staged, the rounds' targets, each created by whoever proposes it first, and the switches, each created once every
-live member has staged its target.
+They share only small objects in the store, under ``<stream>/groups/<group>``: each member's note of the round it has
+staged, the rounds' targets, each created by whoever proposes it first, and the switches, each created once every live
+member has staged its target.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _KEPT_ROUNDS = 8
 
 
 class Member:
-    """One worker of a group: ``name`` among the members of ``group``, with a ``subscriber`` of its own.
+    """One worker of a group: ``name`` is unique in ``group``, and each member has its own ``subscriber``.
 
-    Call `poll` regularly, at least a few times in ``timeout_seconds``: a member that has not for that long (by the
-    store's clock) does not hold the others. One that comes back joins at the group's version. Raises InvalidName.
+    Call `poll` regularly, at least a few times in ``timeout_seconds``: a member that has not done so for that long (by
+    the store's clock) no longer holds up the others. One that comes back joins at the group's version. Raises
+    InvalidName.
     """
 
     def __init__(
@@ -45,14 +46,14 @@ class Member:
         self._handed: Update | None = None
         self._round = 0
         self.version: int | None = None
-        """The version that this member was last told to activate."""
+        """The version that this member last had to activate."""
 
     def poll(self) -> Update | None:
-        """Takes part in the group's next step. Returns the update to scatter now, as all members are told to, or None.
-        One that was not acknowledged (`Update.acknowledge`) is returned again.
+        """Takes part in the group's next step. Returns the update that all members scatter now, or None. One that was
+        not acknowledged (`Update.acknowledge`) is returned again.
 
-        Raises what `Subscriber.sync` raises: a member that cannot stage a version leaves no note and is waited for no
-        longer than the timeout.
+        Raises what `Subscriber.sync` raises: a member that cannot stage a version writes no note, and the others wait
+        for it no longer than the timeout.
         """
         if self._handed is not None and self._subscriber.awaits(self._handed):
             return self._handed

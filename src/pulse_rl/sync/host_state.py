@@ -1,4 +1,4 @@
-"""A host copy of a state that only ever rests at verified versions.
+"""A host copy of a state that is only ever left at verified versions.
 
 The publisher's baseline and the subscriber's state are both host states: restored and advanced by the same code.
 """
@@ -31,7 +31,7 @@ class Watcher(Protocol):
     def advanced(
         self, link: Link, base_root: str, undo: Mapping[int, Changes], state: State, digest: StateDigest
     ) -> None:
-        """The state went along a patch; ``undo`` holds the old bits by block index, the rest is how it is now."""
+        """A patch was applied; ``undo`` holds the old bits by block index, the other arguments are the new state."""
 
     def replaced(self) -> None:
         """The state was replaced, or changed in a way that ``undo`` does not describe."""
@@ -39,8 +39,8 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """Where a host state is, and what its owner knows. Replaced as one, so that an interrupt between two assignments
-    can neither lose a change nor tell one that is not there.
+    """The version of a host state, and what its owner knows. Replaced as one, so that an interrupt between two
+    assignments can neither lose a change nor deliver one that is not there.
     """
 
     version: int
@@ -75,14 +75,14 @@ class HostState:
         return self._position.digest
 
     def adopt(self, version: int, state: State, digest: StateDigest) -> None:
-        """Takes over ``state``, in writable host memory, as the given version, of which the owner knows."""
+        """Takes over ``state``, in writable host memory, as the given version, which the owner already has."""
         if self._watcher:
             self._watcher.replaced()
         self._at = _Position(version, state, digest, Delivery.complete(version, state))
         self.poisoned = False
 
     def recover(self) -> None:
-        """Leaves `poisoned`: the state is hashed, and given up unless it is the version it was."""
+        """Ends `poisoned`: hashes the state, and drops it unless it is still its version."""
         at = self._at
         if self.poisoned and at and state_digest(at.state, threads=self.threads).root != at.digest.root:
             self._at = None
@@ -91,7 +91,7 @@ class HostState:
     # -- moves
 
     def advance(self, version: int, built: BuiltPatch, aliases: Mapping[str, str]) -> None:
-        """Moves to a version whose patch was built from this very state, and of which the owner knows."""
+        """Moves to a version whose patch was built from this state, and which the owner already has."""
         at = self._position
         if self._watcher:
             self._watcher.wait()

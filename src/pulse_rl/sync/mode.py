@@ -1,4 +1,4 @@
-"""A patch or an anchor: what a publisher stores for a version, as it was told or by the model of `pulse_rl.plan`."""
+"""Patch or anchor: what a publisher stores for a version, as configured or by the model of `pulse_rl.plan`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ MODES = ("patch", "anchor", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Whether a version is an anchor alone, and why: "" where it was not for the library to choose."""
+    """Whether a version is an anchor alone, and why: "" if the library did not choose."""
 
     anchor: bool
     reason: str = ""
 
 
 class ModeSelector:
-    """What ``mode`` means for each version; raises InputError unless ``bandwidth`` (bit/s, or text such as "50Mbit")
-    is given exactly where it is needed."""
+    """What ``mode`` means for each version; raises InputError unless ``bandwidth`` (bit/s, or text such as "50Mbit") is
+    given exactly when it is needed."""
 
     def __init__(self, mode: str, bandwidth: str | float | None, codec: str, threads: int | None) -> None:
         if mode not in MODES:
-            raise InputError(f"there is no mode {mode!r}", hint=f"Choose one of: {', '.join(MODES)}.")
+            raise InputError(f"unknown mode {mode!r}", hint=f"Choose one of: {', '.join(MODES)}.")
         if (mode == "auto") != (bandwidth is not None):
             raise InputError(
-                f"mode {mode!r} {'needs a' if mode == 'auto' else 'has no use for a'} bandwidth",
+                f"mode {mode!r} {'needs a' if mode == 'auto' else 'takes no'} bandwidth",
                 hint='Write mode="auto", bandwidth="50Mbit".',
             )
         if mode == "auto" and codec not in METHODS:
-            raise InputError(f"nothing is known of the costs of codec {codec!r}", hint="Use 'context' or 'zstd'.")
+            raise InputError(f"the costs of codec {codec!r} are unknown", hint="Use 'context' or 'zstd'.")
         self._mode = mode
         self._codec = codec
         self._bandwidth = None if bandwidth is None else parse_bandwidth(bandwidth)

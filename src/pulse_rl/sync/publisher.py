@@ -41,19 +41,19 @@ class _Pending(NamedTuple):
 
 
 class Publisher(Unique):
-    """Publishes the states of one policy as versions 0, 1, 2 … of a stream. A context manager; see `close`.
+    """Publishes the states of one policy as versions 0, 1, 2 … of a stream. A context manager (see `close`).
 
     ``store``: a store, or its address (see `open_store`). ``stream``: its name; a stream that exists is continued.
     ``codec``: "context", "zstd" or "dense". ``anchor_ratio``: an anchor is stored along with a patch whenever the
-    patches since the last one exceed so many times the state's bytes. ``shard_bytes``: the size at which an anchor's
-    file is followed by another. ``folds``: the spans, in versions, over which folds are made in the background, for
-    about 6 bytes of memory for every BF16 weight that changed within a span (``pulse fold`` makes them on any machine).
-    ``signer`` signs every manifest.
+    patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``shard_bytes``: the size at which an
+    anchor's file is followed by another. ``folds``: the spans, in versions, over which folds are made in the
+    background, for about 6 bytes of memory for every BF16 weight that changed within a span (``pulse fold`` makes them
+    on any machine). ``signer`` signs every manifest.
 
     ``mode``: "patch"; "anchor", each version as an anchor alone; or "auto", which takes for each version what needs
     less time from trainer to worker over a link of ``bandwidth`` (bit/s, or text such as "50Mbit"), by the model of
-    `pulse_rl.plan`; `Published.reason` says why. ``threads``: at most so many at once (None: one a core). ``on_event``
-    gets the events of `pulse_rl.events`.
+    `pulse_rl.plan`; `Published.reason` says why. ``threads``: the maximum number of threads (None: one per core).
+    ``on_event`` gets the events of `pulse_rl.events`.
 
     A stream has one Publisher at a time: a new one takes over when it first publishes, and the one before is refused
     with PublisherConflict at its next commit; the chain stays whole. Raises InputError, InvalidName and StoreError.
@@ -97,11 +97,11 @@ class Publisher(Unique):
         """Commits a state as the next version and returns what it cost.
 
         ``source``: a mapping of names to tensors (a ``state_dict``), a `State`, or a checkpoint's path; it must not
-        change during the call. ``metadata``: the caller's own facts about the version, small and flat.
+        change during the call. ``metadata``: the caller's own data about the version, small and flat.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises StoreUnavailable or StoreFull,
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
-        dtypes or shapes than the last starts anew with an anchor. Raises also UnsupportedTensor, InputError and
+        dtypes or shapes than the last is published with an anchor. Also raises UnsupportedTensor, InputError and
         PublisherConflict.
         """
         with failures_to(self._listener, self._stream.name, "publish"):
@@ -116,11 +116,11 @@ class Publisher(Unique):
         return self._serial.run(self._head)
 
     def wait(self) -> None:
-        """Returns when the folds that are being made in the background are stored."""
+        """Waits until the background folds are stored."""
         self._serial.run(self._folds.wait)
 
     def close(self) -> None:
-        """Waits for the folds in the background and lets the baseline go. What is committed stays; a version that is
+        """Waits for the background folds and releases the baseline. What is committed stays; a version that is
         not settled is left to the next Publisher. May be called twice; publishing afterwards starts as a new Publisher
         would."""
         self._serial.run(self._forget)

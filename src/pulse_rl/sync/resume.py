@@ -1,4 +1,4 @@
-"""How a publisher finds its baseline in a stream that it did not leave itself (docs/protocol.md, 3, "Resume")."""
+"""How a publisher finds its baseline in an existing stream (docs/protocol.md, 3, "Resume")."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .host_state import HostState
 def resume(baseline: HostState, stream: Stream, head: int, state: State, *, anchor_ratio: float) -> tuple[Resumed, int]:
     """Makes version ``head`` the baseline: from ``state``, the caller's, if it is that version, else from the store.
 
-    Returns what happened, and the bytes of the patches since the last anchor. Where the head cannot be restored the
-    baseline is of no use any more, and the event says why. Raises StoreUnavailable and Untrusted.
+    Returns what happened, and the bytes of the patches since the last anchor. If the head cannot be restored, the
+    baseline becomes unusable, and the event says why. Raises StoreUnavailable and Untrusted.
     """
     try:
         since_anchor = _bytes_since_anchor(stream, head, anchor_ratio)
@@ -32,7 +32,7 @@ def resume(baseline: HostState, stream: Stream, head: int, state: State, *, anch
 
 
 def _bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int:
-    """Bytes of the patches that a newcomer replays to ``version`` after its last anchor.
+    """Bytes of the patches that a new worker replays to ``version`` after its last anchor.
 
     Counted no further than past ``anchor_ratio`` times the state's bytes, which makes the next anchor due.
     """

@@ -1,4 +1,4 @@
-"""The search for a path of links from one version to another, around those that do not work (docs/protocol.md, 4)."""
+"""Finds a path of links from one version to another, avoiding links that fail (docs/protocol.md, 4)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..stream.stream import Stream
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
 _UNREADABLE = (NotFound, FormatError, Untrusted)
 BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
-"""What makes one link unusable and another path worth trying; a store that is away is neither."""
+"""Errors that make a link unusable and another path worth trying; an unavailable store is not among them."""
 
 
 class Route:
-    """Plans the way to version ``target`` of a stream, again whenever a link turns out not to work."""
+    """Plans the path to version ``target`` of a stream, and replans whenever a link fails."""
 
     def __init__(self, stream: Stream, target: int) -> None:
         self._stream = stream
@@ -24,13 +24,13 @@ class Route:
         self._listed: list[Link] | None = None
 
     def avoid(self, planned: Link, link: Link, error: Exception) -> None:
-        """Leaves out a link that did not work: as it was planned, and with the payloads that its manifest named."""
+        """Excludes a link that failed: as planned, and with the payloads that its manifest names."""
         self._avoided[planned.key] = self._avoided[link.key] = f"{link}: {error}"
 
     def plan(self, have: int | None) -> list[Link]:
         """The cheapest path by bytes from version ``have`` (None: from nothing) that is not known to be broken.
 
-        Raises ChainGap, with what was wrong with the links that are avoided.
+        Raises ChainGap, with the reasons why links were avoided.
         """
         if self._listed is None:
             self._listed = self._from_listings(have)
@@ -44,7 +44,7 @@ class Route:
         raise ChainGap("; ".join([f"{self._stream.name}: {gap}", *broken]), hint=gap.hint)
 
     def _candidates(self, listed: list[Link], have: int | None, reasons: list[str]) -> Iterator[list[Link]]:
-        """Ever larger sets of links, each dearer to gather; what cannot be read goes to ``reasons``."""
+        """Ever larger sets of links, each more expensive to gather; unreadable ones are added to ``reasons``."""
         yield listed
         links = [link for link in self._stream.links() if link.version <= self._target]
         yield [*links, *self._from_manifests(have, reasons)]
@@ -56,7 +56,7 @@ class Route:
     def _from_listings(self, have: int | None) -> list[Link]:
         """Links as the listings show them. The size of a patch is not listed: the target's stands for all.
 
-        From close by, no listing is needed: the patches in between are the way.
+        When few versions behind, skip the listing: the patches in between are the path.
         """
         try:
             manifest = self._stream.manifest(self._target)

@@ -36,8 +36,8 @@ class Subscriber(Unique):
     already, such as its checkpoint's path: where its root is that of a version of the stream, syncing starts there
     instead of from an anchor. ``cache``: a folder in which payloads are kept, not to be downloaded again after a
     restart. ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each; extra ``[sign]``); then only manifests
-    that one of them has signed are accepted. ``threads``: at most so many at once (None: one a core). ``on_event`` gets
-    the events of `pulse_rl.events`. Raises InputError, InvalidName and StoreError.
+    that one of them has signed are accepted. ``threads``: the maximum number of threads (None: one per core).
+    ``on_event`` gets the events of `pulse_rl.events`. Raises InputError, InvalidName and StoreError.
 
     Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves at a verified
     version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by
@@ -91,7 +91,7 @@ class Subscriber(Unique):
 
     @property
     def manifest(self) -> Manifest:
-        """What the publisher said of the current version."""
+        """The manifest of the current version."""
         return self._serial.run(self._manifest)
 
     @property
@@ -103,9 +103,9 @@ class Subscriber(Unique):
         return self._serial.run(lambda: self._ready().state.readonly())
 
     def sync(self, target: int | None = None) -> Update | None:
-        """Moves to version ``target`` (default: the newest) and returns what changed; None where nothing is newer.
+        """Moves to version ``target`` (default: the newest) and returns what changed; None if there is nothing newer.
 
-        All is fetched and verified on the host before this returns, so that a worker pauses only to scatter the
+        Everything is fetched and verified on the host before this returns, so that a worker pauses only to scatter the
         update. A missing or damaged object makes it take another path. When this raises (ChainGap, StoreUnavailable …)
         the state rests at a verified version, at which a repeated call goes on.
 
@@ -129,7 +129,7 @@ class Subscriber(Unique):
         what `sync` raises."""
         last = time.monotonic()
         if not (0 <= poll_seconds < math.inf):
-            raise InputError(f"poll_seconds must be a number from 0 on, not {poll_seconds}")
+            raise InputError(f"poll_seconds must be 0 or more, not {poll_seconds}")
         while timeout_seconds is None or time.monotonic() - last < timeout_seconds:
             update = self.sync()
             if update is None:
@@ -241,7 +241,7 @@ class Subscriber(Unique):
                 continue
             if manifest.root == digest.root:
                 # What the worker has is what it loaded, under the names that it knows: aliases that the version adds
-                # are told with the next update.
+                # are delivered with the next update.
                 self._host.adopt(version, state.copy(), digest)
                 break
         return True

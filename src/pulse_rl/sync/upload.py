@@ -1,4 +1,4 @@
-"""Stores the payloads of a version that is about to be committed (docs/protocol.md, section 3, "Upload")."""
+"""Stores the payloads of a version before its commit (docs/protocol.md, section 3, "Upload")."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def upload(
 ) -> Uploaded:
     """Stores the draft's patch, if it has one, and its anchor, if it has no patch or is to be stored ``with_anchor``.
 
-    Raises IntegrityError where the draft's state is no longer what its digest tree says, and StoreError.
+    Raises IntegrityError if the draft's state no longer matches its digest tree, and StoreError.
     """
     patch = _upload_patch(stream, draft) if isinstance(draft, PatchDraft) else None
     if patch and not with_anchor:

@@ -1,4 +1,4 @@
-"""Tests to run against your own implementation of an interface of this library: so far, of `Store`.
+"""Tests for your own implementations of this library's interfaces: so far, of `Store`.
 
 ::
 
@@ -15,9 +15,9 @@
         def peer_of(self, store):
             return MyStore(store.address)
 
-In a file that pytest collects, this is the whole test. A fixture with ``autouse=True`` in the class can keep, say,
-``tmp_path`` on ``self`` for ``new_store``. Nothing here needs pytest: with ``unittest.TestCase`` as a second base, the
-same class runs under unittest.
+In a file that pytest collects, this is the complete test. A fixture with ``autouse=True`` in the class can store, for
+example, ``tmp_path`` on ``self`` for ``new_store``. pytest is not required: with ``unittest.TestCase`` as a second
+base, the same class runs under unittest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of a suite are written with: comparisons whose failures name the guarantee that is broken."""
+"""Assertions for the conformance tests: a failure names the broken guarantee."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hashlib import sha256
 
 
 class Guarantee(StrEnum):
-    """What a failed test says is broken: a sentence of docs/protocol.md, section 2, or a call's description."""
+    """The guarantee that a failed test reports as broken: from docs/protocol.md, section 2, or a call's description."""
 
-    CREATE = "`put_new` is atomic: of any number of creates of one name, exactly one succeeds, and others are told"
+    CREATE = "`put_new` is atomic: of any number of creates of one name, exactly one succeeds, and the others fail"
     WHOLE = "`put` shows an object whole or not at all"
     VISIBLE = "`get`, `head` and `list` see every object whose writing call has returned"
     ORDER = "`list` returns names in ascending order"

@@ -28,7 +28,8 @@ BAD_NAMES = (
 
 
 class StoreConformance(ABC):
-    """Tests of one kind of store. A subclass says how to make one; each test makes its own and leaves objects in it.
+    """Tests of one kind of store. A subclass says how to create one; each test creates its own and leaves objects in
+    it.
 
     Failures are AssertionErrors that begin with the broken `Guarantee`; what else a call raises unexpectedly is passed
     on with the guarantee as a note. ``large_bytes``, ``many_objects`` and ``clock_seconds`` may be lowered or raised
@@ -40,15 +41,15 @@ class StoreConformance(ABC):
     many_objects: ClassVar[int] = 1003
     """Objects in a long list: more than one page of it."""
     clock_seconds: ClassVar[float] = 2.0
-    """An object that is written again so many seconds later has a later time of writing."""
+    """An object that is written again this many seconds later has a later time of writing."""
 
     @abstractmethod
     def new_store(self) -> Store:
-        """An empty store, which nobody else uses."""
+        """An empty store that nothing else uses."""
 
     def peer_of(self, store: Store) -> Store:
-        """Another client of the objects of ``store``. Override it where a client keeps anything to itself, such as a
-        cache or a connection: without it, each client reads only what it wrote.
+        """Another client of the objects of ``store``. Override it if a client has private state, such as a cache or a
+        connection: otherwise each client reads only what it wrote.
         """
         return store
 
@@ -224,7 +225,7 @@ class StoreConformance(ABC):
 
     @checks(Guarantee.CALLS)
     def test_the_time_of_writing(self) -> None:
-        """In Unix seconds; retention keeps what was written again, so that a second put must show."""
+        """In Unix seconds; garbage collection keeps what was written again, so a second put must show."""
         store = self.new_store()
         store.put("a/b", b"x")
         first = store.head("a/b").modified
