@@ -15,7 +15,7 @@ demo-loco: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(ARGS)
 
-# Half a minute at most, to run while typing: every part, but no real processes, servers or exhaustive sequences.
+# Some 30 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive sequences.
 quick: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
@@ -77,7 +77,7 @@ $(DIST)/.ready: constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist runs .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # Random sequences of faults against an exact model, and a SIGKILL at every store call of real processes.
 SEQUENCES ?= 10000

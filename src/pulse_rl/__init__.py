@@ -171,7 +171,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_WITH_TORCH])
+    return sorted([*__all__, *_WITH_TORCH])
 
 
 def state_root(source: StateSource, *, threads: int | None = None) -> str:

@@ -6,7 +6,6 @@ import base64
 import json
 import re
 from hashlib import sha256
-from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from tests.support.reports import (
     PARAMETERS,
     PATCH_BYTES,
     START,
+    Page,
     published,
     study,
     synced,
@@ -33,34 +33,6 @@ from tests.support.reports import (
     write_run,
 )
 from tests.support.states import Rng, history
-
-
-class Page(HTMLParser):
-    """The elements of a page as (name, attributes, text)."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None], str]] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        self.elements.append(("", {}, ""))
-
-    def handle_data(self, data: str) -> None:
-        if self.elements:
-            name, attributes, text = self.elements[-1]
-            self.elements[-1] = (name, attributes, text + data)
-
-    def all(self, name: str) -> list[tuple[dict[str, str | None], str]]:
-        return [(attributes, text) for found, attributes, text in self.elements if found == name]
-
-    @property
-    def data(self) -> Any:
-        return json.loads(self.all("script")[0][1])
 
 
 def test_a_real_run_becomes_a_page(tmp_path: Path, rng: Rng, pulse: Pulse) -> None:

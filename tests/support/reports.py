@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,31 @@ def study(ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32), *, name: str = "layers.0.m
             "step_seconds": 50.0,
         },
     }
+
+
+class Page(HTMLParser):
+    """The elements of a page as (name, attributes, text)."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None], str]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.elements.append(("", {}, ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.elements:
+            name, attributes, text = self.elements[-1]
+            self.elements[-1] = (name, attributes, text + data)
+
+    def all(self, name: str) -> list[tuple[dict[str, str | None], str]]:
+        return [(attributes, text) for found, attributes, text in self.elements if found == name]
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.all("script")[0][1])

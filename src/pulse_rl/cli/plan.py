@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..plan import METHODS, Plan, Scenario, from_study, make_plan, parse_bandwidth, parse_count
 from .output import Console
 
-_LABELS = {"full": "full sync", "zstd": "zstd (the paper's)", "context": "context (ours)"}
+_LABELS = {"full": "full sync", "zstd": "zstd (PULSE paper)", "context": "context (default)"}
 
 
 def add_parser(commands: Any) -> None:

@@ -45,7 +45,7 @@ class Codec(Protocol):
     """Encodes the changes of one block of elements of one dtype.
 
     ``id`` is the byte in the patch header and never changes its meaning. ``old`` and ``new`` are flat unsigned arrays
-    of the layout's elements, at most `MAX_BLOCK_ELEMENTS`.
+    of the layout's elements, at most ``MAX_BLOCK_ELEMENTS``.
     """
 
     id: int
