@@ -34,7 +34,7 @@ def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "14 GB" in out
     assert "40.3 Gbit/s" in out  # twice the paper's 20, for two workers on one link
-    assert "context (ours)" in out
+    assert "context (default)" in out
     assert out.endswith("a full sync is faster: on this link, never; at this density, never\n")
 
 
@@ -64,7 +64,7 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
         ([*SEVEN, "--target", "1"], "target is 1"),
         ([*SEVEN, "--bandwidth", "fast"], "'fast' is not a bandwidth"),
         ([*SEVEN, "--density", "much"], "--density must be a number, not 'much'"),
-        ([*SEVEN, "--workers", "0"], "'0' is not a number"),
+        ([*SEVEN, "--workers", "0"], "'0' is not a positive number"),
         (["--study", "/nowhere.json", "--step-seconds", "1", "--bandwidth", "1Gbit"], "cannot read"),
     ],
 )
