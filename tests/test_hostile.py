@@ -149,15 +149,15 @@ class Names(MemoryStore):
 
     def __init__(self, inner: MemoryStore, names: list[str]) -> None:
         super().__init__()
-        self._objects = inner._objects
-        self._names = names
+        self._objects, self._names = inner._objects, inner._names
+        self._strange = names
 
     def put(self, name: str, data: Data) -> None:
         raise AssertionError(f"{name} was written")
 
     def list(self, folder: str, start_after: str | None = None):  # type: ignore[no-untyped-def]
         yield from super().list(folder, start_after)
-        for name in self._names:
+        for name in self._strange:
             yield next(iter(super().list("policy")))._replace(name=f"{folder}/{name}")
 
 

@@ -164,12 +164,42 @@ def test_half_written_files_are_never_listed(tmp_path: Path) -> None:
 def test_what_a_killed_writer_left_is_swept_a_day_later(tmp_path: Path) -> None:
     LocalStore(tmp_path).put("a", b"x")
     aside = tmp_path / ".unfinished"
-    for name, age in ((".old.x1", 2 * 86400), (".fresh.x2", 60)):
+    for name, age in ((".old.abcd_123", 2 * 86400), (".fresh.abcd_123", 60), (".bashrc", 9e6), ("old.txt", 9e6)):
         (aside / name).write_bytes(b"half")
         os.utime(aside / name, (time.time() - age,) * 2)
+    reader = LocalStore(tmp_path)
+    assert reader.get("a") == b"x"
+    assert len(list(aside.iterdir())) == 4, "a reader writes nothing"
+    reader.put("b", b"y")
+    assert sorted(p.name for p in aside.iterdir()) == [".bashrc", ".fresh.abcd_123", "old.txt"]
+
+
+def test_nothing_is_swept_or_written_through_a_link(tmp_path: Path) -> None:
+    """Opening a store once deleted the dotfiles of a home folder that its co-writer had linked to."""
+    home, root = tmp_path / "home", tmp_path / "store"
+    home.mkdir()
+    root.mkdir()
+    (home / ".old.abcd_123").write_bytes(b"precious")
+    os.utime(home / ".old.abcd_123", (1, 1))
+    (root / ".unfinished").symlink_to(home)
+    store = LocalStore(root)
+    for write in (lambda: store.put("a", b"x"), lambda: LocalStore(root).put_new("a", b"x")):
+        with pytest.raises(StoreError, match="is a link"):
+            write()
+    assert [p.name for p in home.iterdir()] == [".old.abcd_123"]
+
+
+def test_what_is_no_file_is_an_error_and_never_waited_for(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    assert [p.name for p in aside.iterdir()] == [".fresh.x2"]
-    assert store.get("a") == b"x"
+    store.put("s/a", b"x")
+    os.mkfifo(tmp_path / "s" / "b")
+    (tmp_path / "s" / "c").mkdir()
+    for read in (store.get, store.head):
+        with pytest.raises(StoreError, match="not a regular file"):
+            read("s/b")
+        with pytest.raises(NotFound):
+            read("s/c")
+    assert [info.name for info in store.list("s")] == ["s/a"]
 
 
 @pytest.mark.parametrize("stray", [".nfs0001", ".DS_Store", "notes~", "with space"])
@@ -250,3 +280,27 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_what_counts_as_a_full_disk(code: int) -> None:
     assert isinstance(disk_error(OSError(code, "full"), "write x"), StoreFull)
     assert not isinstance(disk_error(OSError(errno.EACCES, "denied"), "write x"), StoreFull)
+
+
+@pytest.mark.slow
+def test_a_poll_reads_no_folder_that_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle poll once walked and sorted all versions there ever were."""
+    store = LocalStore(tmp_path)
+    for k in range(50):
+        store.put(f"s/versions/{k:03d}", b"x")
+    long_ago = time.time() - 60
+    os.utime(tmp_path / "s" / "versions", (long_ago, long_ago))
+    assert len(names(store, "s/versions")) == 50
+    reads: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: reads.append(str(path)) or scandir(path))
+    assert names(store, "s/versions", "s/versions/048") == ["s/versions/049"]
+    assert names(store, "s/versions", "s/versions/049") == []
+    assert reads == []
+    store.put("s/versions/050", b"x")
+    assert names(store, "s/versions", "s/versions/049") == ["s/versions/050"]
+    store.put("s/versions/051", b"x")  # in the same tick of the file system's clock, perhaps
+    assert names(store, "s/versions", "s/versions/049") == ["s/versions/050", "s/versions/051"]
+    store.delete("s/versions/050")
+    assert names(store, "s/versions", "s/versions/049") == ["s/versions/051"]
+    assert reads

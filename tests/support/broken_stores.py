@@ -224,4 +224,4 @@ class DeletesOnce(MemoryStore):
 
 class TakesAnyName(MemoryStore):
     def put(self, name: str, data: Data) -> None:
-        self._objects[name] = (joined(data), time.time())
+        self._set(name, (joined(data), time.time()))

@@ -275,3 +275,16 @@ def test_a_base_with_numpy_values_matches_any_source(rng: Rng) -> None:
     event, subscriber = synced(store, {"w": np.arange(10, dtype=np.float32)})
     assert event is None
     assert subscriber.version == 0
+
+
+def test_false_links_cost_a_few_requests(rng: Rng) -> None:
+    """Thousands of empty files once cost a request and a search each."""
+    states = history(rng, 6)
+    store = FaultyStore(stream_of(states))
+    for k in range(3000):
+        store.put(f"policy/links/{5:012d}-{0:012d}-{1 + k:015d}-{k:064x}", b"")
+    store.fail(10**9)
+    subscriber = Subscriber(store, stream="policy")
+    subscriber.sync()
+    assert subscriber.root == state_root(states[-1])
+    assert len(store.calls) < 120

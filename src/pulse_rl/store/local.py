@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
 import time
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from .._util.files import create_atomically, disk_error, write_atomically
 from ..errors import AlreadyExists, NotFound, StoreError
 from .base import Data, ObjectInfo, check_name, check_range, is_name
 
 _ASIDE = ".unfinished"
+_UNFINISHED = re.compile(r"\.[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.[a-z0-9_]{8}")
 _ABANDONED_SECONDS = 24 * 3600
+_SETTLED_NS = 2_000_000_000
+
+
+class _Folder(NamedTuple):
+    """What a folder held when it was read at ``read_ns``; ``key`` tells whether it has changed since."""
+
+    key: tuple[int, int]
+    read_ns: int
+    names: list[str]
+    folders: list[str]
 
 
 class LocalStore:
     """A `Store` in a folder. Objects are files under ``root``, which the first write creates. Unfinished ones are kept
-    in a hidden folder beside them, are never listed, and are removed when a store is opened a day later. Writing needs
-    Linux or macOS and a file system with hard links; elsewhere it raises StoreError.
+    in a hidden folder beside them, are never listed, and are removed by a writer a day later. Reading writes nothing.
+    Writing needs Linux or macOS and a file system with hard links; elsewhere it raises StoreError.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self._aside = self.root / _ASIDE
+        self._swept = False
+        self._folders: dict[str, _Folder] = {}
         there = next((p for p in [self.root, *self.root.parents] if os.path.lexists(p)), self.root)
         if not there.is_dir():
             raise StoreError(f"cannot open the store {self.root}: {there} is not a folder")
-        for left in self._aside.glob(".*"):
-            with suppress(OSError):  # another process sweeps, or finishes it, at the same time
-                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                    left.unlink()
 
     def put(self, name: str, data: Data) -> None:
+        self._sweep()
         chunks = [data] if isinstance(data, bytes) else data
         write_atomically(self._path(name), chunks, aside=self._aside)
 
     def put_new(self, name: str, data: bytes) -> None:
+        self._sweep()
         try:
             create_atomically(self._path(name), [data], aside=self._aside)
         except FileExistsError:
@@ -45,7 +60,10 @@ class LocalStore:
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         try:
-            with self._path(name).open("rb") as file:
+            # Not blocking, or a FIFO in place of the object would be waited for.
+            handle = os.open(self._path(name), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            with open(handle, "rb") as file:
+                self._require_file(name, os.fstat(handle))
                 start, stop = check_range(name, file.seek(0, 2), start, stop)
                 file.seek(start)
                 return file.read(stop - start)
@@ -55,32 +73,21 @@ class LocalStore:
             raise disk_error(error, f"read {name}") from error
 
     def head(self, name: str) -> ObjectInfo:
-        path = self._path(name)
         try:
-            stat = path.stat()
+            found = self._path(name).stat()
         except FileNotFoundError:
             raise NotFound(f"{name} is not in the store {self.root}") from None
         except OSError as error:
             raise disk_error(error, f"read {name}") from error
-        if not path.is_file():
-            raise NotFound(f"{name} is not in the store {self.root}")
-        return ObjectInfo(name, stat.st_size, stat.st_mtime)
+        self._require_file(name, found)
+        return ObjectInfo(name, found.st_size, found.st_mtime)
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        names: list[str] = []
-
-        def fail(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError):
-                raise disk_error(error, f"list {folder}") from error
-
-        for parent, _, files in os.walk(self._path(folder), onerror=fail):
-            prefix = Path(parent).relative_to(self.root).as_posix()
-            names += [f"{prefix}/{file}" for file in files if is_name(f"{prefix}/{file}")]  # .DS_Store, .nfs…
-        for name in sorted(n for n in names if start_after is None or n > start_after):
-            try:
-                yield self.head(name)
-            except NotFound:
-                continue  # deleted since the folder was read
+        for name in self._names_below(check_name(folder), start_after):
+            with suppress(FileNotFoundError):  # deleted since the folder was read
+                info = (self.root / name).stat()
+                if stat.S_ISREG(info.st_mode):
+                    yield ObjectInfo(name, info.st_size, info.st_mtime)
 
     def delete(self, name: str) -> None:
         try:
@@ -93,3 +100,62 @@ class LocalStore:
 
     def _path(self, name: str) -> Path:
         return self.root / check_name(name)
+
+    def _names_below(self, folder: str, start_after: str | None) -> Sequence[str]:
+        """The names of a folder and its folders that are greater than ``start_after``, in order."""
+        found = self._folder(folder)
+        if found is None:
+            return []
+        names = found.names[bisect_right(found.names, start_after) if start_after else 0 :]
+        for inner in found.folders:
+            if start_after is None or f"{inner}/" > start_after or start_after.startswith(f"{inner}/"):
+                names.extend(self._names_below(inner, start_after))
+        return sorted(names) if found.folders else names
+
+    def _folder(self, folder: str) -> _Folder | None:
+        """A folder's content, read again only where it has changed since: a poll must not cost more the more versions
+        there are. A folder that changed just before it was read may have changed once more with the same time."""
+        path = self.root / folder
+        try:
+            info = path.stat()
+            key = (info.st_mtime_ns, info.st_ino)
+            kept = self._folders.get(folder)
+            if kept is None or kept.key != key:
+                kept = _Folder(key, time.time_ns(), [], [])
+                with os.scandir(path) as entries:
+                    for entry in entries:
+                        name = f"{folder}/{entry.name}"
+                        if not is_name(name):  # .DS_Store, .nfs…
+                            continue
+                        (kept.folders if entry.is_dir(follow_symlinks=False) else kept.names).append(name)
+                kept.names.sort()
+                if kept.read_ns - info.st_mtime_ns > _SETTLED_NS:
+                    self._folders[folder] = kept
+                else:
+                    self._folders.pop(folder, None)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise disk_error(error, f"list {folder}") from error
+        return kept
+
+    def _require_file(self, name: str, found: os.stat_result) -> None:
+        if stat.S_ISDIR(found.st_mode):
+            raise NotFound(f"{name} is not in the store {self.root}")
+        if not stat.S_ISREG(found.st_mode):
+            raise StoreError(f"{name} in the store {self.root} is not a regular file", hint="Remove it.")
+
+    def _sweep(self) -> None:
+        """Removes what writers left unfinished a day ago, once. Nothing but own files, and never through a link."""
+        if self._swept:
+            return
+        self._swept = True
+        if self._aside.is_symlink():
+            raise StoreError(f"{self._aside} is a link", hint="Remove it: unfinished files must stay in the store.")
+        with suppress(OSError), os.scandir(self._aside) as entries:
+            for entry in entries:
+                with suppress(OSError):  # another process sweeps, or finishes it, at the same time
+                    info = entry.stat(follow_symlinks=False)
+                    abandoned = time.time() - info.st_mtime > _ABANDONED_SECONDS
+                    if abandoned and stat.S_ISREG(info.st_mode) and _UNFINISHED.fullmatch(entry.name):
+                        os.unlink(entry.path)

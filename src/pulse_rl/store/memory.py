@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 from ..errors import AlreadyExists, NotFound
@@ -15,18 +16,19 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._objects: dict[str, tuple[bytes, float]] = {}
+        self._names: list[str] = []  # in order, so that a list costs what it yields
         self._lock = threading.Lock()
 
     def put(self, name: str, data: Data) -> None:
         entry = (joined(data), time.time())
         with self._lock:
-            self._objects[check_name(name)] = entry
+            self._set(check_name(name), entry)
 
     def put_new(self, name: str, data: bytes) -> None:
         with self._lock:
             if check_name(name) in self._objects:
                 raise AlreadyExists(f"{name} already exists")
-            self._objects[name] = (bytes(data), time.time())
+            self._set(name, (bytes(data), time.time()))
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         data, _ = self._entry(name)
@@ -40,12 +42,21 @@ class MemoryStore:
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         prefix = check_name(folder) + "/"
         with self._lock:
-            found = [ObjectInfo(n, len(d), t) for n, (d, t) in self._objects.items() if n.startswith(prefix)]
-        yield from sorted(o for o in found if start_after is None or o.name > start_after)
+            first = bisect_right(self._names, max(prefix, start_after or ""))
+            last = bisect_left(self._names, f"{folder}0", first)  # "0" is the character after "/"
+            found = [(name, self._objects[name]) for name in self._names[first:last]]
+        for name, (data, modified) in found:
+            yield ObjectInfo(name, len(data), modified)
 
     def delete(self, name: str) -> None:
         with self._lock:
-            self._objects.pop(check_name(name), None)
+            if self._objects.pop(check_name(name), None):
+                del self._names[bisect_left(self._names, name)]
+
+    def _set(self, name: str, entry: tuple[bytes, float]) -> None:
+        if name not in self._objects:
+            insort(self._names, name)
+        self._objects[name] = entry
 
     def _entry(self, name: str) -> tuple[bytes, float]:
         with self._lock:

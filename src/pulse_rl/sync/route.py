@@ -8,6 +8,7 @@ from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMisma
 from ..stream.chain import Key, Link, cheapest_path, links_of
 from ..stream.stream import Stream
 
+_MAX_FALSE_LINKS = 16
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
 _UNREADABLE = (NotFound, FormatError, Untrusted)
 BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
@@ -22,10 +23,14 @@ class Route:
         self._target = target
         self._avoided: dict[Key, str] = {}
         self._listed: list[Link] | None = None
+        self._believes_listings = True
 
     def avoid(self, planned: Link, link: Link, error: Exception) -> None:
         """Excludes a link that failed: as planned, and with the payloads that its manifest names."""
         self._avoided[planned.key] = self._avoided[link.key] = f"{link}: {error}"
+        # A link in a listing is anybody's word. After some false ones only the manifests are believed.
+        if self._listed is not None and len(self._avoided) > _MAX_FALSE_LINKS:
+            self._listed, self._believes_listings = [], False
 
     def plan(self, have: int | None) -> list[Link]:
         """The cheapest path by bytes from version ``have`` (None: from nothing) that is not known to be broken.
@@ -46,7 +51,8 @@ class Route:
     def _candidates(self, listed: list[Link], have: int | None, reasons: list[str]) -> Iterator[list[Link]]:
         """Ever larger sets of links, each more expensive to gather; unreadable ones are added to ``reasons``."""
         yield listed
-        links = [link for link in self._stream.links() if link.version <= self._target]
+        links = self._stream.links() if self._believes_listings else []
+        links = [link for link in links if link.version <= self._target]
         yield [*links, *self._from_manifests(have, reasons)]
         for version in self._stream.versions():
             if version <= self._target:
