@@ -172,6 +172,9 @@ def test_verify_finds_a_damaged_payload(pulse: Pulse, tmp_path: Path, rng: Rng) 
 
 
 def test_store_check(pulse: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pulse.refused("store-check", tmp_path / "stroe", kind="input", match="no folder")
+    assert not (tmp_path / "stroe").exists()
+    (tmp_path / "store").mkdir()
     facts = pulse.json("store-check", tmp_path / "store")
     assert facts["safe"]
     assert all(f["held"] for f in facts["findings"])
@@ -197,7 +200,7 @@ def test_errors_are_one_line_with_a_hint(pulse: Pulse, pair: Any, tmp_path: Path
         (("diff", old, absent, "-o", out), "input", "absent"),
         (("diff", old, tmp_path / "other.safetensors", "-o", out), "state_mismatch", "steps"),
         (("diff", old, new, "-o", tmp_path / "file" / "p"), "store", "file"),
-        (("diff", old, new, "-o", tmp_path / "new"), "store", "new"),
+        (("diff", old, new, "-o", tmp_path / "new"), "input", "new"),
         (("apply", old, tmp_path / "cut", "-o", out), "corrupt_patch", "cut"),
         (("apply", new, tmp_path / "p", "-o", out), "wrong_base", "applies to root"),
         (("apply", old, absent, "-o", out), "input", "absent"),

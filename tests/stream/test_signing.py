@@ -97,7 +97,9 @@ def test_the_command_line_signs_and_trusts(tmp_path: Path, capsys: pytest.Captur
     assert main([*publish, "--sign-key", str(tmp_path / "key")]) == 0
     assert main([*follow, str(tmp_path / "a"), "--trust", key, "--cache", str(tmp_path / "cache")]) == 0
     assert main(["verify", store, "--stream", "s", "--trust", key]) == 0
-    assert main(publish) == 0
+    assert main(publish) == 1
+    assert "is signed (Give the key" in capsys.readouterr().err
+    Publisher(store, stream="s").publish(STATE)  # a stranger
     assert main([*follow, str(tmp_path / "b"), "--trust", key]) == 1
     assert main(["verify", store, "--stream", "s", "--trust", key]) == 1
     assert main(["verify", store, "--stream", "s"]) == 0

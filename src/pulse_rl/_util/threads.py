@@ -43,6 +43,13 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def checked_threads(threads: int | None) -> int | None:
+    """``threads`` itself; raises InputError unless it is None or a whole number of at least 1."""
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise InputError(f"threads must be a whole number of at least 1, not {threads!r}", hint="None: one per core.")
+    return threads
+
+
 class Call(Generic[R]):
     """One call of ``work``, run by at most one thread, whose end every other thread can wait for."""
 
@@ -114,9 +121,7 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | N
     its place. When this ends, in whatever way, no call is running any more and none begins: a caller that undoes what
     they did never races with one. Raises InputError for less than one worker.
     """
-    threads = default_threads() if threads is None else threads
-    if threads < 1:
-        raise InputError(f"threads must be at least 1, not {threads}", hint="Pass None for one per core.")
+    threads = checked_threads(threads) or default_threads()
     if threads == 1:
         for item in items:
             checkpoint()

@@ -22,6 +22,9 @@ from .output import Console
 
 def diff(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
+    out = Path(args.output)
+    if out.exists() and not _is_patch(out):
+        raise InputError(f"{out} exists and is not a patch", hint="Choose a new file for the patch.")
     old, new = load(args.old)[0], load(args.new)[0]
     digest = state_digest(old, threads=args.threads, progress=progress_to(console, "digest", old.nbytes))
     built = patch.build_patch(
@@ -32,7 +35,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
         threads=args.threads,
         progress=progress_to(console, "diff", old.nbytes),
     )
-    write_atomically(Path(args.output), built.chunks)
+    write_atomically(out, built.chunks)
     facts = _facts(built.header, built.nbytes) | {
         "codec": args.codec,
         "seconds": round(time.perf_counter() - started, 6),
@@ -107,6 +110,14 @@ def digest(args: argparse.Namespace, console: Console) -> int:
         lines += [f"{facts['tensors'][s.name]}  {s.name}  {s.dtype.name} {list(s.shape)}" for s in state.specs]
     console.result(facts, lines)
     return 0
+
+
+def _is_patch(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def _read(path: str) -> Patch:

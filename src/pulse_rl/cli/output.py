@@ -28,13 +28,13 @@ class Console:
     def result(self, facts: dict[str, Any], lines: list[str]) -> None:
         """The outcome: ``facts`` with --json, else ``lines``."""
         self._clear()
-        print(json.dumps(facts) if self._as_json else "\n".join(lines), flush=True)
+        print(json.dumps(facts) if self._as_json else "\n".join(map(_printable, lines)), flush=True)
 
     def error(self, error: PulseError) -> None:
         self._clear()
         if self._as_json:
             print(json.dumps({"error": error.kind, "message": str(error), "hint": error.hint}), flush=True)
-        message = " ".join(str(error).split())
+        message = _printable(" ".join(str(error).split()))
         print(f"pulse: {message} ({error.hint})", file=sys.stderr, flush=True)
 
     def __call__(self, event: Event) -> None:
@@ -60,9 +60,14 @@ class Console:
 
     def note(self, text: str) -> None:
         self._clear()
-        print(f"pulse: {text}", file=sys.stderr, flush=True)
+        print(f"pulse: {_printable(text)}", file=sys.stderr, flush=True)
 
     def _clear(self) -> None:
         if self._shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
             self._shown = False
+
+
+def _printable(text: str) -> str:
+    """``text`` without the control characters that a tensor's name may hold, which a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)

@@ -13,7 +13,7 @@ from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..state.tensors import State
-from ..store import Store, open_store
+from ..store import LocalStore, Store, open_store
 from ..store.check import check_store
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
@@ -32,6 +32,9 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         threads=args.threads,
         on_event=console,
     )
+    head = publisher.head()
+    if head is not None and head.signature and not args.sign_key:
+        raise InputError(f"stream {args.stream!r} is signed", hint="Give the key with --sign-key, or another stream.")
     done = publisher.publish(state)
     facts = {
         "stream": done.stream,
@@ -61,7 +64,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
     subscriber = Subscriber(
         _store(args.store),
         stream=args.stream,
-        base=_checkpoint_at(out / FILE_NAME),
+        base=_own_checkpoint(out / FILE_NAME),
         cache=args.cache,
         trusted_keys=args.trust,
         threads=args.threads,
@@ -140,7 +143,10 @@ def keygen(args: argparse.Namespace, console: Console) -> int:
 
 
 def store_check(args: argparse.Namespace, console: Console) -> int:
-    findings = check_store(open_store(args.store))
+    store = open_store(args.store)
+    if isinstance(store, LocalStore) and not store.root.is_dir():
+        raise InputError(f"there is no folder {store.root}", hint="Check the path, or create the folder first.")
+    findings = check_store(store)
     safe = all(f.held for f in findings)
     lines = [f"{'ok  ' if f.held else 'FAIL'} {f.guarantee}: {f.seen}" for f in findings]
     lines.append(f"{args.store} is {'safe' if safe else 'NOT safe'} to publish to")
@@ -157,12 +163,20 @@ def _store(address: str) -> Store:
     return open_store(address)
 
 
-def _checkpoint_at(file: Path) -> State | None:
-    """The checkpoint of an earlier run; None if missing or damaged: then the state comes from an anchor."""
+def _own_checkpoint(file: Path) -> State | None:
+    """The checkpoint of an earlier run; None if missing or damaged: then the state comes from an anchor.
+
+    Raises InputError for a checkpoint that no earlier run has written: it would be replaced.
+    """
     try:
-        return load(file)[0] if file.exists() else None
+        if not file.exists():
+            return None
+        state, metadata = load(file)
     except (FormatError, UnsupportedTensor):
         return None
+    if "pulse.version" not in metadata:
+        raise InputError(f"{file} was not written by pulse follow", hint="Give --out a folder without a checkpoint.")
+    return state
 
 
 def _write_out(out: Path, subscriber: Subscriber, update: Update, console: Console) -> None:

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from ..errors import FormatError, NotFound, PublisherConflict, StoreError
+from ..errors import FormatError, NotFound, PublisherConflict, StoreError, Untrusted
 from ..events import Metadata
 from ..stream import manifest as manifests
 from ..stream.manifest import Manifest
@@ -85,7 +85,7 @@ class Claim:
         to."""
         try:
             return self._stream.manifest(version).epoch
-        except (FormatError, NotFound):
+        except (FormatError, NotFound, Untrusted):
             return 0
 
     def _refuse(self, reason: str) -> NoReturn:

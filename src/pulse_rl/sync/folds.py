@@ -11,7 +11,7 @@ from hashlib import sha256
 
 from .. import codec as codecs
 from ..codec import Changes
-from ..errors import PulseError
+from ..errors import InputError, PulseError
 from ..events import Folded, FoldFailed, Listener
 from ..patch import build_fold
 from ..patch.undo import UndoLog
@@ -24,6 +24,13 @@ from ..stream.stream import Stream
 
 DEFAULT_FOLDS = (8, 64)
 """The spans of folds, in versions."""
+
+
+def checked_folds(folds: Collection[int]) -> list[int]:
+    """The spans in ascending order, each once. Raises InputError unless each is a whole number of at least 2."""
+    if any(isinstance(span, bool) or not isinstance(span, int) or span < 2 for span in folds):
+        raise InputError(f"folds span whole numbers of versions, 2 or more, not {list(folds)}")
+    return sorted(set(folds))
 
 
 class FoldMaker:
@@ -45,7 +52,7 @@ class FoldMaker:
         listener: Listener | None = None,
     ) -> None:
         self._stream = stream
-        self._spans = sorted(folds)
+        self._spans = checked_folds(folds)
         self._codec = codec
         self._skip = skip
         self._threads = threads

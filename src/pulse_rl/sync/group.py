@@ -7,10 +7,11 @@ member has staged its target.
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import suppress
 
-from ..errors import AlreadyExists, FormatError
+from ..errors import AlreadyExists, FormatError, InputError
 from ..stream.names import GroupNames, check_word
 from .subscriber import Subscriber
 from .update import Update
@@ -37,6 +38,8 @@ class Member:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
         check_word(name, "a member")
+        if not 0 < timeout_seconds < math.inf:
+            raise InputError(f"timeout_seconds must be a positive number, not {timeout_seconds}")
         self._subscriber = subscriber
         self._store = subscriber.stream.store
         self._names = GroupNames(subscriber.stream.names, group)

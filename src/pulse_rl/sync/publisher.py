@@ -6,13 +6,15 @@ baseline follows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from .. import codec as codecs
 from .._util.serial import SerialThread, Unique, unstoppable
-from ..errors import PublisherConflict
+from .._util.threads import checked_threads
+from ..errors import FormatError, InputError, PublisherConflict, Untrusted
 from ..events import Listener, Metadata, PhaseTimer, Published, failures_to
 from ..state.checkpoint import StateSource, as_state
 from ..state.tensors import State
@@ -20,9 +22,9 @@ from ..store import Store, open_store
 from ..stream import anchor
 from ..stream import manifest as manifests
 from ..stream.manifest import Manifest, checked_metadata
-from ..stream.signing import Signer
+from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
-from .commit import Claim, newest
+from .commit import Claim
 from .draft import Draft, make_draft
 from .folds import FoldMaker
 from .host_state import HostState
@@ -31,6 +33,7 @@ from .resume import resume
 from .upload import upload
 
 _MAX_STALE_COMMITS = 8
+_SEARCHED_FOR_HEAD = 64
 
 
 class _Pending(NamedTuple):
@@ -48,7 +51,8 @@ class Publisher(Unique):
     patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``shard_bytes``: the size at which an
     anchor's file is followed by another. ``folds``: the spans, in versions, over which folds are made in the
     background, for about 6 bytes of memory for every BF16 weight that changed within a span (``pulse fold`` makes them
-    on any machine). ``signer`` signs every manifest.
+    on any machine). ``signer`` signs every manifest; then only versions signed by its
+    key or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) serve as baseline and as `head`.
 
     ``mode``: "patch"; "anchor", each version as an anchor alone; or "auto", which takes for each version what needs
     less time from trainer to worker over a link of ``bandwidth`` (bit/s, or text such as "50Mbit"), by the model of
@@ -72,15 +76,22 @@ class Publisher(Unique):
         shard_bytes: int = anchor.DEFAULT_SHARD_BYTES,
         folds: Collection[int] = (),
         signer: Signer | None = None,
+        trusted_keys: Collection[str] = (),
         mode: str = "patch",
         bandwidth: str | float | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
         codecs.by_name(codec)
+        checked_threads(threads)
+        if not 0 <= anchor_ratio <= math.inf:
+            raise InputError(f"anchor_ratio must be a number of at least 0, not {anchor_ratio}")
+        if not 1 <= shard_bytes < math.inf:
+            raise InputError(f"shard_bytes must be a positive number of bytes, not {shard_bytes}")
         self._serial = SerialThread("Publisher")
         self._mode = ModeSelector(mode, bandwidth, codec, threads)
-        self._stream = Stream(open_store(store), stream)
+        keys = [*([signer.public_key] if signer else ()), *trusted_keys]
+        self._stream = Stream(open_store(store), stream, TrustedKeys(keys) if keys else None)
         self._codec = codec
         self._signer = signer
         self._anchor_ratio = anchor_ratio
@@ -111,7 +122,7 @@ class Publisher(Unique):
             return self._serial.run(lambda: self._publish(state, facts, timer))
 
     def head(self) -> Manifest | None:
-        """The newest committed version as the store lists it, None while there is none. Its metadata tells a
+        """The newest committed version that can be read and trusted, None while there is none. Its metadata tells a
         restarted trainer where it was."""
         return self._serial.run(self._head)
 
@@ -134,8 +145,15 @@ class Publisher(Unique):
         self.close()
 
     def _head(self) -> Manifest | None:
-        version = newest(self._stream, self._claim.head)
-        return None if version is None else self._stream.manifest(version)
+        error: FormatError | Untrusted | None = None
+        for version in reversed(self._stream.versions()[-_SEARCHED_FOR_HEAD:]):
+            try:
+                return self._stream.manifest(version)
+            except (FormatError, Untrusted) as unreadable:
+                error = error or unreadable
+        if error:
+            raise error
+        return None
 
     def _forget(self) -> None:
         self._folds.wait()
@@ -208,7 +226,7 @@ class Publisher(Unique):
         head = self._claim.head
         if head is None:
             return
-        event, self._since_anchor = resume(self._baseline, self._stream, head, state, anchor_ratio=self._anchor_ratio)
+        event, self._since_anchor = resume(baseline, self._stream, head, state, anchor_ratio=self._anchor_ratio)
         if event.how == "anchored":
             self._baseline = self._new_baseline()
         if self._listener:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ChainGap, FormatError, NotFound
+from ..errors import ChainGap, FormatError, NotFound, Untrusted
 from ..events import Resumed
 from ..state.digest import state_digest
 from ..state.tensors import State
@@ -15,7 +15,8 @@ def resume(baseline: HostState, stream: Stream, head: int, state: State, *, anch
     """Makes version ``head`` the baseline: from ``state``, the caller's, if it is that version, else from the store.
 
     Returns what happened, and the bytes of the patches since the last anchor. If the head cannot be restored, the
-    baseline becomes unusable, and the event says why. Raises StoreUnavailable and Untrusted.
+    baseline becomes unusable, and the event says why: so it is with a head that no trusted key has signed. Raises
+    StoreUnavailable.
     """
     try:
         since_anchor = _bytes_since_anchor(stream, head, anchor_ratio)
@@ -26,7 +27,7 @@ def resume(baseline: HostState, stream: Stream, head: int, state: State, *, anch
             return Resumed(stream.name, head, "matched"), since_anchor
         catch_up(baseline, stream, head)
         baseline.acknowledge()
-    except (ChainGap, NotFound, FormatError) as error:
+    except (ChainGap, NotFound, FormatError, Untrusted) as error:
         return Resumed(stream.name, head, "anchored", str(error)), 0
     return Resumed(stream.name, head, "restored"), since_anchor
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from .._util.serial import SerialThread, Unique
+from .._util.threads import checked_threads
 from ..errors import EmptyStream, FormatError, InputError, NotFound, SubscriberPoisoned, Untrusted
 from ..events import Listener, Synced, failures_to
 from ..state.checkpoint import StateSource, as_state
@@ -55,6 +56,7 @@ class Subscriber(Unique):
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
+        checked_threads(threads)
         trusted = None if trusted_keys is None else TrustedKeys(trusted_keys)
         opened = open_store(store)
         self.stream = Stream(opened if cache is None else CachedStore(opened, cache, payload_digest), stream, trusted)
@@ -112,6 +114,8 @@ class Subscriber(Unique):
         What was returned and not acknowledged (`Update.acknowledge`) is returned again, together with what is newer. A
         caller that never acknowledges anything is taken to have what was returned.
         """
+        if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
+            raise InputError(f"a version is a whole number from 0 on, not {target!r}")
         try:
             with failures_to(self._listener, self.stream.name, "sync"):
                 return self._serial.run(lambda: self._sync(target))
@@ -130,6 +134,8 @@ class Subscriber(Unique):
         last = time.monotonic()
         if not (0 <= poll_seconds < math.inf):
             raise InputError(f"poll_seconds must be 0 or more, not {poll_seconds}")
+        if timeout_seconds is not None and not timeout_seconds >= 0:
+            raise InputError(f"timeout_seconds must be 0 or more, not {timeout_seconds}")
         while timeout_seconds is None or time.monotonic() - last < timeout_seconds:
             update = self.sync()
             if update is None:
