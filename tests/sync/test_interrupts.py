@@ -83,15 +83,19 @@ def test_interrupted_publishes_and_syncs_that_are_retried_at_once(rng: Rng, inte
         assert state_root(subscriber.state) == live.root == state_root(state)
 
 
+STEP = "opcode" if sys.version_info < (3, 12) else "line"
+"""The finest steps whose tracing works: from 3.12 on opcodes of a frame that is entered while tracing are left out."""
+
+
 def raising_at(number: int) -> Callable[[FrameType, str, Any], Any]:
-    """A trace function that raises at the opcode ``number`` of this package's frames."""
+    """A trace function that raises at the step ``number`` of this package's frames."""
     left = [number]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if "pulse_rl" not in frame.f_code.co_filename:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
+        frame.f_trace_opcodes, frame.f_trace_lines = STEP == "opcode", STEP == "line"
+        if event == STEP:
             left[0] -= 1
             if left[0] == 0:
                 raise Boom
@@ -101,8 +105,8 @@ def raising_at(number: int) -> Callable[[FrameType, str, Any], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "stride"), [("publish", 7), ("sync", 1)])
-def test_an_interrupt_at_each_bytecode_of_the_calling_thread(call: str, stride: int, rng: Rng) -> None:
+@pytest.mark.parametrize(("call", "stride"), [("publish", 7 if STEP == "opcode" else 1), ("sync", 1)])
+def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int, rng: Rng) -> None:
     """Raised where no signal could be, too."""
     state, store, live = policy(rng, 2000), MemoryStore(), Live()
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
@@ -129,7 +133,7 @@ def test_an_interrupt_at_each_bytecode_of_the_calling_thread(call: str, stride: 
         assert live.root == subscriber.root == state_root(subscriber.state) == state_root(state), number
         if reached < number:
             break
-    assert reached > 100
+    assert reached > (100 if STEP == "opcode" else 15)
 
 
 def test_an_update_is_delivered_until_it_is_acknowledged(rng: Rng) -> None:
