@@ -15,9 +15,9 @@ demo-loco: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(ARGS)
 
-# Some 30 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive sequences.
+# Under 30 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive sequences.
 quick: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 $(ARGS)
 
 check: lint types imports
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import pulse_rl
 
 CHECKOUT = Path(__file__).parents[2]
@@ -19,6 +21,7 @@ def run(program: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_worker_follows_a_trainer(tmp_path: Path) -> None:
     printed = run("minimal.py", str(tmp_path))
     assert [int(v) for v in re.findall(r"published version (\d+)", printed)] == [0, 1, 2]
@@ -27,6 +30,7 @@ def test_a_worker_follows_a_trainer(tmp_path: Path) -> None:
     assert printed.splitlines()[-1] == f"bit-identical, root {reports[-1].root}"
 
 
+@pytest.mark.slow
 def test_two_trainers_stay_in_step() -> None:
     rounds = re.findall(r"round (\d+): ([\d,]+) bytes a trainer, not ([\d,]+); root", run("minimal_loco.py"))
     assert [int(number) for number, _, _ in rounds] == [1, 2, 3]
