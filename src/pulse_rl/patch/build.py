@@ -17,7 +17,7 @@ from ..state.digest import StateDigest
 from ..state.tensors import State, UIntArray
 from .blocks import Block, cut
 from .header import BlockEntry, PatchHeader, check_block_elements
-from .tree import TreeUpdate, block_leaves
+from .tree import TreeUpdate, changed_leaves
 from .undo import UndoLog
 
 DEFAULT_BLOCK_ELEMENTS = 1 << 22
@@ -71,11 +71,9 @@ def build_patch(
         encoded, changes = _encode(chosen, block, before, block.read(new))
         if changes is None:
             return encoded, None, None
-        # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
-        target = before.copy()
-        bits.put(target, changes.positions, changes.values)
         few = encoded.changed <= _KEPT_DENSITY * block.elements
-        return encoded, changes if few else None, block_leaves(block, target)
+        # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
+        return encoded, changes if few else None, changed_leaves(block, before, changes)
 
     blocks = cut(old.specs, block_elements)
     tree = TreeUpdate(old_digest)
