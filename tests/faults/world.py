@@ -27,7 +27,7 @@ class World:
 
     def __init__(self, rng: Random) -> None:
         self.model = Model()
-        self.disk = Disk(self.model.created)
+        self.disk = self.model.disk = Disk(self.model.created)
         self.net = Net(self.disk)
         self.counts: Counter[str] = Counter()
         self.trace: list[str] = []
