@@ -49,6 +49,7 @@ from .events import (
     FoldFailed,
     Listener,
     Metadata,
+    Notice,
     PathFailed,
     Progress,
     Published,
@@ -63,6 +64,7 @@ from .state.checkpoint import StateSource, as_state
 from .state.digest import StateDigest, state_digest
 from .state.rounding import round_to_bf16
 from .state.tensors import Bits, DType, State, TensorSpec, UIntArray
+from .state.wrappers import unwrapped
 from .store import Data, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.manifest import AnchorRef, Manifest, PatchRef, Payload, Signature
 from .stream.signing import Signer
@@ -115,6 +117,7 @@ __all__ = [
     "Module",
     "NonFinite",
     "NotFound",
+    "Notice",
     "ObjectInfo",
     "ObjectStore",
     "PatchRef",
@@ -157,6 +160,7 @@ __all__ = [
     "open_store",
     "round_to_bf16",
     "state_root",
+    "unwrapped",
     "verify_stream",
 ]
 

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import StateMismatch, UnsupportedTensor
 from ..state.tensors import DTYPES, State, UIntArray
+from ..state.wrappers import is_wrapped
 from ..sync.update import TensorUpdate, Update
 
 __all__ = ["apply_", "to_torch"]
@@ -47,6 +48,9 @@ _DENSE = "Updates go into dense tensors; load a sharded or quantised model throu
 
 def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) -> None:
     """Writes ``update`` into ``model``, a live module or a mapping of names to its tensors, in place.
+
+    The names must be the update's: those of a wrapped model (DDP, FSDP, torch.compile) are made so by
+    `pulse_rl.unwrapped`.
 
     Only the changed elements travel to the model's device and are written. A tied tensor is written once; a model that
     holds a tied tensor under several storages, or under an alias only, gets all of its copies written.
@@ -134,8 +138,17 @@ def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases:
             _require_memory(name, tensor)
             targets.setdefault((str(tensor.device), tensor.data_ptr()), tensor)
     if not targets:
-        raise StateMismatch(f"the model has no tensor {spec.name!r}")
+        raise StateMismatch(f"the model has no tensor {spec.name!r}", hint=_names_hint(spec.name, tensors))
     return list(targets.values())
+
+
+def _names_hint(missing: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """What to do where only parts of names that wrappers add may keep ``missing`` from being found."""
+    if is_wrapped(name for name in tensors if isinstance(name, str)):
+        return "The model is wrapped: call apply_(pulse_rl.unwrapped(model.state_dict()), update)."
+    if is_wrapped([missing]):
+        return "The trainer's model is wrapped: let it publish pulse_rl.unwrapped(model.state_dict())."
+    return None
 
 
 def _require_dense(name: str, tensor: object) -> None:

@@ -39,7 +39,10 @@ def as_state(source: StateSource) -> State:
         return State.of(source)
     if isinstance(source, str | os.PathLike):
         return load(source)[0]
-    raise InputError(f"{type(source).__name__} is not a state: pass a mapping, a State or a checkpoint's path")
+    raise InputError(
+        f"{type(source).__name__} is not a state: pass a mapping, a State or a checkpoint's path",
+        hint="Pass model.state_dict()." if hasattr(source, "state_dict") else None,
+    )
 
 
 def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -160,6 +160,13 @@ class Bits:
     dtype: str
 
 
+class Readable(Protocol):
+    """The elements of one tensor that is not in host memory in its dtype."""
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        """Elements [``start``, ``stop``) of the flattened tensor, in new host memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class _DeviceTensor:
     """A flat torch tensor that is not in host memory; slices of it are copied on demand."""
@@ -183,7 +190,7 @@ class State:
     def __init__(
         self,
         specs: tuple[TensorSpec, ...],
-        data: Mapping[str, Any],  # flat UIntArray or _DeviceTensor
+        data: Mapping[str, Any],  # flat UIntArray or Readable
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         if len(specs) > MAX_TENSORS:
@@ -207,7 +214,7 @@ class State:
         InputError.
         """
         specs: list[TensorSpec] = []
-        data: dict[str, UIntArray | _DeviceTensor] = {}
+        data: dict[str, UIntArray | Readable] = {}
         aliases: dict[str, str] = {}
         seen: dict[object, str] = {}
         # All values stay referenced until the end: a mapping may make them on the fly, and the memory of one that was
@@ -265,7 +272,7 @@ class State:
         name = self.aliases.get(name, name)
         stop = self._spec[name].elements if stop is None else stop
         data = self._data[name]
-        return data.read(start, stop) if isinstance(data, _DeviceTensor) else data[start:stop]
+        return data[start:stop] if isinstance(data, np.ndarray) else data.read(start, stop)
 
     def copy(self) -> State:
         """The same state in new host memory."""
@@ -277,6 +284,23 @@ class State:
     def with_aliases(self, aliases: Mapping[str, str]) -> State:
         """The same memory with other ``aliases``. Raises InputError."""
         return State(self.specs, self._data, aliases)
+
+    def stored_as(self, names: Collection[str]) -> State:
+        """The same memory; each tied tensor of which exactly one name is in ``names`` is stored under that name."""
+        tied: dict[str, list[str]] = {}
+        for alias, name in self.aliases.items():
+            tied.setdefault(name, [name]).append(alias)
+        stored = {}
+        for name, group in tied.items():
+            known = [n for n in group if n in names]
+            stored[name] = known[0] if len(known) == 1 else name
+        if all(name == chosen for name, chosen in stored.items()):
+            return self
+        return State(
+            tuple(replace(spec, name=stored.get(spec.name, spec.name)) for spec in self.specs),
+            {stored.get(name, name): data for name, data in self._data.items()},
+            {n: stored[name] for name, group in tied.items() for n in group if n != stored[name]},
+        )
 
     def readonly(self) -> State:
         """The same memory, not writable through the result."""
@@ -329,6 +353,10 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
     torch: Any = sys.modules["torch"]
     if not isinstance(value, torch.Tensor) or hasattr(value, "full_tensor"):
         raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__}, not a plain torch.Tensor")
+    if torch.nn.parameter.is_lazy(value):
+        raise UnsupportedTensor(
+            f"tensor {name!r} is not initialised", hint="Run a forward pass first: it gives a lazy module its sizes."
+        )
     if value.layout != torch.strided or value.is_meta or value.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} has no plain storage (layout {value.layout}, device {value.device})")
     dtype = _dtype_from(name, str(value.dtype).removeprefix("torch."))

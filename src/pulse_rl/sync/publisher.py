@@ -16,7 +16,9 @@ from .._util.serial import SerialThread, Unique, unstoppable
 from .._util.threads import checked_threads
 from ..errors import FormatError, InputError, PublisherConflict, Untrusted
 from ..events import Listener, Metadata, PhaseTimer, Published, failures_to
+from ..state.cast import CastState
 from ..state.checkpoint import StateSource, as_state
+from ..state.rounding import compute_dtype_named
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream import anchor
@@ -29,6 +31,7 @@ from .draft import Draft, make_draft
 from .folds import FoldMaker
 from .host_state import HostState
 from .mode import ModeSelector
+from .notices import Notices
 from .resume import resume
 from .upload import upload
 
@@ -99,16 +102,19 @@ class Publisher(Unique):
         self._threads = threads
         self._listener = on_event
         self._folds = FoldMaker(self._stream, folds, codec=codec, threads=threads, listener=on_event)
+        self._notices = Notices(stream, on_event)
         self._claim = Claim(self._stream)
         self._baseline = self._new_baseline()
         self._since_anchor = 0
         self._pending: _Pending | None = None
 
-    def publish(self, source: StateSource, *, metadata: Metadata | None = None) -> Published:
+    def publish(self, source: StateSource, *, metadata: Metadata | None = None, dtype: str | None = None) -> Published:
         """Commits a state as the next version and returns what it cost.
 
         ``source``: a mapping of names to tensors (a ``state_dict``), a `State`, or a checkpoint's path; it must not
-        change during the call. ``metadata``: the caller's own data about the version, small and flat.
+        change during the call. ``metadata``: the caller's own data about the version, small and flat. ``dtype``: the
+        compute dtype ("BF16", "F16", "F8_E4M3", "F8_E5M2") that floating-point tensors wider than it are cast to,
+        rounded to nearest even as ``torch.Tensor.to`` does (NaN stays NaN); FP8 without a scale. None: as they are.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises StoreUnavailable or StoreFull,
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
@@ -118,7 +124,10 @@ class Publisher(Unique):
         with failures_to(self._listener, self._stream.name, "publish"):
             timer = PhaseTimer()
             facts = checked_metadata(metadata or {})
+            compute = None if dtype is None else compute_dtype_named(dtype)
             state = as_state(source)
+            if compute is not None:
+                state = CastState(state, compute)
             return self._serial.run(lambda: self._publish(state, facts, timer))
 
     def head(self) -> Manifest | None:
@@ -249,6 +258,7 @@ class Publisher(Unique):
         )
         if self._listener:
             self._listener(published)
+        self._notices.look_at(manifest.version, draft)
         return published
 
     def _new_baseline(self) -> HostState:

@@ -20,9 +20,10 @@ def resume(baseline: HostState, stream: Stream, head: int, state: State, *, anch
     """
     try:
         since_anchor = _bytes_since_anchor(stream, head, anchor_ratio)
-        root = stream.manifest(head).root
+        manifest = stream.manifest(head)
+        state = state.stored_as(set(manifest.aliases.values()))
         digest = state_digest(state, threads=baseline.threads)
-        if digest.root == root:
+        if digest.root == manifest.root:
             baseline.adopt(head, state.copy(), digest)
             return Resumed(stream.name, head, "matched"), since_anchor
         catch_up(baseline, stream, head)
