@@ -10,12 +10,12 @@ from ..store.base import Data, Store, create_or_confirm
 from . import manifest as manifests
 from .anchor import RangeReader
 from .chain import Link
+from .kept import KeptManifests
 from .manifest import Manifest, Payload
 from .names import SHARD, AnchorName, EpochName, FoldName, StreamNames, VersionName
 from .signing import TrustedKeys
 
-# Above the length of a stream that is kept in order, so that looking for a way around a gap reads each manifest once.
-_KEPT_MANIFESTS = 1 << 14
+_KEPT_SIZES = 1 << 14
 _CLAIM_TRIES = 100
 
 
@@ -30,7 +30,7 @@ class Stream:
         self.name = name
         self.names = StreamNames(name)
         self._trusted = trusted
-        self._manifests: dict[int, Manifest] = {}
+        self._manifests = KeptManifests()
         self._listed_bytes: dict[int, int] = {}
 
     def versions(self, after: int | None = None) -> list[int]:
@@ -40,27 +40,26 @@ class Stream:
         for info in self.store.list(self.names.versions, start_after):
             if isinstance(name := self.names.parse(info.name), VersionName):
                 found.append(name.version)
-                if len(self._listed_bytes) < _KEPT_MANIFESTS:
+                if len(self._listed_bytes) < _KEPT_SIZES:
                     self._listed_bytes[name.version] = info.nbytes
         return found
 
     def manifest(self, version: int) -> Manifest:
         """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are cached."""
-        if version not in self._manifests:
+        manifest = self._manifests.get(version)
+        if manifest is None:
             name = self.names.version(version)
             nbytes = self._listed_bytes.pop(version, None) or self.store.head(name).nbytes
             if nbytes > manifests.MAX_BYTES:
                 raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
-            while len(self._manifests) >= _KEPT_MANIFESTS:
-                del self._manifests[next(iter(self._manifests))]
             try:
                 manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
             except CorruptManifest:  # as with payloads: retry once before reporting it
                 manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
             if self._trusted:
                 self._trusted.check(manifest)
-            self._manifests[version] = manifest
-        return self._manifests[version]
+            self._manifests.keep(manifest)
+        return manifest
 
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest, which commits its version. False when another publisher has taken the version."""
