@@ -1,7 +1,8 @@
 """The command ``pulse``. Each command prints readable lines, or with ``--json`` one JSON object per result.
 
-Exit status: 0 success, 1 refused or failed with an error of `pulse_rl.errors` (one line with a hint on stderr), 2 usage
-error, 130 interrupted.
+Exit status: 0 success; 1 refused or failed with an error of `pulse_rl.errors` (one line with a hint on stderr), or
+`verify` and `store-check` have found a problem; 2 usage error; 130 interrupted. The program starts in
+``pulse_rl_command``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .. import __version__
 from .. import codec as codecs
 from ..errors import PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
+from ..state.rounding import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
 from . import files, plan, report, streams, study
 from .output import Console
@@ -24,13 +26,14 @@ _MOST_SECONDS = 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
-    console = Console(args.json)
     try:
-        status: int = args.run(args, console)
-    except PulseError as error:
-        console.error(error)
-        return 1
+        args = make_parser().parse_args(argv)
+        console = Console(args.json)
+        try:
+            status: int = args.run(args, console)
+        except PulseError as error:
+            console.error(error)
+            return 1
     except BrokenPipeError:
         # The reader (head, less) has seen enough; what is left to flush must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -96,6 +99,12 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
     command.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
     command.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
+    command.add_argument(
+        "--dtype",
+        type=str.upper,
+        choices=list(COMPUTE_DTYPES),
+        help="cast wider floating-point tensors to this compute dtype (default: as they are)",
+    )
     command.add_argument("--sign-key", metavar="FILE", help="sign the version with this private key (see keygen)")
     command.set_defaults(run=streams.publish)
 
