@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
-from .errors import PulseError
+from .errors import InputError, PulseError
 
 Metadata = dict[str, str | int | float | bool]
 """The publisher's own data about a version (a training step, a reward), small and flat."""
@@ -209,6 +210,13 @@ Event = (
 
 Listener = Callable[[Event], None]
 """Called from the thread that publishes or syncs, but with `Progress`, `Folded` and `FoldFailed` also from others."""
+
+
+def checked_listener(listener: Any) -> Listener | None:
+    """``listener`` itself; raises InputError unless it is None or can be called with an event."""
+    if listener is not None and not callable(listener):
+        raise InputError(f"on_event must be a function of one event, not {listener!r}")
+    return cast(Listener | None, listener)
 
 
 def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[int], None] | None:

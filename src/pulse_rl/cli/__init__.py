@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")
     command.add_argument("patch", metavar="PATCH", help="a patch file")
     command.add_argument(
-        "-o", "--output", required=True, metavar="OUT", help="the result: a folder or a .safetensors file"
+        "-o", "--output", type=_path, required=True, metavar="OUT", help="the result: a folder or a .safetensors file"
     )
     command.set_defaults(run=files.apply)
 
@@ -111,12 +111,14 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "follow", parents=[common, stream, trust], help="keep a checkpoint up to date with a stream"
     )
-    command.add_argument("--out", required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
+    command.add_argument(
+        "--out", type=_path, required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically"
+    )
     command.add_argument("--once", action="store_true", help="sync once, then exit")
     command.add_argument(
         "--poll", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between polls of the store (default: 1)"
     )
-    command.add_argument("--cache", metavar="DIR", help="keep downloaded payloads in this folder")
+    command.add_argument("--cache", type=_path, metavar="DIR", help="keep downloaded payloads in this folder")
     command.set_defaults(run=streams.follow)
 
     command = commands.add_parser("verify", parents=[common, stream, trust], help="replay and check a whole stream")
@@ -165,6 +167,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def _path(text: str) -> str:
+    if not text:  # of a shell variable that is not set; it would be the current folder
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from ..errors import StateMismatch, UnsupportedTensor
+from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..state.tensors import DTYPES, State, UIntArray
 from ..state.wrappers import is_wrapped
 from ..sync.update import TensorUpdate, Update
@@ -61,7 +61,11 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     own: sharded, sparse, on the meta device, not initialised yet, freed. torch does not know memory that is mapped
     read-only from other memory: writing there ends the process.
     """
+    if not isinstance(update, Update):
+        raise InputError(f"{type(update).__name__} is not an Update", hint="Pass what subscriber.sync() has returned.")
     tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+    if not isinstance(tensors, Mapping):
+        raise InputError(f"{type(model).__name__} is neither a module nor a mapping of names to tensors")
     held = _required_version(model, update)
     plan = [(t, target) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
     _note_version(model, update, held, update.version)
@@ -111,14 +115,20 @@ def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, t
     """The host state ``state`` as torch tensors on ``device``, under all of its names, aliases included.
 
     On the CPU the tensors may share the state's memory, unless that is read-only as in `Subscriber.state`. Raises
-    UnsupportedTensor for a dtype that this version of torch lacks.
+    UnsupportedTensor for a dtype that this version of torch lacks, and InputError for a device that it does not know.
     """
+    if not isinstance(state, State):
+        raise InputError(f"{type(state).__name__} is not a State", hint="Pass subscriber.state.")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{device!r} is not a device of this torch: {str(error).splitlines()[0]}") from None
     stored = {}
     for spec in state.specs:
         if spec.dtype.name not in _TORCH:
             raise UnsupportedTensor(f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})")
         ints = _from_numpy(state.read(spec.name), spec.dtype.width)
-        stored[spec.name] = ints.view(_TORCH[spec.dtype.name]).reshape(spec.shape).to(device)
+        stored[spec.name] = ints.view(_TORCH[spec.dtype.name]).reshape(spec.shape).to(place)
     return stored | {alias: stored[name] for alias, name in state.aliases.items()}
 
 

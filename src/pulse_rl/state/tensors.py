@@ -132,6 +132,8 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         check_tensor_name(self.name)
+        if not isinstance(self.shape, tuple) or any(type(d) is not int for d in self.shape):
+            raise InputError(f"tensor {self.name!r} has the shape {self.shape!r}, not a tuple of whole numbers")
         if len(self.shape) > MAX_DIMS:
             raise InputError(f"tensor {self.name!r} has {len(self.shape)} dimensions, more than {MAX_DIMS}")
         if any(not 0 <= d <= MAX_TENSOR_ELEMENTS for d in self.shape) or self.elements > MAX_TENSOR_ELEMENTS:
@@ -213,6 +215,8 @@ class State:
         others become aliases (Hugging Face checkpoints keep the first one as well). Raises UnsupportedTensor and
         InputError.
         """
+        if not isinstance(tensors, Mapping):
+            raise InputError(f"a {type(tensors).__name__} is not a mapping of names to tensors")
         specs: list[TensorSpec] = []
         data: dict[str, UIntArray | Readable] = {}
         aliases: dict[str, str] = {}
@@ -341,7 +345,10 @@ def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | 
         array = np.asarray(value)
         dtype = _dtype_from(name, array.dtype.name)
     else:
-        raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__}, not a torch tensor or a numpy array")
+        raise UnsupportedTensor(
+            f"tensor {name!r} is a {type(value).__name__}, not a torch tensor or a numpy array",
+            hint="Leave out what is no tensor, such as a module's extra state.",
+        )
     # Of the caller's own memory, before any conversion: a converted copy has an address of its own.
     owned = isinstance(value, np.ndarray | Bits) and array.size > 0
     storage = (array.__array_interface__["data"][0], array.strides) if owned else None
@@ -363,6 +370,8 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
     try:
         bits_of = (value.is_conj(), value.is_neg())
         storage = (str(value.device), value.data_ptr(), value.stride(), bits_of) if value.numel() else None
+        if value.device.type in ("cpu", "cuda") and value.untyped_storage().nbytes() < _end(value):
+            raise UnsupportedTensor(f"tensor {name!r} has been freed: its memory is not there")
         flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         host = flat.numpy() if flat.device.type == "cpu" else None
     except (RuntimeError, NotImplementedError, TypeError) as error:  # fake, nested, wrapped, and what is yet to come
@@ -373,9 +382,15 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
     return dtype, shape, _aligned(host.view(dtype.uint)), storage
 
 
+def _end(tensor: Any) -> int:
+    """The bytes of its storage that a torch tensor needs."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
 def _aligned(flat: UIntArray) -> UIntArray:
-    """The array, or a copy of one whose elements lie at no multiple of their width, where no kernel may read them."""
-    return np.require(flat, requirements=["A"])
+    """The array, or a copy of one whose elements lie apart, or at no multiple of their width: no kernel reads these."""
+    return np.require(flat, requirements=["C", "A"])
 
 
 def _dtype_from(name: str, library_name: str) -> DType:

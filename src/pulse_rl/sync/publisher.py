@@ -6,16 +6,16 @@ baseline follows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from .. import codec as codecs
 from .._util.serial import SerialThread, Unique, unstoppable
+from .._util.settings import checked_collection, checked_number
 from .._util.threads import checked_threads
 from ..errors import FormatError, InputError, PublisherConflict, Untrusted
-from ..events import Listener, Metadata, PhaseTimer, Published, failures_to
+from ..events import Listener, Metadata, PhaseTimer, Published, checked_listener, failures_to
 from ..state.cast import CastState
 from ..state.checkpoint import StateSource, as_state
 from ..state.rounding import compute_dtype_named
@@ -23,7 +23,7 @@ from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream import anchor
 from ..stream import manifest as manifests
-from ..stream.manifest import Manifest, checked_metadata
+from ..stream.manifest import MAX_NUMBER, Manifest, checked_metadata
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from .commit import Claim
@@ -87,13 +87,15 @@ class Publisher(Unique):
     ) -> None:
         codecs.by_name(codec)
         checked_threads(threads)
-        if not 0 <= anchor_ratio <= math.inf:
-            raise InputError(f"anchor_ratio must be a number of at least 0, not {anchor_ratio}")
-        if not 1 <= shard_bytes < math.inf:
-            raise InputError(f"shard_bytes must be a positive number of bytes, not {shard_bytes}")
+        checked_listener(on_event)
+        checked_number("anchor_ratio", anchor_ratio)
+        checked_number("shard_bytes", shard_bytes, least=1, most=MAX_NUMBER)
+        if signer is not None and not isinstance(signer, Signer):
+            raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
         self._serial = SerialThread("Publisher")
         self._mode = ModeSelector(mode, bandwidth, codec, threads)
-        keys = [*([signer.public_key] if signer else ()), *trusted_keys]
+        trusted = checked_collection("trusted_keys", trusted_keys, "[key]")
+        keys = [*([signer.public_key] if signer else ()), *trusted]
         self._stream = Stream(open_store(store), stream, TrustedKeys(keys) if keys else None)
         self._codec = codec
         self._signer = signer
@@ -123,7 +125,7 @@ class Publisher(Unique):
         """
         with failures_to(self._listener, self._stream.name, "publish"):
             timer = PhaseTimer()
-            facts = checked_metadata(metadata or {})
+            facts = checked_metadata({} if metadata is None else metadata)
             compute = None if dtype is None else compute_dtype_named(dtype)
             state = as_state(source)
             if compute is not None:
