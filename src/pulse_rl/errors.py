@@ -34,7 +34,7 @@
 
 Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence on what to do. ``retryable``
 says whether the same call may succeed later although its caller changes nothing: a store comes back, a missing object
-is restored, a version is published. `pulse follow` waits for that, and ends at all other errors.
+is restored, a version is published. ``pulse follow`` waits for that, and ends at all other errors.
 """
 
 from __future__ import annotations

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any
 
 from ..errors import InputError
 from .tensors import check_tensor_name
-
-T = TypeVar("T")
 
 _ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _AROUND_ALL = "module"  # DistributedDataParallel's; inside a model it is a name like any other
 
 
-def unwrapped(tensors: Mapping[str, T]) -> dict[str, T]:
+def unwrapped(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """``tensors``, such as a ``state_dict``, under the names of the model without its wrappers.
 
     Removed are ``_orig_mod`` (torch.compile), ``_fsdp_wrapped_module`` and ``_checkpoint_wrapped_module`` wherever they
@@ -30,7 +28,7 @@ def unwrapped(tensors: Mapping[str, T]) -> dict[str, T]:
     for name in tensors:
         check_tensor_name(name)
     names = _plain_names(tensors)
-    result: dict[str, T] = {}
+    result: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if names[name] in result:
             raise InputError(
