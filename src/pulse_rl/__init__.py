@@ -50,6 +50,7 @@ from .events import (
     FoldFailed,
     Listener,
     Metadata,
+    Notice,
     PathFailed,
     Progress,
     Published,
@@ -65,6 +66,7 @@ from .state.checkpoint import StateSource, as_state
 from .state.digest import StateDigest, state_digest
 from .state.rounding import round_to_bf16
 from .state.tensors import Bits, DType, State, TensorSpec, UIntArray
+from .state.wrappers import unwrapped
 from .store import Data, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.manifest import AnchorRef, Manifest, PatchRef, Payload, Signature
 from .stream.signing import Signer
@@ -117,6 +119,7 @@ __all__ = [
     "Module",
     "NonFinite",
     "NotFound",
+    "Notice",
     "ObjectInfo",
     "ObjectStore",
     "PatchRef",
@@ -161,6 +164,7 @@ __all__ = [
     "open_store",
     "round_to_bf16",
     "state_root",
+    "unwrapped",
     "verify_stream",
 ]
 

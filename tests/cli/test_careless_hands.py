@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, State, Untrusted
@@ -39,6 +40,33 @@ def test_follow_replaces_only_what_follow_has_written(pulse: Pulse, tmp_path: Pa
     pulse(*follow, tmp_path / "other")
     publisher.publish(second)
     pulse(*follow, tmp_path / "other")
+
+
+def test_an_empty_path_is_not_the_current_folder(pulse: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `-o "$OUT"` with a variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    for command in (
+        ("apply", "base", "patch", "-o", ""),
+        ("follow", "store", "--stream", "policy", "--out", ""),
+        ("follow", "store", "--stream", "policy", "--out", "out", "--cache", ""),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            pulse(*command)
+    assert not list(tmp_path.iterdir())
+
+
+def test_publish_casts_and_tells_what_would_be_better(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
+    file, store = tmp_path / "m.safetensors", tmp_path / "store"
+    for step in range(2):
+        checkpoint.save(file, State.of({"_orig_mod.w": rng.standard_normal(3000, np.float32)}))
+        pulse("publish", file, store, "--stream", "wide")
+        assert ("--dtype BF16" in pulse.err) == (step == 1)
+        assert "unwrapped" in pulse.err
+    done = pulse("publish", file, store, "--stream", "wide", "--dtype", "bf16")
+    assert "is BF16 [3000], but F32 [3000] in the version before" in done
+    assert "BF16" not in pulse.err
+    done = pulse.json("publish", file, store, "--stream", "wide", "--dtype", "BF16")
+    assert (done["changed"], done["reason"], done["dense_bytes"]) == (0, "", 6000)
 
 
 def test_names_cannot_speak_to_the_terminal(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:

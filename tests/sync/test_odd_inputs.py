@@ -15,14 +15,26 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     "options",
     [
-        {"folds": (0,)}, {"folds": (1, 8)}, {"folds": (2.5,)}, {"folds": (True,)}, {"anchor_ratio": NAN},
-        {"anchor_ratio": -1}, {"shard_bytes": 0}, {"shard_bytes": NAN}, {"threads": 0}, {"threads": 1.5},
+        {"folds": (0,)}, {"folds": (1, 8)}, {"folds": (2.5,)}, {"folds": (True,)}, {"folds": 8}, {"folds": None},
+        {"anchor_ratio": NAN}, {"anchor_ratio": -1}, {"anchor_ratio": "1"}, {"anchor_ratio": None},
+        {"anchor_ratio": True}, {"shard_bytes": 0}, {"shard_bytes": NAN}, {"shard_bytes": "1GB"},
+        {"shard_bytes": float("inf")}, {"threads": 0}, {"threads": 1.5}, {"signer": "key"}, {"trusted_keys": "key"},
+        {"trusted_keys": None}, {"on_event": "print"}, {"mode": "auto", "bandwidth": None},
+        {"mode": "auto", "bandwidth": True}, {"mode": "auto", "bandwidth": []}, {"mode": "auto", "bandwidth": NAN},
+        {"codec": None}, {"mode": []},
     ],
     ids=str,
 )  # fmt: skip
 def test_settings_without_sense_are_refused_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError):
+    with pytest.raises(InputError) as caught:
         Publisher(MemoryStore(), stream="policy", **options)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("metadata", [0, "", [], {"loss": NAN}, {"step": 1 << 63}, {"x": None}, {1: 1}], ids=str)
+def test_metadata_without_sense_is_refused(metadata: Any, rng: Rng) -> None:
+    with pytest.raises(InputError, match="metadata"):
+        Publisher(MemoryStore(), stream="policy").publish(policy(rng), metadata=metadata)
 
 
 def test_versions_and_times_without_sense_are_refused(rng: Rng) -> None:

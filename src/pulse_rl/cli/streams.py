@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from .._util.units import format_bytes
-from ..errors import EmptyStream, FormatError, InputError, StoreUnavailable, UnsupportedTensor
+from ..errors import EmptyStream, FormatError, InputError, PulseError, UnsupportedTensor
 from ..maintenance.fold import fold_stream
 from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
@@ -20,6 +20,9 @@ from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
 from .output import Console
+
+_LEAST_WAIT = 0.1
+_MOST_WAIT = 60.0
 
 
 def publish(args: argparse.Namespace, console: Console) -> int:
@@ -35,7 +38,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
     head = publisher.head()
     if head is not None and head.signature and not args.sign_key:
         raise InputError(f"stream {args.stream!r} is signed", hint="Give the key with --sign-key, or another stream.")
-    done = publisher.publish(state)
+    done = publisher.publish(state, dtype=args.dtype)
     facts = {
         "stream": done.stream,
         "version": done.version,
@@ -47,10 +50,13 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         "patch_bytes": done.patch_bytes,
         "anchor_bytes": done.anchor_bytes,
         "ratio": done.ratio,
+        "reason": done.reason,
         "seconds": round(done.seconds, 6),
     }
     if done.changed is None:
         cost = f"an anchor of {format_bytes(done.anchor_bytes)}"
+        if done.reason:
+            cost += f" ({done.reason.removeprefix('anchor: ')})"
     else:
         cost = f"{format_bytes(done.patch_bytes)} for {format_bytes(done.dense_bytes)}, {done.ratio:.1f} times smaller"
     console.result(facts, [f"version {done.version} of {done.stream}: {cost}, root {done.root}"])
@@ -72,26 +78,30 @@ def follow(args: argparse.Namespace, console: Console) -> int:
     )
     for left in out.glob(f".{FILE_NAME}.*"):  # of an earlier run that was killed while it wrote
         left.unlink(missing_ok=True)
+    wait = args.poll
     while True:
         try:
             update = subscriber.sync()
-        except StoreUnavailable as error:
-            if args.once:
+            if update is not None:
+                _write_out(out, subscriber, update, console)
+                update.acknowledge()
+            elif subscriber.version is None:
+                raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store}")
+            elif args.once:
+                facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
+                console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
+        except PulseError as error:
+            if args.once or not error.retryable:
                 raise
             console.note(f"{error}; retrying")
-            time.sleep(args.poll)
-            continue
-        if update is not None:
-            _write_out(out, subscriber, update, console)
-            update.acknowledge()
-        elif args.once:
-            if subscriber.version is None:
-                raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store}")
-            facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
-            console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
+            # What is missing or damaged is fetched again at each try; an empty stream costs one listing.
+            wait = args.poll if isinstance(error, EmptyStream) else min(max(2 * wait, _LEAST_WAIT), _MOST_WAIT)
+        else:
+            console.forget_notes()
+            wait = args.poll
         if args.once:
             return 0
-        time.sleep(args.poll)
+        time.sleep(max(wait, args.poll))
 
 
 def verify(args: argparse.Namespace, console: Console) -> int:

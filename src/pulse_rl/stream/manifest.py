@@ -104,6 +104,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.structs.replace(self, signature=signature)
 
 
+def with_aliases(manifest: Manifest, aliases: dict[str, str]) -> Manifest:
+    """``manifest`` with ``aliases`` in place of its own."""
+    return msgspec.structs.replace(manifest, aliases=aliases)
+
+
 _DECODER = msgspec.json.Decoder(Manifest, strict=True)
 
 
