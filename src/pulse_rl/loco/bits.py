@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from hashlib import sha256
 
 import torch
 
@@ -20,7 +21,7 @@ def require_dense(tensor: torch.Tensor, what: str) -> None:
     sparse, sharded, quantized, uninitialised, wrapped, of a dtype without a plain bit view, or expanded."""
     try:
         State.of({what: tensor})
-    except UnsupportedTensor as error:
+    except (UnsupportedTensor, ValueError) as error:  # a ValueError of torch: not initialised
         raise UnsupportedTensor(f"trainers cannot keep {what} equal: {error}") from None
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise UnsupportedTensor(
@@ -31,7 +32,12 @@ def require_dense(tensor: torch.Tensor, what: str) -> None:
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the tensor's bytes, 1-D uint8."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).to("cpu", copy=True)
+    return _bytes(tensor).to("cpu", copy=True)
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """SHA-256 of the tensor's bytes."""
+    return sha256(_bytes(tensor).cpu().numpy().data).digest()
 
 
 def tensor_of(bits: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -47,15 +53,20 @@ def write_bits(tensor: torch.Tensor, bits: torch.Tensor) -> None:
     tensor.copy_(bits.view(tensor.dtype).reshape(tensor.shape))
 
 
+def fingerprint(tensor: torch.Tensor) -> object:
+    """What compares unequal in this process for other bits of the tensor, but for a chance of 2^-60. It is computed on
+    the tensor's device and takes one reading of its memory."""
+    return digest_of(tensor) if tensor.device.type == "cpu" else fingerprint_on_device(tensor)
+
+
 @torch.no_grad()
-def fingerprint(tensor: torch.Tensor) -> int:
-    """64 bits that differ for other bits of the tensor, but for a chance of 2^-60. Computed on the tensor's device;
-    for comparisons in one process."""
-    words = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(_INTS[tensor.element_size()])
+def fingerprint_on_device(tensor: torch.Tensor) -> int:
+    """The elements as integers, multiplied by numbers at random and added up, modulo 2^64."""
+    words = _bytes(tensor).view(_INTS[tensor.element_size()])
     weights, found = _weights(tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), _PIECE):
         piece = words[start : start + _PIECE]
-        found = found * _ODD + (piece * weights[: len(piece)]).sum()  # modulo 2^64
+        found = found * _ODD + (piece * weights[: len(piece)]).sum()
     return int(found)
 
 
@@ -74,6 +85,11 @@ def mean(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
     if dtype != torch.float64:
         result = result.float().to(dtype)
     return torch.where(same, first, result), bool((same | result.isfinite()).all())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes where they are, 1-D uint8; a copy if they do not lie in order."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 @cache

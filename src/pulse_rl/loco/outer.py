@@ -146,9 +146,11 @@ class OuterLoop(Unique, ABC):
     def _leave(self, error: BaseException | None = None) -> None:
         """Gives the group up. The others are told that it was on purpose, or because of ``error``."""
         if self._exchange is not None:
-            self._exchange.progress.leave(error)
-            self._exchange.close()
-            self._exchange = None
+            try:
+                self._exchange.progress.leave(error)
+            finally:
+                self._exchange.close()
+                self._exchange = None
 
     def _join(self) -> None:
         """Makes the group, takes up the common state, and runs a round that is due."""

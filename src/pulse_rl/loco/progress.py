@@ -18,7 +18,7 @@ from ..errors import TrainerLeft, TrainerLost
 T = TypeVar("T")
 _PATIENCE_SECONDS = 5.0
 """A store may be on a machine that stands still."""
-_CAUSES = "it has fewer batches, or a GradScaler has skipped steps there"
+_CAUSES = "fewer batches, or steps that a GradScaler skipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ class Progress:
             return TrainerLost("; ".join(f"trainer {rank} left with {note.left}" for rank, note in left.items()))
         at = (self._own.round, self._own.inner_step)
         behind = {rank: note for rank, note in others.items() if (note.round, note.inner_step) < at}
-        said = f"a trainer died, stalled for {timeout_seconds:g} s, or ended its loop: {error}"
-        if behind:
-            where = "; ".join(f"trainer {rank} had taken {note}" for rank, note in behind.items())
-            said = f"{where}, and has died, stalled for {timeout_seconds:g} s, or ended ({_CAUSES}?): {error}"
-        return TrainerLost(said)
+        where = "; ".join(f"trainer {rank} had taken {note}" for rank, note in behind.items())
+        ended = f"died, stalled for {timeout_seconds:g} s, or ended its loop ({_CAUSES}?)"
+        said = f"{where}, and has {ended}" if behind else f"a trainer {ended}"
+        here = f"; this one has taken {self._own}" if self._own.steps else ""
+        return TrainerLost(f"{said}{here}: {error}")
 
     def _others(self) -> dict[int, Note]:
         """The notes of the other trainers, as far as they can be had."""

@@ -11,7 +11,7 @@ import torch
 
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, Diverged, NonFinite, StateMismatch
-from .bits import bits_of, fingerprint, mean, require_dense, tensor_of, write_bits
+from .bits import bits_of, digest_of, fingerprint, mean, require_dense, tensor_of, write_bits
 from .exchange import Exchange
 from .untrained_message import UntrainedMessage
 
@@ -51,8 +51,7 @@ class Untrained:
         self._buffer_names = [name for name, b in _buffers(model).items() if known.lacks(b, f"buffer {name!r}")]
         self.specs = [(name, str(t.dtype), tuple(t.shape)) for name, t in {**self._frozen, **self._buffers()}.items()]
         self._buffer_specs = {spec[0]: spec for spec in self.specs if spec[0] in set(self._buffer_names)}
-        self._digests: dict[str, bytes] = {}
-        self._fingerprints: dict[str, int] = {}
+        self._fingerprints: dict[str, object] = {}
         self.common: dict[str, torch.Tensor] | None = None
         self._common_digest = b""
         self.read_common()
@@ -88,7 +87,7 @@ class Untrained:
         common = self.common or {}
         if not self or exchange.size == 1:
             return lambda: self._note_frozen(self._frozen)
-        own = {**self._digests_of(self._frozen), **{name: _sha256(b) for name, b in common.items()}}
+        own = {**self._digests_of(self._frozen), **{name: digest_of(b) for name, b in common.items()}}
         by_rank = exchange.all_gather_fixed(b"".join(own.values()))
         fetched: dict[str, torch.Tensor] = {}
         for i, name in enumerate(own):
@@ -154,7 +153,8 @@ class Untrained:
             return UntrainedMessage(self._common_digest.hex(), {}, {}, problem)
         bits = {name: bits_of(buffer) for name, buffer in self._buffers().items()}
         changed = {name: b.numpy().tobytes() for name, b in bits.items() if not torch.equal(b, common[name])}
-        touched = {name: p for name, p in self._frozen.items() if fingerprint(p) != self._fingerprints[name]}
+        now = self._fingerprints_of(self._frozen)
+        touched = {name: p for name, p in self._frozen.items() if now[name] != self._fingerprints[name]}
         digests = {name: digest.hex() for name, digest in self._digests_of(touched).items()}
         return UntrainedMessage(self._common_digest.hex(), digests, changed, "")
 
@@ -235,16 +235,19 @@ class Untrained:
 
     def _set_common(self, bits: dict[str, torch.Tensor]) -> None:
         self.common = bits
-        self._common_digest = sha256(b"".join(_sha256(b) for b in bits.values())).digest()
+        self._common_digest = sha256(b"".join(digest_of(b) for b in bits.values())).digest()
 
     def _note_frozen(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        for name, p in parameters.items():
-            self._fingerprints[name] = fingerprint(p)
+        self._fingerprints |= self._fingerprints_of(parameters)
 
     def _digests_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """SHA-256 of the bits of each tensor, a tensor a thread."""
-        digests = ordered_map(lambda t: _sha256(bits_of(t)), list(tensors.values()), self._threads)
+        digests = ordered_map(digest_of, list(tensors.values()), self._threads)
         return dict(zip(tensors, digests, strict=True))
+
+    def _fingerprints_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+        found = ordered_map(fingerprint, list(tensors.values()), self._threads)
+        return dict(zip(tensors, found, strict=True))
 
     def _lengths(self) -> tuple[frozenset[str], dict[str, int]]:
         """The names of the frozen parameters, and the bytes of each buffer."""
@@ -278,10 +281,6 @@ class _Memory:
         if tensor.numel():
             key, span = _span(tensor)
             self._spans.setdefault(key, []).append(span)
-
-
-def _sha256(bits: torch.Tensor) -> bytes:
-    return sha256(memoryview(bits.numpy())).digest()
 
 
 def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], tuple[int, int]]:
