@@ -185,8 +185,7 @@ class TrainerLost(LocoError):
 class TrainerLeft(TrainerLost):
     kind = "trainer_left"
     default_hint = (
-        "Give all trainers as many inner steps: they end earlier with fewer batches, or with steps that a GradScaler "
-        "skipped; or go on without it as after TrainerLost."
+        "It had fewer batches, or a GradScaler that skipped steps; even them out, or go on as after TrainerLost."
     )
 
 
