@@ -30,6 +30,7 @@
     │   └── SubscriberPoisoned  the host state is not a verified version
     └── LocoError
         ├── TrainerLost         a trainer died or stalled; the round had no effect
+        │   └── TrainerLeft     a trainer left before the others: fewer batches, skipped steps
         ├── Diverged            the trainers do not hold the same theta
         └── NonFinite           a pseudo-gradient with NaN or Inf
 
@@ -197,6 +198,13 @@ class LocoError(PulseError):
 class TrainerLost(LocoError):
     kind = "trainer_lost"
     default_hint = "Reinitialise torch.distributed with the remaining trainers, then call rejoin() (docs/loco.md, 5)."
+
+
+class TrainerLeft(TrainerLost):
+    kind = "trainer_left"
+    default_hint = (
+        "It had fewer batches, or a GradScaler that skipped steps; even them out, or go on as after TrainerLost."
+    )
 
 
 class Diverged(LocoError):
