@@ -31,7 +31,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version was committed. ``patch_bytes`` and ``anchor_bytes`` were stored for it; either may be 0.
+    """A version was committed. ``patch_bytes`` and ``anchor_bytes`` were stored for it; either may be 0. ``identity``
+    is the stream's, 32 hexadecimal digits, which tells it from others of its name.
 
     ``elements`` and ``dense_bytes`` are those of the whole state. ``changed`` counts the elements that the patch
     changes; None where the version has no patch (the first one, after a change of the tensor set, or an anchor alone).
@@ -54,6 +55,7 @@ class Published:
     phases: dict[str, float] = field(repr=False)
     metadata: Metadata = field(repr=False)
     reason: str = field(default="", repr=False)
+    identity: str = field(default="", repr=False)
 
     @property
     def density(self) -> float:

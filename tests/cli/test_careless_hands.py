@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -99,3 +101,32 @@ def test_a_signing_publisher_takes_nothing_from_a_stranger(rng: Rng) -> None:
     Publisher(only_strange, stream="policy").publish(strange)
     with pytest.raises(Untrusted):
         Publisher(only_strange, stream="policy", signer=signer).head()
+
+
+def test_identities_anchors_and_restarts_by_command(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
+    states = history(rng, 4)
+    for k, state in enumerate(states):
+        checkpoint.save(tmp_path / f"{k}.safetensors", State.of(state))
+    store, old, new = tmp_path / "store", tmp_path / "old.key", tmp_path / "new.key"
+    old_key, new_key = pulse("keygen", old).strip(), pulse("keygen", new).strip()
+    publish = ["publish", tmp_path / "0.safetensors", store, "--stream", "policy", "--json"]
+    first = json.loads(pulse(*publish, "--sign-key", old))
+    assert len(first["identity"]) == 32
+    publish[1] = tmp_path / "1.safetensors"
+    second = json.loads(pulse(*publish, "--sign-key", old, "--anchor"))
+    assert second["anchor_bytes"] > 0
+    assert second["identity"] == first["identity"]
+    stream = [store, "--stream", "policy"]
+    anchored = json.loads(pulse("anchor", *stream, "--json", "--sign-key", new, "--trust", old_key))
+    assert (anchored["version"], anchored["root"]) == (2, second["root"])
+    follow = ["follow", *stream, "--once", "--out", tmp_path / "out", "--json"]
+    assert json.loads(pulse(*follow, "--trust", new_key, "--identity", first["identity"]))["version"] == 2
+    pulse("follow", *stream, "--once", "--out", tmp_path / "none", "--identity", "0" * 32, status=1)
+    pulse("verify", *stream, "--trust", new_key, "--trust", old_key, "--identity", first["identity"])
+    pulse("fold", *stream, "--folds", "2", "--sign-key", new, "--trust", old_key)
+    pulse("gc", *stream, "--keep", "1", "--trust", new_key)
+    shutil.rmtree(store)
+    publish[1] = tmp_path / "3.safetensors"
+    anew = json.loads(pulse(*publish))
+    assert anew["identity"] != first["identity"]
+    assert json.loads(pulse(*follow, "--follow-restarts"))["root"] == anew["root"]

@@ -70,6 +70,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="accept only versions signed by this public key; may be repeated",
     )
+    trust.add_argument("--identity", metavar="ID", help="accept only versions of the stream with this identity")
+    signing = argparse.ArgumentParser(add_help=False)
+    signing.add_argument("--sign-key", metavar="FILE", help="sign with this private key (see keygen)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("diff", parents=[common, coding], help="make a patch from two checkpoints")
@@ -95,18 +98,30 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--tensors", action="store_true", help="also print the digest of each tensor")
     command.set_defaults(run=files.digest)
 
-    command = commands.add_parser("publish", parents=[common, coding], help="publish a checkpoint as the next version")
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
-    command.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
-    command.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
+    checkpoint = argparse.ArgumentParser(add_help=False)
+    checkpoint.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
+    command = commands.add_parser(
+        "publish",
+        parents=[common, coding, checkpoint, stream, signing, trust],
+        help="publish a checkpoint as the next version",
+    )
     command.add_argument(
         "--dtype",
         type=str.upper,
         choices=list(COMPUTE_DTYPES),
         help="cast wider floating-point tensors to this compute dtype (default: as they are)",
     )
-    command.add_argument("--sign-key", metavar="FILE", help="sign the version with this private key (see keygen)")
+    command.add_argument(
+        "--anchor", action="store_true", help="store the whole state, too, for newcomers to start from"
+    )
     command.set_defaults(run=streams.publish)
+
+    command = commands.add_parser(
+        "anchor",
+        parents=[common, stream, signing, trust],
+        help="publish the newest version once more, whole, for newcomers to start from",
+    )
+    command.set_defaults(run=streams.anchor)
 
     command = commands.add_parser(
         "follow", parents=[common, stream, trust], help="keep a checkpoint up to date with a stream"
@@ -115,6 +130,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--out", type=_path, required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically"
     )
     command.add_argument("--once", action="store_true", help="sync once, then exit")
+    command.add_argument(
+        "--follow-restarts", action="store_true", help="if the stream is deleted and begun anew, follow the new one"
+    )
     command.add_argument(
         "--poll", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between polls of the store (default: 1)"
     )
@@ -125,7 +143,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=streams.verify)
 
     command = commands.add_parser(
-        "fold", parents=[common, stream], help="make patches that span many versions, for workers that are far behind"
+        "fold",
+        parents=[common, stream, signing, trust],
+        help="make patches that span many versions, for workers that are far behind",
     )
     command.add_argument(
         "--folds",
@@ -137,7 +157,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=streams.fold)
 
-    command = commands.add_parser("gc", parents=[common, stream], help="delete what the kept versions do not need")
+    command = commands.add_parser(
+        "gc", parents=[common, stream, trust], help="delete what the kept versions do not need"
+    )
     command.add_argument("--keep", type=_count, required=True, metavar="N", help="number of newest versions to keep")
     command.add_argument(
         "--grace",

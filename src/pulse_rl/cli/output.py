@@ -43,7 +43,7 @@ class Console:
         if isinstance(event, Progress):
             self._progress(event)
         elif isinstance(event, PathFailed):
-            self.note(f"{event.link} failed, trying another path: {event.reason}")
+            self.note(f"{event.link} cannot be used: {event.reason}")
         elif isinstance(event, Resumed) and event.how == "anchored":
             self.note(f"version {event.version} could not be restored, starting over with an anchor: {event.reason}")
         elif isinstance(event, Notice):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from .._util.units import format_bytes
 from ..errors import EmptyStream, FormatError, InputError, PulseError, UnsupportedTensor
+from ..events import Published
+from ..maintenance.anchor import anchor_stream
 from ..maintenance.fold import fold_stream
 from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
@@ -31,35 +33,31 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         _store(args.store),
         stream=args.stream,
         codec=args.codec,
-        signer=Signer.load(args.sign_key) if args.sign_key else None,
+        signer=_signer(args),
+        trusted_keys=args.trust or (),
+        identity=args.identity,
         threads=args.threads,
         on_event=console,
     )
     head = publisher.head()
     if head is not None and head.signature and not args.sign_key:
         raise InputError(f"stream {args.stream!r} is signed", hint="Give the key with --sign-key, or another stream.")
-    done = publisher.publish(state, dtype=args.dtype)
-    facts = {
-        "stream": done.stream,
-        "version": done.version,
-        "root": done.root,
-        "elements": done.elements,
-        "changed": done.changed,
-        "density": done.density,
-        "dense_bytes": done.dense_bytes,
-        "patch_bytes": done.patch_bytes,
-        "anchor_bytes": done.anchor_bytes,
-        "ratio": done.ratio,
-        "reason": done.reason,
-        "seconds": round(done.seconds, 6),
-    }
-    if done.changed is None:
-        cost = f"an anchor of {format_bytes(done.anchor_bytes)}"
-        if done.reason:
-            cost += f" ({done.reason.removeprefix('anchor: ')})"
-    else:
-        cost = f"{format_bytes(done.patch_bytes)} for {format_bytes(done.dense_bytes)}, {done.ratio:.1f} times smaller"
-    console.result(facts, [f"version {done.version} of {done.stream}: {cost}, root {done.root}"])
+    done = publisher.publish(state, dtype=args.dtype, anchor=args.anchor)
+    _print_published(done, console)
+    return 0
+
+
+def anchor(args: argparse.Namespace, console: Console) -> int:
+    done = anchor_stream(
+        _store(args.store),
+        args.stream,
+        signer=_signer(args),
+        trusted_keys=args.trust or (),
+        identity=args.identity,
+        threads=args.threads,
+        on_event=console,
+    )
+    _print_published(done, console)
     return 0
 
 
@@ -73,6 +71,8 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         base=_own_checkpoint(out / FILE_NAME),
         cache=args.cache,
         trusted_keys=args.trust,
+        identity=args.identity,
+        follow_restarts=args.follow_restarts,
         threads=args.threads,
         on_event=console,
     )
@@ -107,7 +107,12 @@ def follow(args: argparse.Namespace, console: Console) -> int:
 def verify(args: argparse.Namespace, console: Console) -> int:
     versions, problems = 0, []
     reports = verify_stream(
-        _store(args.store), args.stream, trusted_keys=args.trust, threads=args.threads, on_event=console
+        _store(args.store),
+        args.stream,
+        trusted_keys=args.trust,
+        identity=args.identity,
+        threads=args.threads,
+        on_event=console,
     )
     for report in reports:
         versions += 1
@@ -120,7 +125,17 @@ def verify(args: argparse.Namespace, console: Console) -> int:
 
 
 def fold(args: argparse.Namespace, console: Console) -> int:
-    made = list(fold_stream(_store(args.store), args.stream, tuple(args.folds), threads=args.threads, on_event=console))
+    folds = fold_stream(
+        _store(args.store),
+        args.stream,
+        tuple(args.folds),
+        signer=_signer(args),
+        trusted_keys=args.trust,
+        identity=args.identity,
+        threads=args.threads,
+        on_event=console,
+    )
+    made = list(folds)
     lines = [f"fold {base}->{version}" for base, version in made]
     console.result(
         {"stream": args.stream, "folds": [{"base": b, "version": v} for b, v in made]},
@@ -130,7 +145,15 @@ def fold(args: argparse.Namespace, console: Console) -> int:
 
 
 def gc(args: argparse.Namespace, console: Console) -> int:
-    plan = gc_stream(_store(args.store), args.stream, keep=args.keep, grace_seconds=args.grace, dry_run=args.dry_run)
+    plan = gc_stream(
+        _store(args.store),
+        args.stream,
+        keep=args.keep,
+        grace_seconds=args.grace,
+        dry_run=args.dry_run,
+        trusted_keys=args.trust,
+        identity=args.identity,
+    )
     facts = {
         "stream": args.stream,
         "oldest": plan.oldest,
@@ -165,6 +188,35 @@ def store_check(args: argparse.Namespace, console: Console) -> int:
         lines,
     )
     return 0 if safe else 1
+
+
+def _print_published(done: Published, console: Console) -> None:
+    facts = {
+        "stream": done.stream,
+        "identity": done.identity,
+        "version": done.version,
+        "root": done.root,
+        "elements": done.elements,
+        "changed": done.changed,
+        "density": done.density,
+        "dense_bytes": done.dense_bytes,
+        "patch_bytes": done.patch_bytes,
+        "anchor_bytes": done.anchor_bytes,
+        "ratio": done.ratio,
+        "reason": done.reason,
+        "seconds": round(done.seconds, 6),
+    }
+    if done.changed is None:
+        cost = f"an anchor of {format_bytes(done.anchor_bytes)}"
+        if done.reason:
+            cost += f" ({done.reason.removeprefix('anchor: ')})"
+    else:
+        cost = f"{format_bytes(done.patch_bytes)} for {format_bytes(done.dense_bytes)}, {done.ratio:.1f} times smaller"
+    console.result(facts, [f"version {done.version} of {done.stream}: {cost}, root {done.root}"])
+
+
+def _signer(args: argparse.Namespace) -> Signer | None:
+    return Signer.load(args.sign_key) if args.sign_key else None
 
 
 def _store(address: str) -> Store:

@@ -312,6 +312,7 @@ class Publisher(Unique):
             phases=timer.seconds,
             metadata=manifest.metadata,
             reason=draft.reason,
+            identity=manifest.identity,
         )
         self._tell(published)
         self._notices.look_at(manifest.version, draft)
