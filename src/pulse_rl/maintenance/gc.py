@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from .._util.settings import checked_number
 from ..errors import ChainGap, EmptyStream, InputError, NotFound
 from ..store import Store, open_store
 from ..store.base import ObjectInfo
@@ -19,6 +20,7 @@ from ..stream.stream import Stream
 
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0
+_LONGEST_GRACE = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +143,9 @@ def gc_stream(
     than ``identity``, or than the newest one where that is not given. Raises EmptyStream, InputError,
     and ChainGap, with nothing deleted, if a kept version is already damaged.
     """
-    if keep < 1:
-        raise InputError(f"keep must be at least 1, not {keep}", hint="The newest version is always kept.")
-    if not 0 <= grace_seconds < math.inf:
-        raise InputError(f"grace_seconds must be 0 or more, not {grace_seconds}")
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise InputError(f"keep must be a whole number of at least 1, not {keep!r}")
+    checked_number("grace_seconds", grace_seconds, most=_LONGEST_GRACE)
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
     folders = (where.names.links, where.names.versions, where.names.payloads)
     objects = [info for folder in folders for info in where.store.list(folder)]
