@@ -73,6 +73,7 @@ from .stream.manifest import AnchorRef, Manifest, PatchRef, Payload, Signature
 from .stream.signing import Signer
 from .sync.group import Member
 from .sync.publisher import Publisher
+from .sync.submit import Submission
 from .sync.subscriber import Subscriber
 from .sync.update import TensorUpdate, Update
 
@@ -144,6 +145,7 @@ __all__ = [
     "StoreUnavailable",
     "StreamError",
     "StreamReplaced",
+    "Submission",
     "Subscriber",
     "SubscriberPoisoned",
     "Synced",

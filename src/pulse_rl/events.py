@@ -40,7 +40,8 @@ class Published:
     call), "choose" (only where the mode measures), "build" (diff, encode and verify, or the copy of the full state),
     "upload" and "commit" (the manifest; then the baseline moves). ``reason`` says why a publisher in mode "auto" stored
     a patch or an anchor, and in any mode why no patch leads here from the version before: what differs between their
-    names, dtypes, shapes or ties.
+    names, dtypes, shapes or ties. ``blocked_seconds`` is how long the caller was held up: ``seconds`` by ``publish``,
+    by ``submit`` the copy of the state and the wait for room.
     """
 
     stream: str
@@ -56,6 +57,7 @@ class Published:
     metadata: Metadata = field(repr=False)
     reason: str = field(default="", repr=False)
     identity: str = field(default="", repr=False)
+    blocked_seconds: float = field(default=0.0, repr=False)
 
     @property
     def density(self) -> float:

@@ -75,21 +75,13 @@ class SerialThread(Unique):
         not wait for anybody. Raises ConcurrentUse where another thread waits for an operation, and InputError in a
         forked process.
         """
-        me = get_ident()
-        if me in self._ident:
+        if get_ident() in self._ident:
             return work()
-        if os.getpid() != self._process:
-            raise InputError(
-                f"this {self._owner} was made in another process", hint="Make one in each process, after the fork."
-            )
-        if self._callers.setdefault("caller", me) != me:
-            raise ConcurrentUse(f"two threads use one {self._owner} at the same time")
+        self._take_turn()
         try:
             operation = Operation(_unstoppable(work) if whole else work)
             try:
-                self._operations.put(operation)
-                if not self._serving.locked():
-                    start_new_thread(_serve, (self._operations, self._serving, self._ident))
+                self._put(operation)
                 operation.wait()
             except BaseException:
                 if whole:
@@ -100,6 +92,30 @@ class SerialThread(Unique):
             return operation.result()
         finally:
             self._callers.pop("caller", None)
+
+    def post(self, work: Callable[[], R]) -> Operation[R]:
+        """Runs ``work()`` after what was run or posted before, and does not wait for it. Raises as `run` does."""
+        self._take_turn()
+        try:
+            operation = Operation(work)
+            self._put(operation)
+            return operation
+        finally:
+            self._callers.pop("caller", None)
+
+    def _take_turn(self) -> None:
+        if os.getpid() != self._process:
+            raise InputError(
+                f"this {self._owner} was made in another process", hint="Make one in each process, after the fork."
+            )
+        me = get_ident()
+        if self._callers.setdefault("caller", me) != me:
+            raise ConcurrentUse(f"two threads use one {self._owner} at the same time")
+
+    def _put(self, operation: Operation[Any]) -> None:
+        self._operations.put(operation)
+        if not self._serving.locked():
+            start_new_thread(_serve, (self._operations, self._serving, self._ident))
 
 
 def _serve(operations: SimpleQueue[Operation[Any] | None], serving: Any, ident: list[int]) -> None:

@@ -8,6 +8,7 @@ from ..errors import StateMismatch
 from ..events import PhaseTimer, progress_to
 from ..patch import BuiltPatch, build_patch
 from ..state.digest import StateDigest, state_digest
+from ..state.snapshot import snapshot
 from ..state.tensors import State
 from ..stream.manifest import Manifest
 from .host_state import HostState
@@ -53,11 +54,14 @@ class FullDraft:
 Draft = PatchDraft | FullDraft
 
 
-def make_draft(baseline: HostState, state: State, mode: ModeSelector, *, codec: str, timer: PhaseTimer) -> Draft:
+def make_draft(
+    baseline: HostState, state: State, mode: ModeSelector, *, codec: str, timer: PhaseTimer, owned: bool = False
+) -> Draft:
     """Chooses and builds. Without a baseline, or with one of other tensors, no patch can be made.
 
     A tied tensor keeps the name under which the baseline stores it, in whatever order its names come now. Ends the
-    phases "choose", where the mode measures, and "build". Raises what `build_patch` raises.
+    phases "choose", where the mode measures, and "build". A state that is ``owned`` may become the baseline itself, any
+    other is copied then. Raises what `build_patch` raises.
     """
     reason = ""
     if baseline.version is not None:
@@ -78,7 +82,7 @@ def make_draft(baseline: HostState, state: State, mode: ModeSelector, *, codec: 
             )
             timer.end("build")
             return PatchDraft(state, baseline.version, built, reason)
-    own = state.copy()
+    own = state if owned else snapshot(state, threads=baseline.threads)
     progress = progress_to(baseline.listener, "digest", state.nbytes)
     target = state_digest(own, threads=baseline.threads, progress=progress)
     timer.end("build")

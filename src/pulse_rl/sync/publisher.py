@@ -30,6 +30,7 @@ from ..events import (
 from ..state.cast import CastState
 from ..state.checkpoint import StateSource, as_state
 from ..state.rounding import compute_dtype_named
+from ..state.snapshot import snapshot
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream import manifest as manifests
@@ -38,16 +39,26 @@ from ..stream.manifest import MAX_NUMBER, Manifest, checked_metadata
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from .commit import Committer
-from .draft import Draft, make_draft
+from .draft import Draft, FullDraft, make_draft
 from .folds import FoldMaker
 from .host_state import HostState
 from .mode import ModeSelector
 from .notices import Notices
 from .resume import resume
+from .submit import Submission, Submissions
 from .upload import upload
 
 _MAX_STALE_COMMITS = 8
 _LATEST_COMMIT_SECONDS = 600.0
+
+
+class _Order(NamedTuple):
+    """What is to be published; ``owned`` is a state that nobody else uses."""
+
+    state: State
+    metadata: Metadata
+    anchor: bool
+    owned: bool = False
 
 
 class _Pending(NamedTuple):
@@ -131,6 +142,7 @@ class Publisher(Unique):
         self._since_anchor = 0
         self._anchor_due = False
         self._pending: _Pending | None = None
+        self._submissions = Submissions(self._serial)
 
     def publish(
         self,
@@ -154,14 +166,44 @@ class Publisher(Unique):
         dtypes or shapes than the last is published with an anchor; so is the next one where the head is lost from the
         store, or was signed with another key. Also raises UnsupportedTensor, InputError and PublisherConflict.
         """
+        self._submissions.raise_unasked()
         with failures_to(self._listener, self._stream.name, "publish"):
-            timer = PhaseTimer()
-            facts = checked_metadata({} if metadata is None else metadata)
-            compute = None if dtype is None else compute_dtype_named(dtype)
-            state = as_state(source)
-            if compute is not None:
-                state = CastState(state, compute)
-            return self._serial.run(lambda: self._publish(state, facts, timer, anchor))
+            order = _order(source, metadata, dtype, anchor)
+            return self._serial.run(lambda: self._publish(order, PhaseTimer()))[0]
+
+    def submit(
+        self,
+        source: StateSource,
+        *,
+        metadata: Metadata | None = None,
+        dtype: str | None = None,
+        anchor: bool = False,
+        replace: bool = False,
+    ) -> Submission:
+        """Takes a copy of a state and returns; the version is committed behind the caller's work, as `publish` does it.
+
+        The arguments are those of `publish`; the state may change as soon as this returns. One version is in flight and
+        one may wait; for another one this waits for room, or, to ``replace``, cancels the one that waits. Needs the
+        memory of a state for each. An error that nobody has asked the `Submission` for is raised by the next call,
+        which then does nothing else; `close` waits for all. ``Published.blocked_seconds`` tells how long this took.
+        """
+        self._submissions.raise_unasked()
+        began = time.perf_counter()
+        blocked = 0.0
+
+        def take(spare: State | None) -> _Order:
+            nonlocal blocked
+            order = _order(source, metadata, dtype, anchor)
+            order = order._replace(state=snapshot(order.state, spare, threads=self._threads), owned=True)
+            blocked = time.perf_counter() - began
+            return order
+
+        def publish(order: _Order) -> tuple[Published, State | None]:
+            with failures_to(self._listener, self._stream.name, "publish"):
+                published, draft = self._publish(order, PhaseTimer(), blocked)
+            return published, None if isinstance(draft, FullDraft) else order.state
+
+        return self._submissions.submit(take, publish, replace)
 
     def head(self) -> Manifest | None:
         """The newest committed version that can be read and trusted, None while there is none. Its metadata tells a
@@ -174,14 +216,18 @@ class Publisher(Unique):
         return self._stream.identity
 
     def wait(self) -> None:
-        """Waits until the background folds are stored."""
+        """Waits until what was submitted is published, and the background folds are stored."""
         self._serial.run(self._folds.wait)
+        self._submissions.raise_unasked()
 
     def close(self) -> None:
-        """Waits for the background folds and releases the baseline. What is committed stays; a version that is
-        not settled is left to the next Publisher. May be called twice; publishing afterwards starts as a new Publisher
-        would."""
+        """Waits for what was submitted and for the background folds, and releases the baseline. What is committed
+        stays; a version that is not settled is left to the next Publisher. May be called twice; publishing afterwards
+        starts as a new Publisher would.
+        """
         self._serial.run(self._forget)
+        self._submissions.forget()
+        self._submissions.raise_unasked()
 
     def __enter__(self) -> Self:
         return self
@@ -189,7 +235,11 @@ class Publisher(Unique):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except PulseError:
+            if error is None:  # an error that is on its way out is not hidden by one that came before it
+                raise
 
     def _head(self) -> Manifest | None:
         found = self._stream.newest()
@@ -206,23 +256,26 @@ class Publisher(Unique):
 
     # -- in the order of a publish
 
-    def _publish(self, state: State, facts: Metadata, timer: PhaseTimer, anchor: bool) -> Published:
+    def _publish(
+        self, order: _Order, timer: PhaseTimer, blocked_seconds: float | None = None
+    ) -> tuple[Published, Draft]:
+        state = order.state
         for _ in range(_MAX_STALE_COMMITS):
             self._settle()
             self._resume(state)
             timer.end("resume")
-            draft = make_draft(self._baseline, state, self._mode, codec=self._codec, timer=timer)
+            draft = make_draft(self._baseline, state, self._mode, codec=self._codec, timer=timer, owned=order.owned)
             long = self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes
             uploaded = upload(
                 self._stream,
                 draft,
-                with_anchor=anchor or long or self._anchor_due,
+                with_anchor=order.anchor or long or self._anchor_due,
                 shard_bytes=self._shard_bytes,
                 threads=self._threads,
                 listener=self._listener,
             )
             timer.end("upload")
-            manifest = self._committer.manifest(draft, uploaded, facts)
+            manifest = self._committer.manifest(draft, uploaded, order.metadata)
             if self._signer:
                 manifest = self._signer.sign(manifest)
             # Before it is created for good: what no reader could parse must not be committed.
@@ -230,7 +283,7 @@ class Publisher(Unique):
             self._pending = _Pending(manifest, draft, time.time())
             if self._commit(self._pending):
                 timer.end("commit")
-                return self._published(manifest, draft, timer)
+                return self._published(manifest, draft, timer, blocked_seconds), draft
         raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
 
     def _settle(self) -> None:
@@ -298,7 +351,10 @@ class Publisher(Unique):
         if self._listener:
             self._listener(event)
 
-    def _published(self, manifest: Manifest, draft: Draft, timer: PhaseTimer) -> Published:
+    def _published(
+        self, manifest: Manifest, draft: Draft, timer: PhaseTimer, blocked_seconds: float | None
+    ) -> Published:
+        seconds = sum(timer.seconds.values())
         published = Published(
             stream=manifest.stream,
             version=manifest.version,
@@ -308,11 +364,12 @@ class Publisher(Unique):
             dense_bytes=manifest.dense_bytes,
             patch_bytes=sum(p.bytes for p in manifest.patch.parts) if manifest.patch else 0,
             anchor_bytes=sum(p.bytes for p in manifest.anchor.shards) if manifest.anchor else 0,
-            seconds=sum(timer.seconds.values()),
+            seconds=seconds,
             phases=timer.seconds,
             metadata=manifest.metadata,
             reason=draft.reason,
             identity=manifest.identity,
+            blocked_seconds=seconds if blocked_seconds is None else blocked_seconds,
         )
         self._tell(published)
         self._notices.look_at(manifest.version, draft)
@@ -320,3 +377,10 @@ class Publisher(Unique):
 
     def _new_baseline(self) -> HostState:
         return HostState(threads=self._threads, listener=self._listener, watcher=self._folds)
+
+
+def _order(source: StateSource, metadata: Metadata | None, dtype: str | None, anchor: bool) -> _Order:
+    facts = checked_metadata({} if metadata is None else metadata)
+    compute = None if dtype is None else compute_dtype_named(dtype)
+    state = as_state(source)
+    return _Order(state if compute is None else CastState(state, compute), facts, anchor)

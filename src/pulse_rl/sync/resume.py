@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..errors import ChainGap
 from ..events import Resumed
 from ..state.digest import state_digest
+from ..state.snapshot import snapshot
 from ..state.tensors import State
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
@@ -28,7 +29,7 @@ def resume(
         state = state.stored_as(set(head.aliases.values()))
         digest = state_digest(state, threads=baseline.threads)
         if digest.root == head.root:
-            baseline.adopt(version, state.copy(), digest)
+            baseline.adopt(version, snapshot(state, threads=baseline.threads), digest)
             return Resumed(stream.name, version, "matched"), since_anchor
         catch_up(baseline, stream, version)
         baseline.acknowledge()

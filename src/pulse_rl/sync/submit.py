@@ -1,0 +1,102 @@
+"""Publishing behind the training: states are taken at once, and published one after another (docs/protocol.md, 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
+
+from .._util.serial import Operation, SerialThread
+from ..events import Published
+from ..state.tensors import State
+
+_MOST_UNFINISHED = 2  # one in flight, one behind it
+T = TypeVar("T")
+
+
+class Submission(Future[Published]):
+    """A version that is being published. `cancel` succeeds while it only waits.
+
+    An error that nobody has asked for, by `result` or `exception`, is raised by the publisher's next call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = False
+
+    def result(self, timeout: float | None = None) -> Published:
+        """What the version cost, once it is committed; raises what publishing raised. ``timeout`` in seconds."""
+        self._asked = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What publishing raised, None for a version that was committed. ``timeout`` in seconds."""
+        self._asked = True
+        return super().exception(timeout)
+
+    def _unasked(self) -> BaseException | None:
+        """The error that nobody has asked for; from now on somebody has."""
+        if self._asked or not self.done() or self.cancelled():
+            return None
+        return self.exception()
+
+
+class _Entry(NamedTuple):
+    submission: Submission
+    operation: Operation[None]
+
+
+class Submissions:
+    """At most one version in flight and one behind it, on the publisher's own thread. Used by one thread at a time."""
+
+    def __init__(self, serial: SerialThread) -> None:
+        self._serial = serial
+        self._entries: list[_Entry] = []
+        self._spare: list[State] = []
+
+    def submit(
+        self, take: Callable[[State | None], T], publish: Callable[[T], tuple[Published, State | None]], replace: bool
+    ) -> Submission:
+        """Makes room, takes a state by ``take``, into memory that is no longer needed, and returns; ``publish`` does
+        the rest behind, and hands back the memory that it no longer needs. Room is made by waiting, or, to ``replace``,
+        by cancelling the version that has not begun.
+        """
+        while len(unfinished := self._unfinished()) >= _MOST_UNFINISHED:
+            if not (replace and unfinished[-1].submission.cancel()):
+                unfinished[0].operation.wait()
+        submission, taken = Submission(), take(self._spare.pop() if self._spare else None)
+
+        def run() -> None:
+            if not submission.set_running_or_notify_cancel():
+                return
+            try:
+                published, spare = publish(taken)
+            except BaseException as error:
+                submission.set_exception(error)
+            else:
+                if spare is not None:
+                    self._spare = [spare, *self._spare][:_MOST_UNFINISHED]
+                submission.set_result(published)
+
+        self._entries.append(_Entry(submission, self._serial.post(run)))
+        return submission
+
+    def raise_unasked(self) -> None:
+        """Raises the first error of a version that has ended, if nobody has asked for it."""
+        done = [entry for entry in self._entries if entry.operation.ended]
+        self._entries = [entry for entry in self._entries if not entry.operation.ended]
+        errors = [error for entry in done if (error := entry.submission._unasked())]
+        if errors:
+            raise errors[0]
+
+    def wait(self) -> None:
+        """Returns when nothing is in flight. An interrupt is raised, and the work goes on."""
+        for entry in list(self._entries):
+            entry.operation.wait()
+
+    def forget(self) -> None:
+        """Lets spare memory go."""
+        self._spare = []
+
+    def _unfinished(self) -> list[_Entry]:
+        return [e for e in self._entries if not e.operation.ended and not e.submission.cancelled()]
