@@ -26,6 +26,7 @@
     │   ├── EmptyStream         no version has been committed yet
     │   ├── ChainGap            no path of stored objects leads to the version
     │   ├── PublisherConflict   another publisher committed to the stream
+    │   ├── MemberConflict      a newer process is the group's member of this name
     │   └── SubscriberPoisoned  the host state is not a verified version
     └── LocoError
         ├── TrainerLost         a trainer died or stalled; the round had no effect
@@ -165,6 +166,11 @@ class ChainGap(StreamError):
 class PublisherConflict(StreamError):
     kind = "publisher_conflict"
     default_hint = "One stream has one publisher: stop one of them, then create a new Publisher to continue."
+
+
+class MemberConflict(StreamError):
+    kind = "member_conflict"
+    default_hint = "Give each member of a group its own name, and stop the older of two processes of one name."
 
 
 class SubscriberPoisoned(StreamError):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from ..errors import ChainGap, EmptyStream, InputError, NotFound
+from ..errors import ChainGap, EmptyStream, FormatError, InputError, IntegrityError, NotFound, StreamError
 from ..store import Store, open_store
 from ..store.base import ObjectInfo
 from ..stream.manifest import Manifest, Payload
 from ..stream.names import AnchorName, FoldName, PayloadName, StreamNames, VersionName
 from ..stream.stream import Stream
+from ..sync.notes import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
 
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0
@@ -39,8 +41,9 @@ def plan_gc(
     *,
     keep: int,
     before: float,
+    also: Collection[int] = (),
 ) -> GcPlan:
-    """What may be deleted so that the last ``keep`` of ``versions`` stay restorable. Pure.
+    """What may be deleted so that the last ``keep`` of ``versions`` stay restorable, and those in ``also``. Pure.
 
     ``manifests`` come from the newest down and are read only as far as needed: to the anchors from which the kept
     versions are restored. ``objects`` are the stream's, with times; of payloads that no manifest left names, those
@@ -52,7 +55,7 @@ def plan_gc(
         raise EmptyStream("the stream has no versions")
     found = [(info, names.parse(info.name)) for info in objects]
     stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
-    kept = _kept(manifests, versions[-keep:], stored)
+    kept = _kept(manifests, {*versions[-keep:], *also}, stored)
     oldest = min(manifest.version for manifest in kept)
     named = {payload.sha256 for manifest in kept for payload in _payloads(manifest, oldest)}
 
@@ -121,9 +124,10 @@ def gc_stream(
     ``dry_run`` what would be.
 
     The versions from the oldest anchor needed up to the oldest kept one stay, since the kept ones are replayed from
-    there. A reader in the middle of a restore finds another path or gets ChainGap. Publishing may continue: payloads
-    written in the last ``grace_seconds`` stay. Raises EmptyStream, InputError, and ChainGap or CorruptManifest, with
-    nothing deleted, if a kept version is already damaged.
+    there; so does the version at which a group is whose members have polled in the last ``grace_seconds`` (or minute).
+    A reader in the middle of a restore finds another path or gets ChainGap. Publishing may continue: payloads written
+    in the last ``grace_seconds`` stay. Raises EmptyStream, InputError, and ChainGap or CorruptManifest, with nothing
+    deleted, if a kept version is already damaged.
     """
     if keep < 1:
         raise InputError(f"keep must be at least 1, not {keep}", hint="The newest version is always kept.")
@@ -136,13 +140,15 @@ def gc_stream(
     objects = [info for folder in folders for info in where.store.list(folder)]
     # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.
     newest = max((info.modified for info in objects), default=0.0) + 1
+    now = min(time.time(), newest)
     found = plan_gc(
         where.names,
         (where.manifest(v) for v in reversed(versions)),
         versions,
         objects,
         keep=keep,
-        before=min(time.time(), newest) - grace_seconds,
+        before=now - grace_seconds,
+        also=_versions_of_groups(where, versions, objects, now - max(grace_seconds, DEFAULT_TIMEOUT_SECONDS)),
     )
     if not dry_run:
         seen = {info.name: info.modified for info in objects}
@@ -152,6 +158,19 @@ def gc_stream(
             if not payload or _modified(where.store, name) == seen[name]:
                 where.store.delete(name)
     return found
+
+
+def _versions_of_groups(where: Stream, versions: list[int], objects: list[ObjectInfo], since: float) -> list[int]:
+    """The versions on which groups stand whose members wrote notes from ``since`` on. One that cannot be restored any
+    more is of no use to its group, which moves on."""
+    found = [(info, where.names.parse(info.name)) for info in objects]
+    stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
+    restorable = []
+    for version in sorted(versions_of_groups(where.store, where.names, versions, since=since)):
+        with suppress(StreamError, FormatError, IntegrityError, NotFound):
+            _kept((where.manifest(v) for v in reversed(versions) if v <= version), [version], stored)
+            restorable.append(version)
+    return restorable
 
 
 def _modified(store: Store, name: str) -> float | None:
