@@ -162,25 +162,20 @@ class Member(Unique):
             return True
         named = [n.version for n in others if n.version is not None and (held is None or n.version > held)]
         all_done = self._switched == held and all((n.step, n.version) == (SWITCHED, held) for n in others)
-        target = None
         if named:
-            self._late_since = self._now if self._late_since is None else min(self._late_since, self._now)
-            versions = self._subscriber.stream.versions(held)
-            # What is named beyond all versions is a lie, or hidden by a stale listing.
-            target = max((version for version in named if versions and version <= versions[-1]), default=None)
-        if target is not None:
-            self._stage(target, exists=target in versions)
-        elif held is None or (all_done and not named):
+            self._late_since = self._now if self._late_since is None else self._late_since
+            self._stage(max(named))
+        elif held is None or all_done:
             self._sync(None)
         reached = self._staged.version
         self._found_nothing = reached is None
-        if not named or (target is not None and reached is not None and reached >= target):
+        if not named or (reached is not None and reached >= max(named)):
             self._late_since = None
         return reached != held
 
-    def _stage(self, version: int, *, exists: bool) -> None:
-        """Stages ``version``, or the newest one where it does not exist any more or cannot be reached."""
-        if not exists:
+    def _stage(self, version: int) -> None:
+        """Stages ``version``; the newest one where that does not exist, or not any more, or cannot be reached."""
+        if version not in self._subscriber.stream.versions(self._staged.version):
             self._sync(None)
             return
         try:
