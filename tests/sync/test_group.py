@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ from pulse_rl.store import ObjectInfo, memory
 from pulse_rl.stream.names import GroupNames, NoteName, StreamNames
 from tests.support.groups import MEMBERS, Client, ClockedStore, Stop, run
 from tests.support.states import Live, TinyTrainer
-from tests.support.stores import FaultyStore, names
+from tests.support.stores import FaultyStore, names, s3_store
 
 
 class Clock:
@@ -305,6 +307,26 @@ def test_a_version_that_is_damaged_is_left_for_a_later_one(clock: Clock, staged_
     stream.publisher = Publisher(store, stream="s", threads=1, anchor_ratio=0)
     stream.publish()
     assert rounds(members) == [2, 2]
+
+
+def test_who_cannot_follow_to_a_version_that_only_others_have_is_not_waited_for(clock: Clock) -> None:
+    """As after a stream was restored from a copy of some days ago."""
+    store = MemoryStore()
+    stream = Stream(store, anchor_ratio=0)
+    stream.publish(3)
+    old = member(store, "old")
+    rounds([old])
+    for name in names(store, "s/versions")[1:]:
+        store.delete(name)
+    new = member(store, "new")
+    for _ in range(8):
+        clock.now += 20
+        for each in (old, new):
+            each.poll()
+    assert (old.version, new.version) == (2, None)
+    assert next(name for name in names(store, MEMBERS) if "/new-" in name).endswith("-away")
+    clock.now += 100
+    assert rounds([new]) == [0]
 
 
 def test_gc_keeps_the_version_at_which_a_live_group_is(clock: Clock) -> None:
@@ -696,7 +718,7 @@ def test_an_idle_poll_costs_the_same_at_any_age(clock: Clock) -> None:
     stream = Stream(store)
     stream.publish()
     members = [member(watched, name) for name in ("a", "b", "c")]
-    for k in range(3000):
+    for k in range(1500):
         store.put(note(f"dead-{k}", "000000000000-switched", k), b"")
     clock.now += 1000
 
@@ -708,7 +730,7 @@ def test_an_idle_poll_costs_the_same_at_any_age(clock: Clock) -> None:
     assert idle() <= 20 + 2 * 16
     rounds(members)
     assert idle() <= 4 + 16
-    for _ in range(70):
+    for _ in range(36):
         stream.publish()
         rounds(members)
     assert idle() == 4
@@ -731,7 +753,11 @@ def test_whoever_may_not_delete_takes_part(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("error", [Stop(), StoreUnavailable("the connection broke")], ids=["interrupt", "lost"])
+@pytest.mark.parametrize(
+    "error",
+    [Stop(), pytest.param(StoreUnavailable("the connection broke"), marks=pytest.mark.slow)],
+    ids=["stop", "lost"],
+)
 def test_a_poll_that_ends_at_any_store_call_is_repeated(error: BaseException, after: bool) -> None:
     calls = 40
     for at in range(calls):
@@ -799,6 +825,54 @@ def test_a_group_in_a_folder(tmp_path: Path) -> None:
         assert rounds(members) == [version, version]
         stream.publish()
     assert len(list((tmp_path / MEMBERS).iterdir())) <= 6
+    longest = Member(Subscriber(store, stream="s" * 128), group="g" * 128, name="n" * 128)
+    assert longest.poll() is None
+
+
+@pytest.mark.slow
+def test_a_group_in_an_object_store(s3: str) -> None:
+    """Where times are whole seconds."""
+    store = s3_store(s3, "group")
+    stream = Stream(store)
+    stream.publish()
+    one, two = member(store, "one"), member(s3_store(s3, "group"), "two")
+    assert rounds([one, two]) == [0, 0]
+    restarted = member(store, "one")
+    assert rounds([restarted, two]) == [0, 0]
+    with pytest.raises(MemberConflict):
+        one.poll()
+    stream.publish()
+    assert rounds([restarted, two]) == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_members_that_poll_at_the_same_time_go_the_same_way(kind: str, tmp_path: Path) -> None:
+    shared = MemoryStore()
+    stores: list[Store] = [LocalStore(tmp_path) if kind == "folder" else shared for _ in range(5)]
+    stream, last = Stream(stores[0]), 30
+    members = [member(store, f"m{k}") for k, store in enumerate(stores[1:])]
+    paths: list[list[int]] = [[] for _ in members]
+    for each in members:
+        assert each.poll() is None
+
+    def work(each: Member, path: list[int]) -> None:
+        live, until = Live(), time.monotonic() + 60
+        while each.version != last and time.monotonic() < until:
+            update = each.poll()
+            if update is not None:
+                live.apply(update)
+                assert live.root == update.root
+                path.append(update.version)
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        working = [pool.submit(work, each, path) for each, path in zip(members, paths, strict=True)]
+        stream.publish(last + 1)
+        for each in working:
+            each.result()
+    assert len(paths[0]) > 3
+    assert paths[0][-1] == last
+    assert paths == [paths[0]] * len(paths)
 
 
 def test_names_and_timeouts_are_checked() -> None:
