@@ -870,7 +870,7 @@ def test_members_that_poll_at_the_same_time_go_the_same_way(kind: str, tmp_path:
         stream.publish(last + 1)
         for each in working:
             each.result()
-    assert len(paths[0]) > 3
+    assert len(paths[0]) > 1
     assert paths[0][-1] == last
     assert paths == [paths[0]] * len(paths)
 

@@ -67,8 +67,8 @@ class Member(Unique):
         self._syncing = False
         self._in_doubt = False
         self.version: int | None = None
-        """The version that the live model holds once it has applied what `poll` returned, or that it held before: the
-        subscriber's ``base``, or what its `Subscriber.sync` returned. It never falls. None: no version yet."""
+        """The version that the live model holds once it has applied what `poll` returned last, or that it held already,
+        such as the subscriber's ``base``. Never falls. None: no version yet."""
 
     def poll(self) -> Update | None:
         """Takes part in the group's next step. Returns the update that all members scatter now, or None. One that was
@@ -88,6 +88,8 @@ class Member(Unique):
             if not self._handed():
                 self._take_part()
             update = self._handed()
+            if update is not None or self._staged.update is None:
+                self.version = self._staged.version
             self._in_doubt = False
             return update
         except BaseException:
@@ -106,7 +108,7 @@ class Member(Unique):
         if version is not None and self._switched != version and _agreed(version, others):
             if update is not None:
                 update._receipt.begun = False
-            self._switched = self.version = version
+            self._switched = version
         if self._note() != self._written:
             self._write_note()
 
@@ -204,8 +206,6 @@ class Member(Unique):
         # A subscriber that was closed, or lost its state, may come to an older version than the live model holds.
         if version is not None and (before.version is None or version >= before.version):
             self._staged = _Staged(version, update)
-            if update is None:
-                self.version = version
         if before.update is not None:
             before.update._receipt.begun = False
         self._syncing = False
