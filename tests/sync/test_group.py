@@ -28,7 +28,7 @@ from pulse_rl import (
     gc_stream,
     state_root,
 )
-from pulse_rl.store import ObjectInfo, memory
+from pulse_rl.store import Data, ObjectInfo, memory
 from pulse_rl.stream.names import GroupNames, NoteName, StreamNames
 from tests.support.groups import MEMBERS, Client, ClockedStore, Stop, run
 from tests.support.states import Live, TinyTrainer
@@ -803,6 +803,33 @@ def test_an_update_that_was_interrupted_on_its_way_out_comes_again(
     update = one.poll()
     assert update is not None
     assert (update.root, update.full) == (root, True)
+
+
+@pytest.mark.parametrize("synced", [0, 2])
+def test_an_update_whose_poll_failed_is_in_what_the_owner_syncs_by_itself(clock: Clock, synced: int) -> None:
+    class Breaks(MemoryStore):
+        armed = True
+
+        def put(self, name: str, data: Data) -> None:
+            super().put(name, data)
+            if self.armed and name.endswith("-switched"):
+                self.armed = False
+                raise StoreUnavailable("the reply was lost")
+
+    store, live = Breaks(), Live()
+    stream = Stream(store)
+    stream.publish()
+    subscriber = Subscriber(store, stream="s", threads=1)
+    one = Member(subscriber, group="g", name="one")
+    with pytest.raises(StoreUnavailable):
+        one.poll()
+    assert one.version is None
+    if synced:
+        stream.publish(synced)
+    live.apply(subscriber.sync())
+    for _ in range(2):
+        live.apply(one.poll())
+        assert (live.root, one.version) == (subscriber.root, synced)
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12))])

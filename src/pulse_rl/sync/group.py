@@ -83,31 +83,42 @@ class Member(Unique):
                 "this Member was made in another process", hint="Make one in each process, after the fork."
             )
         try:
-            if (handed := self._handed()) and not self._in_doubt and not self._subscriber.awaits(handed):
+            handed = self._handed()
+            if handed is not None and not self._in_doubt:
+                if self._subscriber.awaits(handed):
+                    return handed
                 self._staged = self._staged._replace(update=None)
-            if not self._handed():
+            if self._handed() is None:
                 self._take_part()
             update = self._handed()
             if update is not None or self._staged.update is None:
                 self.version = self._staged.version
+            if update is not None:
+                update._receipt.begun = False
             self._in_doubt = False
             return update
         except BaseException:
             self._in_doubt = True  # an update may have been on its way out
+            if self._staged.update is not None:
+                self._staged.update._receipt.begun = True
             raise
 
     def _handed(self) -> Update | None:
-        """The update that was last given out, until the live model has taken it over."""
-        return self._staged.update if self._switched == self._staged.version else None
+        """The update that was last given out, until the live model has taken it over, or the owner synced past it."""
+        held = self._staged.version
+        return self._staged.update if self._switched == held and not self._ahead_of(held) else None
+
+    def _ahead_of(self, held: int | None) -> bool:
+        """Whether the owner has synced by itself."""
+        version = self._subscriber.version
+        return version is not None and (held is None or version > held)
 
     def _take_part(self) -> None:
         others = self._look().of_others(self._name)
         if self._stage_what_is_due(others):
             others = self._look().of_others(self._name)
-        version, update = self._staged
+        version = self._staged.version
         if version is not None and self._switched != version and _agreed(version, others):
-            if update is not None:
-                update._receipt.begun = False
             self._switched = version
         if self._note() != self._written:
             self._write_note()
@@ -158,9 +169,9 @@ class Member(Unique):
     def _stage_what_is_due(self, others: list[NoteName]) -> bool:
         """Stages the version that is due, if any: the highest that others name, or else the newest once all are done
         with this one. Returns whether the host state has moved."""
-        held, ahead = self._staged.version, self._subscriber.version
-        if ahead is not None and (held is None or ahead > held):
-            self._sync(ahead)
+        held = self._staged.version
+        if self._ahead_of(held):
+            self._sync(self._subscriber.version)
             return True
         named = [n.version for n in others if n.version is not None and (held is None or n.version > held)]
         all_done = self._switched == held and all((n.step, n.version) == (SWITCHED, held) for n in others)
@@ -190,8 +201,6 @@ class Member(Unique):
     def _sync(self, target: int | None) -> None:
         """Moves the host state to the target, and keeps what the live model lacks since it was last given an update."""
         before = self._staged
-        if before.update is not None:
-            before.update._receipt.begun = True  # or the subscriber might take it that the live model has it
         lost, self._syncing = self._syncing, True
         try:
             update = self._subscriber.sync(target)
@@ -202,7 +211,7 @@ class Member(Unique):
         if lost and version is not None:  # an interrupt may have taken the update that the last sync returned
             update = self._subscriber.full_update()
         if update is not None:
-            update._receipt.begun = version != self._switched
+            update._receipt.begun = True  # or the subscriber might take it that the live model has it
         # A subscriber that was closed, or lost its state, may come to an older version than the live model holds.
         if version is not None and (before.version is None or version >= before.version):
             self._staged = _Staged(version, update)
