@@ -805,6 +805,24 @@ def test_an_update_that_was_interrupted_on_its_way_out_comes_again(
     assert (update.root, update.full) == (root, True)
 
 
+def test_an_update_that_was_not_acknowledged_is_returned_again(clock: Clock) -> None:
+    store = MemoryStore()
+    stream = Stream(store)
+    stream.publish()
+    one, two = member(store, "one"), member(store, "two")
+    for each in (one, two):
+        update = each.poll()
+        assert update is not None
+        update.acknowledge()
+    stream.publish()
+    assert one.poll() is None
+    update = two.poll()
+    assert update is not None
+    assert two.poll() is update
+    update.acknowledge()
+    assert two.poll() is None
+
+
 @pytest.mark.parametrize("synced", [0, 2])
 def test_an_update_whose_poll_failed_is_in_what_the_owner_syncs_by_itself(clock: Clock, synced: int) -> None:
     class Breaks(MemoryStore):

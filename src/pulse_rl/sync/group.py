@@ -99,8 +99,6 @@ class Member(Unique):
             return update
         except BaseException:
             self._in_doubt = True  # an update may have been on its way out
-            if self._staged.update is not None:
-                self._staged.update._receipt.begun = True
             raise
 
     def _handed(self) -> Update | None:
@@ -215,8 +213,6 @@ class Member(Unique):
         # A subscriber that was closed, or lost its state, may come to an older version than the live model holds.
         if version is not None and (before.version is None or version >= before.version):
             self._staged = _Staged(version, update)
-        if before.update is not None:
-            before.update._receipt.begun = False
         self._syncing = False
 
 
