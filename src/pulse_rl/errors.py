@@ -27,6 +27,7 @@
     │   ├── ChainGap            no path of stored objects leads to the version
     │   ├── PublisherConflict   another publisher committed to the stream
     │   ├── StreamReplaced      the stream was deleted and begun anew
+    │   ├── MemberConflict      a newer process is the group's member of this name
     │   └── SubscriberPoisoned  the host state is not a verified version
     └── LocoError
         ├── TrainerLost         a trainer died or stalled; the round had no effect
@@ -183,6 +184,11 @@ class StreamReplaced(StreamError):
     default_hint = (
         "If that is right, create a new Subscriber, or one with follow_restarts=True; the state is unchanged."
     )
+
+
+class MemberConflict(StreamError):
+    kind = "member_conflict"
+    default_hint = "Give each member of a group its own name, and stop the older of two processes of one name."
 
 
 class SubscriberPoisoned(StreamError):
