@@ -182,8 +182,9 @@ class Publisher(Unique):
     ) -> Submission:
         """Takes a copy of a state and returns; the version is committed behind the caller's work, as `publish` does it.
 
-        The arguments are those of `publish`; the state may change as soon as this returns. One version is in flight and
-        one may wait; for another one this waits for room, or, to ``replace``, cancels the one that waits. Needs the
+        ``source``, ``metadata``, ``dtype`` and ``anchor`` are those of `publish`; the state may change as soon as this
+        returns. One version is in flight and one may wait; for another one this waits for room, or, to ``replace``,
+        cancels the one that waits. Needs the
         memory of a state for each. An error that nobody has asked the `Submission` for is raised by the next call,
         which then does nothing else; `close` waits for all. ``Published.blocked_seconds`` tells how long this took.
         """
