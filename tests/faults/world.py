@@ -9,24 +9,31 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, audit, verify_stream
+from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, Signer, audit, verify_stream
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.maintenance.gc import gc_stream
+from tests.support.interrupts import Boom, Interrupter
 
+from .callers import Calls, Interrupts, check_refused, fork, intrude
 from .model import GAP, MUST, STREAM, Model, check, version_name
+from .nodes import Group
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 from .trainer import Trainer
-from .worker import Worker
+from .worker import Inline, Setup, Worker, twins
 
 _MOST_WORKERS = 4
+_MOST_MEMBERS = 3
 _FOLDS = (2, 4, 8)
+SIGNER = Signer(bytes(range(32)))
+INLINE, STEADY, CONCURRENT = "inline", "steady", "concurrent"
+"""How a world's objects run: on the calling thread; on their threads, handed over to in a fixed order; as they are."""
 
 
 class World:
     """Every method named in `RULES` is one step. All chance comes from the ``rng`` that a step is given."""
 
-    def __init__(self, rng: Random) -> None:
-        self.model = Model()
+    def __init__(self, rng: Random, threads: str = STEADY, interrupter: Interrupter | None = None) -> None:
+        self.model = self._new_model()
         self.disk = Disk(self.model.created)
         self.net = Net(self.disk)
         self.counts: Counter[str] = Counter()
@@ -40,11 +47,21 @@ class World:
         self.ratio = rng.choice((0.5, 1.0, 3.0, 1000.0, 1000.0))
         self.folds = rng.choice(((), _FOLDS, _FOLDS, (4, 8)))
         self.shard_bytes = rng.choice((1 << 30, 500))
+        self.threads = threads
+        self.signer = SIGNER if self._signed(rng) else None
+        self.setup = Setup((SIGNER.public_key,) if self.signer else None, inline=threads == INLINE)
+        self.interrupts = Interrupts(interrupter or Interrupter())
+        self.group: Group | None = None
         self._folder: Path | None = None
+        self._looked_at = -1
 
     def close(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def rules(self) -> dict[str, int]:
+        """The steps of this world and how often they come."""
+        return RULES if self.threads == INLINE else RULES | THREADED
 
     # Steps.
 
@@ -63,7 +80,7 @@ class World:
     def join(self, rng: Random) -> None:
         if len(self.workers) >= _MOST_WORKERS:
             self.workers.pop(rng.randrange(len(self.workers))).close()
-        self.workers.append(Worker(self.net, self.model, self.counts, self.cache(rng)))
+        self.workers.append(self._worker(rng))
         self._sync(rng, self.workers[-1])
 
     def sync(self, rng: Random) -> None:
@@ -78,6 +95,74 @@ class World:
     def restart_worker(self, rng: Random) -> None:
         if self.workers:
             rng.choice(self.workers).restart(rng.choice(("cold", "base")), rng)
+
+    def regroup(self, rng: Random) -> None:
+        """A member joins or leaves the group, which begins with two."""
+        if self.group is None:
+            self.group = Group(self.net, self.model, self.counts, self._cache_folder() / "node", self.setup)
+            self.group.join()
+        elif len(self.group.members) >= _MOST_MEMBERS or (len(self.group.members) > 1 and rng.random() < 0.5):
+            self.group.leave(rng)
+            return
+        self.group.join()
+
+    def poll(self, rng: Random) -> None:
+        """The members of the group poll, in any order."""
+        for _ in range(rng.randint(1, 3)):
+            members = self.group.members if self.group else []
+            for member in rng.sample(members, rng.randint(0, len(members))):
+                assert self.group is not None
+                self.group.poll(member, self._faults(rng) if rng.random() < 0.2 else [], rng)
+
+    def restart_member(self, rng: Random) -> None:
+        if self.group:
+            rng.choice(self.group.members).restart("cold", rng)
+
+    def interrupt(self, rng: Random) -> None:
+        """Somebody is interrupted at any step, and calls again at once."""
+        who = rng.choice(("publish", "sync", "sync", "poll"))
+        if who == "publish":
+            self._publish(rng, 0, [], interrupted=True)
+        elif who == "sync" and self.workers:
+            worker = rng.choice(self.workers)
+            worker.steps = self.interrupts.choose(rng, "sync", worker.client)
+            worker.sync([], None)
+        elif self.group:
+            member = rng.choice(self.group.members)
+            member.steps = self.interrupts.choose(rng, "poll", member.client)
+            self.group.poll(member, [], rng)
+
+    def intrude(self, rng: Random) -> None:
+        """A second thread calls while the first one is at work."""
+        if self.threads != STEADY:
+            return
+        if rng.random() < 0.5 or not self.workers:
+            client, publisher = self._publisher(0)
+            state = self.trainers[1].step(rng)
+            calls: Calls = [("publish", lambda: publisher.publish(state)), ("head", publisher.head)]
+            wrong = intrude(client, rng, calls)
+            self._publish(rng, 0, [])
+        else:
+            worker = rng.choice(self.workers)
+            wrong = intrude(worker.client, rng, twins(worker))
+            worker.sync([], None)
+        check_refused(wrong)
+        self.counts["intrusions"] += 1
+
+    def fork(self, rng: Random) -> None:
+        """A child uses what it inherited. Rare: a fork takes milliseconds."""
+        if rng.random() > 0.1:
+            return
+        calls: Calls = []
+        for pair in self.publishers:
+            if pair is not None:
+                state = self.trainers[0].step(rng)
+                calls += [("publish", lambda p=pair[1], s=state: p.publish(s)), ("head", pair[1].head)]  # type: ignore[misc]
+        for worker in self.workers:
+            calls += twins(worker)
+        if calls:
+            fork(calls)
+            self.counts["forks"] += 1
 
     def fold(self, rng: Random) -> None:
         client = Client(self.net)
@@ -145,7 +230,8 @@ class World:
 
     def audit(self, rng: Random) -> None:
         for worker in self.workers:
-            if worker.subscriber.status == "ready" and worker.live.version == worker.subscriber.version:
+            ready = worker.subscriber.status == "ready" and worker.live.version == worker.subscriber.version
+            if ready and not worker.live.torn:
                 report = audit(worker.live.tensors, worker.subscriber.digest, threads=1)
                 check(report.ok, f"{worker} does not pass its audit: {report}")
                 self.counts["audits"] += 1
@@ -153,13 +239,17 @@ class World:
     # What holds at all times, and in the end.
 
     def settled(self, rng: Random) -> None:
-        """After a step: no worker shows a wrong state, and a version that can be reached is reached."""
-        for worker in self.workers:
-            worker.inspect()
-        for version, committed in self.model.versions.items():
-            data = self.disk.peek(version_name(version))
-            check(self.destroyed or data in (None, committed.data), f"the manifest of version {version} changed")
-        if self.model.versions:
+        """After a step: no worker that it touched shows a wrong state, nor one that it did not touch, and a version
+        that can be reached is reached. Of those that cannot have changed some are looked at."""
+        for worker in [*self.workers, *(self.group.members if self.group else ())]:
+            if worker.touched or rng.random() < 0.1:
+                worker.inspect()
+        changed, self._looked_at = self.disk.changes != self._looked_at, self.disk.changes
+        if changed:
+            for version, committed in self.model.versions.items():
+                data = self.disk.peek(version_name(version))
+                check(self.destroyed or data in (None, committed.data), f"the manifest of version {version} changed")
+        if self.model.versions and rng.random() < (0.5 if changed else 0.1):
             self._newcomer(rng.choice(list(self.model.versions)), self.model.reach(self.disk))
 
     def finish(self, rng: Random) -> None:
@@ -168,11 +258,9 @@ class World:
         self.net.flush()
         if not self.model.versions:
             self._publish(rng, 0, [])
-        reach = self.model.reach(self.disk)
-        for version in self.model.versions:
-            self._newcomer(version, reach)
+        self._walk(rng)
         if not self.destroyed:
-            reports = list(verify_stream(self.disk, STREAM, threads=1))
+            reports = list(verify_stream(self.disk, STREAM, trusted_keys=self.setup.trusted_keys, threads=1))
             bad = [(r.version, r.problems) for r in reports if not r.ok]
             check(not bad, f"verify finds fault with a whole stream: {bad}")
             self.counts["verified"] += 1
@@ -184,23 +272,55 @@ class World:
         for _ in range(2):
             self._publish(rng, 0, [])
         for worker in self.workers:
+            worker.loses_at = None
             worker.sync([], None)
             check(worker.live.version == self.model.head, f"{worker} is not at the head {self.model.head}")
             worker.inspect()
+        if self.group:
+            self.group.converge(self.model.head)
         self._newcomer(max(self.model.versions), self.model.reach(self.disk), must=True)
 
-    def cache(self, rng: Random) -> Path | None:
-        if rng.random() > 0.1:
-            return None
+    # Parts of steps.
+
+    def _new_model(self) -> Model:
+        return Model()
+
+    def _signed(self, rng: Random) -> bool:
+        return rng.random() < 0.2
+
+    def _worker(self, rng: Random) -> Worker:
+        cache = self._cache_folder() / str(rng.getrandbits(32)) if rng.random() < 0.1 else None
+        return Worker(self.net, self.model, self.counts, cache, self.setup, acknowledges=rng.random() < 0.5)
+
+    def _cache_folder(self) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="pulse-faults-"))
-        return self._folder / str(rng.getrandbits(32))
+        return self._folder
 
     def _newcomer(self, version: int, reach: dict[int, str], must: bool = False) -> None:
         check(not must or reach[version] == MUST, f"version {version} cannot be reached after a publish with an anchor")
-        newcomer = Worker(Net(self.disk), self.model, self.counts, None)  # no late call arrives meanwhile
-        newcomer.sync([], version, fresh=True, reach=reach)
+        self._stranger().sync([], version, fresh=True, reach=reach)
         self.counts[f"newcomer_{'gap' if reach[version] == GAP else 'reached'}"] += 1
+
+    def _stranger(self) -> Worker:
+        """A worker of its own that nothing befalls: no late call arrives meanwhile."""
+        return Worker(Net(self.disk), self.model, self.counts, None, Setup(self.setup.trusted_keys, inline=True))
+
+    def _walk(self, rng: Random) -> None:
+        """Newcomers go to some of the versions, and to some that cannot be reached; and one worker goes through all
+        that it can reach, where `verify_stream` does not."""
+        reach = self.model.reach(self.disk)
+        gaps = [version for version in reach if reach[version] != MUST]
+        others = [version for version in reach if reach[version] == MUST]
+        for version in rng.sample(gaps, min(3, len(gaps))) + rng.sample(others, min(4, len(others))):
+            self._newcomer(version, reach)
+        if not self.destroyed:
+            return
+        walker = self._stranger()
+        for version in others:
+            walker.sync([], version)
+            check(walker.live.version == version, f"{walker} did not reach version {version}")
+        walker.inspect()
 
     def _faults(self, rng: Random) -> list[Fault]:
         if rng.random() < 0.4:
@@ -212,6 +332,8 @@ class World:
         faults = self._faults(rng)
         if rng.random() < 0.1:
             worker.interrupt_at = rng.randrange(12)
+        if rng.random() < 0.1:
+            worker.loses_at = rng.randrange(8)
         worker.sync(faults, target)
         if worker.client.dead:
             worker.restart(rng.choice(("cold", "base")), rng)
@@ -221,33 +343,40 @@ class World:
         pair = self.publishers[who]
         if pair is None:
             client = Client(self.net)
-            pair = self.publishers[who] = (
+            publisher = Publisher(
                 client,
-                Publisher(
-                    client,
-                    stream=STREAM,
-                    anchor_ratio=self.ratio,
-                    folds=self.folds,
-                    shard_bytes=self.shard_bytes,
-                    threads=1,
-                ),
+                stream=STREAM,
+                anchor_ratio=self.ratio,
+                folds=self.folds,
+                signer=self.signer,
+                shard_bytes=self.shard_bytes,
+                threads=1,
             )
+            if self.setup.inline:
+                publisher._serial = Inline()
+            pair = self.publishers[who] = (client, publisher)
         return pair
 
-    def _publish(self, rng: Random, who: int, faults: list[Fault]) -> None:
+    def _publish(self, rng: Random, who: int, faults: list[Fault], *, interrupted: bool = False) -> None:
         client, publisher = self._publisher(who)
         state = self.trainers[who].step(rng)
         root = self.model.offer(state)
         client.expect(faults)
+        steps = self.interrupts.choose(rng, "publish", client) if interrupted else None
         self.counts["publishes"] += 1
         try:
-            published = publisher.publish(state)
+            try:
+                published = steps.run(lambda: publisher.publish(state)) if steps else publisher.publish(state)
+            except Boom:
+                self.counts["interrupted"] += 1
+                published = publisher.publish(state)
             publisher.wait()
         except CrashNow:
             pass
         except PublisherConflict:
             self.counts["conflicts"] += 1
             self.publishers[who], self.unsettled[who] = None, False
+            client.calm()
             if not faults:
                 self._publish(rng, who, [])
             return
@@ -256,8 +385,8 @@ class World:
         else:
             self.unsettled[who] = False
             check(published.root == root, f"publish returned root {published.root} for {root}")
-            committed = self.model.versions.get(published.version)
-            check(committed is not None and committed.root == root, f"{published} is not what was committed")
+            committed = self.model.committed(published.version, root)
+            check(committed is not None, f"{published} is not what was committed")
             client.calm()
             if not client.dead:
                 return
@@ -286,6 +415,9 @@ RULES: dict[str, int] = {
     "sync": 26,
     "sync_to": 4,
     "restart_worker": 5,
+    "regroup": 2,
+    "poll": 6,
+    "restart_member": 1,
     "fold": 5,
     "gc": 5,
     "destroy": 5,
@@ -293,3 +425,6 @@ RULES: dict[str, int] = {
     "audit": 3,
 }
 """Steps and how often they come."""
+
+THREADED: dict[str, int] = {"interrupt": 14, "intrude": 4, "fork": 3}
+"""Steps of worlds whose objects have threads of their own."""
