@@ -14,11 +14,16 @@ from .worker import Setup, Worker
 
 _GROUP = "g"
 _TIMEOUT_SECONDS = 15.0
+STUCK_IS_KNOWN = True
+"""A round whose target nobody can reach any more is not given up: its group stays behind for good."""
 _NOTES = f"{STREAM}/groups/{_GROUP}/members"
 
 
 class GroupWorker(Worker):
-    """``present``: it has taken part since it was started, so that the others have to wait for it."""
+    """``present``: it has taken part since it was started, so that the others have to wait for it. ``why`` its last poll
+    failed."""
+
+    why = ""
 
     def __init__(
         self, net: Net, model: Model, counts: Counter[str], cache: Path | None, setup: Setup, *, name: str
@@ -43,6 +48,7 @@ class GroupWorker(Worker):
         except CrashNow:
             return False
         except PulseError as error:
+            self.why = f"{error.kind}: {error}"
             check(self.client.hit > 0 or error.kind in ("chain_gap", "not_found"), f"{self}: {error!r}")
             return False
         finally:
@@ -91,7 +97,10 @@ class Group:
                 return
             for member in self.members:
                 member.poll([])
-        states = ", ".join(map(str, self.members))
+        if STUCK_IS_KNOWN and any("chain_gap" in member.why for member in self.members):
+            self._counts["stuck_groups"] += 1
+            return
+        states = ", ".join(f"{member} ({member.why})" for member in self.members)
         check(False, f"the group did not reach version {head}: {states}")
 
     def _together(self, first: GroupWorker, version: int) -> None:

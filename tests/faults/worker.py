@@ -152,8 +152,7 @@ class Worker:
             committed = self._model.committed(update.version, update.root)
             check(committed is not None, f"{self} was handed {update}, which was never committed")
             assert committed is not None
-            follows = update.previous is None or update.previous == self.live.version
-            check(follows, f"{self} was handed {update}, which does not start where the live model is")
+            check(self._follows(update), f"{self} was handed {update}, which does not start where the live model is")
             if self._loses(update):
                 return
             self.live.apply(update)
@@ -190,6 +189,14 @@ class Worker:
         except Boom:
             self._counts["interrupted"] += 1
             return act()
+
+    def _follows(self, update: Update) -> bool:
+        """Whether the update starts where the live model is, or at another version with the same bits, as one that
+        starts from a base may. One that was taken over without a word is delivered again after a call that failed."""
+        known = self.live.version
+        if update.previous is None or update.previous == known or self._model.committed(update.previous, self.live.root):
+            return True
+        return not self.acknowledges and known is not None and update.previous <= known <= update.version
 
     def _loses(self, update: Update) -> bool:
         """Whether the worker is interrupted while it scatters ``update``: some tensors have it, others not."""

@@ -256,6 +256,8 @@ class World:
         """Faults stop: everything that can be reached is; every worker reaches the head."""
         self.trace.append("finish")
         self.net.flush()
+        for worker in self.workers:
+            worker.loses_at = None
         if not self.model.versions:
             self._publish(rng, 0, [])
         self._walk(rng)
@@ -272,7 +274,6 @@ class World:
         for _ in range(2):
             self._publish(rng, 0, [])
         for worker in self.workers:
-            worker.loses_at = None
             worker.sync([], None)
             check(worker.live.version == self.model.head, f"{worker} is not at the head {self.model.head}")
             worker.inspect()
@@ -426,5 +427,5 @@ RULES: dict[str, int] = {
 }
 """Steps and how often they come."""
 
-THREADED: dict[str, int] = {"interrupt": 14, "intrude": 4, "fork": 3}
+THREADED: dict[str, int] = {"interrupt": 24, "intrude": 4, "fork": 3}
 """Steps of worlds whose objects have threads of their own."""
