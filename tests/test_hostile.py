@@ -6,6 +6,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, state_root, verify_stream
@@ -14,7 +15,7 @@ from pulse_rl.state.checkpoint import load
 from pulse_rl.state.digest import state_digest
 from pulse_rl.store import Data
 from pulse_rl.stream.anchor import restore
-from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload, parse
+from pulse_rl.stream.manifest import AnchorRef, PatchRef, Payload, parse
 from pulse_rl.stream.stream import Stream
 from tests.hostile import make
 from tests.support.states import LIMIT_MEMORY, run_python
@@ -46,7 +47,7 @@ def through_patch(path: Path) -> None:
     state = make.base()
     before = state_digest(state)
     try:
-        apply_patch(Patch.parse(path.read_bytes(), state.elements), state, before, threads=1)
+        apply_patch(Patch.parse(path.read_bytes(), state.specs), state, before, threads=1)
     finally:
         assert state_digest(state).root == before.root, f"{path.name} changed the state"
 
@@ -79,23 +80,28 @@ def named_by(store: MemoryStore, path: Path) -> None:
     patch = PatchRef(0, zero.root, 1, (payload,)) if kind == "patch" else None
     anchor = AnchorRef((payload,)) if kind == "safetensors" else None
     root = state_root(make.changed())
-    made = Manifest(
-        zero.format, "policy", 1, 1, root, zero.elements, zero.dense_bytes, "x", 0.0, {}, {}, patch, anchor
-    ).sealed()
+    made = msgspec.structs.replace(zero, version=1, root=root, patch=patch, anchor=anchor).sealed()
     store.put("policy/versions/000000000001.json", made.to_bytes())
 
 
 def through_sync(path: Path) -> None:
-    """A worker at version 0 meets the file in the store, and rests where it was; so does a newcomer, who reads more."""
+    """A worker at version 0 meets the file in the store, and rests where it was; so does a newcomer, who reads more.
+    A manifest is passed over, unless it is asked for."""
     store = stream()
     worker = Subscriber(store, stream="policy", threads=1)
     worker.sync()
     named_by(store, path)
-    if path.suffix != ".patch":
+    newest = None if path.suffix != ".json" else 1
+    if path.suffix == ".safetensors":
         wrong = expect_typed(path, Subscriber(store, stream="policy", threads=1).sync)
         assert wrong is None, f"a newcomer: {wrong}"
+    if path.suffix == ".json":
+        newcomer = Subscriber(store, stream="policy", threads=1)
+        newcomer.sync()
+        assert (newcomer.version, newcomer.root) == (0, worker.root)
+        assert worker.sync() is None
     try:
-        worker.sync()
+        worker.sync(target=newest)
     finally:
         assert (worker.status, worker.version, worker.root) == ("ready", 0, state_root(make.base()))
 

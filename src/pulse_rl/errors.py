@@ -26,6 +26,7 @@
     │   ├── EmptyStream         no version has been committed yet
     │   ├── ChainGap            no path of stored objects leads to the version
     │   ├── PublisherConflict   another publisher committed to the stream
+    │   ├── StreamReplaced      the stream was deleted and begun anew
     │   └── SubscriberPoisoned  the host state is not a verified version
     └── LocoError
         ├── TrainerLost         a trainer died or stalled; the round had no effect
@@ -165,6 +166,13 @@ class ChainGap(StreamError):
 class PublisherConflict(StreamError):
     kind = "publisher_conflict"
     default_hint = "One stream has one publisher: stop one of them, then create a new Publisher to continue."
+
+
+class StreamReplaced(StreamError):
+    kind = "stream_replaced"
+    default_hint = (
+        "If that is right, create a new Subscriber, or one with follow_restarts=True; the state is unchanged."
+    )
 
 
 class SubscriberPoisoned(StreamError):

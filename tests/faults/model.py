@@ -84,6 +84,7 @@ class Committed:
 
 class Model:
     def __init__(self) -> None:
+        self.disk: Disk | None = None
         self.versions: dict[int, Committed] = {}
         self.states: dict[str, Snapshot] = {}
         self._offered: dict[str, list[dict[str, str]]] = {}
@@ -116,13 +117,19 @@ class Model:
         check(said["aliases"] in self._offered.get(said["root"], []), f"version {version} was never handed over")
         if said["patch"]:
             base = said["patch"]["base"]
-            check(base == version - 1, f"the patch of {version} starts at {base}")
+            assert self.disk is not None
+            passed = [v for v in self.readable(self.disk) if base < v < version]
+            check(self.disk.misread or not passed, f"the patch of {version} starts at {base}, not at {passed}")
             check(said["patch"]["base_root"] == self.versions[base].root, f"version {version} has a wrong base")
         self.versions[version] = Committed(data, said["root"], said["aliases"], bool(said["anchor"]))
 
     def listed(self, disk: Disk) -> list[int]:
         """The versions whose manifests are stored, damaged or not."""
         return [version for version in self.versions if disk.peek(version_name(version)) is not None]
+
+    def readable(self, disk: Disk) -> list[int]:
+        """The versions whose manifests are stored as they were committed."""
+        return [v for v, committed in self.versions.items() if disk.peek(version_name(v)) == committed.data]
 
     def committed(self, version: int, root: str) -> Committed | None:
         """The commit of ``version`` with this root, if there was one."""

@@ -55,6 +55,7 @@ class Disk(MemoryStore):
     def __init__(self, on_create: Callable[[str, bytes], None]) -> None:
         super().__init__()
         self._on_create = on_create
+        self.misread = False  # a client was given a damaged manifest that is whole here
         self._changes: deque[tuple[str, tuple[bytes, float] | None]] = deque(maxlen=_STALE_CHANGES)
         self._now = 0.0
         self.changes = 0
@@ -177,6 +178,7 @@ class Client:
         if fault is None or not data:
             return data
         at = int(fault.where * len(data))
+        self.net.disk.misread |= "/versions/" in name
         if fault.kind == "truncate":
             return data[:at]
         assert fault.kind == "flip"

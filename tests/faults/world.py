@@ -34,7 +34,7 @@ class World:
 
     def __init__(self, rng: Random, threads: str = STEADY, interrupter: Interrupter | None = None) -> None:
         self.model = self._new_model()
-        self.disk = Disk(self.model.created)
+        self.disk = self.model.disk = Disk(self.model.created)
         self.net = Net(self.disk)
         self.counts: Counter[str] = Counter()
         self.trace: list[str] = []

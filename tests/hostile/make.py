@@ -28,7 +28,7 @@ from pulse_rl.codec.zstd import ZstdCodec
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import BlockEntry, PatchHeader
 from pulse_rl.state.digest import state_digest
-from pulse_rl.stream.manifest import FORMAT
+from pulse_rl.stream.manifest import FORMAT, FORMAT_WITHOUT_IDENTITY
 
 HERE = Path(__file__).parent
 _RAMP = np.arange(2000, dtype=np.uint16)
@@ -273,7 +273,7 @@ def checkpoints() -> Iterator[tuple[str, bytes]]:
 def manifest(**changes: Any) -> dict[str, Any]:
     """A manifest of version 1 that would do."""
     good: dict[str, Any] = {
-        "format": FORMAT, "stream": "policy", "version": 1, "epoch": 1, "root": "0" * 64, "elements": 2064,
+        "format": FORMAT_WITHOUT_IDENTITY, "stream": "policy", "version": 1, "epoch": 1, "root": "0" * 64, "elements": 2064,
         "dense_bytes": 4512, "publisher": "hostile", "created": 0.5, "aliases": {}, "metadata": {},
         "patch": {"base": 0, "base_root": "0" * 64, "changed": 1, "parts": [{"sha256": "0" * 64, "bytes": 100}]},
         "anchor": None, "digest": "", "signature": None,
@@ -313,6 +313,11 @@ def manifests() -> Iterator[tuple[str, bytes]]:
     yield "other-version", sealed(manifest(version=2))
     yield "other-stream", sealed(manifest(stream="other"))
     yield "path-as-stream", sealed(manifest(stream="../../policy"))
+    yield "identity-missing", sealed(manifest(format=FORMAT))
+    for tag, identity in (("empty", ""), ("upper-case", "A" * 32), ("of-the-first-format", "a" * 32), ("null", None)):
+        value = manifest(**({} if tag == "of-the-first-format" else {"format": FORMAT}))
+        head = {key: value.pop(key) for key in ("format", "stream")}
+        yield f"identity-{tag}", sealed(head | {"identity": identity} | value)
     yield "other-format", sealed(manifest(format="pulse.manifest.9"))
     for wrong in ("", "0" * 63, "0" * 65, "A" * 64, "../" * 21 + "x", "0" * 63 + "\n", "０" * 64):
         tag = sha256(wrong.encode()).hexdigest()[:6]

@@ -20,15 +20,21 @@ from tests.support.manifests import FULL
 
 # These bytes never change: stored streams are compared with them.
 GOLDEN = (
-    '{"format":"pulse.manifest.1","stream":"policy","version":7,"epoch":2,'
+    '{"format":"pulse.manifest.2","stream":"policy","identity":"5eed5eed5eed5eed5eed5eed5eed5eed","version":7,"epoch":2,'
     '"root":"0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",'
     '"elements":1000,"dense_bytes":2000,"publisher":"00ff00ff00ff00ff","created":1764000000.125,'
     '"aliases":{"lm_head.weight":"model.embed_tokens.weight"},'
     '"metadata":{"step":7,"reward":0.5,"note":"größe","kept":true},'
     f'"patch":{{"base":6,"base_root":"{"a" * 64}","changed":12,"parts":[{{"sha256":"{"b" * 64}","bytes":99}}]}},'
     f'"anchor":{{"shards":[{{"sha256":"{"c" * 64}","bytes":1500}},{{"sha256":"{"d" * 64}","bytes":700}}]}},'
-    '"digest":"993bfe6dedf5a8b1a05736005a6ee284f325fb6028ba032b6a1c1badb877eb45","signature":null}'
+    '"digest":"22a6d25c6dbdb89090edf271d3a8d1f01c037bc821557e127e396d4cfad9c4b2","signature":null}'
 ).encode()
+
+GOLDEN_1 = (
+    GOLDEN.replace(b"manifest.2", b"manifest.1")
+    .replace(b'"identity":"5eed5eed5eed5eed5eed5eed5eed5eed",', b"")
+    .replace(FULL.digest.encode(), b"993bfe6dedf5a8b1a05736005a6ee284f325fb6028ba032b6a1c1badb877eb45")
+)
 
 
 def read(data: bytes, stream: str = "policy", version: int = 7) -> Manifest:
@@ -38,6 +44,9 @@ def read(data: bytes, stream: str = "policy", version: int = 7) -> Manifest:
 def test_golden_bytes() -> None:
     assert FULL.to_bytes() == GOLDEN
     assert read(GOLDEN) == FULL
+    first = read(GOLDEN_1)
+    assert first == msgspec.structs.replace(FULL, format="pulse.manifest.1", identity="", digest=first.digest)
+    assert first.to_bytes() == GOLDEN_1
 
 
 def edited(edit: Callable[[dict[str, Any]], None]) -> bytes:
@@ -82,7 +91,13 @@ EDITS = {
     "unknown field": put("extra", value=1),
     "unknown field of the patch": put("patch", "extra", value=1),
     "unknown field of a payload": put(*SHARD, "path", value="../../x"),
-    "another format": put("format", value="pulse.manifest.2"),
+    "another format": put("format", value="pulse.manifest.3"),
+    "the format without an identity": put("format", value="pulse.manifest.1"),
+    "no identity": drop("identity"),
+    "an empty identity": put("identity", value=""),
+    "a short identity": put("identity", value="5" * 31),
+    "an identity that is a word": put("identity", value="policy"),
+    "identity null": put("identity", value=None),
     "another stream": put("stream", value="other"),
     "another version": put("version", value=8),
     "version a string": put("version", value="7"),
@@ -174,6 +189,9 @@ def test_an_oversized_manifest_is_refused_unread(monkeypatch: pytest.MonkeyPatch
     assert manifests.MAX_BYTES == 16 << 20
     monkeypatch.setattr(manifests, "MAX_BYTES", len(GOLDEN))
     assert read(GOLDEN) == FULL
+    first = read(GOLDEN_1)
+    assert first == msgspec.structs.replace(FULL, format="pulse.manifest.1", identity="", digest=first.digest)
+    assert first.to_bytes() == GOLDEN_1
     monkeypatch.setattr(manifests, "MAX_BYTES", len(GOLDEN) - 1)
     with pytest.raises(CorruptManifest, match="more than"):
         read(GOLDEN)

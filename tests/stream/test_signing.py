@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pulse_rl import ChainGap, InputError, MemoryStore, Publisher, PulseError, Signer, Subscriber, Untrusted, state_root
+from pulse_rl import ChainGap, InputError, MemoryStore, Publisher, Signer, Subscriber, Untrusted, state_root
+from pulse_rl.events import Event, PathFailed
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
 
@@ -29,12 +30,20 @@ def test_signed_versions_are_followed() -> None:
 def test_unsigned_and_strange_signatures_are_refused(signer: Signer | None) -> None:
     store, trusted = MemoryStore(), Signer.generate()
     Publisher(store, stream="s", signer=trusted).publish(STATE)
-    subscriber = Subscriber(store, stream="s", trusted_keys=[trusted.public_key])
+    events: list[Event] = []
+    subscriber = Subscriber(store, stream="s", trusted_keys=[trusted.public_key], on_event=events.append)
     subscriber.sync()
     Publisher(store, stream="s", signer=signer).publish({"w": STATE["w"] * 2})
-    with pytest.raises((Untrusted, ChainGap), match=r"not signed|untrusted key"):
-        subscriber.sync()
+    assert subscriber.sync() is None
     assert subscriber.root == state_root(STATE)
+    (refused,) = [event for event in events if isinstance(event, PathFailed)]
+    assert (refused.link, refused.kind) == ("version 1", "untrusted")
+    with pytest.raises(ChainGap, match=r"not signed|untrusted key"):
+        subscriber.sync(target=1)
+    empty = MemoryStore()
+    Publisher(empty, stream="s", signer=signer).publish(STATE)
+    with pytest.raises(Untrusted, match=r"not signed|untrusted key"):
+        Subscriber(empty, stream="s", trusted_keys=[trusted.public_key]).sync()
 
 
 def test_a_changed_manifest_loses_its_signature() -> None:
@@ -64,9 +73,9 @@ def test_a_payload_of_the_attacker_leads_nowhere() -> None:
         f"s/payloads/{payload.parts[0].sha256}.patch", store.get(f"s/payloads/{payload.parts[0].sha256}.patch")[::-1]
     )
     subscriber = Subscriber(store, stream="s", trusted_keys=[signer.public_key])
-    with pytest.raises(PulseError):
+    with pytest.raises(ChainGap):
         subscriber.sync()
-    assert subscriber.status == "empty" or subscriber.root == state_root(STATE)
+    assert subscriber.root == state_root(STATE)
 
 
 def test_keys_are_kept_in_files(tmp_path: Path) -> None:
@@ -99,7 +108,8 @@ def test_the_command_line_signs_and_trusts(tmp_path: Path, capsys: pytest.Captur
     assert main(["verify", store, "--stream", "s", "--trust", key]) == 0
     assert main(publish) == 1
     assert "is signed (Give the key" in capsys.readouterr().err
-    Publisher(store, stream="s").publish(STATE)  # a stranger
-    assert main([*follow, str(tmp_path / "b"), "--trust", key]) == 1
+    Publisher(store, stream="s").publish({"w": STATE["w"] + 1})  # a stranger
+    assert main([*follow, str(tmp_path / "b"), "--trust", key]) == 0
+    assert state_root(tmp_path / "b") == state_root(STATE)
     assert main(["verify", store, "--stream", "s", "--trust", key]) == 1
     assert main(["verify", store, "--stream", "s"]) == 0

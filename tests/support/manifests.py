@@ -7,6 +7,7 @@ from pulse_rl.stream.manifest import FORMAT, AnchorRef, Manifest, PatchRef, Payl
 FULL = Manifest(
     format=FORMAT,
     stream="policy",
+    identity="5eed" * 8,
     version=7,
     epoch=2,
     root="0123456789abcdef" * 4,
@@ -18,4 +19,6 @@ FULL = Manifest(
     metadata={"step": 7, "reward": 0.5, "note": "größe", "kept": True},
     patch=PatchRef(6, "a" * 64, 12, (Payload("b" * 64, 99),)),
     anchor=AnchorRef((Payload("c" * 64, 1500), Payload("d" * 64, 700))),
+    digest="",
+    signature=None,
 ).sealed()

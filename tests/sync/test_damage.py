@@ -282,7 +282,7 @@ def test_a_manifest_that_claims_terabytes_is_refused_before_they_are_allocated()
     payload = Payload(sha256(head).hexdigest(), len(head) + nbytes)
     claim = msgspec.structs.replace(
         FULL, version=0, elements=nbytes // 2, dense_bytes=nbytes, patch=None, anchor=AnchorRef((payload,))
-    )
+    ).sealed()
     store = MemoryStore()
     store.put(f"policy/payloads/{payload.sha256}.safetensors", head + bytes(70_000))
     store.put(manifest_name(0), claim.to_bytes())
@@ -295,7 +295,7 @@ def test_aliases_that_do_not_fit_are_refused(where: str, rng: Rng) -> None:
     """An alias of a tensor that does not exist would fail much later, in a worker's model."""
     states = history(rng, 3)
     store = stream_of(states, anchors={1} if where == "anchor" else set())
-    wrong = msgspec.structs.replace(manifest(store, 1), aliases={"head": "absent"})
+    wrong = msgspec.structs.replace(manifest(store, 1), aliases={"head": "absent"}).sealed()
     store.inner.put(manifest_name(1), wrong.to_bytes())
     _, subscriber, _ = follow(store, start=0 if where == "patch" else None)
     with pytest.raises(PulseError):

@@ -71,13 +71,18 @@ def test_a_head_that_cannot_be_restored_is_followed_by_an_anchor(rng: Rng) -> No
     assert (subscriber.version, live.root) == (3, state_root(states[3]))
 
 
-def test_a_damaged_head_manifest_is_followed_by_an_anchor(rng: Rng) -> None:
+def test_a_damaged_head_manifest_is_passed_over(rng: Rng) -> None:
+    """The newest version that can be read is the head; a worker that had taken the damaged one gets on all the same."""
     states = history(rng, 3)
     store = stream_of(states[:2])
+    live, subscriber = Live(), Subscriber(store, stream="policy")
+    live.apply(subscriber.sync())
     store.put("policy/versions/000000000001.json", b"{}")
     done, event = resumed(store, states[2])
-    assert (event.version, event.how) == (1, "anchored")
-    assert (done.version, done.anchored) == (2, True)
+    assert (event.version, event.how) == (0, "restored")
+    assert (done.version, done.anchored) == (2, False)
+    live.apply(subscriber.sync())
+    assert (subscriber.version, live.root) == (2, state_root(states[2]))
 
 
 def test_a_state_of_other_tensors_starts_anew(rng: Rng) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,7 +15,7 @@ from ..codec import Changes
 from ..errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
 from ..state import bits
 from ..state.digest import StateDigest
-from ..state.tensors import State, UIntArray
+from ..state.tensors import State, TensorSpec, UIntArray
 from .blocks import Block, Segment
 from .build import BuiltPatch
 from .changes import StateChanges, TensorChanges
@@ -31,11 +31,11 @@ class Patch:
     body: memoryview
 
     @classmethod
-    def parse(cls, data: bytes | memoryview, elements: int | None = None) -> Patch:
+    def parse(cls, data: bytes | memoryview, specs: Sequence[TensorSpec] | None = None) -> Patch:
         """Checks magic, header digest, caps and tiling; raises CorruptPatch. The blocks' own digests are checked when
-        they are decoded. ``elements``, where given, are those that the patch has to be for."""
+        they are decoded. ``specs``, where given, are the tensors that the patch has to be for."""
         view = memoryview(data)
-        header, size = parse_header(view, elements)
+        header, size = parse_header(view, specs)
         if size + header.body_bytes != len(view):
             raise CorruptPatch(f"the patch has {len(view)} bytes, its header implies {size + header.body_bytes}")
         return cls(header, view[size:])

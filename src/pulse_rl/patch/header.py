@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
@@ -28,6 +29,7 @@ BLOCK_UNIT = 1 << 20
 _PRELUDE = struct.Struct("<8sIIII32s")  # magic, format, flags (0), stored bytes, plain bytes, SHA-256 of stored
 PRELUDE_BYTES = _PRELUDE.size
 _LEVEL = 9
+_NUMBER_BYTES = 10
 _MAX_BLOCK_BYTES = 1 << 40
 _NO_DIGEST = sha256(b"").digest()
 
@@ -115,11 +117,11 @@ def check_block_elements(block_elements: int) -> None:
         raise InputError(f"block_elements must be a multiple of {BLOCK_UNIT} up to {MAX_BLOCK_ELEMENTS}")
 
 
-def parse_header(data: memoryview, elements: int | None = None) -> tuple[PatchHeader, int]:
+def parse_header(data: memoryview, specs: Sequence[TensorSpec] | None = None) -> tuple[PatchHeader, int]:
     """(header, bytes of prelude and header) from the start of a patch file; raises CorruptPatch.
 
-    A reader that knows how many ``elements`` its state has says so: a header that speaks of more is then refused before
-    its blocks, which may be many for its size, are made.
+    A reader that knows the ``specs`` of its state says so: a header that is longer than any for these tensors, or
+    speaks of more elements, is then refused before it takes memory.
     """
     if len(data) < PRELUDE_BYTES:
         raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this one has {len(data)}")
@@ -130,14 +132,25 @@ def parse_header(data: memoryview, elements: int | None = None) -> tuple[PatchHe
         raise CorruptPatch(f"patch format {version} (flags {flags}) is unknown", hint="Upgrade pulse-rl to read it.")
     if stored > MAX_HEADER_BYTES or plain > MAX_HEADER_BYTES:
         raise CorruptPatch(f"the header claims {max(stored, plain)} bytes, more than {MAX_HEADER_BYTES}")
+    if specs is not None and plain > _most_bytes(specs):
+        raise CorruptPatch(f"the header claims {plain} bytes, more than one for these tensors can have")
     body = data[PRELUDE_BYTES : PRELUDE_BYTES + stored]
     if len(body) != stored or sha256(body).digest() != digest:
         raise CorruptPatch("the header is truncated or does not match its SHA-256")
     try:
-        header = _Reader(_zstd.decompress(body, plain)).header(elements)
+        header = _Reader(_zstd.decompress(body, plain)).header(
+            None if specs is None else sum(s.elements for s in specs)
+        )
     except (FormatError, InputError) as error:
         raise CorruptPatch(f"the header is malformed: {error}") from error
     return header, PRELUDE_BYTES + stored
+
+
+def _most_bytes(specs: Sequence[TensorSpec]) -> int:
+    """An upper bound of the plain header of a patch for these tensors."""
+    names = sum(len(spec.name.encode()) + _NUMBER_BYTES * (3 + len(spec.shape)) + 1 for spec in specs)
+    blocks = sum(spec.elements // BLOCK_UNIT + 1 for spec in specs)
+    return 64 + 2 * _NUMBER_BYTES + names + blocks * (1 + 2 * _NUMBER_BYTES + 32)
 
 
 class _Reader:

@@ -17,11 +17,13 @@ import numpy as np
 from ..errors import CorruptManifest, InputError
 from ..events import Metadata
 
-FORMAT = "pulse.manifest.1"
+FORMAT = "pulse.manifest.2"
+FORMAT_WITHOUT_IDENTITY = "pulse.manifest.1"
 MAX_BYTES = 16 << 20
 MAX_NUMBER = (1 << 63) - 1
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,19 +58,21 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.1".
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.2".
 
-    ``root`` is the root of the state, which has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the
-    other names of tied tensors to the stored ones; ``metadata`` is the publisher's own data. ``epoch`` is the
-    publisher's claim to the stream, ``publisher`` a random identifier of the process that wrote the manifest: two
-    publishers never write equal manifests. ``digest`` is the SHA-256 of the bytes with an empty digest and no
-    ``signature``. ``created`` is in Unix seconds and informational only. At least one of ``patch`` and ``anchor`` is
-    present.
+    ``identity`` is the stream's: 32 random hexadecimal digits, chosen at its birth, which tell it from every other
+    stream of this name; "" in the format "pulse.manifest.1", which has none. ``root`` is the root of the state, which
+    has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the other names of tied tensors to the stored
+    ones; ``metadata`` is the publisher's own data. ``epoch`` is the publisher's claim to the stream, ``publisher`` a
+    random identifier of the process that wrote the manifest: two publishers never write equal manifests. ``digest`` is
+    the SHA-256 of the bytes with an empty digest and no ``signature``. ``created`` is in Unix seconds and informational
+    only. At least one of ``patch`` and ``anchor`` is present.
     """
 
     format: str
     stream: str
+    identity: str = ""
     version: int
     epoch: int
     root: str
@@ -80,8 +84,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: Metadata
     patch: PatchRef | None
     anchor: AnchorRef | None
-    digest: str = ""
-    signature: Signature | None = None
+    digest: str
+    signature: Signature | None
 
     def to_bytes(self) -> bytes:
         """Canonical JSON."""
@@ -112,7 +116,7 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         manifest = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptManifest(f"{what} does not decode: {error}") from error
-    if manifest.format != FORMAT:
+    if manifest.format not in (FORMAT, FORMAT_WITHOUT_IDENTITY):
         raise CorruptManifest(f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it.")
     if (manifest.stream, manifest.version) != (stream, version):
         raise CorruptManifest(f"{what} claims to be version {manifest.version} of {manifest.stream!r}")
@@ -126,6 +130,8 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
 def _flaws(manifest: Manifest) -> Iterator[str]:
     """What is wrong with the values of a manifest that is well-formed."""
     patch, anchor = manifest.patch, manifest.anchor
+    if (manifest.format == FORMAT) != is_identity(manifest.identity):
+        yield f"has the identity {manifest.identity!r}"
     payloads = [*(patch.parts if patch else ()), *(anchor.shards if anchor else ())]
     if patch and (not 0 <= patch.base < manifest.version or not patch.parts):
         yield f"has a patch from version {patch.base}"
@@ -144,6 +150,11 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield "has a digest that is not 64 lower-case hexadecimal digits"
     if manifest.digest != manifest.own_digest():
         yield "does not match its own digest"
+
+
+def is_identity(text: str) -> bool:
+    """Whether ``text`` can be a stream's identity."""
+    return _IDENTITY.fullmatch(text) is not None
 
 
 def checked_metadata(metadata: Mapping[str, object]) -> Metadata:

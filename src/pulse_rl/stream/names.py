@@ -6,13 +6,17 @@ Names are zero-padded numbers, SHA-256 digests and checked words, so that no nam
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import InvalidName
+from ..errors import InvalidName, StreamError
 
 PATCH, SHARD = "patch", "safetensors"
 """The kinds of payload: a patch, and one file of an anchor."""
+
+MOST = 10**12 - 1
+"""The greatest version, epoch or round."""
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[0-9]{12}")
@@ -91,8 +95,8 @@ class StreamNames:
     def payload(self, sha256: str, kind: str) -> str:
         return f"{self.payloads}/{sha256}.{kind}"
 
-    def fold(self, base: int, version: int, nbytes: int, sha256: str) -> str:
-        return f"{self.links}/{version:012d}-{base:012d}-{nbytes:015d}-{sha256}"
+    def fold(self, fold: FoldName) -> str:
+        return f"{self.links}/{fold.version:012d}-{fold.base:012d}-{fold.nbytes:015d}-{fold.sha256}"
 
     def anchor(self, version: int, nbytes: int) -> str:
         return f"{self.links}/{version:012d}-anchor-{nbytes:015d}"
@@ -160,6 +164,18 @@ class GroupNames:
     @property
     def _folder(self) -> str:
         return f"{self.stream.stream}/groups/{self.group}"
+
+
+def first_free(taken: Iterable[int], after: int) -> int:
+    """The first number above ``after`` that is not ``taken``. Raises StreamError where there is none."""
+    free = after + 1
+    for number in sorted(number for number in taken if number > after):
+        if number > free:
+            break
+        free = number + 1
+    if free > MOST:
+        raise StreamError(f"no number above {after} is free", hint="Begin another stream.")
+    return free
 
 
 def check_word(word: object, what: str) -> None:

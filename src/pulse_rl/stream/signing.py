@@ -1,6 +1,8 @@
-"""Ed25519 signatures of manifests, for stores that others can write to (extra ``[sign]``).
+"""Ed25519 signatures, for stores that others can write to (extra ``[sign]``).
 
-A manifest holds the root of its version, and a root covers every bit of the state, so nothing else needs a signature.
+A manifest holds the root of its version, and a root covers every bit of the state, so no weight needs another
+signature. Claims and folds' links have signatures so that nobody else stops a publisher, or makes a worker try what
+leads nowhere.
 """
 
 from __future__ import annotations
@@ -51,8 +53,11 @@ class Signer:
 
     def sign(self, manifest: Manifest) -> Manifest:
         """``manifest`` with this key's signature."""
-        value = self._key.sign(manifest.with_signature(None).to_bytes()).hex()
-        return manifest.with_signature(Signature(self.public_key, value))
+        return manifest.with_signature(self.signature(manifest.with_signature(None).to_bytes()))
+
+    def signature(self, message: bytes) -> Signature:
+        """This key's signature of ``message``."""
+        return Signature(self.public_key, self._key.sign(message).hex())
 
 
 class TrustedKeys:
@@ -65,16 +70,20 @@ class TrustedKeys:
 
     def check(self, manifest: Manifest) -> None:
         """Raises Untrusted."""
+        what = f"the manifest of version {manifest.version} of {manifest.stream!r}"
+        self.check_message(manifest.with_signature(None).to_bytes(), manifest.signature, what)
+
+    def check_message(self, message: bytes, signature: Signature | None, what: str) -> None:
+        """Raises Untrusted, in which ``what`` names the message, unless one of the keys has signed it."""
         from cryptography.exceptions import InvalidSignature
 
-        what = f"the manifest of version {manifest.version} of {manifest.stream!r}"
-        if manifest.signature is None:
+        if signature is None:
             raise Untrusted(f"{what} is not signed")
-        key = self._keys.get(manifest.signature.key)
+        key = self._keys.get(signature.key)
         if key is None:
-            raise Untrusted(f"{what} is signed by an untrusted key {manifest.signature.key[:16]}…")
+            raise Untrusted(f"{what} is signed by an untrusted key {signature.key[:16]!r}…")
         try:
-            key.verify(bytes.fromhex(manifest.signature.value), manifest.with_signature(None).to_bytes())
+            key.verify(bytes.fromhex(signature.value), message)
         except (InvalidSignature, ValueError):
             raise Untrusted(f"{what} has an invalid signature") from None
 

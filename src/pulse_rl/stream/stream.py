@@ -2,34 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
+from typing import NamedTuple
 
-from ..errors import CorruptCheckpoint, CorruptManifest, DigestMismatch, PublisherConflict
+from ..errors import CorruptCheckpoint, CorruptManifest, DigestMismatch, InputError, NotFound, PulseError, Untrusted
 from ..store.base import Data, Store, create_or_confirm
 from . import manifest as manifests
 from .anchor import RangeReader
 from .chain import Link
-from .manifest import Manifest, Payload
-from .names import SHARD, AnchorName, EpochName, FoldName, StreamNames, VersionName
-from .signing import TrustedKeys
+from .claims import Claims
+from .doubts import UNREADABLE, Doubts
+from .manifest import Manifest, Payload, is_identity
+from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName, first_free
+from .signing import Signer, TrustedKeys
+from .statements import MAX_BYTES, check_fold, fold_statement
 
 # Above the length of a stream that is kept in order, so that looking for a way around a gap reads each manifest once.
 _KEPT_MANIFESTS = 1 << 14
-_CLAIM_TRIES = 100
+_READS = 3  # before a manifest is held to be damaged: networks corrupt bytes more often than disks do
+
+
+class Head(NamedTuple):
+    """What a look for the newest version found: its ``manifest``, the ``listed`` versions, readable or not, ascending;
+    and where there is no manifest, the ``error`` for which the newest one was refused."""
+
+    manifest: Manifest | None
+    listed: list[int]
+    error: PulseError | None = None
+
+    def free(self, after: int) -> int:
+        """The first number above version ``after`` that is not taken. Raises StreamError at the end of the numbers."""
+        return first_free(self.listed, after)
 
 
 class Stream:
-    """Versions, payloads, epochs, and links: empty objects whose names say all that planning needs (docs/format.md, 6).
+    """Versions, payloads, claims, and links: objects whose names say all that planning needs (docs/format.md, 6).
 
-    Raises InvalidName. With ``trusted`` keys only manifests that one of them has signed are read.
+    Raises InvalidName. With ``trusted`` keys only what one of them has signed is believed. ``signer`` signs claims and
+    folds' links. ``identity``: only versions of this very stream are read; None: of whatever stream has the name. The
+    listener ``on_refused`` is told once of each version that `newest` passes over.
     """
 
-    def __init__(self, store: Store, name: str, trusted: TrustedKeys | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        trusted: TrustedKeys | None = None,
+        *,
+        signer: Signer | None = None,
+        identity: str | None = None,
+        on_refused: Callable[[int, PulseError], None] | None = None,
+    ) -> None:
+        if identity is not None and not is_identity(identity):
+            raise InputError(f"{identity!r} is not a stream's identity", hint="It has 32 hexadecimal digits.")
         self.store = store
         self.name = name
         self.names = StreamNames(name)
+        self.identity = identity
+        self.claims = Claims(store, self.names, signer, trusted)
+        self._signer = signer
         self._trusted = trusted
+        self._on_refused = on_refused
+        self._doubts, self._doubts_of_anybody = Doubts(), Doubts()
         self._manifests: dict[int, Manifest] = {}
         self._listed_bytes: dict[int, int] = {}
 
@@ -44,57 +80,98 @@ class Stream:
                     self._listed_bytes[name.version] = info.nbytes
         return found
 
+    def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
+        """The highest version above ``after`` that can be read and trusted; others may lie above it. Bounded work,
+        however many these are: what was refused is looked at again ever more rarely. With ``anybody``, of any stream
+        that has the name."""
+        listed = self.versions(after)
+        doubts = self._doubts_of_anybody if anybody else self._doubts
+        doubts.look()
+        for version in doubts.order(listed[::-1]):
+            if not doubts.spend(self._listed_bytes.get(version, 0)):
+                break
+            try:
+                manifest = self._read(version) if anybody else self.manifest(version)
+            except UNREADABLE as error:
+                if doubts.add(version, error) and self._on_refused and not anybody:
+                    self._on_refused(version, error)
+            else:
+                doubts.clear(version)
+                return Head(manifest, listed)
+        return Head(None, listed, doubts.error(listed[::-1]))
+
     def manifest(self, version: int) -> Manifest:
         """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are cached."""
         if version not in self._manifests:
-            name = self.names.version(version)
-            nbytes = self._listed_bytes.pop(version, None) or self.store.head(name).nbytes
-            if nbytes > manifests.MAX_BYTES:
-                raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
+            manifest = self._read(version)
             while len(self._manifests) >= _KEPT_MANIFESTS:
                 del self._manifests[next(iter(self._manifests))]
-            try:
-                manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
-            except CorruptManifest:  # as with payloads: retry once before reporting it
-                manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
-            if self._trusted:
-                self._trusted.check(manifest)
             self._manifests[version] = manifest
-        return self._manifests[version]
+        manifest = self._manifests[version]
+        if self.identity and manifest.identity not in ("", self.identity):
+            raise Untrusted(
+                f"the manifest of version {version} of {self.name!r} is of another stream of this name, "
+                f"{manifest.identity}, not {self.identity}",
+                hint="The stream was begun anew, or someone else writes to the store.",
+            )
+        return manifest
+
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether the store still has this very manifest."""
+        name = self.names.version(manifest.version)
+        try:
+            return self.store.head(name).nbytes == len(data := manifest.to_bytes()) and self.store.get(name) == data
+        except NotFound:
+            return False
+
+    def lists(self, version: int) -> bool:
+        """Whether the store has a manifest of this version."""
+        return self._has(self.names.version(version))
+
+    def stores(self, manifest: Manifest) -> bool:
+        """Whether the store has all payloads that a manifest names."""
+        patch = manifest.patch.parts if manifest.patch else ()
+        shards = manifest.anchor.shards if manifest.anchor else ()
+        named = [*((payload, PATCH) for payload in patch), *((payload, SHARD) for payload in shards)]
+        return all(self._has(self.names.payload(payload.sha256, kind)) for payload, kind in named)
+
+    def forget(self) -> None:
+        """Forgets the manifests that were read, and which stream they were of."""
+        self._manifests.clear()
+        self._doubts = Doubts()
+        self.identity = None
 
     def commit(self, manifest: Manifest) -> bool:
-        """Creates the manifest, which commits its version. False when another publisher has taken the version."""
+        """Creates the manifest, which commits its version. False when the version is taken."""
         return create_or_confirm(self.store, self.names.version(manifest.version), manifest.to_bytes())
 
-    def claim(self, publisher: str) -> int:
-        """Creates the next epoch of the stream for this publisher and returns it; older publishers then stop."""
-        epoch = max(self.epochs(0), default=0)
-        for _ in range(_CLAIM_TRIES):
-            epoch += 1
-            if create_or_confirm(self.store, self.names.epoch(epoch), publisher.encode()):
-                return epoch
-        raise PublisherConflict(f"{_CLAIM_TRIES} other publishers claimed {self.name!r} at the same time")
-
-    def epochs(self, after: int) -> list[int]:
-        """The claimed epochs greater than ``after``, ascending."""
-        listed = self.store.list(self.names.epochs, self.names.epoch(after))
-        names = [self.names.parse(info.name) for info in listed]
-        return [name.epoch for name in names if isinstance(name, EpochName)]
-
     def links(self, after: int | None = None) -> list[Link]:
-        """The listed folds and anchors of versions greater than ``after``. One listing, no reads."""
+        """The listed folds and anchors of versions greater than ``after``. One listing, no reads.
+
+        With trusted keys, folds whose links are empty are left out: nobody has signed them.
+        """
         start_after = None if after is None else self.names.links_from(after + 1)
         found = []
         for info in self.store.list(self.names.links, start_after):
             match self.names.parse(info.name):
                 case FoldName(version, base, nbytes, digest) if version - base > 1 and nbytes > 0:
+                    if self._trusted and not 0 < info.nbytes <= MAX_BYTES:
+                        continue
                     found.append(Link(base, version, nbytes, (Payload(digest, nbytes),)))
                 case AnchorName(version, nbytes):
                     found.append(Link(None, version, nbytes))
         return found
 
+    def check_link(self, link: Link) -> None:
+        """Raises Untrusted for a fold that no trusted key has signed: before anything is done for it."""
+        if self._trusted and link.base is not None and link.payloads and not self._names_patch(link):
+            fold = FoldName(link.version, link.base, link.nbytes, link.payloads[0].sha256)
+            data = self.store.get(self.names.fold(fold))
+            check_fold(data, self.name, self.identity or "", fold, self._trusted)
+
     def put_fold_link(self, base: int, version: int, payload: Payload) -> None:
-        self.store.put(self.names.fold(base, version, payload.bytes, payload.sha256), b"")
+        fold = FoldName(version, base, payload.bytes, payload.sha256)
+        self.store.put(self.names.fold(fold), fold_statement(self.name, self.identity or "", fold, self._signer))
 
     def put_anchor_link(self, version: int, nbytes: int) -> None:
         self.store.put(self.names.anchor(version, nbytes), b"")
@@ -116,6 +193,34 @@ class Stream:
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
         raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
+
+    def _has(self, name: str) -> bool:
+        try:
+            self.store.head(name)
+        except NotFound:
+            return False
+        return True
+
+    def _read(self, version: int) -> Manifest:
+        name = self.names.version(version)
+        nbytes = self._listed_bytes.pop(version, None) or self.store.head(name).nbytes
+        if nbytes > manifests.MAX_BYTES:
+            raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
+        for tries in reversed(range(_READS)):
+            try:
+                manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
+                break
+            except CorruptManifest:
+                if not tries:
+                    raise
+        if self._trusted:
+            self._trusted.check(manifest)
+        return manifest
+
+    def _names_patch(self, link: Link) -> bool:
+        """Whether the version's manifest names the link itself, as it does its patch."""
+        patch = self.manifest(link.version).patch
+        return patch is not None and (patch.base, patch.parts) == (link.base, link.payloads)
 
     def shard_reader(self, payload: Payload) -> RangeReader:
         """Reads ranges of an anchor's shard. Raises NotFound, and CorruptCheckpoint where it has another length."""

@@ -40,19 +40,31 @@ class _Fetched(NamedTuple):
 def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     """Follows the cheapest working path of links to version ``target``; returns seconds by phase (see `Synced`).
 
-    A link whose object is missing or damaged is avoided and the path planned again. Raises ChainGap when none is left;
-    the host state then stays at the last verified version. StoreUnavailable passes through.
+    A link whose object is missing or damaged is avoided and the path planned again. A path from an anchor is followed
+    beside the state, which it replaces at its end: a state never goes back. Raises ChainGap when no path is left; the
+    host state then stays at the last verified version. StoreUnavailable passes through.
     """
     host.recover()
     timer, route = PhaseTimer(), Route(stream, target)
+    beside: HostState | None = None
+    passed: list[Link] = []
     while host.version != target:
-        path = route.plan(host.version)
+        try:
+            path = route.plan(beside.version if beside else host.version)
+        except ChainGap:
+            if beside is None:
+                raise
+            beside = None
+            continue
         timer.end("plan")
+        if host.version is not None and path[0].base is None:
+            beside, passed = HostState(threads=host.threads, listener=host.listener), []
         with closing(_fetch_ahead(stream, path)) as fetched:
             for item in fetched:
                 timer.end("fetch")
                 try:
-                    _follow(host, stream, item)
+                    _follow(beside or host, stream, item)
+                    passed.append(item.link)
                 except BROKEN_LINK as error:
                     route.avoid(item.planned, item.link, error)
                     if host.listener:
@@ -60,6 +72,8 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     break
                 finally:
                     timer.end("restore" if item.link.base is None else "apply")
+        if beside and beside.version == target:
+            host.replace(passed, beside.state, beside.digest)
         timer.end("fetch")
     return timer.seconds
 
@@ -91,6 +105,7 @@ def _payload_of(stream: Stream, link: Link, manifest: Manifest) -> bytes | None:
         return None
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
         raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
+    stream.check_link(link)
     parts = link.payloads or ()
     if len(parts) != 1:
         raise FormatError(f"{link} has {len(parts)} parts", hint="Upgrade pulse-rl to read it.")
@@ -103,11 +118,11 @@ def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> None:
     link, manifest = fetched.link, fetched.manifest
     assert manifest is not None
     if fetched.payload is None:
-        host.replace(link, *_restored(host, stream, manifest))
+        host.replace([link], *_restored(host, stream, manifest))
         return
     if link.base != host.version:
         raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
-    patch = Patch.parse(fetched.payload, host.state.elements)
+    patch = Patch.parse(fetched.payload, host.state.specs)
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
     _check_aliases(manifest, host.state)

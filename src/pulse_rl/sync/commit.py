@@ -7,17 +7,19 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from ..errors import FormatError, NotFound, PublisherConflict, StoreError, Untrusted
+from ..errors import PublisherConflict, StoreError
 from ..events import Metadata
 from ..stream import manifest as manifests
+from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
 from .draft import Draft
 from .upload import Uploaded
 
 
-class Claim:
-    """``epoch`` is 0 until the stream is claimed; ``head`` is the newest version known to be committed (None: none).
+class Committer:
+    """``epoch`` is 0 until the stream is claimed; ``head`` is the newest version known to be committed (None: none),
+    ``next`` the number of the one after it.
 
     ``publisher`` is a random word that tells this publisher's manifests from another's. Once another publisher has
     claimed the stream, every call raises PublisherConflict.
@@ -26,9 +28,22 @@ class Claim:
     def __init__(self, stream: Stream) -> None:
         self.publisher = secrets.token_hex(8)
         self.epoch = 0
-        self.head: int | None = None
+        self.head: Manifest | None = None
+        self.next = 0
         self._stream = stream
+        self._minted = secrets.token_hex(16)
+        self._claimed_as = ""
         self._refused: str | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The head's."""
+        return self.head.version if self.head else None
+
+    @property
+    def identity(self) -> str:
+        """The stream's identity, chosen here where the stream has none."""
+        return self._stream.identity or self._minted
 
     def check(self) -> None:
         """Raises PublisherConflict if this publisher has been superseded."""
@@ -36,17 +51,27 @@ class Claim:
             raise PublisherConflict(self._refused)
 
     def take(self) -> None:
-        """Claims the stream, if that is still to be done, and finds its head."""
-        if self.epoch == 0:
-            self.epoch = self._stream.claim(self.publisher)
-        self.head = newest(self._stream, self.head)
+        """Finds the head, and claims the stream if that is still to be done."""
+        self._find_head()
+        if self._claimed_as != self.identity:
+            self._claim()
+
+    def begin_anew(self) -> None:
+        """The store no longer holds the head: claims the stream again, and goes on from there. Raises PublisherConflict
+        if somebody else has begun another stream under its name."""
+        other = self._stream.newest(anybody=True).manifest
+        if other and other.identity not in ("", self.identity):
+            self._refuse(f"the stream {self._stream.name!r} was deleted and begun anew by another publisher")
+        self._find_head()
+        self._claim()
 
     def manifest(self, draft: Draft, uploaded: Uploaded, metadata: Metadata) -> Manifest:
         """The manifest of the version after the head, sealed but not signed."""
         return Manifest(
             format=manifests.FORMAT,
             stream=self._stream.name,
-            version=0 if self.head is None else self.head + 1,
+            identity=self.identity,
+            version=self.next,
             epoch=self.epoch,
             root=draft.target.root,
             elements=draft.state.elements,
@@ -57,43 +82,49 @@ class Claim:
             metadata=metadata,
             patch=uploaded.patch,
             anchor=uploaded.anchor,
+            digest="",
+            signature=None,
         ).sealed()
 
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest of the version after the head, which commits it. Repeating this after StoreUnavailable
         writes the same bytes, so that a commit whose reply was lost is found.
 
-        False if an older publisher, which did not know yet that it was superseded, has taken the version.
+        False if the version is taken: by an older publisher that did not know yet that it was superseded, which is the
+        head then, or by what is no version of this stream, which is passed over.
         """
-        newer = self._stream.epochs(self.epoch)
+        newer = self._stream.claims.after(self.epoch, self._stream.identity or "")
         if newer:
-            self._refuse(f"another publisher has taken over {self._stream.name!r} with epoch {newer[-1]}")
+            self._refuse(f"another publisher has taken over {self._stream.name!r} with epoch {newer}")
         if not self._stream.commit(manifest):
-            epoch = self._epoch_of(manifest.version)
-            if epoch > self.epoch:
-                self._refuse(f"version {manifest.version} was committed by a publisher with epoch {epoch}")
+            with suppress(*UNREADABLE):
+                there = self._stream.manifest(manifest.version)
+                if there.epoch > self.epoch:
+                    self._refuse(f"version {there.version} was committed by a publisher with epoch {there.epoch}")
+            self._find_head()
             return False
-        self.head = manifest.version
+        self.head, self.next = manifest, manifest.version + 1
+        self._stream.identity = manifest.identity
         if manifest.anchor:
             # Listed for new workers. The manifest names it too, so failing to list it does not fail the publish.
             with suppress(StoreError):
                 self._stream.put_anchor_link(manifest.version, sum(p.bytes for p in manifest.anchor.shards))
         return True
 
-    def _epoch_of(self, version: int) -> int:
-        """The epoch of a version that already exists; 0 if its manifest is damaged or gone: no publisher to yield
-        to."""
-        try:
-            return self._stream.manifest(version).epoch
-        except (FormatError, NotFound, Untrusted):
-            return 0
+    def _find_head(self) -> None:
+        found = self._stream.newest(self.version)
+        if found.manifest:
+            self.head = found.manifest
+            self._stream.identity = self._stream.identity or found.manifest.identity or None
+        elif found.listed and self.head is None:
+            self._minted = self._stream.claims.identity() or self._minted
+        self.next = found.free(-1 if self.version is None else self.version)
+
+    def _claim(self) -> None:
+        above = max(self.head.epoch if self.head else 0, self.epoch)
+        self.epoch = self._stream.claims.take(self.publisher, self.identity, above, born=bool(self._stream.identity))
+        self._claimed_as = self.identity
 
     def _refuse(self, reason: str) -> NoReturn:
-        self._refused = f"{reason}; this one (epoch {self.epoch}) has stopped, and the chain is intact"
+        self._refused = f"{reason}; the chain is intact"
         raise PublisherConflict(self._refused)
-
-
-def newest(stream: Stream, known: int | None) -> int | None:
-    """The newest version that the store lists, ``known`` where it lists none above that one."""
-    above = stream.versions(known)
-    return above[-1] if above else known

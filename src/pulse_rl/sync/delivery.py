@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -49,9 +49,9 @@ class Delivery:
         pending = None if self.pending is None else (*self.pending, changes)
         return replace(self, links=(*self.links, link), pending=pending)
 
-    def after_restore(self, link: Link, old: State, new: State) -> Delivery:
+    def after_restore(self, restored: Sequence[Link], old: State, new: State) -> Delivery:
         """Pending as changes if ``new`` has the tensors of ``old``, else everything is new."""
-        links = (*self.links, link)
+        links = (*self.links, *restored)
         if self.pending is None or old.specs != new.specs:
             return Delivery(links=links)
         return replace(self, links=links, pending=(*self.pending, difference(old, new)))

@@ -6,7 +6,7 @@ The publisher's baseline and the subscriber's state are both host states: restor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -136,13 +136,13 @@ class HostState:
             else:
                 self._watcher.replaced()
 
-    def replace(self, link: Link, state: State, digest: StateDigest) -> None:
-        """Takes ``state``, which was restored from the anchor ``link`` and verified, in place of the old one."""
+    def replace(self, links: Sequence[Link], state: State, digest: StateDigest) -> None:
+        """Takes ``state``, which was restored along ``links`` from an anchor and verified, in place of the old one."""
         if self._watcher:
             self._watcher.replaced()
         old = self._at
-        delivery = old.delivery.after_restore(link, old.state, state) if old else Delivery(links=(link,))
-        self._at = _Position(link.version, state, digest, delivery)
+        delivery = old.delivery.after_restore(links, old.state, state) if old else Delivery(links=tuple(links))
+        self._at = _Position(links[-1].version, state, digest, delivery)
         self.poisoned = False
 
     # -- what the owner knows

@@ -7,6 +7,7 @@ baseline follows.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -14,8 +15,8 @@ from typing import NamedTuple, Self
 from .. import codec as codecs
 from .._util.serial import SerialThread, Unique, unstoppable
 from .._util.threads import checked_threads
-from ..errors import FormatError, InputError, PublisherConflict, Untrusted
-from ..events import Listener, Metadata, PhaseTimer, Published, failures_to
+from ..errors import InputError, PublisherConflict, PulseError
+from ..events import Event, Listener, Metadata, PathFailed, PhaseTimer, Published, Resumed, failures_to
 from ..state.checkpoint import StateSource, as_state
 from ..state.tensors import State
 from ..store import Store, open_store
@@ -24,7 +25,7 @@ from ..stream import manifest as manifests
 from ..stream.manifest import Manifest, checked_metadata
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
-from .commit import Claim
+from .commit import Committer
 from .draft import Draft, make_draft
 from .folds import FoldMaker
 from .host_state import HostState
@@ -33,14 +34,15 @@ from .resume import resume
 from .upload import upload
 
 _MAX_STALE_COMMITS = 8
-_SEARCHED_FOR_HEAD = 64
+_LATEST_COMMIT_SECONDS = 600.0
 
 
 class _Pending(NamedTuple):
-    """A version whose payloads are stored and whose commit is not confirmed."""
+    """A version whose payloads were stored at ``uploaded`` (Unix seconds) and whose commit is not confirmed."""
 
     manifest: Manifest
     draft: Draft
+    uploaded: float
 
 
 class Publisher(Unique):
@@ -51,8 +53,9 @@ class Publisher(Unique):
     patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``shard_bytes``: the size at which an
     anchor's file is followed by another. ``folds``: the spans, in versions, over which folds are made in the
     background, for about 6 bytes of memory for every BF16 weight that changed within a span (``pulse fold`` makes them
-    on any machine). ``signer`` signs every manifest; then only versions signed by its
-    key or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) serve as baseline and as `head`.
+    on any machine). ``signer`` signs every manifest, claim and fold; then only what is signed by its key or by one of
+    ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``identity``: the stream's (`Manifest.identity`)
+    where the caller knows it; versions of another stream of this name are then passed over.
 
     ``mode``: "patch"; "anchor", each version as an anchor alone; or "auto", which takes for each version what needs
     less time from trainer to worker over a link of ``bandwidth`` (bit/s, or text such as "50Mbit"), by the model of
@@ -77,6 +80,7 @@ class Publisher(Unique):
         folds: Collection[int] = (),
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
+        identity: str | None = None,
         mode: str = "patch",
         bandwidth: str | float | None = None,
         threads: int | None = None,
@@ -91,7 +95,14 @@ class Publisher(Unique):
         self._serial = SerialThread("Publisher")
         self._mode = ModeSelector(mode, bandwidth, codec, threads)
         keys = [*([signer.public_key] if signer else ()), *trusted_keys]
-        self._stream = Stream(open_store(store), stream, TrustedKeys(keys) if keys else None)
+        self._stream = Stream(
+            open_store(store),
+            stream,
+            TrustedKeys(keys) if keys else None,
+            signer=signer,
+            identity=identity,
+            on_refused=self._refused,
+        )
         self._codec = codec
         self._signer = signer
         self._anchor_ratio = anchor_ratio
@@ -99,27 +110,28 @@ class Publisher(Unique):
         self._threads = threads
         self._listener = on_event
         self._folds = FoldMaker(self._stream, folds, codec=codec, threads=threads, listener=on_event)
-        self._claim = Claim(self._stream)
+        self._committer = Committer(self._stream)
         self._baseline = self._new_baseline()
-        self._since_anchor = 0
+        self._since_anchor: float = 0
         self._pending: _Pending | None = None
 
-    def publish(self, source: StateSource, *, metadata: Metadata | None = None) -> Published:
+    def publish(self, source: StateSource, *, metadata: Metadata | None = None, anchor: bool = False) -> Published:
         """Commits a state as the next version and returns what it cost.
 
         ``source``: a mapping of names to tensors (a ``state_dict``), a `State`, or a checkpoint's path; it must not
-        change during the call. ``metadata``: the caller's own data about the version, small and flat.
+        change during the call. ``metadata``: the caller's own data about the version, small and flat. ``anchor``: store
+        an anchor with it, so that a newcomer can start here whatever it trusts or can reach of what was before.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises StoreUnavailable or StoreFull,
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
-        dtypes or shapes than the last is published with an anchor. Also raises UnsupportedTensor, InputError and
-        PublisherConflict.
+        dtypes or shapes than the last is published with an anchor; so is the next one where the head is lost from the
+        store, or was signed with another key. Also raises UnsupportedTensor, InputError and PublisherConflict.
         """
         with failures_to(self._listener, self._stream.name, "publish"):
             timer = PhaseTimer()
             facts = checked_metadata(metadata or {})
             state = as_state(source)
-            return self._serial.run(lambda: self._publish(state, facts, timer))
+            return self._serial.run(lambda: self._publish(state, facts, timer, anchor))
 
     def head(self) -> Manifest | None:
         """The newest committed version that can be read and trusted, None while there is none. Its metadata tells a
@@ -145,15 +157,13 @@ class Publisher(Unique):
         self.close()
 
     def _head(self) -> Manifest | None:
-        error: FormatError | Untrusted | None = None
-        for version in reversed(self._stream.versions()[-_SEARCHED_FOR_HEAD:]):
-            try:
-                return self._stream.manifest(version)
-            except (FormatError, Untrusted) as unreadable:
-                error = error or unreadable
-        if error:
-            raise error
-        return None
+        found = self._stream.newest()
+        if found.error:
+            raise found.error
+        return found.manifest
+
+    def _refused(self, version: int, error: PulseError) -> None:
+        self._tell(PathFailed(self._stream.name, f"version {version}", str(error), error.kind))
 
     def _forget(self) -> None:
         self._folds.wait()
@@ -161,7 +171,7 @@ class Publisher(Unique):
 
     # -- in the order of a publish
 
-    def _publish(self, state: State, facts: Metadata, timer: PhaseTimer) -> Published:
+    def _publish(self, state: State, facts: Metadata, timer: PhaseTimer, anchor: bool) -> Published:
         for _ in range(_MAX_STALE_COMMITS):
             self._settle()
             self._resume(state)
@@ -170,65 +180,83 @@ class Publisher(Unique):
             uploaded = upload(
                 self._stream,
                 draft,
-                with_anchor=self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes,
+                with_anchor=anchor or self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes,
                 shard_bytes=self._shard_bytes,
                 threads=self._threads,
                 listener=self._listener,
             )
             timer.end("upload")
-            manifest = self._claim.manifest(draft, uploaded, facts)
+            manifest = self._committer.manifest(draft, uploaded, facts)
             if self._signer:
                 manifest = self._signer.sign(manifest)
             # Before it is created for good: what no reader could parse must not be committed.
             manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
-            self._pending = _Pending(manifest, draft)
-            if self._settle():
+            self._pending = _Pending(manifest, draft, time.time())
+            if self._commit(self._pending):
                 timer.end("commit")
                 return self._published(manifest, draft, timer)
         raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
 
-    def _settle(self) -> bool:
-        """Commits what is pending, from this call or an earlier one that failed; then the baseline follows.
-
-        False if an older publisher has taken the version: what is pending is given up then.
-        """
-        self._claim.check()
-        if self._pending is None:
-            return True
-        with unstoppable():
-            return self._commit(*self._pending)
-
-    def _commit(self, manifest: Manifest, draft: Draft) -> bool:
-        try:
-            committed = self._claim.commit(manifest)
-        except PublisherConflict:
+    def _settle(self) -> None:
+        """Commits what an earlier call has left pending, unless its payloads may have been collected since: then it is
+        given up. Its commit may have succeeded all the same, and is found as the head."""
+        self._committer.check()
+        pending = self._pending
+        if pending is None:
+            return
+        age = time.time() - pending.uploaded
+        if not self._stream.holds(pending.manifest) and not (
+            0 <= age < _LATEST_COMMIT_SECONDS and self._stream.stores(pending.manifest)
+        ):
             self._pending = None
-            raise
-        self._pending = None
-        if not committed:
-            self._baseline = self._new_baseline()
-            return False
-        try:
-            draft.take_effect(self._baseline, manifest)
-        except BaseException:
-            # The version is committed; a baseline that did not follow is given up, and the next call resumes.
-            self._baseline = self._new_baseline()
-            raise
-        self._since_anchor = 0 if manifest.anchor else self._since_anchor + draft.patch_bytes
-        return True
+        else:
+            self._commit(pending)
+
+    def _commit(self, pending: _Pending) -> bool:
+        """Commits, and the baseline follows. False if the version is taken: what was pending is given up then."""
+        with unstoppable():
+            try:
+                committed = self._committer.commit(pending.manifest)
+            except PublisherConflict:
+                self._pending = None
+                raise
+            self._pending = None
+            if not committed:
+                return False
+            try:
+                pending.draft.take_effect(self._baseline, pending.manifest)
+            except BaseException:
+                # The version is committed; a baseline that did not follow is given up, and the next call resumes.
+                self._baseline = self._new_baseline()
+                raise
+            anchored = pending.manifest.anchor is not None
+            self._since_anchor = 0 if anchored else self._since_anchor + pending.draft.patch_bytes
+            return True
 
     def _resume(self, state: State) -> None:
         """Makes the stream's head the baseline, unless it is."""
-        baseline = self._baseline
-        if baseline.version is not None and baseline.version == self._claim.head and not baseline.poisoned:
+        baseline, committer = self._baseline, self._committer
+        if baseline.version is not None and baseline.version == committer.version and not baseline.poisoned:
+            if self._stream.lists(baseline.version):
+                return
+            committer.begin_anew()
+            self._baseline = self._new_baseline()
+            self._tell(Resumed(self._stream.name, baseline.version, "anchored", "the store no longer holds it"))
             return
-        self._claim.take()
-        head = self._claim.head
-        if head is None:
+        committer.take()
+        if committer.head is None:
             return
-        event, self._since_anchor = resume(baseline, self._stream, head, state, anchor_ratio=self._anchor_ratio)
+        event, self._since_anchor = resume(
+            baseline, self._stream, committer.head, state, anchor_ratio=self._anchor_ratio
+        )
         if event.how == "anchored":
             self._baseline = self._new_baseline()
+        signature = committer.head.signature
+        if self._signer and signature and signature.key != self._signer.public_key:
+            self._since_anchor = math.inf
+        self._tell(event)
+
+    def _tell(self, event: Event) -> None:
         if self._listener:
             self._listener(event)
 
@@ -247,8 +275,7 @@ class Publisher(Unique):
             metadata=manifest.metadata,
             reason=draft.reason,
         )
-        if self._listener:
-            self._listener(published)
+        self._tell(published)
         return published
 
     def _new_baseline(self) -> HostState:

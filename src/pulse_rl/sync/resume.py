@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from ..errors import ChainGap, FormatError, NotFound, Untrusted
+from ..errors import ChainGap
 from ..events import Resumed
 from ..state.digest import state_digest
 from ..state.tensors import State
+from ..stream.doubts import UNREADABLE
+from ..stream.manifest import Manifest
 from ..stream.stream import Stream
 from .catch_up import catch_up
 from .host_state import HostState
 
 
-def resume(baseline: HostState, stream: Stream, head: int, state: State, *, anchor_ratio: float) -> tuple[Resumed, int]:
-    """Makes version ``head`` the baseline: from ``state``, the caller's, if it is that version, else from the store.
+def resume(
+    baseline: HostState, stream: Stream, head: Manifest, state: State, *, anchor_ratio: float
+) -> tuple[Resumed, int]:
+    """Makes the version ``head`` the baseline: from ``state``, the caller's, if it is that version, else from the
+    store.
 
     Returns what happened, and the bytes of the patches since the last anchor. If the head cannot be restored, the
-    baseline becomes unusable, and the event says why: so it is with a head that no trusted key has signed. Raises
-    StoreUnavailable.
+    baseline becomes unusable, and the event says why. Raises StoreUnavailable.
     """
+    version = head.version
     try:
-        since_anchor = _bytes_since_anchor(stream, head, anchor_ratio)
-        root = stream.manifest(head).root
+        since_anchor = _bytes_since_anchor(stream, version, anchor_ratio)
         digest = state_digest(state, threads=baseline.threads)
-        if digest.root == root:
-            baseline.adopt(head, state.copy(), digest)
-            return Resumed(stream.name, head, "matched"), since_anchor
-        catch_up(baseline, stream, head)
+        if digest.root == head.root:
+            baseline.adopt(version, state.copy(), digest)
+            return Resumed(stream.name, version, "matched"), since_anchor
+        catch_up(baseline, stream, version)
         baseline.acknowledge()
-    except (ChainGap, NotFound, FormatError, Untrusted) as error:
-        return Resumed(stream.name, head, "anchored", str(error)), 0
-    return Resumed(stream.name, head, "restored"), since_anchor
+    except (ChainGap, *UNREADABLE) as error:
+        return Resumed(stream.name, version, "anchored", str(error)), 0
+    return Resumed(stream.name, version, "restored"), since_anchor
 
 
 def _bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch, Untrusted
+from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch
 from ..stream.chain import Key, Link, cheapest_path, links_of
+from ..stream.doubts import UNREADABLE
 from ..stream.stream import Stream
 
 _MAX_FALSE_LINKS = 16
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
-_UNREADABLE = (NotFound, FormatError, Untrusted)
 BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
 """Errors that make a link unusable and another path worth trying; an unavailable store is not among them."""
 
@@ -70,6 +70,8 @@ class Route:
             return []
         if manifest.patch is None:
             return links_of(manifest)
+        if manifest.patch.base == have:
+            return links_of(manifest)
         guess = sum(p.bytes for p in manifest.patch.parts)
         if have is not None and self._target - have < _FAR:
             return [Link(v - 1, v, guess) for v in range(have + 1, self._target + 1)]
@@ -93,7 +95,7 @@ class Route:
     def _named_by(self, version: int, reasons: list[str]) -> list[Link]:
         try:
             return links_of(self._stream.manifest(version))
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             reasons.append(str(error))
             return []
 

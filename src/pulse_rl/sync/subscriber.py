@@ -11,19 +11,20 @@ from typing import Self
 
 from .._util.serial import SerialThread, Unique
 from .._util.threads import checked_threads
-from ..errors import EmptyStream, FormatError, InputError, NotFound, SubscriberPoisoned, Untrusted
-from ..events import Listener, Synced, failures_to
+from ..errors import EmptyStream, InputError, PulseError, StreamReplaced, SubscriberPoisoned
+from ..events import Listener, PathFailed, Synced, failures_to
 from ..state.checkpoint import StateSource, as_state
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..store import CachedStore, Store, open_store
+from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.names import payload_digest
 from ..stream.signing import TrustedKeys
 from ..stream.stream import Stream
-from .catch_up import catch_up
 from .delivery import Step
 from .host_state import HostState
+from .newest import move_to, move_to_newest
 from .update import Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
@@ -37,8 +38,11 @@ class Subscriber(Unique):
     already, such as its checkpoint's path: where its root is that of a version of the stream, syncing starts there
     instead of from an anchor. ``cache``: a folder in which payloads are kept, not to be downloaded again after a
     restart. ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each; extra ``[sign]``); then only manifests
-    that one of them has signed are accepted. ``threads``: the maximum number of threads (None: one per core).
-    ``on_event`` gets the events of `pulse_rl.events`. Raises InputError, InvalidName and StoreError.
+    that one of them has signed are accepted. ``identity``: the stream's (`Manifest.identity`); without it the first
+    version decides, and later ones of another stream of this name are passed over. If the stream is deleted and begun
+    anew, `sync` raises StreamReplaced; with ``follow_restarts`` it starts over with the new one instead. ``threads``:
+    the maximum number of threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises
+    InputError, InvalidName and StoreError.
 
     Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves at a verified
     version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by
@@ -53,13 +57,23 @@ class Subscriber(Unique):
         base: StateSource | None = None,
         cache: str | os.PathLike[str] | None = None,
         trusted_keys: Collection[str] | None = None,
+        identity: str | None = None,
+        follow_restarts: bool = False,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
         checked_threads(threads)
-        trusted = None if trusted_keys is None else TrustedKeys(trusted_keys)
+        if follow_restarts and identity is not None:
+            raise InputError("follow_restarts contradicts a fixed identity", hint="Give one of the two.")
         opened = open_store(store)
-        self.stream = Stream(opened if cache is None else CachedStore(opened, cache, payload_digest), stream, trusted)
+        self.stream = Stream(
+            opened if cache is None else CachedStore(opened, cache, payload_digest),
+            stream,
+            None if trusted_keys is None else TrustedKeys(trusted_keys),
+            identity=identity,
+            on_refused=self._refused,
+        )
+        self._follow_restarts = follow_restarts
         self._serial = SerialThread("Subscriber")
         self._host = HostState(threads=threads, listener=on_event)
         self._base = base
@@ -80,6 +94,12 @@ class Subscriber(Unique):
     def version(self) -> int | None:
         """The version that the host state holds, None before the first sync."""
         return self._host.version
+
+    @property
+    def identity(self) -> str | None:
+        """The identity of the stream that is followed, 32 hexadecimal digits; None until the first sync, and in streams
+        without one (docs/format.md, 5)."""
+        return self.stream.identity
 
     @property
     def root(self) -> str:
@@ -105,11 +125,12 @@ class Subscriber(Unique):
         return self._serial.run(lambda: self._ready().state.readonly())
 
     def sync(self, target: int | None = None) -> Update | None:
-        """Moves to version ``target`` (default: the newest) and returns what changed; None if there is nothing newer.
+        """Moves to version ``target`` and returns what changed; None if there is nothing newer. Without a ``target``,
+        to the newest version that can be read and reached; what lies above it is passed over with a `PathFailed`.
 
         Everything is fetched and verified on the host before this returns, so that a worker pauses only to scatter the
-        update. A missing or damaged object makes it take another path. When this raises (ChainGap, StoreUnavailable …)
-        the state rests at a verified version, at which a repeated call goes on.
+        update. A missing or damaged object makes it take another path. When this raises (ChainGap, StoreUnavailable,
+        StreamReplaced …) the state rests at a verified version, at which a repeated call goes on.
 
         What was returned and not acknowledged (`Update.acknowledge`) is returned again, together with what is newer. A
         caller that never acknowledges anything is taken to have what was returned.
@@ -169,32 +190,46 @@ class Subscriber(Unique):
         self._settle_deliveries()
         if self._base is not None and self._adopt_base(self._base):
             self._base = None
-        if target is None:
-            newer = self.stream.versions(host.version)
-            target = newer[-1] if newer else host.version
-        if target is None or (host.version is not None and target < host.version):
-            return None
-        if target == host.version and host.acknowledged:
-            return None
         looked = time.perf_counter() - started
-        phases = catch_up(host, self.stream, target)
+        phases: dict[str, float] = {}
+        if target is None:
+            phases = self._follow()
+        elif host.version is None or host.version < target:
+            phases = move_to(host, self.stream, target)
+        host = self._host
+        if host.version is None or (target is not None and target != host.version) or host.acknowledged:
+            return None
         step = host.outstanding()
         update = self._update(step, started)
         if self._listener:
             self._listener(
                 Synced(
                     stream=self.stream.name,
-                    version=target,
+                    version=step.version,
                     previous=step.previous,
                     root=update.root,
                     links=tuple(str(link) for link in step.links),
                     fetched_bytes=update.payload_bytes,
                     seconds=update.seconds,
-                    lag_seconds=time.time() - self.stream.manifest(target).created,
+                    lag_seconds=time.time() - self.stream.manifest(step.version).created,
                     phases=phases | {"plan": looked + phases.get("plan", 0.0)},
                 )
             )
         return update
+
+    def _follow(self) -> dict[str, float]:
+        try:
+            return move_to_newest(self._host, self.stream)
+        except StreamReplaced:
+            if not self._follow_restarts:
+                raise
+            self._forget()
+            self.stream.forget()
+            return move_to_newest(self._host, self.stream)
+
+    def _refused(self, version: int, error: PulseError) -> None:
+        if self._listener:
+            self._listener(PathFailed(self.stream.name, f"version {version}", str(error), error.kind))
 
     def _settle_deliveries(self) -> None:
         """Takes note that the owner has what was delivered last: it said so; or it has never said so of any update, and
@@ -206,7 +241,6 @@ class Subscriber(Unique):
         if last and (taken or silent):
             self._host.acknowledge()
             self._delivered = []
-        self._in_doubt = False
 
     def _manifest(self) -> Manifest:
         version = self._ready().version
@@ -229,6 +263,7 @@ class Subscriber(Unique):
         update = make_update(step, host.state.readonly(), self.stream.manifest(step.version), started, self._serial)
         self._delivered = [r for r in self._delivered if r.version == step.version][-_KEPT_RECEIPTS:]
         self._delivered.append(update._receipt)
+        self._in_doubt = False
         if any(tensor.indices is None for tensor in update.tensors):
             host.pin(update)
         return update
@@ -243,7 +278,7 @@ class Subscriber(Unique):
         for version in reversed(versions[-_SEARCHED_FOR_BASE:]):
             try:
                 manifest = self.stream.manifest(version)
-            except (NotFound, FormatError, Untrusted):
+            except UNREADABLE:
                 continue
             if manifest.root == digest.root:
                 # What the worker has is what it loaded, under the names that it knows: aliases that the version adds

@@ -1,0 +1,95 @@
+"""The claims to a stream: each publisher takes the next epoch, and stops when it sees a later one (docs/protocol.md,
+3).
+
+Whoever can write to a store can write a claim. Where publishers sign, only signed claims to this very stream count;
+elsewhere a claim must at least be one, and no farther from the ones before it than any number of publishers could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..errors import CorruptManifest, PublisherConflict, Untrusted
+from ..store.base import Store, create_or_confirm
+from .doubts import UNREADABLE, Doubts
+from .names import EpochName, StreamNames, first_free
+from .signing import Signer, TrustedKeys
+from .statements import MAX_BYTES, Claim, read_claim
+
+_TRIES = 100
+_FARTHEST = 1 << 20
+
+
+class Claims:
+    """The epochs of a stream; ``trusted`` keys, if any, must have signed a claim that counts."""
+
+    def __init__(self, store: Store, names: StreamNames, signer: Signer | None, trusted: TrustedKeys | None) -> None:
+        self._store = store
+        self._names = names
+        self._signer = signer
+        self._trusted = trusted
+        self._doubts = Doubts()
+
+    def take(self, publisher: str, identity: str, above: int, *, born: bool) -> int:
+        """Claims the first free epoch after ``above`` and after all that count, and returns it. Older publishers then
+        stop. Until the stream is ``born`` its identity is not settled, and any stream's claims count. Raises
+        PublisherConflict where others are always faster.
+        """
+        for _ in range(_TRIES):
+            listed = self._listed(0)
+            newest = next(self._believed(listed, sorted(listed, reverse=True), identity if born else ""), 0)
+            epoch = first_free(listed, max(newest, above))
+            claim = Claim(self._names.stream, identity, epoch, publisher)
+            if create_or_confirm(self._store, self._names.epoch(epoch), claim.to_bytes(self._signer)):
+                return epoch
+        raise PublisherConflict(f"{_TRIES} other publishers claimed {self._names.stream!r} at the same time")
+
+    def identity(self) -> str:
+        """The identity that the newest claim gives a stream whose manifests are all damaged; "" if there is none. Where
+        claims are signed none is believed: they may be those of an earlier stream of the name."""
+        listed = {} if self._trusted else self._listed(0)
+        for epoch in self._believed(listed, sorted(listed, reverse=True), ""):
+            return self._read(epoch, listed[epoch]).identity
+        return ""
+
+    def after(self, epoch: int, identity: str) -> int | None:
+        """An epoch after ``epoch`` that another publisher of this stream has claimed; without an ``identity``, of any
+        of its name. One listing where there is none.
+        """
+        listed = self._listed(epoch)
+        return next(self._believed(listed, sorted(listed), identity), None)
+
+    def _listed(self, after: int) -> dict[int, int]:
+        """The lengths of the claims after an epoch. What lies too far beyond the others is left out: it would use up
+        the numbers."""
+        found: dict[int, int] = {}
+        last = after
+        for info in self._store.list(self._names.epochs, self._names.epoch(after)):
+            if isinstance(name := self._names.parse(info.name), EpochName):
+                if name.epoch - last > _FARTHEST:
+                    break
+                found[name.epoch] = info.nbytes
+                last = name.epoch
+        return found
+
+    def _believed(self, listed: dict[int, int], order: list[int], identity: str) -> Iterator[int]:
+        self._doubts.look()
+        for epoch in self._doubts.order(order):
+            if not self._doubts.spend(listed[epoch]):
+                return
+            try:
+                self._check(epoch, listed[epoch], identity)
+            except UNREADABLE as error:
+                self._doubts.add(epoch, error)
+            else:
+                yield epoch
+
+    def _read(self, epoch: int, nbytes: int) -> Claim:
+        if nbytes > MAX_BYTES:
+            raise CorruptManifest(f"the claim to epoch {epoch} has {nbytes} bytes")
+        return read_claim(self._store.get(self._names.epoch(epoch)), self._names.stream, epoch, self._trusted)
+
+    def _check(self, epoch: int, nbytes: int, identity: str) -> None:
+        claim = self._read(epoch, nbytes)
+        if identity and claim.identity and claim.identity != identity:
+            raise Untrusted(f"the claim to epoch {epoch} is one to another stream of this name")

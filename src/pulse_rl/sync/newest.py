@@ -1,0 +1,57 @@
+"""Moves a host state to the newest version that can be read, or finds that the stream is another one now.
+
+A store may hold junk above the newest version; and the stream itself may have been deleted and begun anew
+(docs/protocol.md, section 4).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ..errors import StreamReplaced
+from ..stream.doubts import UNREADABLE
+from ..stream.stream import Head, Stream
+from .catch_up import catch_up
+from .host_state import HostState
+
+def move_to_newest(host: HostState, stream: Stream) -> dict[str, float]:
+    """Moves to the highest version that can be read and trusted; returns seconds by phase (see `Synced`).
+
+    Raises StreamReplaced, what `catch_up` raises, and in an empty host state the error of the newest manifest.
+    """
+    found = stream.newest(host.version - 1 if host.version else None)
+    if found.manifest and found.manifest.version != host.version:
+        return move_to(host, stream, found.manifest.version)
+    if host.version is not None:
+        _check_identity(host.version, stream, found)
+    elif found.error:
+        raise found.error
+    return {}
+
+
+def move_to(host: HostState, stream: Stream, target: int) -> dict[str, float]:
+    """Moves to version ``target``, whose identity is the stream's from then on. Raises what `catch_up` raises."""
+    known = stream.identity
+    try:
+        if known is None:
+            with suppress(*UNREADABLE):
+                stream.identity = stream.manifest(target).identity or None
+        return catch_up(host, stream, target)
+    except BaseException:
+        stream.identity = known  # what could not be reached decides nothing
+        raise
+
+
+def _check_identity(version: int, stream: Stream, found: Head) -> None:
+    """Raises StreamReplaced if another stream stands where ours was. Only looks where something speaks for it: our own
+    version is gone from the listing, or those above it are not ours."""
+    if stream.identity is None or found.listed[-1:] == [version]:
+        return
+    if found.manifest and stream.holds(found.manifest):
+        return
+    other = stream.newest(anybody=True).manifest
+    if other and other.identity not in ("", stream.identity):
+        raise StreamReplaced(
+            f"the stream {stream.name!r} was deleted and begun anew: it is {other.identity} now, at version "
+            f"{other.version}, and was {stream.identity} at version {version}"
+        )
