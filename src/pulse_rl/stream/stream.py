@@ -87,7 +87,10 @@ class Stream:
         listed = self.versions(after)
         doubts = self._doubts_of_anybody if anybody else self._doubts
         doubts.look()
+        found: Manifest | None = None
         for version in doubts.order(listed[::-1]):
+            if found and version < found.version:
+                continue  # only what was refused before, and lies above, is worth another look
             if not doubts.spend(self._listed_bytes.get(version, 0)):
                 break
             try:
@@ -97,8 +100,8 @@ class Stream:
                     self._on_refused(version, error)
             else:
                 doubts.clear(version)
-                return Head(manifest, listed)
-        return Head(None, listed, doubts.error(listed[::-1]))
+                found = manifest
+        return Head(found, listed, None if found else doubts.error(listed[::-1]))
 
     def manifest(self, version: int) -> Manifest:
         """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are cached."""
