@@ -85,6 +85,7 @@ class Committed:
 class Model:
     def __init__(self) -> None:
         self.disk: Disk | None = None
+        self.signed = False
         self.versions: dict[int, Committed] = {}
         self.states: dict[str, Snapshot] = {}
         self._offered: dict[str, list[dict[str, str]]] = {}
@@ -173,6 +174,8 @@ class Model:
                 continue
         for name in disk.names(f"{STREAM}/links"):
             match = _FOLD.fullmatch(name.rpartition("/")[2])
+            if self.signed and not disk.peek(name):
+                continue  # nobody has signed it
             if match and self._folds(disk, int(match[2]), int(match[1]), int(match[3]), match[4]):
                 edges.append((int(match[2]), int(match[1])))
         return sorted(edges, key=lambda e: e[1]), grade

@@ -48,7 +48,8 @@ class World:
         self.folds = rng.choice(((), _FOLDS, _FOLDS, (4, 8)))
         self.shard_bytes = rng.choice((1 << 30, 500))
         self.threads = threads
-        self.signer = SIGNER if self._signed(rng) else None
+        self.model.signed = self._signed(rng)
+        self.signer = SIGNER if self.model.signed else None
         self.setup = Setup((SIGNER.public_key,) if self.signer else None, inline=threads == INLINE)
         self.interrupts = Interrupts(interrupter or Interrupter())
         self.group: Group | None = None
