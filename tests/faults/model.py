@@ -174,8 +174,8 @@ class Model:
                 continue
         for name in disk.names(f"{STREAM}/links"):
             match = _FOLD.fullmatch(name.rpartition("/")[2])
-            if self.signed and not disk.peek(name):
-                continue  # nobody has signed it
+            if self.signed and (name in disk.damaged or not disk.peek(name)):
+                continue  # nobody has signed what it says now
             if match and self._folds(disk, int(match[2]), int(match[1]), int(match[3]), match[4]):
                 edges.append((int(match[2]), int(match[1])))
         return sorted(edges, key=lambda e: e[1]), grade

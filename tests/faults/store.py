@@ -59,6 +59,7 @@ class Disk(MemoryStore):
         self._changes: deque[tuple[str, tuple[bytes, float] | None]] = deque(maxlen=_STALE_CHANGES)
         self._now = 0.0
         self.changes = 0
+        self.damaged: set[str] = set()
 
     def put(self, name: str, data: Data) -> None:
         old = self._objects.get(name)
@@ -81,6 +82,7 @@ class Disk(MemoryStore):
         """Replaces an object's bytes behind everybody's back."""
         self.changes += 1
         self._objects[name] = (data, self._objects[name][1])
+        self.damaged.add(name)
 
     def stale_list(self, folder: str, start_after: str | None, behind: int) -> list[ObjectInfo]:
         """The listing as it was ``behind`` changes ago."""
@@ -104,6 +106,7 @@ class Disk(MemoryStore):
         self._changes.append((name, old))
         self._now += 1
         self.changes += 1
+        self.damaged.discard(name)
         if name in self._objects:
             self._objects[name] = (self._objects[name][0], self._now)
 
