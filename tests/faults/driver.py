@@ -17,9 +17,11 @@ from pulse_rl._util import serial
 from pulse_rl.sync import catch_up, commit, folds, route
 from tests.support.interrupts import GatedOperation, Interrupter
 
+from .hostile_world import HostileWorld
 from .store import CrashNow
 from .world import CONCURRENT, INLINE, STEADY, World
 
+_HOSTILE = 0.2
 _THREADED = 0.35  # of the sequences: a hand-over to a thread costs as much as the work on a small state
 
 
@@ -83,7 +85,8 @@ def run(seed: int, *, concurrent: bool = False) -> Outcome:
         threads = STEADY if rng.random() < _THREADED else INLINE
         if not concurrent:
             stack.enter_context(repeatable(Random(seed ^ 0x5EED)))
-        world = World(rng, CONCURRENT if concurrent else threads, interrupter)
+        kind = HostileWorld if rng.random() < _HOSTILE else World
+        world = kind(rng, CONCURRENT if concurrent else threads, interrupter)
         stack.callback(world.close)
         rules = world.rules()
         try:

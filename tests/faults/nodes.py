@@ -20,8 +20,8 @@ _NOTES = f"{STREAM}/groups/{_GROUP}/members"
 
 
 class GroupWorker(Worker):
-    """``present``: it has taken part since it was started, so that the others have to wait for it. ``why`` its last poll
-    failed."""
+    """``present``: it has taken part since it was started, so that the others have to wait for it. ``why`` its last
+    poll failed."""
 
     why = ""
 

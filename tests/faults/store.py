@@ -84,6 +84,12 @@ class Disk(MemoryStore):
         self._objects[name] = (data, self._objects[name][1])
         self.damaged.add(name)
 
+    def plant(self, name: str, data: bytes) -> None:
+        """Writes an object in whatever way, as one may who does not keep to the protocol."""
+        old = self._objects.get(name)
+        super().put(name, data)
+        self._changed(name, old)
+
     def stale_list(self, folder: str, start_after: str | None, behind: int) -> list[ObjectInfo]:
         """The listing as it was ``behind`` changes ago."""
         past = {info.name: info for info in self.list(folder)}

@@ -25,6 +25,7 @@ class Setup:
     """How the subscribers of a world are made. ``inline``: their operations run on the calling thread."""
 
     trusted_keys: tuple[str, ...] | None = None
+    identity: str | None = None
     inline: bool = False
 
 
@@ -90,6 +91,7 @@ class Worker:
             base=base,
             cache=self._cache,
             trusted_keys=self._setup.trusted_keys,
+            identity=self._setup.identity,
             threads=1,
             on_event=self._listen,
         )
@@ -197,7 +199,11 @@ class Worker:
         """Whether the update starts where the live model is, or at another version with the same bits, as one that
         starts from a base may. One that was taken over without a word is delivered again after a call that failed."""
         known = self.live.version
-        if update.previous is None or update.previous == known or self._model.committed(update.previous, self.live.root):
+        if (
+            update.previous is None
+            or update.previous == known
+            or self._model.committed(update.previous, self.live.root)
+        ):
             return True
         return not self.acknowledges and known is not None and update.previous <= known <= update.version
 

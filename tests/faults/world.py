@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -25,6 +26,7 @@ _MOST_WORKERS = 4
 _MOST_MEMBERS = 3
 _FOLDS = (2, 4, 8)
 SIGNER = Signer(bytes(range(32)))
+IDENTITY = "0123456789abcdef" * 2
 INLINE, STEADY, CONCURRENT = "inline", "steady", "concurrent"
 """How a world's objects run: on the calling thread; on their threads, handed over to in a fixed order; as they are."""
 
@@ -50,7 +52,7 @@ class World:
         self.threads = threads
         self.model.signed = self._signed(rng)
         self.signer = SIGNER if self.model.signed else None
-        self.setup = Setup((SIGNER.public_key,) if self.signer else None, inline=threads == INLINE)
+        self.setup = Setup((SIGNER.public_key,) if self.signer else None, self._identity(rng), threads == INLINE)
         self.interrupts = Interrupts(interrupter or Interrupter())
         self.group: Group | None = None
         self._folder: Path | None = None
@@ -290,9 +292,17 @@ class World:
     def _signed(self, rng: Random) -> bool:
         return rng.random() < 0.2
 
+    def _identity(self, rng: Random) -> str | None:
+        return IDENTITY if rng.random() < 0.2 else None
+
     def _worker(self, rng: Random) -> Worker:
         cache = self._cache_folder() / str(rng.getrandbits(32)) if rng.random() < 0.1 else None
-        return Worker(self.net, self.model, self.counts, cache, self.setup, acknowledges=rng.random() < 0.5)
+        return self._make_worker(self.net, self.counts, cache, self.setup, rng.random() < 0.5)
+
+    def _make_worker(
+        self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup, acknowledges: bool
+    ) -> Worker:
+        return Worker(net, self.model, counts, cache, setup, acknowledges=acknowledges)
 
     def _cache_folder(self) -> Path:
         if self._folder is None:
@@ -306,7 +316,7 @@ class World:
 
     def _stranger(self) -> Worker:
         """A worker of its own that nothing befalls: no late call arrives meanwhile."""
-        return Worker(Net(self.disk), self.model, self.counts, None, Setup(self.setup.trusted_keys, inline=True))
+        return self._make_worker(Net(self.disk), self.counts, None, replace(self.setup, inline=True), False)
 
     def _walk(self, rng: Random) -> None:
         """Newcomers go to some of the versions, and to some that cannot be reached; and one worker goes through all
@@ -351,6 +361,7 @@ class World:
                 anchor_ratio=self.ratio,
                 folds=self.folds,
                 signer=self.signer,
+                identity=self.setup.identity,
                 shard_bytes=self.shard_bytes,
                 threads=1,
             )
