@@ -1,4 +1,4 @@
-"""What a hostile co-writer does to a signed stream: it writes, replaces, deletes and replays anything, without a key."""
+"""What a hostile co-writer does to a signed stream: it writes, replaces, deletes and replays all, without a key."""
 
 from __future__ import annotations
 
