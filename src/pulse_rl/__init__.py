@@ -34,6 +34,7 @@ from .errors import (
     StoreFull,
     StoreUnavailable,
     StreamError,
+    StreamReplaced,
     SubscriberPoisoned,
     TrainerLost,
     UnsupportedTensor,
@@ -55,6 +56,7 @@ from .events import (
     Resumed,
     Synced,
 )
+from .maintenance.anchor import anchor_stream
 from .maintenance.audit import AuditReport, Module, audit
 from .maintenance.fold import fold_stream
 from .maintenance.gc import GcPlan, gc_stream
@@ -137,6 +139,7 @@ __all__ = [
     "StoreFull",
     "StoreUnavailable",
     "StreamError",
+    "StreamReplaced",
     "Subscriber",
     "SubscriberPoisoned",
     "Synced",
@@ -150,6 +153,7 @@ __all__ = [
     "VersionReport",
     "WrongBase",
     "__version__",
+    "anchor_stream",
     "as_state",
     "audit",
     "fold_stream",

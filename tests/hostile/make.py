@@ -273,10 +273,10 @@ def checkpoints() -> Iterator[tuple[str, bytes]]:
 def manifest(**changes: Any) -> dict[str, Any]:
     """A manifest of version 1 that would do."""
     good: dict[str, Any] = {
-        "format": FORMAT_WITHOUT_IDENTITY, "stream": "policy", "version": 1, "epoch": 1, "root": "0" * 64, "elements": 2064,
-        "dense_bytes": 4512, "publisher": "hostile", "created": 0.5, "aliases": {}, "metadata": {},
-        "patch": {"base": 0, "base_root": "0" * 64, "changed": 1, "parts": [{"sha256": "0" * 64, "bytes": 100}]},
-        "anchor": None, "digest": "", "signature": None,
+        "format": FORMAT_WITHOUT_IDENTITY, "stream": "policy", "version": 1, "epoch": 1, "root": "0" * 64, "elements":
+        2064, "dense_bytes": 4512, "publisher": "hostile", "created": 0.5, "aliases": {}, "metadata": {}, "patch":
+        {"base": 0, "base_root": "0" * 64, "changed": 1, "parts": [{"sha256": "0" * 64, "bytes": 100}]}, "anchor": None,
+        "digest": "", "signature": None,
     }  # fmt: skip
     return good | changes
 

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator
 from .. import codec as codecs
 from ..events import Listener
 from ..store import Store, open_store
+from ..stream.doubts import UNREADABLE
+from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from ..sync.catch_up import catch_up
 from ..sync.folds import DEFAULT_FOLDS, FoldMaker
@@ -19,19 +21,28 @@ def fold_stream(
     folds: Collection[int] = DEFAULT_FOLDS,
     *,
     codec: str = codecs.DEFAULT,
+    signer: Signer | None = None,
+    trusted_keys: Collection[str] | None = None,
+    identity: str | None = None,
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Makes the folds that ``stream`` in ``store`` lacks, on any machine, and yields (base, version) of each that is
-    there then.
+    """Makes the folds that ``stream`` in ``store`` lacks, on any machine, and yields (base, version) of each.
 
     ``folds`` are the spans in versions, ``codec`` encodes their blocks, ``threads`` limits parallelism; ``on_event``
-    gets the events of folding and replay. Restores the stream at the base of the first missing fold and replays it.
-    Raises ChainGap if a version is unreachable.
+    gets the events of folding and replay. ``signer`` signs the folds' links: workers with trusted keys use no others;
+    its key and ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) are those whose versions are folded.
+    ``identity``: the stream's, where it is known. Versions that cannot be read are passed over. Restores the stream at
+    the base of the first missing fold and replays it. Raises ChainGap if a version is unreachable.
     """
-    where = Stream(open_store(store), stream)
+    keys = [*([signer.public_key] if signer else ()), *(trusted_keys or ())]
+    where = Stream(open_store(store), stream, TrustedKeys(keys) if keys else None, signer=signer, identity=identity)
     listed = {(link.base, link.version) for link in where.links()}
-    versions = where.versions()
+    head = where.newest().manifest
+    if head is None:
+        return
+    where.identity = where.identity or head.identity or None
+    versions = [version for version in where.versions() if version <= head.version]
     there = set(versions)
     missing = {(v - s, v) for s in folds for v in versions if v % s == 0 and v - s in there} - listed
     if not missing:
@@ -40,8 +51,15 @@ def fold_stream(
     host = HostState(threads=threads, listener=on_event, watcher=maker)
     first, last = min(b for b, _ in missing), max(v for _, v in missing)
     for version in versions:
-        if first <= version <= last:
+        if first <= version <= last and _is_readable(where, version):
             catch_up(host, where, version)
     maker.wait()
-    there_now = {(link.base, link.version) for link in where.links()}
-    yield from sorted(missing & there_now)
+    yield from sorted(maker.stored)
+
+
+def _is_readable(stream: Stream, version: int) -> bool:
+    try:
+        stream.manifest(version)
+    except UNREADABLE:
+        return False
+    return True

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..errors import ChainGap, EmptyStream, InputError, NotFound
 from ..store import Store, open_store
 from ..store.base import ObjectInfo
+from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest, Payload
-from ..stream.names import AnchorName, FoldName, PayloadName, StreamNames, VersionName
+from ..stream.names import AnchorName, FoldName, ObjectName, PayloadName, StreamNames, VersionName
+from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
@@ -34,26 +37,26 @@ class GcPlan:
 def plan_gc(
     names: StreamNames,
     manifests: Iterable[Manifest],
-    versions: list[int],
     objects: list[ObjectInfo],
     *,
     keep: int,
     before: float,
 ) -> GcPlan:
-    """What may be deleted so that the last ``keep`` of ``versions`` stay restorable. Pure.
+    """What may be deleted so that the last ``keep`` versions stay restorable. Pure.
 
-    ``manifests`` come from the newest down and are read only as far as needed: to the anchors from which the kept
-    versions are restored. ``objects`` are the stream's, with times; of payloads that no manifest left names, those
-    written after ``before`` (Unix seconds) stay, since their manifest may be on its way. Objects that are not spelled
-    as the stream's names are stay. Raises EmptyStream, and ChainGap where a kept version misses payloads already: what
-    would have to stay instead is not for a deletion to guess.
+    ``manifests`` are those that can be read and trusted, from the newest down; they are read only as far as needed: to
+    the anchors from which the kept versions are restored. ``objects`` are the stream's, with times; of payloads that no
+    manifest left names, those written after ``before`` (Unix seconds) stay, since their manifest may be on its way.
+    Objects that are not spelled as the stream's names are stay. Raises EmptyStream, and ChainGap where a kept version
+    misses payloads already: what would have to stay instead is not for a deletion to guess.
     """
-    if not versions:
-        raise EmptyStream("the stream has no versions")
     found = [(info, names.parse(info.name)) for info in objects]
     stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
-    kept = _kept(manifests, versions[-keep:], stored)
+    kept = _kept(manifests, keep, stored)
+    if not kept:
+        raise EmptyStream("the stream has no version that can be read")
     oldest = min(manifest.version for manifest in kept)
+    before = min(before, _before_unread(found, {manifest.version for manifest in kept}))
     named = {payload.sha256 for manifest in kept for payload in _payloads(manifest, oldest)}
 
     links, old, payloads = [], [], []
@@ -73,24 +76,33 @@ def plan_gc(
     # Links before manifests before payloads: whoever stops in between leaves nothing that names what is gone. Manifests
     # from the newest down, so that those that are left still lead from their anchor on.
     doomed = [*links, *sorted(old, reverse=True), *unnamed]
-    gone = tuple(version for version in versions if version < oldest)
-    return GcPlan(oldest, gone, tuple(info.name for info in doomed), sum(info.nbytes for info in doomed))
+    gone = sorted(name.version for _, name in found if isinstance(name, VersionName) and name.version < oldest)
+    return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), sum(info.nbytes for info in doomed))
 
 
-def _kept(manifests: Iterable[Manifest], wanted: Collection[int], stored: set[Payload]) -> list[Manifest]:
-    """The manifests from the newest down to the anchors from which the ``wanted`` versions are restored."""
-    needed = set(wanted)
+def _kept(manifests: Iterable[Manifest], keep: int, stored: set[Payload]) -> list[Manifest]:
+    """The last ``keep`` manifests, and those down to the anchors from which their versions are restored."""
+    needed: set[int] = set()
     kept: list[Manifest] = []
     for manifest in manifests:
-        if manifest.version < min(needed):
+        if len(kept) >= keep and manifest.version < min(needed):
             break
         kept.append(manifest)
-        if manifest.version in needed:
-            needed |= _bases(manifest, stored)
+        if len(kept) <= keep or manifest.version in needed:
+            needed |= {manifest.version} | _bases(manifest, stored)
     lost = needed - {manifest.version for manifest in kept}
     if lost:
-        raise ChainGap(f"version {max(lost)} is missing, so nothing was deleted", hint=_DAMAGED_HINT)
+        raise ChainGap(f"version {max(lost)} is missing or damaged, so nothing was deleted", hint=_DAMAGED_HINT)
     return kept
+
+
+def _before_unread(found: list[tuple[ObjectInfo, ObjectName | None]], kept: set[int]) -> float:
+    """The time before which no payload was written that a version among the kept ones, or above them, may name though
+    its manifest could not be read this time: that of the oldest kept commit. No limit where all were read."""
+    commits = {name.version: info.modified for info, name in found if isinstance(name, VersionName)}
+    oldest = min(kept)
+    unread = [version for version in commits if version > oldest and version not in kept]
+    return commits.get(oldest, 0.0) if unread else math.inf
 
 
 def _bases(manifest: Manifest, stored: set[Payload]) -> set[int]:
@@ -116,30 +128,31 @@ def gc_stream(
     keep: int,
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
     dry_run: bool = False,
+    trusted_keys: Collection[str] | None = None,
+    identity: str | None = None,
 ) -> GcPlan:
     """Deletes what the last ``keep`` versions of ``stream`` in ``store`` do not need; returns what was deleted, or with
     ``dry_run`` what would be.
 
     The versions from the oldest anchor needed up to the oldest kept one stay, since the kept ones are replayed from
     there. A reader in the middle of a restore finds another path or gets ChainGap. Publishing may continue: payloads
-    written in the last ``grace_seconds`` stay. Raises EmptyStream, InputError, and ChainGap or CorruptManifest, with
-    nothing deleted, if a kept version is already damaged.
+    written in the last ``grace_seconds`` stay. Manifests that cannot be read do not count, and with ``trusted_keys``
+    (Ed25519, 64 hexadecimal digits each) neither do those that none of them has signed; nor do those of another stream
+    than ``identity``, or than the newest one where that is not given. Raises EmptyStream, InputError,
+    and ChainGap, with nothing deleted, if a kept version is already damaged.
     """
     if keep < 1:
         raise InputError(f"keep must be at least 1, not {keep}", hint="The newest version is always kept.")
     if not 0 <= grace_seconds < math.inf:
         raise InputError(f"grace_seconds must be 0 or more, not {grace_seconds}")
-    where = Stream(open_store(store), stream)
-    versions = where.versions()
-    keep = min(keep, len(versions))
+    where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
     folders = (where.names.links, where.names.versions, where.names.payloads)
     objects = [info for folder in folders for info in where.store.list(folder)]
     # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.
     newest = max((info.modified for info in objects), default=0.0) + 1
     found = plan_gc(
         where.names,
-        (where.manifest(v) for v in reversed(versions)),
-        versions,
+        _readable(where),
         objects,
         keep=keep,
         before=min(time.time(), newest) - grace_seconds,
@@ -152,6 +165,15 @@ def gc_stream(
             if not payload or _modified(where.store, name) == seen[name]:
                 where.store.delete(name)
     return found
+
+
+def _readable(stream: Stream) -> Iterator[Manifest]:
+    """The manifests that can be read, of the stream that the newest of them belongs to, from the newest down."""
+    for version in reversed(stream.versions()):
+        with suppress(*UNREADABLE):
+            manifest = stream.manifest(version)
+            stream.identity = stream.identity or manifest.identity or None
+            yield manifest
 
 
 def _modified(store: Store, name: str) -> float | None:

@@ -9,7 +9,7 @@ from ..errors import EmptyStream, PulseError, StoreUnavailable
 from ..events import Listener
 from ..store import Store, open_store
 from ..stream.chain import Link, links_of
-from ..stream.signing import TrustedKeys
+from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..sync.catch_up import catch_up, follow_link
 from ..sync.host_state import HostState
@@ -37,17 +37,20 @@ def verify_stream(
     stream: str,
     *,
     trusted_keys: Collection[str] | None = None,
+    identity: str | None = None,
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[VersionReport]:
     """Replays the stream ``stream`` of ``store`` from its first version and yields one report per version.
 
     Every patch is applied to its base version and every anchor is restored on its own; with ``trusted_keys`` (Ed25519
-    public keys, 64 hexadecimal digits each) every manifest must be signed by one of them. ``threads``: the maximum
+    public keys, 64 hexadecimal digits each) every manifest must be signed by one of them, and all must be of the stream
+    ``identity``, or of the newest one's where that is not given. ``threads``: the maximum
     number (None: one per core); ``on_event`` gets the events of the replay. Raises EmptyStream and StoreUnavailable;
     problems with a version are in its report.
     """
-    where = Stream(open_store(store), stream, None if trusted_keys is None else TrustedKeys(trusted_keys))
+    where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
+    where.identity = where.identity or _identity(where)
     versions = where.versions()
     if not versions:
         raise EmptyStream(f"stream {stream!r} has no versions")
@@ -89,3 +92,8 @@ def verify_stream(
         if not good and not problems:
             problems.append("no link leads to it")
         yield VersionReport(version, manifest.root, tuple(good), tuple(problems))
+
+
+def _identity(stream: Stream) -> str | None:
+    newest = stream.newest().manifest
+    return newest.identity or None if newest else None

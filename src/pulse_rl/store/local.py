@@ -90,6 +90,7 @@ class LocalStore:
                     yield ObjectInfo(name, info.st_size, info.st_mtime)
 
     def delete(self, name: str) -> None:
+        self._require_no_link(name)
         try:
             self._path(name).unlink(missing_ok=True)
         except (IsADirectoryError, PermissionError) as error:
@@ -144,6 +145,15 @@ class LocalStore:
             raise NotFound(f"{name} is not in the store {self.root}")
         if not stat.S_ISREG(found.st_mode):
             raise StoreError(f"{name} in the store {self.root} is not a regular file", hint="Remove it.")
+
+    def _require_no_link(self, name: str) -> None:
+        """Raises StoreError where a folder on the way is a link: what is behind it may be somebody else's."""
+        for folder in Path(check_name(name)).parents[:-1]:
+            if (self.root / folder).is_symlink():
+                raise StoreError(
+                    f"{name} in the store {self.root} was not deleted: {folder} is a link",
+                    hint="Put the folder itself into the store, for example with a bind mount.",
+                )
 
     def _sweep(self) -> None:
         """Removes what writers left unfinished a day ago, once. Nothing but own files, and never through a link."""

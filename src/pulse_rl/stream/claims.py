@@ -7,11 +7,9 @@ elsewhere a claim must at least be one, and no farther from the ones before it t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ..errors import CorruptManifest, PublisherConflict, Untrusted
+from ..errors import FormatError, PublisherConflict, Untrusted
 from ..store.base import Store, create_or_confirm
-from .doubts import UNREADABLE, Doubts
+from .doubts import Doubts
 from .names import EpochName, StreamNames, first_free
 from .signing import Signer, TrustedKeys
 from .statements import MAX_BYTES, Claim, read_claim
@@ -37,8 +35,8 @@ class Claims:
         """
         for _ in range(_TRIES):
             listed = self._listed(0)
-            newest = next(self._believed(listed, sorted(listed, reverse=True), identity if born else ""), 0)
-            epoch = first_free(listed, max(newest, above))
+            newest = self._first(sorted(listed, reverse=True), listed, identity if born else "")
+            epoch = first_free(listed, max(newest.epoch if newest else 0, above))
             claim = Claim(self._names.stream, identity, epoch, publisher)
             if create_or_confirm(self._store, self._names.epoch(epoch), claim.to_bytes(self._signer)):
                 return epoch
@@ -48,16 +46,16 @@ class Claims:
         """The identity that the newest claim gives a stream whose manifests are all damaged; "" if there is none. Where
         claims are signed none is believed: they may be those of an earlier stream of the name."""
         listed = {} if self._trusted else self._listed(0)
-        for epoch in self._believed(listed, sorted(listed, reverse=True), ""):
-            return self._read(epoch, listed[epoch]).identity
-        return ""
+        newest = self._first(sorted(listed, reverse=True), listed, "")
+        return newest.identity if newest else ""
 
     def after(self, epoch: int, identity: str) -> int | None:
         """An epoch after ``epoch`` that another publisher of this stream has claimed; without an ``identity``, of any
         of its name. One listing where there is none.
         """
         listed = self._listed(epoch)
-        return next(self._believed(listed, sorted(listed), identity), None)
+        found = self._first(sorted(listed), listed, identity)
+        return found.epoch if found else None
 
     def _listed(self, after: int) -> dict[int, int]:
         """The lengths of the claims after an epoch. What lies too far beyond the others is left out: it would use up
@@ -72,24 +70,15 @@ class Claims:
                 last = name.epoch
         return found
 
-    def _believed(self, listed: dict[int, int], order: list[int], identity: str) -> Iterator[int]:
-        self._doubts.look()
-        for epoch in self._doubts.order(order):
-            if not self._doubts.spend(listed[epoch]):
-                return
-            try:
-                self._check(epoch, listed[epoch], identity)
-            except UNREADABLE as error:
-                self._doubts.add(epoch, error)
-            else:
-                yield epoch
+    def _first(self, epochs: list[int], listed: dict[int, int], identity: str) -> Claim | None:
+        """The first claim that counts."""
 
-    def _read(self, epoch: int, nbytes: int) -> Claim:
-        if nbytes > MAX_BYTES:
-            raise CorruptManifest(f"the claim to epoch {epoch} has {nbytes} bytes")
-        return read_claim(self._store.get(self._names.epoch(epoch)), self._names.stream, epoch, self._trusted)
+        def read(epoch: int) -> Claim:
+            if listed[epoch] > MAX_BYTES:
+                raise FormatError(f"the claim to epoch {epoch} has {listed[epoch]} bytes")
+            claim = read_claim(self._store.get(self._names.epoch(epoch)), self._names.stream, epoch, self._trusted)
+            if identity and claim.identity and claim.identity != identity:
+                raise Untrusted(f"the claim to epoch {epoch} is one to another stream of this name")
+            return claim
 
-    def _check(self, epoch: int, nbytes: int, identity: str) -> None:
-        claim = self._read(epoch, nbytes)
-        if identity and claim.identity and claim.identity != identity:
-            raise Untrusted(f"the claim to epoch {epoch} is one to another stream of this name")
+        return self._doubts.first(epochs, lambda epoch: listed[epoch], read)

@@ -88,6 +88,11 @@ class TrustedKeys:
             raise Untrusted(f"{what} has an invalid signature") from None
 
 
+def trusted_by(keys: Collection[str] | None) -> TrustedKeys | None:
+    """The keys as they are given to the public functions: None trusts whoever writes to the store."""
+    return None if keys is None else TrustedKeys(keys)
+
+
 def _private_key(seed: bytes) -> Ed25519PrivateKey:
     try:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

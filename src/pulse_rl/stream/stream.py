@@ -8,12 +8,12 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ..errors import CorruptCheckpoint, CorruptManifest, DigestMismatch, InputError, NotFound, PulseError, Untrusted
-from ..store.base import Data, Store, create_or_confirm
+from ..store.base import Data, ObjectInfo, Store, create_or_confirm
 from . import manifest as manifests
 from .anchor import RangeReader
 from .chain import Link
 from .claims import Claims
-from .doubts import UNREADABLE, Doubts
+from .doubts import Doubts
 from .manifest import Manifest, Payload, is_identity
 from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName, first_free
 from .signing import Signer, TrustedKeys
@@ -65,43 +65,35 @@ class Stream:
         self._signer = signer
         self._trusted = trusted
         self._on_refused = on_refused
-        self._doubts, self._doubts_of_anybody = Doubts(), Doubts()
+        self._doubts, self._doubts_of_anybody = Doubts(on_refused), Doubts()
         self._manifests: dict[int, Manifest] = {}
-        self._listed_bytes: dict[int, int] = {}
+        self._listed: dict[int, ObjectInfo] = {}
+        self._held: ObjectInfo | None = None
 
     def versions(self, after: int | None = None) -> list[int]:
         """The committed versions greater than ``after``, ascending."""
         start_after = None if after is None else self.names.version(after)
-        found = []
+        self._listed = {}
         for info in self.store.list(self.names.versions, start_after):
             if isinstance(name := self.names.parse(info.name), VersionName):
-                found.append(name.version)
-                if len(self._listed_bytes) < _KEPT_MANIFESTS:
-                    self._listed_bytes[name.version] = info.nbytes
-        return found
+                self._listed[name.version] = info
+        return list(self._listed)
 
     def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
         """The highest version above ``after`` that can be read and trusted; others may lie above it. Bounded work,
         however many these are: what was refused is looked at again ever more rarely. With ``anybody``, of any stream
         that has the name."""
         listed = self.versions(after)
+        known = None if anybody else next(filter(self._is_ours, reversed(listed)), None)
+        above = [version for version in reversed(listed) if known is None or version > known]
         doubts = self._doubts_of_anybody if anybody else self._doubts
-        doubts.look()
-        found: Manifest | None = None
-        for version in doubts.order(listed[::-1]):
-            if found and version < found.version:
-                continue  # only what was refused before, and lies above, is worth another look
-            if not doubts.spend(self._listed_bytes.get(version, 0)):
-                break
-            try:
-                manifest = self._read(version) if anybody else self.manifest(version)
-            except UNREADABLE as error:
-                if doubts.add(version, error) and self._on_refused and not anybody:
-                    self._on_refused(version, error)
-            else:
-                doubts.clear(version)
-                found = manifest
-        return Head(found, listed, None if found else doubts.error(listed[::-1]))
+        read = self._read if anybody else self.manifest
+        found = doubts.first(above, lambda version: self._listed[version].nbytes, read)
+        if found is None and known is not None:
+            found = self._manifests[known]
+        if found and not anybody and (self._held is None or self._held.name != self.names.version(found.version)):
+            self._held = self._listed[found.version]
+        return Head(found, listed, None if found else doubts.error(above))
 
     def manifest(self, version: int) -> Manifest:
         """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are cached."""
@@ -111,7 +103,7 @@ class Stream:
                 del self._manifests[next(iter(self._manifests))]
             self._manifests[version] = manifest
         manifest = self._manifests[version]
-        if self.identity and manifest.identity not in ("", self.identity):
+        if not self._is_ours(version):
             raise Untrusted(
                 f"the manifest of version {version} of {self.name!r} is of another stream of this name, "
                 f"{manifest.identity}, not {self.identity}",
@@ -119,11 +111,19 @@ class Stream:
             )
         return manifest
 
+    def still_holds(self, manifest: Manifest) -> bool:
+        """`holds`, but without a look at the object while it is listed as it was when it was the newest."""
+        shown = self._listed.get(manifest.version)
+        if shown is None or (shown != self._held and not self.holds(manifest)):
+            return False
+        self._held = shown
+        return True
+
     def holds(self, manifest: Manifest) -> bool:
-        """Whether the store still has this very manifest."""
+        """Whether the store has this very manifest."""
         name = self.names.version(manifest.version)
         try:
-            return self.store.head(name).nbytes == len(data := manifest.to_bytes()) and self.store.get(name) == data
+            return self.store.get(name) == manifest.to_bytes()
         except NotFound:
             return False
 
@@ -141,7 +141,7 @@ class Stream:
     def forget(self) -> None:
         """Forgets the manifests that were read, and which stream they were of."""
         self._manifests.clear()
-        self._doubts = Doubts()
+        self._doubts = Doubts(self._on_refused)
         self.identity = None
 
     def commit(self, manifest: Manifest) -> bool:
@@ -197,6 +197,11 @@ class Stream:
                     return data
         raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
 
+    def _is_ours(self, version: int) -> bool:
+        """Whether a version of this stream was read before."""
+        manifest = self._manifests.get(version)
+        return manifest is not None and (not self.identity or manifest.identity in ("", self.identity))
+
     def _has(self, name: str) -> bool:
         try:
             self.store.head(name)
@@ -206,16 +211,22 @@ class Stream:
 
     def _read(self, version: int) -> Manifest:
         name = self.names.version(version)
-        nbytes = self._listed_bytes.pop(version, None) or self.store.head(name).nbytes
+        listed = self._listed.get(version)
+        nbytes = (listed and listed.nbytes) or self.store.head(name).nbytes
         if nbytes > manifests.MAX_BYTES:
             raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
-        for tries in reversed(range(_READS)):
+        read = b""
+        for _ in range(_READS):
+            last, read = read, self.store.get(name)
             try:
-                manifest = manifests.parse(self.store.get(name), stream=self.name, version=version)
+                manifest = manifests.parse(read, stream=self.name, version=version)
                 break
-            except CorruptManifest:
-                if not tries:
+            except CorruptManifest as error:
+                damage = error
+                if read == last:
                     raise
+        else:
+            raise damage
         if self._trusted:
             self._trusted.check(manifest)
         return manifest

@@ -60,6 +60,8 @@ class FoldMaker:
         self._logs: dict[int, UndoLog] = {}
         self._patch_bytes: dict[int, int] = {}
         self._thread: threading.Thread | None = None
+        self.stored: list[tuple[int, int]] = []
+        """The folds that were stored, as (base, version)."""
 
     def advanced(
         self, link: Link, base_root: str, undo: Mapping[int, Changes], state: State, digest: StateDigest
@@ -105,6 +107,7 @@ class FoldMaker:
                     payload = Payload(sha256(built.to_bytes()).hexdigest(), built.nbytes)
                     self._stream.put_payload(payload, PATCH, built.chunks)
                     self._stream.put_fold_link(log.base, version, payload)
+                    self.stored.append((log.base, version))
                 if self._listener:
                     self._listener(Folded(self._stream.name, log.base, version, built.nbytes, patch_bytes))
             except PulseError as error:

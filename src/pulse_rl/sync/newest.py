@@ -14,6 +14,7 @@ from ..stream.stream import Head, Stream
 from .catch_up import catch_up
 from .host_state import HostState
 
+
 def move_to_newest(host: HostState, stream: Stream) -> dict[str, float]:
     """Moves to the highest version that can be read and trusted; returns seconds by phase (see `Synced`).
 
@@ -44,10 +45,8 @@ def move_to(host: HostState, stream: Stream, target: int) -> dict[str, float]:
 
 def _check_identity(version: int, stream: Stream, found: Head) -> None:
     """Raises StreamReplaced if another stream stands where ours was. Only looks where something speaks for it: our own
-    version is gone from the listing, or those above it are not ours."""
-    if stream.identity is None or found.listed[-1:] == [version]:
-        return
-    if found.manifest and stream.holds(found.manifest):
+    version is gone from the listing, or is not listed as it was."""
+    if stream.identity is None or (found.manifest and stream.still_holds(found.manifest)):
         return
     other = stream.newest(anybody=True).manifest
     if other and other.identity not in ("", stream.identity):

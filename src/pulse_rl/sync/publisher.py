@@ -20,8 +20,8 @@ from ..events import Event, Listener, Metadata, PathFailed, PhaseTimer, Publishe
 from ..state.checkpoint import StateSource, as_state
 from ..state.tensors import State
 from ..store import Store, open_store
-from ..stream import anchor
 from ..stream import manifest as manifests
+from ..stream.anchor import DEFAULT_SHARD_BYTES
 from ..stream.manifest import Manifest, checked_metadata
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
@@ -76,7 +76,7 @@ class Publisher(Unique):
         stream: str,
         codec: str = codecs.DEFAULT,
         anchor_ratio: float = 1.0,
-        shard_bytes: int = anchor.DEFAULT_SHARD_BYTES,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
         folds: Collection[int] = (),
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
@@ -112,7 +112,8 @@ class Publisher(Unique):
         self._folds = FoldMaker(self._stream, folds, codec=codec, threads=threads, listener=on_event)
         self._committer = Committer(self._stream)
         self._baseline = self._new_baseline()
-        self._since_anchor: float = 0
+        self._since_anchor = 0
+        self._anchor_due = False
         self._pending: _Pending | None = None
 
     def publish(self, source: StateSource, *, metadata: Metadata | None = None, anchor: bool = False) -> Published:
@@ -137,6 +138,11 @@ class Publisher(Unique):
         """The newest committed version that can be read and trusted, None while there is none. Its metadata tells a
         restarted trainer where it was."""
         return self._serial.run(self._head)
+
+    @property
+    def identity(self) -> str | None:
+        """The identity of the stream, 32 hexadecimal digits, for subscribers to pin; None before the first publish."""
+        return self._stream.identity
 
     def wait(self) -> None:
         """Waits until the background folds are stored."""
@@ -177,10 +183,11 @@ class Publisher(Unique):
             self._resume(state)
             timer.end("resume")
             draft = make_draft(self._baseline, state, self._mode, codec=self._codec, timer=timer)
+            long = self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes
             uploaded = upload(
                 self._stream,
                 draft,
-                with_anchor=anchor or self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes,
+                with_anchor=anchor or long or self._anchor_due,
                 shard_bytes=self._shard_bytes,
                 threads=self._threads,
                 listener=self._listener,
@@ -229,8 +236,10 @@ class Publisher(Unique):
                 # The version is committed; a baseline that did not follow is given up, and the next call resumes.
                 self._baseline = self._new_baseline()
                 raise
-            anchored = pending.manifest.anchor is not None
-            self._since_anchor = 0 if anchored else self._since_anchor + pending.draft.patch_bytes
+            if pending.manifest.anchor:
+                self._since_anchor, self._anchor_due = 0, False
+            else:
+                self._since_anchor += pending.draft.patch_bytes
             return True
 
     def _resume(self, state: State) -> None:
@@ -253,7 +262,7 @@ class Publisher(Unique):
             self._baseline = self._new_baseline()
         signature = committer.head.signature
         if self._signer and signature and signature.key != self._signer.public_key:
-            self._since_anchor = math.inf
+            self._anchor_due = True  # for those who trust the new key only
         self._tell(event)
 
     def _tell(self, event: Event) -> None:

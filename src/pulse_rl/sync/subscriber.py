@@ -20,7 +20,7 @@ from ..store import CachedStore, Store, open_store
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.names import payload_digest
-from ..stream.signing import TrustedKeys
+from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from .delivery import Step
 from .host_state import HostState
@@ -69,7 +69,7 @@ class Subscriber(Unique):
         self.stream = Stream(
             opened if cache is None else CachedStore(opened, cache, payload_digest),
             stream,
-            None if trusted_keys is None else TrustedKeys(trusted_keys),
+            trusted_by(trusted_keys),
             identity=identity,
             on_refused=self._refused,
         )

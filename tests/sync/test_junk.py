@@ -1,0 +1,326 @@
+"""Whoever can write to a store can leave anything there: it is passed over, and what it costs is bounded."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pulse_rl import (
+    FormatError,
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    PublisherConflict,
+    Signer,
+    StoreError,
+    StreamError,
+    Subscriber,
+    gc_stream,
+    state_root,
+    verify_stream,
+)
+from pulse_rl._util import zstd
+from pulse_rl.events import Event, PathFailed
+from pulse_rl.patch import header as patch_header
+from pulse_rl.stream.stream import Stream
+from tests.support.states import Live, Rng, history, mutated, policy
+from tests.support.stores import FaultyStore
+
+
+def version_name(version: int) -> str:
+    return f"policy/versions/{version:012d}.json"
+
+
+JUNK: dict[str, tuple[str, bytes]] = {
+    "far ahead": (version_name(99_999), b"junk"),
+    "the next one, empty": (version_name(3), b""),
+    "at the end of the range": (version_name(10**12 - 1), b"{}"),
+    "an epoch at the end of the range": ("policy/epochs/999999999999", b"00ff00ff00ff00ff"),
+    "the next epoch, not a claim": ("policy/epochs/000000000002", b"README"),
+    "a huge claim": ("policy/epochs/000000000002", b"0" * 4_000_000),
+}
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("what", JUNK)
+def test_one_junk_object_stops_nobody(what: str, signed: bool, rng: Rng) -> None:
+    states = history(rng, 7)
+    store, signer = MemoryStore(), Signer.generate() if signed else None
+    keys = [signer.public_key] if signer else None
+    publisher = Publisher(store, stream="policy", signer=signer)
+    live, worker = Live(), Subscriber(store, stream="policy", trusted_keys=keys)
+    for state in states[:3]:
+        publisher.publish(state)
+    live.apply(worker.sync())
+    store.put(*JUNK[what])
+    assert worker.sync() is None
+    head = publisher.head()
+    assert head is not None
+    assert head.version == 2
+    gc_stream(store, "policy", keep=2, grace_seconds=0)
+    for state in states[3:5]:
+        publisher.publish(state)
+        live.apply(worker.sync())
+        assert live.root == state_root(state)
+    again = Publisher(store, stream="policy", signer=signer)
+    done = again.publish(states[5])
+    assert not done.anchored, "the head was found"
+    with pytest.raises(PublisherConflict):
+        publisher.publish(states[6])
+    again.publish(states[6])
+    live.apply(worker.sync())
+    newcomer = Subscriber(store, stream="policy", trusted_keys=keys)
+    newcomer.sync()
+    assert live.root == newcomer.root == state_root(states[6])
+    gc_stream(store, "policy", keep=1, grace_seconds=0, trusted_keys=keys)
+    newcomer = Subscriber(store, stream="policy", trusted_keys=keys)
+    newcomer.sync()
+    assert newcomer.root == state_root(states[6])
+
+
+def test_claims_of_strangers_do_not_stop_a_signing_publisher(rng: Rng) -> None:
+    states = history(rng, 5)
+    store, signer = MemoryStore(), Signer.generate()
+    publisher = Publisher(store, stream="policy", signer=signer)
+    publisher.publish(states[0])
+    own = store.get("policy/epochs/000000000001")
+    store.put("policy/epochs/000000000002", own)  # replayed under another number
+    other = MemoryStore()
+    for state in states[:2]:
+        Publisher(other, stream="policy", signer=signer).publish(state)
+    store.put("policy/epochs/000000000003", other.get("policy/epochs/000000000002"))
+    assert Publisher(store, stream="policy").publish(states[1]).version == 1  # one without a key
+    Publisher(store, stream="policy", signer=Signer.generate()).publish(states[1])
+    assert publisher.publish(states[2]).version == 3
+    worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
+    worker.sync()
+    assert (worker.version, worker.root) == (3, state_root(states[2]))
+    successor = Publisher(store, stream="policy", signer=signer)
+    successor.publish(states[3])
+    with pytest.raises(PublisherConflict, match="taken over"):
+        publisher.publish(states[4])
+
+
+def test_a_stream_without_numbers_left_says_so(rng: Rng) -> None:
+    store = MemoryStore()
+    publisher = Publisher(store, stream="policy")
+    publisher.publish(policy(rng))
+    last = Stream(store, "policy").manifest(0)
+    end = msgspec.structs.replace(last, version=10**12 - 1).sealed()
+    store.put(version_name(10**12 - 1), end.to_bytes())
+    with pytest.raises(StreamError, match="no number above"):
+        Publisher(store, stream="policy").publish(policy(rng))
+
+
+def test_what_was_damaged_on_its_way_is_seen_a_poll_later(rng: Rng) -> None:
+    states = history(rng, 3)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy")
+    live, worker = Live(), Subscriber(store, stream="policy")
+    publisher.publish(states[0])
+    live.apply(worker.sync())
+    publisher.publish(states[1])
+    publisher.publish(states[2])
+    store.damage = lambda name, data: data[:-1] if name == version_name(2) else data
+    live.apply(worker.sync())
+    assert (worker.version, live.root) == (1, state_root(states[1]))
+    store.damage = lambda name, data: data
+    live.apply(worker.sync())
+    assert (worker.version, live.root) == (2, state_root(states[2]))
+
+
+@pytest.mark.parametrize("who", ["follower", "newcomer", "publisher"])
+def test_thousands_of_junk_versions_cost_little(who: str, rng: Rng) -> None:
+    """The first looks are bounded, later ones are rarer still."""
+    states = history(rng, 3)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy")
+    publisher.publish(states[0])
+    worker = Subscriber(store, stream="policy")
+    worker.sync()
+    publisher.publish(states[1])
+    for version in range(2, 2002):
+        store.inner.put(version_name(version), b"{}")
+    store.calls.clear()
+    if who == "publisher":
+        assert publisher.publish(states[2]).version == 2002
+        worker.sync()
+        assert worker.root == state_root(states[2])
+        assert len(store.calls) < 1000
+        return
+    seen = worker if who == "follower" else Subscriber(store, stream="policy")
+    for _ in range(30):
+        store.calls.clear()
+        with suppress(FormatError):  # a newcomer is told why it has nothing yet
+            seen.sync()
+        assert len(store.calls) < 1200
+    assert seen.root == state_root(states[1])
+    assert len(store.calls) < 300, "by now they are looked at rarely"
+    publisher.publish(states[2])
+    seen.sync()
+    assert seen.root == state_root(states[2])
+
+
+def false_folds(store: MemoryStore, count: int, versions: int, content: bytes = b"") -> None:
+    for k in range(count):
+        base, version = k % (versions - 3), versions - 1
+        store.put(f"policy/links/{version:012d}-{base:012d}-{1 + k:015d}-{k:064x}", content)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("start", [None, 0])
+def test_ten_thousand_false_links_cost_little(start: int | None, signed: bool, rng: Rng) -> None:
+    states = history(rng, 20)
+    store, signer = MemoryStore(), Signer.generate() if signed else None
+    keys = [signer.public_key] if signer else None
+    publisher = Publisher(store, stream="policy", signer=signer, anchor_ratio=1e9)
+    for state in states:
+        publisher.publish(state)
+    false_folds(store, 5000, 20, b"0" * 64 + b" " + b"0" * 128 if signed else b"")
+    for k in range(5000):
+        store.put(f"policy/links/{19 - k % 19:012d}-anchor-{1 + k:015d}", b"")
+    counting = FaultyStore(store)
+    worker = Subscriber(counting, stream="policy", trusted_keys=keys, threads=1)
+    if start is not None:
+        worker.sync(target=start)
+    counting.calls.clear()
+    began = time.process_time()
+    tracemalloc.start()
+    worker.sync()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert worker.root == state_root(states[-1])
+    assert len(counting.calls) < 300
+    assert peak < 50 << 20
+    assert time.process_time() - began < 30, "far from quadratic, even while memory is traced"
+
+
+def test_a_follower_never_goes_back(rng: Rng) -> None:
+    """A false fold, then a lost patch: the detour from the anchor of version 0 ended half-way, at version 0."""
+    states = history(rng, 7)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
+    for state in states[:3]:
+        publisher.publish(state)
+    events: list[Event] = []
+    live, worker = Live(), Subscriber(store, stream="policy", on_event=events.append)
+    live.apply(worker.sync())
+    for state in states[3:]:
+        publisher.publish(state)
+    lost = Stream(store, "policy").manifest(4).patch
+    assert lost is not None
+    store.inner.delete(f"policy/payloads/{lost.parts[0].sha256}.patch")
+    with pytest.raises(StreamError):
+        worker.sync()
+    assert worker.version is not None
+    assert worker.version >= 2
+    assert worker.root == state_root(states[worker.version])
+    assert any(isinstance(event, PathFailed) for event in events)
+    publisher.publish(states[6], anchor=True)
+    live.apply(worker.sync())
+    assert live.root == state_root(states[6])
+
+
+def test_a_path_from_an_anchor_shows_nothing_in_between(rng: Rng) -> None:
+    """From version 2 by an anchor of version 5 and a patch to 6, which fails: 2 is still there."""
+    states = history(rng, 8)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
+    for version, state in enumerate(states[:7]):
+        publisher.publish(state, anchor=version == 5)
+    worker = Subscriber(store, stream="policy")
+    worker.sync(target=2)
+    stream = Stream(store, "policy")
+    for version in (4, 6):
+        patch = stream.manifest(version).patch
+        assert patch is not None
+        store.inner.delete(f"policy/payloads/{patch.parts[0].sha256}.patch")
+    with pytest.raises(StreamError):
+        worker.sync()
+    assert (worker.version, worker.root) in [(v, state_root(states[v])) for v in (2, 3)]
+    publisher.publish(states[7], anchor=True)
+    worker.sync()
+    assert worker.root == state_root(states[7])
+
+
+def test_a_false_patch_cannot_claim_a_header_that_no_such_state_has(rng: Rng) -> None:
+    """4 kB that unfold to 128 MiB of header cost seconds and 300 MB."""
+    states = history(rng, 12)
+    store = MemoryStore()
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
+    for state in states:
+        publisher.publish(state)
+    plain = bytes(patch_header.MAX_HEADER_BYTES)
+    stored = zstd.compress(plain, 3)
+    prelude = patch_header._PRELUDE.pack(
+        patch_header.MAGIC, patch_header.FORMAT, 0, len(stored), len(plain), sha256(stored).digest()
+    )
+    bomb = prelude + stored
+    digest = sha256(bomb).hexdigest()
+    store.put(f"policy/payloads/{digest}.patch", bomb)
+    store.put(f"policy/links/{11:012d}-{0:012d}-{len(bomb):015d}-{digest}", b"")
+    worker = Subscriber(store, stream="policy", threads=1)
+    worker.sync(target=0)
+    tracemalloc.start()
+    worker.sync()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert worker.root == state_root(states[-1])
+    assert peak < 20 << 20
+
+
+def test_gc_does_not_follow_a_link_out_of_the_store(tmp_path: Path, rng: Rng) -> None:
+    root = tmp_path
+    store = LocalStore(root / "store")
+    publisher = Publisher(store, stream="policy", anchor_ratio=0)
+    for state in history(rng, 3):
+        publisher.publish(state)
+    outside = root / "outside"
+    (root / "store" / "policy" / "payloads").rename(outside)
+    (root / "store" / "policy" / "payloads").symlink_to(outside)
+    before = sorted(path.name for path in outside.iterdir())
+    with pytest.raises(StoreError, match="is a link"):
+        gc_stream(store, "policy", keep=1, grace_seconds=0)
+    assert sorted(path.name for path in outside.iterdir()) == before
+    worker = Subscriber(store, stream="policy")
+    worker.sync()
+    assert worker.version == 2
+
+
+def test_gc_takes_no_payload_that_an_unread_version_may_name(rng: Rng) -> None:
+    """The newest manifest arrived damaged, three times: what it names is not garbage."""
+    states = history(rng, 6)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy", anchor_ratio=0)
+    for state in states:
+        publisher.publish(state)
+        time.sleep(0.002)
+    store.damage = lambda name, data: data[:-1] if name == version_name(5) else data
+    plan = gc_stream(store, "policy", keep=1, grace_seconds=0)
+    assert plan.oldest == 4
+    store.damage = lambda name, data: data
+    assert [report.ok for report in verify_stream(store, "policy")] == [True, True]
+    newcomer = Subscriber(store, stream="policy")
+    newcomer.sync()
+    assert (newcomer.version, newcomer.root) == (5, state_root(states[5]))
+
+
+def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng) -> None:
+    """An unsigned version, whole and newest, made gc delete all signed ones."""
+    states = history(rng, 3)
+    store, signer = MemoryStore(), Signer.generate()
+    publisher = Publisher(store, stream="policy", signer=signer)
+    for state in states:
+        publisher.publish(state)
+    with Publisher(store, stream="policy", signer=Signer.generate()) as stranger:
+        stranger.publish(mutated(rng, states[-1]))
+    gc_stream(store, "policy", keep=1, grace_seconds=0, trusted_keys=[signer.public_key])
+    newcomer = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
+    newcomer.sync()
+    assert newcomer.root == state_root(states[-1])
