@@ -21,21 +21,21 @@ _LIMIT_SECONDS = 3.0
 
 
 class Interrupts:
-    """Chooses where a call is interrupted: at a step of its thread, as many as the last such call took, or while it
-    waits for one of its calls of the store."""
+    """Chooses where a call is interrupted: ``anywhere``, at a step of its thread, one of as many as the last such call
+    took; or while it waits for one of its calls of the store."""
 
     def __init__(self, interrupter: Interrupter) -> None:
         self._interrupter = interrupter
         self._steps: dict[str, int] = {}
         self._last: tuple[str, Steps] | None = None
 
-    def choose(self, rng: Random, call: str, client: Client) -> Steps | None:
+    def choose(self, rng: Random, call: str, client: Client, *, anywhere: bool = True) -> Steps | None:
         if self._last is not None:
             kind, steps = self._last
             if steps.count < steps.number:
                 self._steps[kind] = steps.count
             self._last = None
-        if rng.random() < 0.4:
+        if not anywhere or rng.random() < 0.4:
             client.meanwhile(rng.randint(1, 12), self._interrupter.strike)
             return None
         steps = Steps(rng.randint(1, 20 + self._steps.get(call, 600)))

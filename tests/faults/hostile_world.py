@@ -140,10 +140,8 @@ class HostileWorld(World):
                 check(False, f"{worker} did not reach version {head}: {worker.why}")  # type: ignore[attr-defined]
 
     def gc(self, rng: Random) -> None:
-        from pulse_rl.maintenance.gc import gc_stream
-
         client = Client(self.net)
-        self._tool(client, lambda: gc_stream(client, STREAM, keep=rng.randint(1, 8), grace_seconds=3600.0), "gc")
+        self._tool(client, lambda: self._collect(client, rng.randint(1, 8), rng.choice((0.0, 3600.0))), "gc")
 
     def _tool(self, client: Client, run: object, what: str) -> None:
         self.destroyed = True

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from pulse_rl import ChainGap, FormatError, PulseError, Subscriber, Update
+from pulse_rl import ChainGap, FormatError, PulseError, Subscriber, Untrusted, Update
 from pulse_rl._util.serial import SerialThread
 from pulse_rl.events import Event, PathFailed
 from tests.support.interrupts import Boom, Steps
@@ -41,7 +41,8 @@ class Inline(SerialThread):
 
 
 class Worker:
-    """``acknowledges``: it says what it has taken over, and may lose an update in between."""
+    """``acknowledges``: it says what it has taken over, and may lose an update in between. ``spoken`` once it has: of
+    one that has not, nobody can tell whether an interrupt took what a call was just returning."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Worker:
         """A new process: with its live weights gone ("cold"), or loaded again from a checkpoint of them ("base")."""
         self.client = Client(self._net)
         self.interrupt_at = self.steps = self.loses_at = None
-        self.touched = True
+        self.touched, self.spoken = True, False
         base = None
         if how == "base" and self.live.version is not None and not self.live.torn:
             base = self.live.tensors
@@ -118,7 +119,7 @@ class Worker:
             if self.client.hit == 0:
                 assert goal is not None
                 where = f"{self} to {goal}"
-                unreadable = isinstance(error, FormatError) and not readable
+                unreadable = isinstance(error, FormatError | Untrusted) and not readable
                 check(isinstance(error, ChainGap) or unreadable, f"{where}: {error!r}")
                 check(reach.get(goal, GAP) != MUST, f"{where}, which can be reached: {error}")
                 if fresh and reach[goal] == GAP:
@@ -163,6 +164,7 @@ class Worker:
             self.live.apply(update)
             if self.acknowledges:
                 update.acknowledge()
+                self.spoken = True
             if not self._net.manifests_flipped:
                 aliases = committed.aliases
                 check(update.aliases == aliases, f"{self} was told of the aliases {update.aliases}, not {aliases}")

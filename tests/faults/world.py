@@ -128,11 +128,11 @@ class World:
             self._publish(rng, 0, [], interrupted=True)
         elif who == "sync" and self.workers:
             worker = rng.choice(self.workers)
-            worker.steps = self.interrupts.choose(rng, "sync", worker.client)
+            worker.steps = self.interrupts.choose(rng, "sync", worker.client, anywhere=worker.spoken)
             worker.sync([], None)
         elif self.group:
             member = rng.choice(self.group.members)
-            member.steps = self.interrupts.choose(rng, "poll", member.client)
+            member.steps = self.interrupts.choose(rng, "poll", member.client, anywhere=member.spoken)
             self.group.poll(member, [], rng)
 
     def intrude(self, rng: Random) -> None:
@@ -172,7 +172,8 @@ class World:
         client.expect(self._faults(rng))
 
         def run() -> None:
-            list(fold_stream(client, STREAM, rng.choice((_FOLDS, (8,), (3,))), threads=1))
+            folds = rng.choice((_FOLDS, (8,), (3,)))
+            list(fold_stream(client, STREAM, folds, signer=self.signer, identity=self.setup.identity, threads=1))
 
         self._tool(client, run, "fold")
 
@@ -188,7 +189,7 @@ class World:
         keep = rng.randint(1, 12)
         stored = self.model.listed(self.disk)
         before = self.model.reach(self.disk)
-        self._tool(client, lambda: gc_stream(client, STREAM, keep=keep, grace_seconds=grace), f"gc keep={keep}")
+        self._tool(client, lambda: self._collect(client, keep, grace), f"gc keep={keep}")
         after = self.model.reach(self.disk)
         if not self.silently:
             for version in sorted(stored)[-keep:]:
@@ -308,6 +309,10 @@ class World:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="pulse-faults-"))
         return self._folder
+
+    def _collect(self, client: Client, keep: int, grace: float) -> None:
+        keys, identity = self.setup.trusted_keys, self.setup.identity
+        gc_stream(client, STREAM, keep=keep, grace_seconds=grace, trusted_keys=keys, identity=identity)
 
     def _newcomer(self, version: int, reach: dict[int, str], must: bool = False) -> None:
         check(not must or reach[version] == MUST, f"version {version} cannot be reached after a publish with an anchor")
