@@ -35,7 +35,7 @@ class SignedModel(Model):
             version, root = said["version"], said["root"]
             check(name == version_name(version), f"{name} holds version {version}")
             check(root in self.states, f"version {version} was never handed over")
-            self.versions[version] = Committed(data, root, said["aliases"], bool(said["anchor"]))
+            self.versions[version] = Committed(data, root, said["aliases"], bool(said["anchor"]), said["publisher"])
             self._signed[version, root] = self.versions[version]
 
     def committed(self, version: int, root: str) -> Committed | None:

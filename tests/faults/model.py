@@ -80,11 +80,15 @@ class Committed:
     root: str
     aliases: dict[str, str]
     anchored: bool
+    publisher: str
 
 
 class Model:
     def __init__(self) -> None:
         self.disk: Disk | None = None
+        self.strict = True  # who commits now has seen every claim
+        self._epochs: dict[int, str] = {}
+        self._claimed = 0
         self.signed = False
         self.versions: dict[int, Committed] = {}
         self.states: dict[str, Snapshot] = {}
@@ -108,6 +112,8 @@ class Model:
 
     def created(self, name: str, data: bytes) -> None:
         """The disk's hook: an object came into being; a manifest is a commit."""
+        if name.startswith(f"{STREAM}/epochs/") and self.disk and not self.disk.straggling:
+            self._claimed = int(name.rpartition("/")[2])
         if not name.startswith(f"{STREAM}/versions/"):
             return
         said = json.loads(data)
@@ -115,6 +121,10 @@ class Model:
         check(name == version_name(version), f"{name} holds version {version}")
         check(version not in self.versions, f"version {version} was used twice")
         check(version == (-1 if self.head is None else self.head) + 1, f"{version} follows {self.head}")
+        check(self._epochs.setdefault(said["epoch"], said["publisher"]) == said["publisher"], "two have one epoch")
+        if self.strict and self.disk and not self.disk.straggling:
+            seen = self._claimed
+            check(said["epoch"] >= seen, f"version {version} was committed under epoch {said['epoch']}, after {seen}")
         check(said["aliases"] in self._offered.get(said["root"], []), f"version {version} was never handed over")
         if said["patch"]:
             base = said["patch"]["base"]
@@ -122,7 +132,7 @@ class Model:
             passed = [v for v in self.readable(self.disk) if base < v < version]
             check(self.disk.misread or not passed, f"the patch of {version} starts at {base}, not at {passed}")
             check(said["patch"]["base_root"] == self.versions[base].root, f"version {version} has a wrong base")
-        self.versions[version] = Committed(data, said["root"], said["aliases"], bool(said["anchor"]))
+        self.versions[version] = Committed(data, said["root"], said["aliases"], bool(said["anchor"]), said["publisher"])
 
     def listed(self, disk: Disk) -> list[int]:
         """The versions whose manifests are stored, damaged or not."""

@@ -60,6 +60,7 @@ class Disk(MemoryStore):
         self._now = 0.0
         self.changes = 0
         self.damaged: set[str] = set()
+        self.straggling = False  # a call that was sent long ago arrives
 
     def put(self, name: str, data: Data) -> None:
         old = self._objects.get(name)
@@ -132,8 +133,10 @@ class Net:
     def tick(self) -> None:
         due = [act for left, act in self._under_way if left <= 1]
         self._under_way = [(left - 1, act) for left, act in self._under_way if left > 1]
+        self.disk.straggling = True
         for act in due:
             _quietly(act)
+        self.disk.straggling = False
 
     def flush(self) -> None:
         """Everything that is under way arrives."""

@@ -382,11 +382,16 @@ class World:
         client.expect(faults)
         steps = self.interrupts.choose(rng, "publish", client) if interrupted else None
         self.counts["publishes"] += 1
+        kinds = {fault.kind for fault in faults}
+        self.model.strict = "stale" not in kinds
+        # One that reads its own commit damaged takes it for another's.
+        before, most = set(self.model.versions), 1 + self.unsettled[who] + bool(kinds & {"flip", "truncate"})
         try:
             try:
                 published = steps.run(lambda: publisher.publish(state)) if steps else publisher.publish(state)
             except Boom:
                 self.counts["interrupted"] += 1
+                most += 1
                 published = publisher.publish(state)
             publisher.wait()
         except CrashNow:
@@ -405,6 +410,9 @@ class World:
             check(published.root == root, f"publish returned root {published.root} for {root}")
             committed = self.model.committed(published.version, root)
             check(committed is not None, f"{published} is not what was committed")
+            assert committed is not None
+            own = {v for v, other in self.model.versions.items() if other.publisher == committed.publisher} - before
+            check(len(own) <= most, f"one publish committed the versions {own}")
             client.calm()
             if not client.dead:
                 return

@@ -81,7 +81,6 @@ PUBLISHER = [
         "        return True\n",
     ),
     _one("epochs are not looked at before a commit", "sync.commit", "        if newer:\n", "        if False:\n"),
-    _one("a superseded publisher goes on", "sync.commit", "        if self._refused:\n", "        if False:\n"),
     _one(
         "an epoch that is taken is claimed again",
         "stream.claims",
