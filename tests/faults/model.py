@@ -88,7 +88,7 @@ class Model:
         self.disk: Disk | None = None
         self.strict = True  # who commits now has seen every claim
         self._epochs: dict[int, str] = {}
-        self._claimed = 0
+        self._claimed: dict[str, int] = {}  # the last epoch of each identity that claims were made for
         self.signed = False
         self.versions: dict[int, Committed] = {}
         self.states: dict[str, Snapshot] = {}
@@ -113,7 +113,7 @@ class Model:
     def created(self, name: str, data: bytes) -> None:
         """The disk's hook: an object came into being; a manifest is a commit."""
         if name.startswith(f"{STREAM}/epochs/") and self.disk and not self.disk.straggling:
-            self._claimed = int(name.rpartition("/")[2])
+            self._claimed[data.split()[1].decode()] = int(name.rpartition("/")[2])
         if not name.startswith(f"{STREAM}/versions/"):
             return
         said = json.loads(data)
@@ -123,7 +123,7 @@ class Model:
         check(version == (-1 if self.head is None else self.head) + 1, f"{version} follows {self.head}")
         check(self._epochs.setdefault(said["epoch"], said["publisher"]) == said["publisher"], "two have one epoch")
         if self.strict and self.disk and not self.disk.straggling:
-            seen = self._claimed
+            seen = self._claimed.get(said["identity"], 0)
             check(said["epoch"] >= seen, f"version {version} was committed under epoch {said['epoch']}, after {seen}")
         check(said["aliases"] in self._offered.get(said["root"], []), f"version {version} was never handed over")
         if said["patch"]:

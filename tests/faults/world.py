@@ -383,9 +383,10 @@ class World:
         steps = self.interrupts.choose(rng, "publish", client) if interrupted else None
         self.counts["publishes"] += 1
         kinds = {fault.kind for fault in faults}
-        self.model.strict = "stale" not in kinds
+        damaged = bool(kinds & {"flip", "truncate"})
+        self.model.strict = not damaged and "stale" not in kinds
         # One that reads its own commit damaged takes it for another's.
-        before, most = set(self.model.versions), 1 + self.unsettled[who] + bool(kinds & {"flip", "truncate"})
+        before, most = set(self.model.versions), 1 + self.unsettled[who] + damaged
         try:
             try:
                 published = steps.run(lambda: publisher.publish(state)) if steps else publisher.publish(state)
