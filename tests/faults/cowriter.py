@@ -140,7 +140,7 @@ class CoWriter:
     def false_fold(self, rng: Random) -> None:
         """A patch of its own from a right base: to a state that was never published, or to that of another version."""
         roots = [committed.root for committed in self._model.versions.values()]
-        if len(roots) < 3:
+        if len(roots) < 3 or not self._model.states:
             return
         base, version = sorted(rng.sample(list(self._model.versions), 2))
         old = self._model.states[self._model.versions[base].root]

@@ -18,8 +18,9 @@ from pulse_rl.sync import catch_up, commit, folds, route
 from tests.support.interrupts import GatedOperation, Interrupter
 
 from .hostile_world import HostileWorld
+from .modes import CONCURRENT, INLINE, STEADY
 from .store import CrashNow
-from .world import CONCURRENT, INLINE, STEADY, World
+from .world import World
 
 _HOSTILE = 0.2
 _THREADED = 0.35  # of the sequences: a hand-over to a thread costs as much as the work on a small state

@@ -10,9 +10,10 @@ from pulse_rl import PublisherConflict, PulseError
 
 from .cowriter import KINDS, CoWriter
 from .model import STREAM, Committed, Model, check, version_name
+from .modes import STEADY
 from .store import Client, CrashNow, Fault, Net
 from .worker import Setup, Worker
-from .world import IDENTITY, SIGNER, STEADY, World
+from .world import IDENTITY, SIGNER, World
 
 ENABLED = [kind for kind in KINDS if kind != "group_junk"]
 """The kinds of acts that may be met with. Those left out are not withstood yet: group_junk, since anybody can lead a

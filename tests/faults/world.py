@@ -10,28 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, Signer, audit, verify_stream
-from pulse_rl.maintenance.fold import fold_stream
+from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, Signer, verify_stream
 from pulse_rl.maintenance.gc import gc_stream
 from tests.support.interrupts import Boom, Interrupter
 
-from .callers import Calls, Interrupts, check_refused, fork, intrude
+from .callers import Interrupts
+from .disturbances import Disturbances
 from .model import GAP, MUST, STREAM, Model, check, version_name
+from .modes import FOLDS, INLINE, STEADY
 from .nodes import Group
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 from .trainer import Trainer
-from .worker import Inline, Setup, Worker, twins
+from .upkeep import Upkeep
+from .worker import Inline, Setup, Worker
 
 _MOST_WORKERS = 4
 _MOST_MEMBERS = 3
-_FOLDS = (2, 4, 8)
 SIGNER = Signer(bytes(range(32)))
 IDENTITY = "0123456789abcdef" * 2
-INLINE, STEADY, CONCURRENT = "inline", "steady", "concurrent"
-"""How a world's objects run: on the calling thread; on their threads, handed over to in a fixed order; as they are."""
 
 
-class World:
+class World(Disturbances, Upkeep):
     """Every method named in `RULES` is one step. All chance comes from the ``rng`` that a step is given."""
 
     def __init__(self, rng: Random, threads: str = STEADY, interrupter: Interrupter | None = None) -> None:
@@ -47,7 +46,7 @@ class World:
         self.destroyed = False
         self.silently = False  # an object was damaged in a way that its size does not show
         self.ratio = rng.choice((0.5, 1.0, 3.0, 1000.0, 1000.0))
-        self.folds = rng.choice(((), _FOLDS, _FOLDS, (4, 8)))
+        self.folds = rng.choice(((), FOLDS, FOLDS, (4, 8)))
         self.shard_bytes = rng.choice((1 << 30, 500))
         self.threads = threads
         self.model.signed = self._signed(rng)
@@ -120,125 +119,6 @@ class World:
     def restart_member(self, rng: Random) -> None:
         if self.group:
             rng.choice(self.group.members).restart("cold", rng)
-
-    def interrupt(self, rng: Random) -> None:
-        """Somebody is interrupted at any step, and calls again at once."""
-        who = rng.choice(("publish", "sync", "sync", "poll"))
-        if who == "publish":
-            self._publish(rng, 0, [], interrupted=True)
-        elif who == "sync" and self.workers:
-            worker = rng.choice(self.workers)
-            worker.steps = self.interrupts.choose(rng, "sync", worker.client, anywhere=worker.spoken)
-            worker.sync([], None)
-        elif self.group:
-            member = rng.choice(self.group.members)
-            member.steps = self.interrupts.choose(rng, "poll", member.client, anywhere=member.spoken)
-            self.group.poll(member, [], rng)
-
-    def intrude(self, rng: Random) -> None:
-        """A second thread calls while the first one is at work."""
-        if self.threads != STEADY:
-            return
-        if rng.random() < 0.5 or not self.workers:
-            client, publisher = self._publisher(0)
-            state = self.trainers[1].step(rng)
-            calls: Calls = [("publish", lambda: publisher.publish(state)), ("head", publisher.head)]
-            wrong = intrude(client, rng, calls)
-            self._publish(rng, 0, [])
-        else:
-            worker = rng.choice(self.workers)
-            wrong = intrude(worker.client, rng, twins(worker))
-            worker.sync([], None)
-        check_refused(wrong)
-        self.counts["intrusions"] += 1
-
-    def fork(self, rng: Random) -> None:
-        """A child uses what it inherited. Rare: a fork takes milliseconds."""
-        if rng.random() > 0.1:
-            return
-        calls: Calls = []
-        for pair in self.publishers:
-            if pair is not None:
-                state = self.trainers[0].step(rng)
-                calls += [("publish", lambda p=pair[1], s=state: p.publish(s)), ("head", pair[1].head)]  # type: ignore[misc]
-        for worker in self.workers:
-            calls += twins(worker)
-        if calls:
-            fork(calls)
-            self.counts["forks"] += 1
-
-    def fold(self, rng: Random) -> None:
-        client = Client(self.net)
-        client.expect(self._faults(rng))
-
-        def run() -> None:
-            folds = rng.choice((_FOLDS, (8,), (3,)))
-            list(fold_stream(client, STREAM, folds, signer=self.signer, identity=self.setup.identity, threads=1))
-
-        self._tool(client, run, "fold")
-
-    def gc(self, rng: Random) -> None:
-        """No grace where nothing is under way, as an operator may who has stopped the trainers."""
-        self.net.flush()
-        client = Client(self.net)
-        client.expect(self._faults(rng))
-        stale = any(fault.kind == "stale" for fault in client.faults)
-        grace = 40.0 if stale or any(self.unsettled) else rng.choice((0.0, 10.0))
-        if any(self.unsettled):
-            grace = 3600.0
-        keep = rng.randint(1, 12)
-        stored = self.model.listed(self.disk)
-        before = self.model.reach(self.disk)
-        self._tool(client, lambda: self._collect(client, keep, grace), f"gc keep={keep}")
-        after = self.model.reach(self.disk)
-        if not self.silently:
-            for version in sorted(stored)[-keep:]:
-                lost = before[version] == MUST and after[version] != MUST
-                check(not lost, f"gc keep={keep} took what version {version} needs")
-
-    def destroy(self, rng: Random) -> None:
-        """An object is deleted or damaged for good. The head's manifest is only damaged: where it is deleted, the
-        version is as if it had never been."""
-        kinds = ["payloads"] * 6 + ["links"] * 2 + ["versions"]
-        names = self.disk.names(f"{STREAM}/{rng.choice(kinds)}")
-        if not names:
-            return
-        name = rng.choice(names)
-        data = self.disk.peek(name) or b""
-        how = rng.choice(("delete", "truncate", "flip"))
-        if not data or (how == "delete" and name != version_name(self.model.head or 0)):
-            self.disk.delete(name)
-        elif how == "flip":
-            at = rng.randrange(len(data))
-            self.disk.damage(name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
-            self.silently = True
-            self.net.manifests_flipped |= "/versions/" in name
-        else:
-            self.disk.damage(name, data[: rng.randrange(len(data))])
-        self.destroyed = True
-        self.net.injected[f"destroy_{how}"] += 1
-        self.trace.append(f"  {how} {name}")
-
-    def lie(self, rng: Random) -> None:
-        """A link that leads elsewhere, or to nothing."""
-        head = self.model.head or 0
-        base, version = rng.randint(0, head), rng.randint(0, head + 2)
-        payloads = self.disk.names(f"{STREAM}/payloads")
-        digest = rng.choice(payloads).rpartition("/")[2][:64] if payloads and rng.random() < 0.7 else "0" * 64
-        nbytes = rng.choice((1, 300, len(self.disk.peek(f"{STREAM}/payloads/{digest}.patch") or b"")))
-        if rng.random() < 0.3:
-            self.disk.put(f"{STREAM}/links/{version:012d}-anchor-{nbytes:015d}", b"")
-        else:
-            self.disk.put(f"{STREAM}/links/{version:012d}-{base:012d}-{nbytes:015d}-{digest}", b"")
-        self.net.injected["false_link"] += 1
-
-    def audit(self, rng: Random) -> None:
-        for worker in self.workers:
-            ready = worker.subscriber.status == "ready" and worker.live.version == worker.subscriber.version
-            if ready and not worker.live.torn:
-                report = audit(worker.live.tensors, worker.subscriber.digest, threads=1)
-                check(report.ok, f"{worker} does not pass its audit: {report}")
-                self.counts["audits"] += 1
 
     # What holds at all times, and in the end.
 
@@ -442,6 +322,7 @@ RULES: dict[str, int] = {
     "sync": 26,
     "sync_to": 4,
     "restart_worker": 5,
+    "race": 6,
     "regroup": 2,
     "poll": 6,
     "restart_member": 1,
