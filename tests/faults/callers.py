@@ -11,10 +11,11 @@ from random import Random
 from typing import Any
 
 from pulse_rl import ConcurrentUse, InputError
+from pulse_rl.patch import apply
 from tests.support.interrupts import Interrupter, Steps
 
 from .model import Violation, check
-from .store import Client
+from .store import Client, CrashNow
 
 Calls = list[tuple[str, Callable[[], Any]]]
 _LIMIT_SECONDS = 3.0
@@ -107,3 +108,30 @@ def _refused(calls: Iterable[tuple[str, Callable[[], Any]]]) -> int:
 
 def check_refused(wrong: list[str]) -> None:
     check(not wrong, "; ".join(wrong))
+
+
+class torn_writes:  # noqa: N801 (it is used as a function is)
+    """Within it, the writes to a state number ``first`` to ``first + times - 1`` are cut short. ``count``: how many
+    were."""
+
+    def __init__(self, first: int, times: int) -> None:
+        self.count = 0
+        self._calls, self._first, self._times = 0, first, times
+
+    def __enter__(self) -> torn_writes:
+        self._whole = apply._scatter
+        apply._scatter = self._torn  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        apply._scatter = self._whole
+
+    def _torn(self, block: Any, state: Any, changes: Any) -> None:
+        self._calls += 1
+        if not self._first <= self._calls < self._first + self._times:
+            self._whole(block, state, changes)
+            return
+        self.count += 1
+        half = len(changes.positions) // 2
+        self._whole(block, state, type(changes)(changes.positions[:half], changes.values[:half]))
+        raise CrashNow("in the midst of a write")

@@ -8,13 +8,11 @@ from random import Random
 
 import numpy as np
 
-from pulse_rl import Bits, MemoryStore, Publisher, Signer, State
-from pulse_rl.patch import build_patch
-from pulse_rl.state.digest import state_digest
-from pulse_rl.state.tensors import DTYPES
+from pulse_rl import Bits, MemoryStore, Publisher, Signer
 from pulse_rl.stream import manifest as manifests
 
-from .model import STREAM, Model, Snapshot, version_name
+from .lies import false_patch
+from .model import STREAM, Model, version_name
 from .store import Disk
 
 LAST = 10**12 - 1
@@ -138,16 +136,13 @@ class CoWriter:
         self._disk.plant(f"{STREAM}/links/{version:012d}-{end}", said)
 
     def false_fold(self, rng: Random) -> None:
-        """A patch of its own from a right base: to a state that was never published, or to that of another version."""
-        roots = [committed.root for committed in self._model.versions.values()]
-        if len(roots) < 3 or not self._model.states:
+        """A patch of its own from a right base, and a link to it that nobody has signed for it."""
+        if len(self._model.versions) < 3 or not self._model.states:
             return
         base, version = sorted(rng.sample(list(self._model.versions), 2))
-        old = self._model.states[self._model.versions[base].root]
-        new = self._model.states[rng.choice(roots)]
-        first, second = _state(old), _state(new if _kinds(new) == _kinds(old) else old, rng)
-        built = build_patch(first, second, state_digest(first, threads=1), threads=1)
-        data = built.to_bytes()
+        data = false_patch(self._model, base, version, rng)
+        if data is None:
+            return
         digest = sha256(data).hexdigest()
         self._disk.plant(f"{STREAM}/payloads/{digest}.patch", data)
         links = self._disk.names(f"{STREAM}/links")
@@ -204,21 +199,6 @@ def _junk(rng: Random) -> bytes:
     return rng.choice(
         (b"", b"{}", b"null", b"[" * 500, b'{"format":"pulse.manifest.1"}', rng.randbytes(rng.choice((1, 200))))
     )
-
-
-def _state(taken: Snapshot, rng: Random | None = None) -> State:
-    """A state with these bits, with one of them flipped if there is a ``rng``."""
-    tensors: dict[str, Bits] = {}
-    for name, (dtype, shape, data) in taken.items():
-        raw = bytearray(data)
-        if rng and raw and rng.random() < 0.5:
-            raw[rng.randrange(len(raw))] ^= 1
-        tensors[name] = Bits(np.frombuffer(bytes(raw), DTYPES[dtype].uint).reshape(shape), dtype)
-    return State.of(tensors)
-
-
-def _kinds(taken: Snapshot) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (dtype, shape) for name, (dtype, shape, _) in taken.items()}
 
 
 KINDS: dict[str, Callable[[CoWriter, Random], None]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from .callers import Calls, check_refused, fork, intrude
+from .callers import Calls, check_refused, fork, intrude, torn_writes
 from .modes import STEADY
 from .store import Client
 from .worker import twins
@@ -49,6 +49,16 @@ class Disturbances:
         else:
             self._publish(rng, 0, [])
         self.counts["races"] += 1
+
+    def tear(self: World, rng: Random) -> None:
+        """Memory gives out while a patch is written to a state, and perhaps once more while that is undone."""
+        if not self.workers:
+            return
+        worker = rng.choice(self.workers)
+        self._publish(rng, 0, [])
+        with torn_writes(rng.randint(1, 6), rng.choice((1, 2, 2))) as torn:
+            worker.sync([], None)
+        self.net.injected["torn_write"] += torn.count
 
     def intrude(self: World, rng: Random) -> None:
         """A second thread calls while the first one is at work."""

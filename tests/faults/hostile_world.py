@@ -46,12 +46,7 @@ class SignedModel(Model):
 class TrustingWorker(Worker):
     """One that knows the publisher's key and the stream's identity. It may be held up, but not led astray."""
 
-    least: int | None = None
     why = ""
-
-    def restart(self, how: str, rng: Random | None) -> None:
-        super().restart(how, rng)
-        self.least = None
 
     def sync(
         self, faults: list[Fault], target: int | None, *, fresh: bool = False, reach: dict[int, str] | None = None
@@ -71,13 +66,6 @@ class TrustingWorker(Worker):
         self._counts["syncs"] += 1
         if update is not None or target is None:
             self.take(update)
-
-    def inspect(self) -> None:
-        super().inspect()
-        version = self.subscriber.version
-        went_back = self.least is not None and (version is None or version < self.least)
-        check(not went_back, f"{self} went back from version {self.least}")
-        self.least = version
 
 
 class HostileWorld(World):

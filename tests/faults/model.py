@@ -81,11 +81,14 @@ class Committed:
     aliases: dict[str, str]
     anchored: bool
     publisher: str
+    patch: tuple[str, int] | None = None
+    """Its digest and length."""
 
 
 class Model:
     def __init__(self) -> None:
         self.disk: Disk | None = None
+        self.lies: set[str] = set()  # digests of patches that do not do what they say
         self.strict = True  # who commits now has seen every claim
         self._epochs: dict[int, str] = {}
         self._claimed: dict[str, int] = {}  # the last epoch of each identity that claims were made for
@@ -125,6 +128,11 @@ class Model:
         if self.strict and self.disk and not self.disk.straggling:
             seen = self._claimed.get(said["identity"], 0)
             check(said["epoch"] >= seen, f"version {version} was committed under epoch {said['epoch']}, after {seen}")
+        if self.disk and not self.disk.straggling:
+            for ref, kind in ((said["patch"], "patch"), (said["anchor"], "safetensors")):
+                for payload in (ref["parts"] if kind == "patch" else ref["shards"]) if ref else ():
+                    there = self.disk.peek(f"{STREAM}/payloads/{payload['sha256']}.{kind}") is not None
+                    check(there, f"version {version} was committed without its {kind}")
         check(said["aliases"] in self._offered.get(said["root"], []), f"version {version} was never handed over")
         if said["patch"]:
             base = said["patch"]["base"]
@@ -132,7 +140,15 @@ class Model:
             passed = [v for v in self.readable(self.disk) if base < v < version]
             check(self.disk.misread or not passed, f"the patch of {version} starts at {base}, not at {passed}")
             check(said["patch"]["base_root"] == self.versions[base].root, f"version {version} has a wrong base")
-        self.versions[version] = Committed(data, said["root"], said["aliases"], bool(said["anchor"]), said["publisher"])
+        part = said["patch"] and said["patch"]["parts"][0]
+        self.versions[version] = Committed(
+            data,
+            said["root"],
+            said["aliases"],
+            bool(said["anchor"]),
+            said["publisher"],
+            (part["sha256"], part["bytes"]) if part else None,
+        )
 
     def listed(self, disk: Disk) -> list[int]:
         """The versions whose manifests are stored, damaged or not."""
@@ -230,6 +246,8 @@ class Model:
         name = f"{STREAM}/payloads/{digest}.patch"
         data = disk.peek(name)
         if data is None or len(data) != nbytes or version - base < 2 or self._digest(name, data) != digest:
+            return False
+        if digest in self.lies:
             return False
         if digest not in self._ends:
             try:

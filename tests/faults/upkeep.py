@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from random import Random
 from typing import TYPE_CHECKING
 
 from pulse_rl import audit
 from pulse_rl.maintenance.fold import fold_stream
 
+from .lies import false_patch
 from .model import MUST, STREAM, check, version_name
 from .modes import FOLDS
 from .store import Client
@@ -54,6 +56,8 @@ class Upkeep:
         if not names:
             return
         name = rng.choice(names)
+        if rng.random() < 0.2:
+            name = max(names, key=lambda name: self.disk.head(name).modified)  # what may be about to be named
         data = self.disk.peek(name) or b""
         how = rng.choice(("delete", "truncate", "flip"))
         if not data or (how == "delete" and name != version_name(self.model.head or 0)):
@@ -70,13 +74,23 @@ class Upkeep:
         self.trace.append(f"  {how} {name}")
 
     def lie(self: World, rng: Random) -> None:
-        """A link that leads elsewhere, or to nothing."""
+        """A link that leads elsewhere, or to nothing; or to a patch that is not what it says."""
         head = self.model.head or 0
         base, version = rng.randint(0, head), rng.randint(0, head + 2)
         payloads = self.disk.names(f"{STREAM}/payloads")
         digest = rng.choice(payloads).rpartition("/")[2][:64] if payloads and rng.random() < 0.7 else "0" * 64
         nbytes = rng.choice((1, 300, len(self.disk.peek(f"{STREAM}/payloads/{digest}.patch") or b"")))
-        if rng.random() < 0.3:
+        how = rng.random()
+        if how < 0.4 and version in self.model.versions and version - base > 1:
+            patch = self.model.versions[base + 1].patch
+            data = false_patch(self.model, base, version, rng) if how < 0.25 else None
+            if data is not None:
+                digest, nbytes = sha256(data).hexdigest(), len(data)
+                self.disk.put(f"{STREAM}/payloads/{digest}.patch", data)
+                self.model.lies.add(digest)
+            elif patch:  # a good one, to the version after its base
+                digest, nbytes = patch
+        if how > 0.8:
             self.disk.put(f"{STREAM}/links/{version:012d}-anchor-{nbytes:015d}", b"")
         else:
             self.disk.put(f"{STREAM}/links/{version:012d}-{base:012d}-{nbytes:015d}-{digest}", b"")

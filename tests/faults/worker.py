@@ -60,6 +60,7 @@ class Worker:
         self._cache = cache
         self._setup = setup
         self.acknowledges = acknowledges
+        self.holds = False
         self.interrupt_at: int | None = None
         self.steps: Steps | None = None
         self.loses_at: int | None = None
@@ -77,6 +78,8 @@ class Worker:
         """A new process: with its live weights gone ("cold"), or loaded again from a checkpoint of them ("base")."""
         self.client = Client(self._net)
         self.interrupt_at = self.steps = self.loses_at = None
+        self._least: int | None = None
+        self._held: tuple[Update, list[bytes]] | None = None
         self.touched, self.spoken = True, False
         base = None
         if how == "base" and self.live.version is not None and not self.live.torn:
@@ -148,6 +151,8 @@ class Worker:
         if self.subscriber.status != "ready":
             return
         version = self.subscriber.version
+        check(self._least is None or version >= self._least, f"{self} went back from version {self._least}")
+        self._least = version
         assert version is not None
         committed = self._model.committed(version, self.subscriber.root)
         check(committed is not None, f"{self} shows a version that was never committed, or a wrong root")
@@ -163,6 +168,7 @@ class Worker:
             check(self._follows(update), f"{self} was handed {update}, which does not start where the live model is")
             if self._loses(update):
                 return
+            self._hold(update)
             self.live.apply(update)
             if self.acknowledges:
                 update.acknowledge()
@@ -198,6 +204,14 @@ class Worker:
         except Boom:
             self._counts["interrupted"] += 1
             return act()
+
+    def _hold(self, update: Update) -> None:
+        """Keeps an update for long, if it is one that does: its values must not change meanwhile."""
+        if self._held:
+            kept, copies = self._held
+            now = [tensor.values.tobytes() for tensor in kept.tensors]
+            check(now == copies, f"the values of {kept} have changed while {self} held it")
+        self._held = (update, [tensor.values.tobytes() for tensor in update.tensors]) if self.holds else None
 
     def _follows(self, update: Update) -> bool:
         """Whether the update starts where the live model is, or at another version with the same bits, as one that

@@ -178,7 +178,9 @@ class World(Disturbances, Upkeep):
 
     def _worker(self, rng: Random) -> Worker:
         cache = self._cache_folder() / str(rng.getrandbits(32)) if rng.random() < 0.1 else None
-        return self._make_worker(self.net, self.counts, cache, self.setup, rng.random() < 0.5)
+        worker = self._make_worker(self.net, self.counts, cache, self.setup, rng.random() < 0.5)
+        worker.holds = rng.random() < 0.15
+        return worker
 
     def _make_worker(
         self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup, acknowledges: bool
@@ -323,13 +325,14 @@ RULES: dict[str, int] = {
     "sync_to": 4,
     "restart_worker": 5,
     "race": 6,
+    "tear": 3,
     "regroup": 2,
     "poll": 6,
     "restart_member": 1,
     "fold": 5,
     "gc": 5,
     "destroy": 5,
-    "lie": 2,
+    "lie": 4,
     "audit": 3,
 }
 """Steps and how often they come."""

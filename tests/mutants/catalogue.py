@@ -95,13 +95,6 @@ PUBLISHER = [
         "            return max(listed, default=1)\n",
     ),
     _one(
-        "what is pending is forgotten",
-        "sync.publisher",
-        "            self._pending = _Pending(manifest, draft, time.time())\n"
-        "            if self._commit(self._pending):",
-        "            if self._commit(_Pending(manifest, draft, time.time())):",
-    ),
-    _one(
         "what is pending is committed though its payloads are gone",
         "sync.publisher",
         "0 <= age < _LATEST_COMMIT_SECONDS and self._stream.stores(pending.manifest)",
@@ -137,13 +130,6 @@ PUBLISHER = [
         "    if patch and not with_anchor:\n        return Uploaded(patch, None)\n",
         "    if not with_anchor and draft.state.elements:\n        return Uploaded(patch, AnchorRef(()))\n",
     ),
-    _one(
-        "an error at a fold is the publisher's",
-        "sync.folds",
-        "            except PulseError as error:\n",
-        "            except KeyError as error:\n",
-        survives="the fold is made by the background thread, whose errors nobody waits for",
-    ),
 ]
 
 FOLDS = [
@@ -165,13 +151,6 @@ FOLDS = [
         "    unique, first = np.unique(positions, return_index=True)\n",
         "    unique, first = np.unique(positions[::-1], return_index=True)\n    first = len(positions) - 1 - first\n",
     ),
-    _one(
-        "a fold's link is listed as the next version's",
-        "stream.stream",
-        "        fold = FoldName(version, base, payload.bytes, payload.sha256)\n        self.store.put(",
-        "        fold = FoldName(version + 1, base, payload.bytes, payload.sha256)\n        self.store.put(",
-        survives="a false link costs a detour, and who makes folds takes the version's patch as well",
-    ),
 ]
 
 STATE = [
@@ -188,19 +167,10 @@ STATE = [
         "        for index, undo in ():\n",
     ),
     _one(
-        "a patch for another base is applied",
-        "patch.apply",
-        "    if header.base_root != digest.root:\n",
-        "    if False:\n",
-    ),
-    _one(
         "a link need not lead to its manifest's root",
         "sync.catch_up",
         "    if patch.header.target_root != manifest.root:\n",
         "    if False:\n",
-    ),
-    _one(
-        "an anchor's root is not compared", "sync.catch_up", "    if digest.root != manifest.root:\n", "    if False:\n"
     ),
     _one(
         "an anchor's shard is not hashed",
