@@ -92,7 +92,7 @@ class CoWriter:
             return
         one, two = (self._parsed(rng.choice(list(self._model.versions))) for _ in range(2))
         version = self._place(rng)
-        if one is None or two is None or (one.patch and one.patch.base >= version and not one.anchor):
+        if one.patch and one.patch.base >= version and not one.anchor:
             return
         patch = one.patch if one.patch and one.patch.base < version else None
         fields = {field: getattr(one, field) for field in one.__struct_fields__}
@@ -120,8 +120,9 @@ class CoWriter:
         epoch = rng.choice((newest + 1, newest + 2, newest + 1000, newest + (1 << 20) + 1, LAST, 1))
         old = self._disk.peek(rng.choice(there)) if there else None
         word = f"{rng.getrandbits(64):016x}"
-        unsigned = f"{word} {rng.getrandbits(128):032x}".encode()
-        data = rng.choice((_junk(rng), old or b"", unsigned, word.encode()))
+        ours = self._parsed(next(iter(self._model.versions))).identity if self._model.versions else "0" * 32
+        unsigned = f"{word} {rng.choice((ours, ours, '0' * 32))}".encode()
+        data = rng.choice((_junk(rng), old or b"", unsigned, unsigned, word.encode()))
         self._disk.plant(f"{folder}/{min(epoch, LAST):012d}", data)
 
     def false_link(self, rng: Random) -> None:
@@ -179,7 +180,7 @@ class CoWriter:
         ahead = head + rng.choice((1, 1, 1, 2, 3, 10, 1000))
         return ahead if above or head < 1 or rng.random() < 0.6 else rng.randint(0, head)
 
-    def _parsed(self, version: int) -> manifests.Manifest | None:
+    def _parsed(self, version: int) -> manifests.Manifest:
         return manifests.parse(self._model.versions[version].data, stream=STREAM, version=version)
 
     def _objects_of_other_run(self, rng: Random) -> list[tuple[str, bytes]]:

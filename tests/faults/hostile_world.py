@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -29,8 +30,12 @@ class SignedModel(Model):
     def __init__(self) -> None:
         super().__init__()
         self._signed: dict[tuple[int, str], Committed] = {}
+        self._manifests: set[bytes] = set()
+        self.claimed: set[int] = set()
 
     def created(self, name: str, data: bytes) -> None:
+        if name.startswith(f"{STREAM}/epochs/"):
+            self.claimed.add(int(name.rpartition("/")[2]))
         if name.startswith(f"{STREAM}/versions/"):
             said = self._parsed(data)
             version, root = said["version"], said["root"]
@@ -38,9 +43,13 @@ class SignedModel(Model):
             check(root in self.states, f"version {version} was never handed over")
             self.versions[version] = Committed(data, root, said["aliases"], bool(said["anchor"]), said["publisher"])
             self._signed[version, root] = self.versions[version]
+            self._manifests.add(data)
 
     def committed(self, version: int, root: str) -> Committed | None:
         return self._signed.get((version, root))
+
+    def was_committed(self, version: int, data: bytes) -> bool:
+        return data in self._manifests
 
 
 class TrustingWorker(Worker):
@@ -164,6 +173,9 @@ class HostileWorld(World):
             pass
         except PublisherConflict as error:
             self.why = repr(error)
+            epoch = re.search(r"taken over .* with epoch ([0-9]+)", self.why)
+            signed = epoch is None or int(epoch[1]) in self.model.claimed  # type: ignore[attr-defined]
+            check(signed, f"a claim that nobody has signed stopped a publisher: {error}")
             self.counts["conflicts"] += 1
             self.publishers[who] = None
         except PulseError as error:

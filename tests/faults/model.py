@@ -163,6 +163,10 @@ class Model:
         committed = self.versions.get(version)
         return committed if committed and committed.root == root else None
 
+    def was_committed(self, version: int, data: bytes) -> bool:
+        """Whether these bytes are a manifest of ``version`` that was committed."""
+        return version in self.versions and self.versions[version].data == data
+
     def reach(self, disk: Disk, start: int | None = None) -> dict[int, str]:
         """Of every committed version whether it MUST, MAY or cannot (GAP) be reached from nothing, or from ``start``.
 

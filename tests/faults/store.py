@@ -124,7 +124,6 @@ class Net:
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
         self.injected: Counter[str] = Counter()
-        self.manifests_flipped = False
         self._under_way: list[tuple[int, Callable[[], None]]] = []
 
     def send_late(self, calls: int, act: Callable[[], None]) -> None:
@@ -194,7 +193,6 @@ class Client:
         if fault.kind == "truncate":
             return data[:at]
         assert fault.kind == "flip"
-        self.net.manifests_flipped |= "/versions/" in name
         bit = 1 << int(fault.where * 8 * len(data)) % 8
         return data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
 

@@ -56,7 +56,7 @@ class Upkeep:
         if not names:
             return
         name = rng.choice(names)
-        if rng.random() < 0.2:
+        if rng.random() < (0.7 if any(self.unsettled) else 0.1):
             name = max(names, key=lambda name: self.disk.head(name).modified)  # what may be about to be named
         data = self.disk.peek(name) or b""
         how = rng.choice(("delete", "truncate", "flip"))
@@ -66,12 +66,13 @@ class Upkeep:
             at = rng.randrange(len(data))
             self.disk.damage(name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
             self.silently = True
-            self.net.manifests_flipped |= "/versions/" in name
         else:
             self.disk.damage(name, data[: rng.randrange(len(data))])
         self.destroyed = True
         self.net.injected[f"destroy_{how}"] += 1
         self.trace.append(f"  {how} {name}")
+        if self.unsettled[0]:
+            self._publish(rng, 0, [])  # what is pending may name it
 
     def lie(self: World, rng: Random) -> None:
         """A link that leads elsewhere, or to nothing; or to a patch that is not what it says."""
@@ -81,9 +82,12 @@ class Upkeep:
         digest = rng.choice(payloads).rpartition("/")[2][:64] if payloads and rng.random() < 0.7 else "0" * 64
         nbytes = rng.choice((1, 300, len(self.disk.peek(f"{STREAM}/payloads/{digest}.patch") or b"")))
         how = rng.random()
-        if how < 0.4 and version in self.model.versions and version - base > 1:
+        if how < 0.6 and head > 1:
+            anchored = [v for v in self.model.versions if v < head - 1 and self.model.versions[v].anchored]
+            base = rng.choice(anchored) if anchored and rng.random() < 0.6 else rng.randint(0, head - 2)
+            version = rng.randint(base + 2, head)
             patch = self.model.versions[base + 1].patch
-            data = false_patch(self.model, base, version, rng) if how < 0.25 else None
+            data = false_patch(self.model, base, version, rng) if how < 0.4 else None
             if data is not None:
                 digest, nbytes = sha256(data).hexdigest(), len(data)
                 self.disk.put(f"{STREAM}/payloads/{digest}.patch", data)

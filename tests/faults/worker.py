@@ -86,8 +86,9 @@ class Worker:
             base = self.live.tensors
         else:
             self.live = Live()
-        if rng and self._cache and self._cache.exists() and rng.random() < 0.5:
-            self._damage_cache(rng, self._cache)
+        if rng and self._cache and self._cache.exists():
+            for _ in range(rng.choice((0, 1, 1, 3))):
+                self._damage_cache(rng, self._cache)
         self._base = base is not None
         self.subscriber = Subscriber(
             self.client,
@@ -157,6 +158,8 @@ class Worker:
         committed = self._model.committed(version, self.subscriber.root)
         check(committed is not None, f"{self} shows a version that was never committed, or a wrong root")
         check(snapshot(self.subscriber.state) == self._model.states[self.subscriber.root], f"{self} shows wrong bits")
+        shown = self.subscriber.manifest.to_bytes()
+        check(self._model.was_committed(version, shown), f"{self} shows a manifest that was not committed: {shown!r}")
 
     def take(self, update: Update | None) -> None:
         """The live model scatters the update, and must then be the version; or it is interrupted, or forgets to say
@@ -173,9 +176,8 @@ class Worker:
             if self.acknowledges:
                 update.acknowledge()
                 self.spoken = True
-            if not self._net.manifests_flipped:
-                aliases = committed.aliases
-                check(update.aliases == aliases, f"{self} was told of the aliases {update.aliases}, not {aliases}")
+            aliases = committed.aliases
+            check(update.aliases == aliases, f"{self} was told of the aliases {update.aliases}, not {aliases}")
         elif self._base and self.subscriber.version is not None:
             self.live.version, self.live.root = self.subscriber.version, self.subscriber.root
         self._base = False

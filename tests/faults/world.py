@@ -177,7 +177,7 @@ class World(Disturbances, Upkeep):
         return IDENTITY if rng.random() < 0.2 else None
 
     def _worker(self, rng: Random) -> Worker:
-        cache = self._cache_folder() / str(rng.getrandbits(32)) if rng.random() < 0.1 else None
+        cache = self._cache_folder() / str(rng.getrandbits(32)) if rng.random() < 0.15 else None
         worker = self._make_worker(self.net, self.counts, cache, self.setup, rng.random() < 0.5)
         worker.holds = rng.random() < 0.15
         return worker
@@ -332,7 +332,7 @@ RULES: dict[str, int] = {
     "fold": 5,
     "gc": 5,
     "destroy": 5,
-    "lie": 4,
+    "lie": 6,
     "audit": 3,
 }
 """Steps and how often they come."""

@@ -215,7 +215,10 @@ STATE = [
         "        _ = ",
     ),
     _one(
-        "an unavailable store is a broken link", "sync.route", "BROKEN_LINK = (NotFound,", "BROKEN_LINK = (StoreError,"
+        "an unavailable store is a broken link",
+        "sync.route",
+        "BROKEN_LINK = (NotFound,",
+        "BROKEN_LINK = (*NotFound.__bases__,",
     ),
 ]
 
