@@ -22,6 +22,7 @@ from .modes import CONCURRENT, INLINE, STEADY
 from .store import CrashNow
 from .world import World
 
+_STEPS = ((4, 14), (15, 40))
 _HOSTILE = 0.2
 _THREADED = 0.35  # of the sequences: a hand-over to a thread costs as much as the work on a small state
 
@@ -76,7 +77,7 @@ def repeatable(rng: Random) -> Iterator[None]:
 
 
 def run(seed: int, *, concurrent: bool = False) -> Outcome:
-    """One sequence of 15 to 40 steps. ``concurrent`` keeps the library's threads: then a seed does not repeat exactly.
+    """One sequence of 4 to 40 steps. ``concurrent`` keeps the library's threads: then a seed does not repeat exactly.
 
     Any exception is a violation: the library promises typed errors, and a world that meets another one is at fault.
     """
@@ -91,7 +92,7 @@ def run(seed: int, *, concurrent: bool = False) -> Outcome:
         stack.callback(world.close)
         rules = world.rules()
         try:
-            for _ in range(rng.randint(15, 40)):
+            for _ in range(rng.randint(*rng.choice(_STEPS))):
                 rule = rng.choices(list(rules), weights=list(rules.values()))[0]
                 world.trace.append(f"{outcome.steps}: {rule}")
                 getattr(world, rule)(rng)
