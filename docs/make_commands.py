@@ -12,9 +12,22 @@ PAGE = Path(__file__).parent / "commands.md"
 _HEAD = """# Commands
 
 Each command prints readable lines, or with `--json` one JSON object per result. Errors are one line with a hint on
-stderr. Exit status: 0 success, 1 refused or failed, 2 usage error, 130 interrupted. A checkpoint is a `.safetensors`
-file, or a folder with `model.safetensors` or with a sharded checkpoint and its index.
-`python docs/make_commands.py` generates this page.
+stderr. A checkpoint is a `.safetensors` file, or a folder with `model.safetensors` or with a sharded checkpoint and its
+index. `python docs/make_commands.py` generates this page.
+
+| exit status | |
+|---|---|
+| 0 | success |
+| 1 | refused or failed; `pulse verify` or `pulse store-check` has found a problem |
+| 2 | usage error |
+| 130 | interrupted (Ctrl-C), at any time from the start on |
+
+`pulse follow` without `--once` goes on for ever. At an error that may pass although nobody changes the command it says
+once what for it waits and tries again, after a time that grows to a minute. Such errors are `retryable` in
+[errors](reference/errors.md): a stream or a store's folder that is not there yet (`empty_stream`, `not_found`), a
+store that is away (`store_unavailable`), a full disk (`store_full`), a version that cannot be reached (`chain_gap`).
+All others, such as a store that refuses access (`store`), a manifest that no trusted key has signed (`untrusted`) or a
+setting that makes no sense (`input`), end it with exit status 1.
 """
 
 

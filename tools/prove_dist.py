@@ -29,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 NEEDED = ("CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "docs/format.md", "docs/protocol.md", "pyproject.toml")
 UNWANTED = (".ci", ".github", "benchmarks", "build", "dist", "examples", "runs", "tests", "tools")
 MOST_SDIST_BYTES, MOST_MEMBER_BYTES, MOST_WHEEL_BYTES = 1 << 20, 100 << 10, 4 << 20
+PACKAGES = ("src/pulse_rl/", "src/pulse_rl_command/")
 COMPILERS = ("cc", "gcc", "g++", "clang", "clang++", "c++", "cmake", "ninja", "make", "ld")
 KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
 
@@ -86,7 +87,7 @@ def check_wheel(wheel: Path, sources: dict[str, bytes]) -> list[Requirement]:
     package = {name: body for name, body in members.items() if not name.startswith(info)}
     kernels = [name for name in package if name.startswith("pulse_rl/_native/_kernels.") and name.endswith(".so")]
     require(len(kernels) == 1, f"{wheel.name} holds {len(kernels)} builds of the kernels")
-    expected = {n.removeprefix("src/"): body for n, body in sources.items() if n.startswith("src/pulse_rl/")}
+    expected = {n.removeprefix("src/"): body for n, body in sources.items() if n.startswith(PACKAGES)}
     del package[kernels[0]]
     differing = sorted(n for n in package.keys() | expected.keys() if package.get(n) != expected.get(n))
     require(not differing, f"{wheel.name} and the sdist differ in {differing}")

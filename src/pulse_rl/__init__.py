@@ -25,6 +25,7 @@ from .errors import (
     IntegrityError,
     InvalidName,
     LocoError,
+    MemberConflict,
     NonFinite,
     NotFound,
     PublisherConflict,
@@ -36,6 +37,7 @@ from .errors import (
     StreamError,
     StreamReplaced,
     SubscriberPoisoned,
+    TrainerLeft,
     TrainerLost,
     UnsupportedTensor,
     Untrusted,
@@ -50,6 +52,7 @@ from .events import (
     FoldFailed,
     Listener,
     Metadata,
+    Notice,
     PathFailed,
     Progress,
     Published,
@@ -65,6 +68,7 @@ from .state.checkpoint import StateSource, as_state
 from .state.digest import StateDigest, state_digest
 from .state.rounding import round_to_bf16
 from .state.tensors import Bits, DType, State, TensorSpec, UIntArray
+from .state.wrappers import unwrapped
 from .store import Data, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.manifest import AnchorRef, Manifest, PatchRef, Payload, Signature
 from .stream.signing import Signer
@@ -112,11 +116,13 @@ __all__ = [
     "LocoError",
     "Manifest",
     "Member",
+    "MemberConflict",
     "MemoryStore",
     "Metadata",
     "Module",
     "NonFinite",
     "NotFound",
+    "Notice",
     "ObjectInfo",
     "ObjectStore",
     "PatchRef",
@@ -145,6 +151,7 @@ __all__ = [
     "Synced",
     "TensorSpec",
     "TensorUpdate",
+    "TrainerLeft",
     "TrainerLost",
     "UIntArray",
     "UnsupportedTensor",
@@ -161,6 +168,7 @@ __all__ = [
     "open_store",
     "round_to_bf16",
     "state_root",
+    "unwrapped",
     "verify_stream",
 ]
 

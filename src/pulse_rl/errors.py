@@ -27,13 +27,17 @@
     │   ├── ChainGap            no path of stored objects leads to the version
     │   ├── PublisherConflict   another publisher committed to the stream
     │   ├── StreamReplaced      the stream was deleted and begun anew
+    │   ├── MemberConflict      a newer process is the group's member of this name
     │   └── SubscriberPoisoned  the host state is not a verified version
     └── LocoError
         ├── TrainerLost         a trainer died or stalled; the round had no effect
+        │   └── TrainerLeft     a trainer left before the others: fewer batches, skipped steps
         ├── Diverged            the trainers do not hold the same theta
         └── NonFinite           a pseudo-gradient with NaN or Inf
 
-Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence on what to do.
+Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence on what to do. ``retryable``
+says whether the same call may succeed later although its caller changes nothing: a store comes back, a missing object
+is restored, a version is published. ``pulse follow`` waits for that, and ends at all other errors.
 """
 
 from __future__ import annotations
@@ -44,10 +48,12 @@ from typing import ClassVar
 class PulseError(Exception):
     """Base class of all errors that this library raises on purpose.
 
-    ``kind`` is stable across releases. ``str(error)`` says what happened, ``hint`` what to do about it.
+    ``kind`` is stable across releases. ``str(error)`` says what happened, ``hint`` what to do about it, ``retryable``
+    whether waiting may be enough.
     """
 
     kind: ClassVar[str] = "error"
+    retryable: ClassVar[bool] = False
     default_hint: ClassVar[str] = "See the message; if it is unclear, please report it."
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
@@ -131,6 +137,7 @@ class StoreError(PulseError):
 
 class NotFound(StoreError):
     kind = "not_found"
+    retryable = True
     default_hint = "Check the stream's name, and that the object was not deleted."
 
 
@@ -141,11 +148,13 @@ class AlreadyExists(StoreError):
 
 class StoreUnavailable(StoreError):
     kind = "store_unavailable"
+    retryable = True
     default_hint = "Nothing was lost; retry when the store is reachable."
 
 
 class StoreFull(StoreError):
     kind = "store_full"
+    retryable = True
     default_hint = "Nothing was lost; free some space and retry."
 
 
@@ -155,11 +164,13 @@ class StreamError(PulseError):
 
 class EmptyStream(StreamError):
     kind = "empty_stream"
+    retryable = True
     default_hint = "Publish a first version, or check the stream's name."
 
 
 class ChainGap(StreamError):
     kind = "chain_gap"
+    retryable = True
     default_hint = "Publish a new version with an anchor, or restore the missing object in the store."
 
 
@@ -175,8 +186,14 @@ class StreamReplaced(StreamError):
     )
 
 
+class MemberConflict(StreamError):
+    kind = "member_conflict"
+    default_hint = "Give each member of a group its own name, and stop the older of two processes of one name."
+
+
 class SubscriberPoisoned(StreamError):
     kind = "subscriber_poisoned"
+    retryable = True
     default_hint = "Call sync() again: it restores a verified version from an anchor."
 
 
@@ -187,6 +204,13 @@ class LocoError(PulseError):
 class TrainerLost(LocoError):
     kind = "trainer_lost"
     default_hint = "Reinitialise torch.distributed with the remaining trainers, then call rejoin() (docs/loco.md, 5)."
+
+
+class TrainerLeft(TrainerLost):
+    kind = "trainer_left"
+    default_hint = (
+        "It had fewer batches, or a GradScaler that skipped steps; even them out, or go on as after TrainerLost."
+    )
 
 
 class Diverged(LocoError):

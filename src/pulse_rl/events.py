@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
-from .errors import PulseError
+from .errors import InputError, PulseError
 
 Metadata = dict[str, str | int | float | bool]
 """The publisher's own data about a version (a training step, a reward), small and flat."""
@@ -30,14 +31,16 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version was committed. ``patch_bytes`` and ``anchor_bytes`` were stored for it; either may be 0.
+    """A version was committed. ``patch_bytes`` and ``anchor_bytes`` were stored for it; either may be 0. ``identity``
+    is the stream's, 32 hexadecimal digits, which tells it from others of its name.
 
     ``elements`` and ``dense_bytes`` are those of the whole state. ``changed`` counts the elements that the patch
     changes; None where the version has no patch (the first one, after a change of the tensor set, or an anchor alone).
     ``phases`` are wall-clock seconds: "resume" (claiming the stream, finding its head; almost nothing after the first
     call), "choose" (only where the mode measures), "build" (diff, encode and verify, or the copy of the full state),
     "upload" and "commit" (the manifest; then the baseline moves). ``reason`` says why a publisher in mode "auto" stored
-    a patch or an anchor.
+    a patch or an anchor, and in any mode why no patch leads here from the version before: what differs between their
+    names, dtypes, shapes or ties.
     """
 
     stream: str
@@ -52,6 +55,7 @@ class Published:
     phases: dict[str, float] = field(repr=False)
     metadata: Metadata = field(repr=False)
     reason: str = field(default="", repr=False)
+    identity: str = field(default="", repr=False)
 
     @property
     def density(self) -> float:
@@ -141,6 +145,23 @@ class CallFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Notice:
+    """Version ``version`` is right, but the stream would be better otherwise; ``hint`` says how. A publisher gives each
+    ``kind`` once.
+
+    "wide_dtype": most of what it sends are FP32 or FP64 elements, of which nearly all change at every step, while of
+    the same weights in a compute dtype few do. "wrapped_names": names have parts that a wrapper of the module adds
+    (DDP, FSDP, torch.compile), and that no inference engine knows.
+    """
+
+    stream: str
+    version: int
+    kind: str
+    reason: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
 class Folded:
     """A fold over the versions from ``base`` to ``version`` was made. It was stored only if its ``nbytes`` are fewer
     than the ``patch_bytes`` that it spans."""
@@ -174,11 +195,30 @@ class DensityDrift:
     high: float
 
 
-Event = Progress | Published | Resumed | Synced | Applied | PathFailed | CallFailed | Folded | FoldFailed | DensityDrift
+Event = (
+    Progress
+    | Published
+    | Resumed
+    | Synced
+    | Applied
+    | PathFailed
+    | CallFailed
+    | Notice
+    | Folded
+    | FoldFailed
+    | DensityDrift
+)
 """All that a listener may be handed."""
 
 Listener = Callable[[Event], None]
 """Called from the thread that publishes or syncs, but with `Progress`, `Folded` and `FoldFailed` also from others."""
+
+
+def checked_listener(listener: Any) -> Listener | None:
+    """``listener`` itself; raises InputError unless it is None or can be called with an event."""
+    if listener is not None and not callable(listener):
+        raise InputError(f"on_event must be a function of one event, not {listener!r}")
+    return cast(Listener | None, listener)
 
 
 def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[int], None] | None:

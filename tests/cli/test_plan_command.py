@@ -61,7 +61,7 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("arguments", "message"),
     [
         (["--params", "7B", "--step-seconds", "1", "--bandwidth", "1Gbit"], "is unknown"),
-        ([*SEVEN, "--target", "1"], "target is 1"),
+        ([*SEVEN, "--target", "1"], "target must be above 0"),
         ([*SEVEN, "--bandwidth", "fast"], "'fast' is not a bandwidth"),
         ([*SEVEN, "--density", "much"], "--density must be a number, not 'much'"),
         ([*SEVEN, "--workers", "0"], "'0' is not a positive number"),

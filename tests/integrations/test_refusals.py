@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from pulse_rl import Bits, PulseError, State, StateMismatch, Update
+from pulse_rl import Bits, InputError, PulseError, State, StateMismatch, Update
 from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations import torch as integration
 from pulse_rl.integrations.torch import apply_, to_torch
@@ -121,6 +121,27 @@ def test_a_target_without_memory_of_its_own_is_told_before_the_first_write(name:
 def test_a_sharded_target_is_told_before_the_first_write(mesh: Any, update: Update) -> None:
     hint = refused(update, distribute_tensor(torch.zeros(SHAPE), mesh, [Shard(0)]), UnsupportedTensor).hint
     assert "sharded" in hint
+
+
+def test_what_is_no_model_and_what_is_no_update(update: Update) -> None:
+    for model in (None, 1, [("b", torch.zeros(SHAPE))], "b"):
+        with pytest.raises(InputError, match="neither a module nor a mapping"):
+            apply_(model, update)  # type: ignore[arg-type]
+    for other in (None, {}, update.tensors):
+        with pytest.raises(InputError, match="not an Update"):
+            apply_({}, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["nowhere", "", None, 1.5, True, [], 1 << 70])
+def test_what_is_no_device(device: Any) -> None:
+    """A number was taken for a dtype: the tensors were cast."""
+    with pytest.raises(InputError, match="not a device"):
+        to_torch(State.of({"w": np.zeros(3, np.float32)}), device=device)
+
+
+def test_what_is_no_state_has_no_tensors() -> None:
+    with pytest.raises(InputError, match="not a State"):
+        to_torch({"w": torch.zeros(3)})  # type: ignore[arg-type]
 
 
 def test_a_lazy_module_is_told_what_to_do(rng: Rng) -> None:

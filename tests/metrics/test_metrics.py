@@ -97,8 +97,8 @@ def test_json_lines_hold_every_event_but_progress(tmp_path: Path) -> None:
         log(PUBLISHED)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["event"] for line in lines] == [
-        "published", "resumed", "synced", "applied", "call_failed", "path_failed", "folded", "fold_failed",
-        "density_drift",
+        "published", "resumed", "synced", "applied", "call_failed", "path_failed", "notice", "folded",
+        "fold_failed", "density_drift",
     ]  # fmt: skip
     assert lines[0]["metadata"] == {"step": 1}
     assert lines[0]["changed"] == 10

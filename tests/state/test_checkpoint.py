@@ -217,6 +217,27 @@ def test_what_is_no_source_of_a_state() -> None:
         as_state({"a": 3})
 
 
+@pytest.mark.parametrize("path", [None, 3, True, b"w", [], "a\0b"], ids=repr)
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(InputError, match="path"):
+        load(path)
+    with pytest.raises(InputError, match="path"):
+        save(path, State.of({}))
+
+
+@pytest.mark.parametrize("metadata", [{"step": 1}, {1: "step"}, {"loss": float("nan")}, ["step"]], ids=repr)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, metadata: Any) -> None:
+    """Metadata that are no strings made a file that no reader takes, in place of the one before."""
+    file = tmp_path / "w.safetensors"
+    save(file, State.of({"w": np.zeros(3)}), {"step": "1"})
+    before = file.read_bytes()
+    with pytest.raises(InputError, match="strings to strings"):
+        save(file, State.of({"w": np.ones(3)}), metadata)
+    with pytest.raises(InputError, match="not a State"):
+        save(file, {"w": np.ones(3)})  # type: ignore[arg-type]
+    assert file.read_bytes() == before
+
+
 def test_saving_replaces_the_whole_file_or_nothing(tmp_path: Path, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "model.safetensors"
     old, new = State.of(policy(rng)), State.of(policy(rng))

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pulse_rl import Bits, InputError, State, StateMismatch, UnsupportedTensor, state_root
+from pulse_rl import (
+    Bits,
+    InputError,
+    MemoryStore,
+    Publisher,
+    State,
+    StateMismatch,
+    UnsupportedTensor,
+    state_root,
+)
 from pulse_rl.state import tensors
 from pulse_rl.state.tensors import DTYPES, DType, TensorSpec
 from tests.support.states import SPECIAL_BITS, all_dtypes, bits, snapshot
@@ -122,6 +131,51 @@ def test_non_contiguous_tensors_are_read_in_row_major_order(view: Callable[[Any]
 
 def test_negative_strides_of_numpy_are_read_in_order() -> None:
     assert the_only(np.arange(5, dtype=np.uint8)[::-1])[1] == bytes([4, 3, 2, 1, 0])
+
+
+@pytest.mark.parametrize("cut", [slice(None, None, -1), slice(None, None, 2), slice(1, None, 3)], ids=str)
+def test_vectors_with_gaps_are_read_in_order(cut: slice) -> None:
+    """A strided vector kept its strides, which nothing that reads bytes can take."""
+    values = np.arange(1000, dtype=np.float32)
+    assert the_only(values[cut])[1] == values[cut].tobytes()
+    store, moved = MemoryStore(), values.copy()
+    publisher = Publisher(store, stream="s")
+    for _ in range(3):
+        assert publisher.publish({"w": moved[cut]}).root == state_root({"w": moved[cut].copy()})
+        moved += 1
+    assert state_root({"w": np.broadcast_to(np.float32(3), (5,))}) == state_root({"w": np.full(5, 3, np.float32)})
+
+
+def test_memory_that_was_freed_is_not_read() -> None:
+    """As sharded training frees a gathered parameter: its elements were read from whatever is there now."""
+    for left in (0, 4 * 11):
+        freed = torch.zeros(3, 4)
+        freed.untyped_storage().resize_(left)
+        with pytest.raises(UnsupportedTensor, match="'w' has been freed"):
+            State.of({"w": freed})
+    whole = torch.arange(20.0)
+    for view in (
+        whole[8:].view(3, 4),
+        whole[3:15].view(4, 3).T,
+        whole[19:].expand(5),
+        whole[20:],
+        whole.view(4, 5)[:, 4],
+    ):
+        assert the_only(view)[1] == view.numpy().tobytes()
+
+
+def test_what_is_no_mapping_and_what_is_no_tensor() -> None:
+    with pytest.raises(InputError, match="not a mapping"):
+        State.of([("w", np.zeros(3))])  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedTensor, match="'_extra_state' is a dict") as caught:
+        State.of({"_extra_state": {}})
+    assert "Leave out" in caught.value.hint
+
+
+@pytest.mark.parametrize("shape", [(True,), (1.5,), (None,), [2], "", 3, None, (np.int64(3),)], ids=repr)
+def test_what_is_no_shape(shape: Any) -> None:
+    with pytest.raises(InputError, match="tuple of whole numbers"):
+        TensorSpec("w", DTYPES["BF16"], shape)
 
 
 def test_lazily_conjugated_and_negated_tensors_are_read_resolved() -> None:

@@ -324,3 +324,30 @@ def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng) -> None:
     newcomer = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
     newcomer.sync()
     assert newcomer.root == state_root(states[-1])
+
+
+def test_replayed_old_versions_move_nobody(rng: Rng) -> None:
+    """After gc the objects of old versions come back, and the newest are withheld: a follower stays, and goes on."""
+    states = history(rng, 8)
+    store, signer = MemoryStore(), Signer.generate()
+    publisher = Publisher(store, stream="policy", signer=signer, anchor_ratio=0)
+    live, worker = Live(), Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
+    for state in states[:5]:
+        publisher.publish(state)
+    kept = {info.name: store.get(info.name) for info in store.list("policy")}
+    for state in states[5:7]:
+        publisher.publish(state)
+    live.apply(worker.sync())
+    gc_stream(store, "policy", keep=1, grace_seconds=0)
+    newer = {info.name: store.get(info.name) for info in store.list("policy")}
+    for name in newer:
+        store.delete(name)
+    for name, data in kept.items():
+        store.put(name, data)
+    assert worker.sync() is None
+    assert (worker.version, live.root) == (6, state_root(states[6]))
+    for name, data in newer.items():
+        store.put(name, data)
+    publisher.publish(states[7])
+    live.apply(worker.sync())
+    assert (worker.version, live.root) == (7, state_root(states[7]))

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pulse_rl import InputError, Member, MemoryStore, Publisher, Subscriber
+from pulse_rl import (
+    EmptyStream,
+    InputError,
+    Member,
+    MemoryStore,
+    Publisher,
+    Signer,
+    Subscriber,
+    audit,
+    fold_stream,
+    gc_stream,
+    verify_stream,
+)
+from pulse_rl.stream.signing import TrustedKeys
 from tests.support.states import Rng, policy
 
 NAN = float("nan")
@@ -15,14 +30,26 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     "options",
     [
-        {"folds": (0,)}, {"folds": (1, 8)}, {"folds": (2.5,)}, {"folds": (True,)}, {"anchor_ratio": NAN},
-        {"anchor_ratio": -1}, {"shard_bytes": 0}, {"shard_bytes": NAN}, {"threads": 0}, {"threads": 1.5},
+        {"folds": (0,)}, {"folds": (1, 8)}, {"folds": (2.5,)}, {"folds": (True,)}, {"folds": 8}, {"folds": None},
+        {"anchor_ratio": NAN}, {"anchor_ratio": -1}, {"anchor_ratio": "1"}, {"anchor_ratio": None},
+        {"anchor_ratio": True}, {"shard_bytes": 0}, {"shard_bytes": NAN}, {"shard_bytes": "1GB"},
+        {"shard_bytes": float("inf")}, {"threads": 0}, {"threads": 1.5}, {"signer": "key"}, {"trusted_keys": "key"},
+        {"trusted_keys": None}, {"on_event": "print"}, {"mode": "auto", "bandwidth": None},
+        {"mode": "auto", "bandwidth": True}, {"mode": "auto", "bandwidth": []}, {"mode": "auto", "bandwidth": NAN},
+        {"codec": None}, {"mode": []},
     ],
     ids=str,
 )  # fmt: skip
 def test_settings_without_sense_are_refused_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError):
+    with pytest.raises(InputError) as caught:
         Publisher(MemoryStore(), stream="policy", **options)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("metadata", [0, "", [], {"loss": NAN}, {"step": 1 << 63}, {"x": None}, {1: 1}], ids=str)
+def test_metadata_without_sense_is_refused(metadata: Any, rng: Rng) -> None:
+    with pytest.raises(InputError, match="metadata"):
+        Publisher(MemoryStore(), stream="policy").publish(policy(rng), metadata=metadata)
 
 
 def test_versions_and_times_without_sense_are_refused(rng: Rng) -> None:
@@ -38,3 +65,44 @@ def test_versions_and_times_without_sense_are_refused(rng: Rng) -> None:
         Subscriber(store, stream="policy", threads=0)
     with pytest.raises(InputError, match="timeout_seconds"):
         Member(subscriber, group="g", name="n", timeout_seconds=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache": 1.5}, {"on_event": "print"}, {"trusted_keys": "key"}, {"trusted_keys": 5}, {"trusted_keys": [1]},
+        {"trusted_keys": []}, {"identity": "policy"}, {"identity": 7}, {"threads": True},
+        {"identity": "0" * 32, "follow_restarts": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_a_subscriber_without_sense_are_refused_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        Subscriber(MemoryStore(), stream="policy", **options)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: list(fold_stream(s, "policy", (0,))), lambda s: list(fold_stream(s, "policy", 8)),
+        lambda s: list(fold_stream(s, "policy", codec="lzma")), lambda s: list(fold_stream(s, "policy", threads=0)),
+        lambda s: list(verify_stream(s, "policy", threads=0)), lambda s: list(verify_stream(s, "policy", identity="x")),
+        lambda s: gc_stream(s, "policy", keep=True), lambda s: gc_stream(s, "policy", keep=NAN),
+        lambda s: gc_stream(s, "policy", keep=0), lambda s: gc_stream(s, "policy", keep=1, grace_seconds=NAN),
+        lambda s: audit({"w": np.zeros(3, np.float32)}, "root"), lambda s: next(Subscriber(s, stream="policy").updates(
+            poll_seconds=NAN)),
+        lambda s: Signer.load(5), lambda s: TrustedKeys(b"x" * 32),
+    ],
+)  # fmt: skip
+def test_calls_without_sense_are_refused(call: Callable[[MemoryStore], object], rng: Rng) -> None:
+    store = MemoryStore()
+    Publisher(store, stream="policy").publish(policy(rng))
+    with pytest.raises(InputError) as caught:
+        call(store)
+    assert caught.value.hint
+
+
+def test_a_stream_without_versions_has_nothing_to_fold() -> None:
+    with pytest.raises(EmptyStream):
+        list(fold_stream(MemoryStore(), "policy"))

@@ -11,6 +11,7 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, State, Store, Subscriber, verify_stream
 from pulse_rl.events import Event, Progress, Published, Resumed, Synced
 from pulse_rl.state import checkpoint
+from pulse_rl.stream.kept import KeptManifests
 from pulse_rl.stream.stream import Stream
 from tests.support.states import Live, Rng, Tensors, history, mutated, policy, roots, state_root, weights
 from tests.support.stores import FaultyStore, names
@@ -264,11 +265,11 @@ def test_kept_manifests_are_bounded(rng: Rng, monkeypatch: pytest.MonkeyPatch) -
     """A subscriber of a long chain works with a small memory of manifests."""
     states = history(rng, 6)
     store = stream_of(states)
-    monkeypatch.setattr("pulse_rl.stream.stream._KEPT_MANIFESTS", 2)
+    monkeypatch.setattr("pulse_rl.stream.stream.KeptManifests", lambda: KeptManifests(most=2))
     stream, live = Stream(store, "policy"), Live()
     for version in (0, 1, 2, 3, 2, 0):
         assert stream.manifest(version).version == version
-        assert len(stream._manifests) <= 2
+        assert sum(stream._manifests.get(v) is not None for v in range(6)) <= 2
     live.apply(Subscriber(store, stream="policy").sync())
     assert live.root == state_root(states[-1])
 

@@ -35,7 +35,7 @@ def parse_bandwidth(text: str | float) -> float:
             raise InputError(f"{text!r} is not a bandwidth", hint=hint)
         value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] * (8 if match[4] == "B" else 1)
     else:
-        value = float(text)
+        value = float(text) if isinstance(text, int | float) and not isinstance(text, bool) else math.nan
     if not 0 < value < math.inf:
         raise InputError(f"{text!r} is not a bandwidth above 0", hint=hint)
     return value

@@ -1,7 +1,8 @@
 """The command ``pulse``. Each command prints readable lines, or with ``--json`` one JSON object per result.
 
-Exit status: 0 success, 1 refused or failed with an error of `pulse_rl.errors` (one line with a hint on stderr), 2 usage
-error, 130 interrupted.
+Exit status: 0 success; 1 refused or failed with an error of `pulse_rl.errors` (one line with a hint on stderr), or
+`verify` and `store-check` have found a problem; 2 usage error; 130 interrupted. The program starts in
+``pulse_rl_command``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .. import __version__
 from .. import codec as codecs
 from ..errors import PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
+from ..state.rounding import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
 from . import files, plan, report, streams, study
 from .output import Console
@@ -24,13 +26,14 @@ _MOST_SECONDS = 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
-    console = Console(args.json)
     try:
-        status: int = args.run(args, console)
-    except PulseError as error:
-        console.error(error)
-        return 1
+        args = make_parser().parse_args(argv)
+        console = Console(args.json)
+        try:
+            status: int = args.run(args, console)
+        except PulseError as error:
+            console.error(error)
+            return 1
     except BrokenPipeError:
         # The reader (head, less) has seen enough; what is left to flush must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -67,6 +70,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="accept only versions signed by this public key; may be repeated",
     )
+    trust.add_argument("--identity", metavar="ID", help="accept only versions of the stream with this identity")
+    signing = argparse.ArgumentParser(add_help=False)
+    signing.add_argument("--sign-key", metavar="FILE", help="sign with this private key (see keygen)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("diff", parents=[common, coding], help="make a patch from two checkpoints")
@@ -79,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")
     command.add_argument("patch", metavar="PATCH", help="a patch file")
     command.add_argument(
-        "-o", "--output", required=True, metavar="OUT", help="the result: a folder or a .safetensors file"
+        "-o", "--output", type=_path, required=True, metavar="OUT", help="the result: a folder or a .safetensors file"
     )
     command.set_defaults(run=files.apply)
 
@@ -92,29 +98,54 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--tensors", action="store_true", help="also print the digest of each tensor")
     command.set_defaults(run=files.digest)
 
-    command = commands.add_parser("publish", parents=[common, coding], help="publish a checkpoint as the next version")
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
-    command.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
-    command.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
-    command.add_argument("--sign-key", metavar="FILE", help="sign the version with this private key (see keygen)")
+    checkpoint = argparse.ArgumentParser(add_help=False)
+    checkpoint.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
+    command = commands.add_parser(
+        "publish",
+        parents=[common, coding, checkpoint, stream, signing, trust],
+        help="publish a checkpoint as the next version",
+    )
+    command.add_argument(
+        "--dtype",
+        type=str.upper,
+        choices=list(COMPUTE_DTYPES),
+        help="cast wider floating-point tensors to this compute dtype (default: as they are)",
+    )
+    command.add_argument(
+        "--anchor", action="store_true", help="store the whole state, too, for newcomers to start from"
+    )
     command.set_defaults(run=streams.publish)
+
+    command = commands.add_parser(
+        "anchor",
+        parents=[common, stream, signing, trust],
+        help="publish the newest version once more, whole, for newcomers to start from",
+    )
+    command.set_defaults(run=streams.anchor)
 
     command = commands.add_parser(
         "follow", parents=[common, stream, trust], help="keep a checkpoint up to date with a stream"
     )
-    command.add_argument("--out", required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
+    command.add_argument(
+        "--out", type=_path, required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically"
+    )
     command.add_argument("--once", action="store_true", help="sync once, then exit")
+    command.add_argument(
+        "--follow-restarts", action="store_true", help="if the stream is deleted and begun anew, follow the new one"
+    )
     command.add_argument(
         "--poll", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between polls of the store (default: 1)"
     )
-    command.add_argument("--cache", metavar="DIR", help="keep downloaded payloads in this folder")
+    command.add_argument("--cache", type=_path, metavar="DIR", help="keep downloaded payloads in this folder")
     command.set_defaults(run=streams.follow)
 
     command = commands.add_parser("verify", parents=[common, stream, trust], help="replay and check a whole stream")
     command.set_defaults(run=streams.verify)
 
     command = commands.add_parser(
-        "fold", parents=[common, stream], help="make patches that span many versions, for workers that are far behind"
+        "fold",
+        parents=[common, stream, signing, trust],
+        help="make patches that span many versions, for workers that are far behind",
     )
     command.add_argument(
         "--folds",
@@ -126,7 +157,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=streams.fold)
 
-    command = commands.add_parser("gc", parents=[common, stream], help="delete what the kept versions do not need")
+    command = commands.add_parser(
+        "gc", parents=[common, stream, trust], help="delete what the kept versions do not need"
+    )
     command.add_argument("--keep", type=_count, required=True, metavar="N", help="number of newest versions to keep")
     command.add_argument(
         "--grace",
@@ -156,6 +189,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def _path(text: str) -> str:
+    if not text:  # of a shell variable that is not set; it would be the current folder
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from ..errors import PulseError
-from ..events import Event, PathFailed, Progress, Resumed
+from ..events import Event, Notice, PathFailed, Progress, Resumed
 
 _BAR = 28
 _REDRAW_SECONDS = 0.1
@@ -24,6 +24,7 @@ class Console:
         self._stage = ""
         self._started = self._drawn = time.monotonic()
         self._shown = False
+        self._noted: set[str] = set()
 
     def result(self, facts: dict[str, Any], lines: list[str]) -> None:
         """The outcome: ``facts`` with --json, else ``lines``."""
@@ -42,9 +43,11 @@ class Console:
         if isinstance(event, Progress):
             self._progress(event)
         elif isinstance(event, PathFailed):
-            self.note(f"{event.link} failed, trying another path: {event.reason}")
+            self.note(f"{event.link} cannot be used: {event.reason}")
         elif isinstance(event, Resumed) and event.how == "anchored":
             self.note(f"version {event.version} could not be restored, starting over with an anchor: {event.reason}")
+        elif isinstance(event, Notice):
+            self.note(f"{event.reason} ({event.hint})")
 
     def _progress(self, event: Progress) -> None:
         now = time.monotonic()
@@ -59,8 +62,16 @@ class Console:
         self._drawn, self._shown = now, True
 
     def note(self, text: str) -> None:
+        """Prints a line on stderr, unless it was printed since `forget_notes`: what is tried again fails again."""
+        if text in self._noted:
+            return
+        self._noted.add(text)
         self._clear()
-        print(f"pulse: {_printable(text)}", file=sys.stderr, flush=True)
+        print(f"pulse: {_printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
+
+    def forget_notes(self) -> None:
+        """What was noted before is news again."""
+        self._noted.clear()
 
     def _clear(self) -> None:
         if self._shown:

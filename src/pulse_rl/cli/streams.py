@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 from .._util.units import format_bytes
-from ..errors import EmptyStream, FormatError, InputError, StoreUnavailable, UnsupportedTensor
+from ..errors import EmptyStream, FormatError, InputError, PulseError, UnsupportedTensor
+from ..events import Published
+from ..maintenance.anchor import anchor_stream
 from ..maintenance.fold import fold_stream
 from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
@@ -21,6 +23,9 @@ from ..sync.subscriber import Subscriber
 from ..sync.update import Update
 from .output import Console
 
+_LEAST_WAIT = 0.1
+_MOST_WAIT = 60.0
+
 
 def publish(args: argparse.Namespace, console: Console) -> int:
     state, _ = load(args.checkpoint)
@@ -28,32 +33,31 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         _store(args.store),
         stream=args.stream,
         codec=args.codec,
-        signer=Signer.load(args.sign_key) if args.sign_key else None,
+        signer=_signer(args),
+        trusted_keys=args.trust or (),
+        identity=args.identity,
         threads=args.threads,
         on_event=console,
     )
     head = publisher.head()
     if head is not None and head.signature and not args.sign_key:
         raise InputError(f"stream {args.stream!r} is signed", hint="Give the key with --sign-key, or another stream.")
-    done = publisher.publish(state)
-    facts = {
-        "stream": done.stream,
-        "version": done.version,
-        "root": done.root,
-        "elements": done.elements,
-        "changed": done.changed,
-        "density": done.density,
-        "dense_bytes": done.dense_bytes,
-        "patch_bytes": done.patch_bytes,
-        "anchor_bytes": done.anchor_bytes,
-        "ratio": done.ratio,
-        "seconds": round(done.seconds, 6),
-    }
-    if done.changed is None:
-        cost = f"an anchor of {format_bytes(done.anchor_bytes)}"
-    else:
-        cost = f"{format_bytes(done.patch_bytes)} for {format_bytes(done.dense_bytes)}, {done.ratio:.1f} times smaller"
-    console.result(facts, [f"version {done.version} of {done.stream}: {cost}, root {done.root}"])
+    done = publisher.publish(state, dtype=args.dtype, anchor=args.anchor)
+    _print_published(done, console)
+    return 0
+
+
+def anchor(args: argparse.Namespace, console: Console) -> int:
+    done = anchor_stream(
+        _store(args.store),
+        args.stream,
+        signer=_signer(args),
+        trusted_keys=args.trust or (),
+        identity=args.identity,
+        threads=args.threads,
+        on_event=console,
+    )
+    _print_published(done, console)
     return 0
 
 
@@ -67,37 +71,48 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         base=_own_checkpoint(out / FILE_NAME),
         cache=args.cache,
         trusted_keys=args.trust,
+        identity=args.identity,
+        follow_restarts=args.follow_restarts,
         threads=args.threads,
         on_event=console,
     )
     for left in out.glob(f".{FILE_NAME}.*"):  # of an earlier run that was killed while it wrote
         left.unlink(missing_ok=True)
+    wait = args.poll
     while True:
         try:
             update = subscriber.sync()
-        except StoreUnavailable as error:
-            if args.once:
+            if update is not None:
+                _write_out(out, subscriber, update, console)
+                update.acknowledge()
+            elif subscriber.version is None:
+                raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store}")
+            elif args.once:
+                facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
+                console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
+        except PulseError as error:
+            if args.once or not error.retryable:
                 raise
             console.note(f"{error}; retrying")
-            time.sleep(args.poll)
-            continue
-        if update is not None:
-            _write_out(out, subscriber, update, console)
-            update.acknowledge()
-        elif args.once:
-            if subscriber.version is None:
-                raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store}")
-            facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
-            console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
+            # What is missing or damaged is fetched again at each try; an empty stream costs one listing.
+            wait = args.poll if isinstance(error, EmptyStream) else min(max(2 * wait, _LEAST_WAIT), _MOST_WAIT)
+        else:
+            console.forget_notes()
+            wait = args.poll
         if args.once:
             return 0
-        time.sleep(args.poll)
+        time.sleep(max(wait, args.poll))
 
 
 def verify(args: argparse.Namespace, console: Console) -> int:
     versions, problems = 0, []
     reports = verify_stream(
-        _store(args.store), args.stream, trusted_keys=args.trust, threads=args.threads, on_event=console
+        _store(args.store),
+        args.stream,
+        trusted_keys=args.trust,
+        identity=args.identity,
+        threads=args.threads,
+        on_event=console,
     )
     for report in reports:
         versions += 1
@@ -110,7 +125,17 @@ def verify(args: argparse.Namespace, console: Console) -> int:
 
 
 def fold(args: argparse.Namespace, console: Console) -> int:
-    made = list(fold_stream(_store(args.store), args.stream, tuple(args.folds), threads=args.threads, on_event=console))
+    folds = fold_stream(
+        _store(args.store),
+        args.stream,
+        tuple(args.folds),
+        signer=_signer(args),
+        trusted_keys=args.trust,
+        identity=args.identity,
+        threads=args.threads,
+        on_event=console,
+    )
+    made = list(folds)
     lines = [f"fold {base}->{version}" for base, version in made]
     console.result(
         {"stream": args.stream, "folds": [{"base": b, "version": v} for b, v in made]},
@@ -120,7 +145,15 @@ def fold(args: argparse.Namespace, console: Console) -> int:
 
 
 def gc(args: argparse.Namespace, console: Console) -> int:
-    plan = gc_stream(_store(args.store), args.stream, keep=args.keep, grace_seconds=args.grace, dry_run=args.dry_run)
+    plan = gc_stream(
+        _store(args.store),
+        args.stream,
+        keep=args.keep,
+        grace_seconds=args.grace,
+        dry_run=args.dry_run,
+        trusted_keys=args.trust,
+        identity=args.identity,
+    )
     facts = {
         "stream": args.stream,
         "oldest": plan.oldest,
@@ -155,6 +188,35 @@ def store_check(args: argparse.Namespace, console: Console) -> int:
         lines,
     )
     return 0 if safe else 1
+
+
+def _print_published(done: Published, console: Console) -> None:
+    facts = {
+        "stream": done.stream,
+        "identity": done.identity,
+        "version": done.version,
+        "root": done.root,
+        "elements": done.elements,
+        "changed": done.changed,
+        "density": done.density,
+        "dense_bytes": done.dense_bytes,
+        "patch_bytes": done.patch_bytes,
+        "anchor_bytes": done.anchor_bytes,
+        "ratio": done.ratio,
+        "reason": done.reason,
+        "seconds": round(done.seconds, 6),
+    }
+    if done.changed is None:
+        cost = f"an anchor of {format_bytes(done.anchor_bytes)}"
+        if done.reason:
+            cost += f" ({done.reason.removeprefix('anchor: ')})"
+    else:
+        cost = f"{format_bytes(done.patch_bytes)} for {format_bytes(done.dense_bytes)}, {done.ratio:.1f} times smaller"
+    console.result(facts, [f"version {done.version} of {done.stream}: {cost}, root {done.root}"])
+
+
+def _signer(args: argparse.Namespace) -> Signer | None:
+    return Signer.load(args.sign_key) if args.sign_key else None
 
 
 def _store(address: str) -> Store:

@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from ..errors import StateMismatch, UnsupportedTensor
+from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..state.tensors import DTYPES, State, UIntArray
+from ..state.wrappers import is_wrapped
 from ..sync.update import TensorUpdate, Update
 
 __all__ = ["apply_", "to_torch"]
@@ -48,6 +49,9 @@ _DENSE = "Updates go into dense tensors; load a sharded or quantised model throu
 def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) -> None:
     """Writes ``update`` into ``model``, a live module or a mapping of names to its tensors, in place.
 
+    The names must be the update's: those of a wrapped model (DDP, FSDP, torch.compile) are made so by
+    `pulse_rl.unwrapped`.
+
     Only the changed elements travel to the model's device and are written. A tied tensor is written once; a model that
     holds a tied tensor under several storages, or under an alias only, gets all of its copies written.
 
@@ -57,7 +61,11 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     own: sharded, sparse, on the meta device, not initialised yet, freed. torch does not know memory that is mapped
     read-only from other memory: writing there ends the process.
     """
+    if not isinstance(update, Update):
+        raise InputError(f"{type(update).__name__} is not an Update", hint="Pass what subscriber.sync() has returned.")
     tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+    if not isinstance(tensors, Mapping):
+        raise InputError(f"{type(model).__name__} is neither a module nor a mapping of names to tensors")
     held = _required_version(model, update)
     plan = [(t, target) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
     _note_version(model, update, held, update.version)
@@ -107,14 +115,20 @@ def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, t
     """The host state ``state`` as torch tensors on ``device``, under all of its names, aliases included.
 
     On the CPU the tensors may share the state's memory, unless that is read-only as in `Subscriber.state`. Raises
-    UnsupportedTensor for a dtype that this version of torch lacks.
+    UnsupportedTensor for a dtype that this version of torch lacks, and InputError for a device that it does not know.
     """
+    if not isinstance(state, State):
+        raise InputError(f"{type(state).__name__} is not a State", hint="Pass subscriber.state.")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{device!r} is not a device of this torch: {str(error).splitlines()[0]}") from None
     stored = {}
     for spec in state.specs:
         if spec.dtype.name not in _TORCH:
             raise UnsupportedTensor(f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})")
         ints = _from_numpy(state.read(spec.name), spec.dtype.width)
-        stored[spec.name] = ints.view(_TORCH[spec.dtype.name]).reshape(spec.shape).to(device)
+        stored[spec.name] = ints.view(_TORCH[spec.dtype.name]).reshape(spec.shape).to(place)
     return stored | {alias: stored[name] for alias, name in state.aliases.items()}
 
 
@@ -134,8 +148,17 @@ def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases:
             _require_memory(name, tensor)
             targets.setdefault((str(tensor.device), tensor.data_ptr()), tensor)
     if not targets:
-        raise StateMismatch(f"the model has no tensor {spec.name!r}")
+        raise StateMismatch(f"the model has no tensor {spec.name!r}", hint=_names_hint(spec.name, tensors))
     return list(targets.values())
+
+
+def _names_hint(missing: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """What to do where only parts of names that wrappers add may keep ``missing`` from being found."""
+    if is_wrapped(name for name in tensors if isinstance(name, str)):
+        return "The model is wrapped: call apply_(pulse_rl.unwrapped(model.state_dict()), update)."
+    if is_wrapped([missing]):
+        return "The trainer's model is wrapped: let it publish pulse_rl.unwrapped(model.state_dict())."
+    return None
 
 
 def _require_dense(name: str, tensor: object) -> None:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from ..errors import InputError, NonFinite
 from .exchange import Exchange
 from .gate import Floats, Positions
-from .outer import OuterLoop, Received
+from .outer import OuterLoop
 from .parameters import FlatBlock, Parameters
 from .pulseloco import PulseLoCo
+from .rounds import Received
 
 
 class DiLoCo(OuterLoop):

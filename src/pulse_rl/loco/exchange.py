@@ -9,14 +9,15 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ..errors import CorruptMessage, InputError, TrainerLost
+from ..errors import CorruptMessage, InputError
+from .progress import Progress
 
 T = TypeVar("T")
 _DIGEST_BYTES = 32
@@ -30,6 +31,7 @@ class Exchange:
     is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
     ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all others. ``sent_bytes``
     counts what left this process: messages travel around a ring, so each process forwards all but one of them, padded.
+    ``progress`` knows what the errors tell of the others.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:
@@ -39,6 +41,7 @@ class Exchange:
         self.sent_bytes = 0
         self._group: dist.ProcessGroup | None = None
         self.size, self.rank = 1, 0
+        self.progress = Progress(None, 0, 1)
         if not (dist.is_available() and dist.is_initialized()):
             if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise InputError(
@@ -56,6 +59,7 @@ class Exchange:
             lambda: dist.new_group(ranks, timedelta(seconds=timeout_seconds), "gloo", use_local_synchronization=local)
         )
         self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self.progress = Progress(self._group, self.rank, self.size)
 
     def all_gather(self, message: bytes, *, max_bytes: int) -> list[bytes]:
         """Every trainer's message, in rank order. They may differ in length: headers first, then padded messages.
@@ -86,7 +90,7 @@ class Exchange:
             return [message]
         return [m.tobytes() for m in self._all_gather_array(np.frombuffer(message, np.uint8))]
 
-    def broadcast(self, array: npt.NDArray[np.float32], source: int) -> None:
+    def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
         """Replaces ``array`` by that of trainer ``source``, in place. Raises TrainerLost."""
         if self.size == 1:
             return
@@ -127,4 +131,4 @@ class Exchange:
         try:
             return call()
         except RuntimeError as error:
-            raise TrainerLost(f"a trainer died, or stalled for {self.timeout_seconds:g} s: {error}") from error
+            raise self.progress.lost(error, self.timeout_seconds) from error

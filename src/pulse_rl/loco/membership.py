@@ -63,9 +63,11 @@ class Handshake:
         return cls(**{name: fields[name] for name in _FIELDS})
 
 
-def specs_digest(specs: Sequence[TensorSpec]) -> str:
-    """SHA-256 of names, dtypes and shapes in order, 64 hexadecimal digits."""
-    return sha256(repr([(s.name, s.dtype.name, s.shape) for s in specs]).encode()).hexdigest()
+def specs_digest(specs: Sequence[TensorSpec], untrained: Sequence[tuple[str, str, tuple[int, ...]]] = ()) -> str:
+    """SHA-256 of names, dtypes and shapes in order, 64 hexadecimal digits. Without ``untrained`` tensors those of the
+    trained parameters alone."""
+    trained = repr([(s.name, s.dtype.name, s.shape) for s in specs])
+    return sha256((trained + (repr(list(untrained)) if untrained else "")).encode()).hexdigest()
 
 
 def exchange_handshakes(exchange: Exchange, own: Handshake) -> list[Handshake]:
@@ -78,7 +80,9 @@ def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: i
     own = handshakes[own_rank]
     for rank, handshake in enumerate(handshakes):
         if handshake.specs != own.specs:
-            raise StateMismatch(f"trainer {rank} trains different parameters: names, order or shapes differ")
+            raise StateMismatch(
+                f"trainer {rank} has other parameters or buffers, or trains others: names, dtypes or shapes differ"
+            )
         if handshake.settings != own.settings:
             raise InputError(f"trainer {rank} runs with {handshake.settings}, this one with {own.settings}")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,66 +30,35 @@ from .membership import (
     specs_digest,
 )
 from .parameters import FlatBlock, Parameters
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What the finished round ``number``, counted from 1, of so many ``trainers`` did, as one of them saw it.
-
-    ``entries`` of ``parameters`` passed this trainer's gate; its message took ``payload_bytes``; ``sent_bytes`` left
-    its process in all (headers, padding and what it passed on for others). ``root`` is that of theta, FP32. ``seconds``
-    by phase: "gate", "exchange", "decode", "update", "verify".
-    """
-
-    number: int
-    trainers: int
-    parameters: int
-    entries: int
-    payload_bytes: int
-    sent_bytes: int
-    root: str
-    seconds: dict[str, float]
-
-    @property
-    def density(self) -> float:
-        """Entries sent / parameters."""
-        return self.entries / self.parameters
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A round whose messages have all arrived. What is left cannot fail: ``update`` each block, then ``commit``.
-
-    ``entries`` and ``payload_bytes`` are those of this trainer's own message.
-    """
-
-    entries: int
-    payload_bytes: int
-    update: Callable[[FlatBlock], None]
-    commit: Callable[[], None]
+from .progress import Note
+from .rounds import Received, Round
+from .untrained import Untrained
 
 
 class OuterLoop(Unique, ABC):
-    """Hooks the inner optimizer's ``step``; after every ``sync_every`` steps one outer round runs inside that call.
+    """Hooks the inner optimizers' ``step``; after every ``sync_every`` steps one outer round runs inside that call.
 
     A context manager. Entering it joins the other trainers: before the first round all take rank 0's weights, later
     the outer state of the latest round. Leaving it removes the hook. Outer state is FP32 in host memory, wherever the
     model is. Subclasses define what is exchanged.
 
-    ``model``: a module, or a mapping of names to the FP32 or BF16 tensors that ``inner_optimizer`` trains. ``outer_lr``
-    and ``outer_momentum`` are those of the Nesterov step (DiLoCo's 0.7 and 0.9). ``group``: the trainers (default: all
-    of torch.distributed; without it, this trainer alone). A trainer that dies, or stalls for more than
-    ``timeout_seconds``, raises TrainerLost on the others. ``threads`` (default: all cores) share a round's blocks.
-    ``on_round`` gets a `Round` after each round; only then do all trainers hold the model's state, and only then should
-    it be published.
+    ``model``: a module, or a mapping of names to the FP32 or BF16 tensors that ``inner_optimizer`` trains: one, or a
+    list in the order of their ``step()`` calls, where that of the last one ends an inner step. Parameters that none of
+    them trains must stay equal on all trainers; buffers are averaged after each round (docs/loco.md, 4.1).
+    ``outer_lr`` and ``outer_momentum`` are those of the Nesterov step (DiLoCo's 0.7 and 0.9). ``group``: the trainers
+    (default: all of torch.distributed; without it, this trainer alone). A trainer that dies, or stalls for more than
+    ``timeout_seconds``, raises TrainerLost on the others, and one that leaves before them raises TrainerLeft.
+    ``threads`` (default: all cores) share a round's blocks. ``on_round`` gets a `Round` after each round; only then do
+    all trainers hold the model's state, and only then should it be published.
 
-    Raises InputError for settings out of range and for parameters that cannot be trained.
+    Raises InputError for settings out of range and for parameters that cannot be trained, and UnsupportedTensor, with
+    the name, for parameters and buffers that cannot be kept equal.
     """
 
     def __init__(
         self,
         model: torch.nn.Module | Mapping[str, torch.Tensor],
-        inner_optimizer: torch.optim.Optimizer,
+        inner_optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         *,
         sync_every: int,
         outer_lr: float = 0.7,
@@ -110,14 +78,14 @@ class OuterLoop(Unique, ABC):
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self.parameters = Parameters(model, inner_optimizer)
         self.threads, self.on_round = threads, on_round
+        self.untrained = Untrained(model, self.parameters.tensors, threads)
         self._serial = SerialThread(type(self).__name__)
         self.round = 0
         self.inner_step = 0
         self.last_round: Round | None = None
         self._group, self._timeout_seconds = group, timeout_seconds
-        self._optimizer = inner_optimizer
         self._exchange: Exchange | None = None
-        self._hook: Any = None
+        self._hooks: list[Any] = []
         self._seconds: dict[str, float] = {}
         self._messages: list[str] = []
         # The others may have completed rounds since this state was saved, with messages that it knows nothing of.
@@ -128,24 +96,30 @@ class OuterLoop(Unique, ABC):
     # -- joining and leaving
 
     def __enter__(self) -> Self:
-        if self._hook is None:
+        if not self._hooks:
             if self.round == 0 and not self._from_checkpoint:
                 self.theta_flat[:] = self.parameters.read()  # the model may have been loaded since
+                self.untrained.read_common()
             self._join()
-            self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
+            self._hooks = self.parameters.optimizers.hook(self._after_step)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._unhook()
+        self._leave(error)
 
     def close(self) -> None:
-        """Removes the hook and leaves the group; the model stays as it is."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        """Removes the hooks and leaves the group; the model stays as it is. The others get TrainerLeft in their next
+        round."""
+        self._unhook()
         self._leave()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
         """Continues with the trainers of ``group``, after TrainerLost or when trainers come or go.
@@ -159,47 +133,55 @@ class OuterLoop(Unique, ABC):
         self._join()
 
     def rewind(self) -> None:
-        """Gives the model theta, the last common state, and discards the local steps since."""
+        """Gives the model theta and the buffers of the last common state, and discards the local steps since."""
+        self.untrained.require()
 
         def rewind() -> None:
             self.inner_step = 0
             self.parameters.write(self.theta_flat)
+            self.untrained.restore()
 
         self._serial.run(rewind, whole=True)
 
-    def _leave(self) -> None:
+    def _leave(self, error: BaseException | None = None) -> None:
+        """Gives the group up. The others are told that it was on purpose, or because of ``error``."""
         if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+            try:
+                self._exchange.progress.leave(error)
+            finally:
+                self._exchange.close()
+                self._exchange = None
 
     def _join(self) -> None:
         """Makes the group, takes up the common state, and runs a round that is due."""
         if name := self.parameters.first_non_finite(self.theta_flat):
             raise NonFinite(f"theta is not finite at {name!r}", hint="Start from weights without NaN and Inf.")
         exchange = Exchange(self._group, timeout_seconds=self._timeout_seconds)
+        exchange.progress.begin(self._note())
         try:
             self._rendezvous(exchange)
         except BaseException:
             exchange.close()
             raise
         self._exchange = exchange
+        exchange.progress.note(self._note())
         if self.inner_step >= self.sync_every:
             self._run_round()
 
     def _rendezvous(self, exchange: Exchange) -> None:
         """Brings all trainers to one outer state. An error leaves this trainer as it was."""
         handshakes = exchange_handshakes(exchange, self._handshake())
+        exchange.progress.met()
         require_same_model_and_settings(handshakes, exchange.rank)
         leader = find_leader(handshakes)
         require_no_divergence(handshakes, leader)
         behind = find_behind(handshakes, leader)
-        if not behind:
-            self._from_checkpoint = False
-            return
+        take_up_untrained = self.untrained.meet(exchange, leader)
         theta, momentum = self._fetch_state(exchange, leader, behind)
 
         def take_up() -> None:
             from_checkpoint, self._from_checkpoint = self._from_checkpoint, False
+            take_up_untrained()
             if exchange.rank in behind:
                 self._take_up(handshakes[leader], theta, momentum, from_checkpoint)
 
@@ -212,12 +194,14 @@ class OuterLoop(Unique, ABC):
             root=self._digest(self.theta_flat).root,
             momentum=self._digest(self.momentum_flat).root,
             messages=self._messages,
-            specs=specs_digest(self.parameters.specs),
+            specs=specs_digest(self.parameters.specs, self.untrained.specs),
         )
 
     def _fetch_state(self, exchange: Exchange, leader: int, behind: list[int]) -> tuple[Floats, Floats]:
-        """The leader's theta and momentum. All trainers take part; those ``behind`` receive into copies."""
+        """The leader's theta and momentum, if any are ``behind``. All trainers take part; those receive into copies."""
         theta, momentum = self.theta_flat, self.momentum_flat
+        if not behind:
+            return theta, momentum
         if exchange.rank in behind:
             theta, momentum = theta.copy(), momentum.copy()
         exchange.broadcast(theta, leader)
@@ -230,13 +214,19 @@ class OuterLoop(Unique, ABC):
         self.theta_flat[:], self.momentum_flat[:] = theta, momentum
         self.round, self.inner_step, self._messages = leader.round, 0, list(leader.messages)
         self.parameters.write(self.theta_flat)
+        self.untrained.restore()
 
     # -- rounds
 
     def _after_step(self) -> None:
         self.inner_step += 1
+        if self._exchange is not None:
+            self._exchange.progress.note(self._note())
         if self.inner_step >= self.sync_every:
             self._run_round()
+
+    def _note(self) -> Note:
+        return Note(self.round + 1, self.inner_step, self.sync_every)
 
     def _run_round(self) -> None:
         if self._exchange is None:
@@ -245,9 +235,11 @@ class OuterLoop(Unique, ABC):
                 hint="Enter it as a context manager; after TrainerLost, call rejoin() or rewind().",
             )
         exchange, self._seconds = self._exchange, {}
-        self.parameters.require(self._optimizer)
         before = exchange.sent_bytes
         try:
+            self.parameters.require()
+            with self._phase("untrained"):
+                agreed = self.untrained.agree(exchange, self.round + 1)
             received = self._outer_round(exchange)
 
             def take_effect() -> None:
@@ -256,24 +248,26 @@ class OuterLoop(Unique, ABC):
                     received.commit()
                     self.round, self.inner_step = self.round + 1, 0
                     self.parameters.write(self.theta_flat)
+                    agreed.commit()
 
             self._serial.run(take_effect, whole=True)
             # After it has taken effect here: a trainer lost in the comparison leaves the others in a whole state.
             with self._phase("verify"):
                 digest = self._digest(self.theta_flat)
                 self._require_same_theta(exchange, digest)
-        except (NonFinite, Diverged, CorruptMessage):  # on all trainers alike
+        except (NonFinite, Diverged, CorruptMessage, StateMismatch):  # on all trainers alike
             raise
-        except BaseException:
+        except BaseException as error:
             # This round's message may count with the others: no second try before the trainers have met again.
-            self._leave()
+            self._leave(error)
             raise
+        exchange.progress.note(self._note())
         self.last_round = Round(
             number=self.round,
             trainers=exchange.size,
             parameters=self.parameters.count,
             entries=received.entries,
-            payload_bytes=received.payload_bytes,
+            payload_bytes=received.payload_bytes + agreed.payload_bytes,
             sent_bytes=exchange.sent_bytes - before,
             root=digest.root,
             seconds=dict(self._seconds),
@@ -320,7 +314,7 @@ class OuterLoop(Unique, ABC):
         return {name: torch.from_numpy(view) for name, view in self.parameters.views(self.theta_flat).items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Theta, outer momentum, counters and what the subclass keeps: copies, by name.
+        """Theta, outer momentum, counters, the last round's buffers and what the subclass keeps: copies, by name.
 
         Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three together resume
         to the same bits.
@@ -331,12 +325,14 @@ class OuterLoop(Unique, ABC):
         """Restores the saved ``state``, before the first round or after it. Raises StateMismatch and NonFinite, with
         nothing changed.
 
-        At a round's boundary (``inner_step`` 0) the model gets theta; mid-round it is left to its own checkpoint.
+        At a round's boundary (``inner_step`` 0) the model gets theta and the buffers; mid-round it is left to its own
+        checkpoint, as frozen parameters always are. A state without buffers leaves the model's.
         """
         fresh = {key: np.empty_like(flat) for key, flat in self._arrays().items()}
         missing = {"round", "inner_step", "messages", *fresh} - state.keys()
         if missing:
             raise StateMismatch(f"the saved state has no {sorted(missing)}")
+        buffers = self.untrained.loaded(state["buffers"]) if "buffers" in state else None
         counters, messages = (state["round"], state["inner_step"]), state["messages"]
         are_digests = isinstance(messages, list) and all(isinstance(m, str) for m in messages)
         if not are_digests or not all(isinstance(n, int) and n >= 0 for n in counters):
@@ -348,13 +344,17 @@ class OuterLoop(Unique, ABC):
             for key, flat in self._arrays().items():
                 flat[:] = fresh[key]
             (self.round, self.inner_step), self._messages, self._from_checkpoint = counters, list(messages), True
+            self.untrained.load(buffers)
             if self.inner_step == 0:
                 self.parameters.write(self.theta_flat)
+                self.untrained.restore()
 
         self._serial.run(load, whole=True)
 
     def _state_dict(self) -> dict[str, Any]:
+        buffers = self.untrained.saved()
         return {
+            **({"buffers": buffers} if buffers else {}),
             "round": self.round,
             "inner_step": self.inner_step,
             "messages": list(self._messages),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +12,12 @@ from ..codec import Run
 from ..errors import InputError, NonFinite, StateMismatch
 from ..patch.blocks import Segment, cut
 from ..state.tensors import DTYPES, State, TensorSpec
+from .bits import require_dense
 from .gate import Floats, is_finite
+from .optimizers import Optimizers
 
 BLOCK_ELEMENTS = 1 << 22
+_NEW = "Create a new PulseLoCo for them, on all trainers."
 
 
 class FlatBlock(NamedTuple):
@@ -31,26 +34,31 @@ class FlatBlock(NamedTuple):
 
 
 class Parameters:
-    """The parameters that an optimizer trains, in name order; a tied one once, under its first name.
+    """The parameters that optimizers train, in name order; a tied one once, under its first name.
 
-    ``model`` is a module, or a mapping of names to the tensors that the optimizer holds (FP32 masters of a BF16 model,
-    say). Raises InputError if the optimizer trains a tensor that the model lacks.
+    ``model`` is a module, or a mapping of names to the tensors that the optimizers hold (FP32 masters of a BF16 model,
+    say). Raises InputError if they train a tensor that the model lacks, none at all, or one of a dtype other than FP32
+    and BF16, and UnsupportedTensor for one without dense memory.
     """
 
-    def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
-        self._trained = _ids(optimizer)
-        named = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else dict(model)
-        if not self._trained <= {id(p) for p in named.values()}:
-            raise InputError(
-                "the optimizer trains tensors that are not parameters of the model",
-                hint="If it holds FP32 masters, pass a mapping of names to the masters instead of the model.",
-            )
+    def __init__(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.Tensor],
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    ) -> None:
+        self.optimizers = Optimizers(optimizers)
+        self._model, self._named = model, _named(model)
+        self.optimizers.require(self._named)
+        self._trained = self.optimizers.ids
         tensors: dict[str, torch.Tensor] = {}
-        for name, p in named.items():
-            if id(p) in self._trained and all(p is not other for other in tensors.values()):
+        found: set[int] = set()
+        for name, p in self._named.items():
+            if id(p) in self._trained and id(p) not in found:
+                require_dense(p, f"parameter {name!r}")
                 if p.dtype not in (torch.float32, torch.bfloat16):
                     raise InputError(f"parameter {name!r} is {p.dtype}", hint="Train in FP32 or BF16.")
                 tensors[name] = p
+                found.add(id(p))
         if not any(p.numel() for p in tensors.values()):
             raise InputError("the optimizer trains no parameters")
         specs = [TensorSpec(name, DTYPES["F32"], tuple(p.shape)) for name, p in tensors.items()]
@@ -65,10 +73,20 @@ class Parameters:
             start = self._starts[first.spec.name] + first.start
             self.blocks.append(FlatBlock(number, start, start + block.elements, block.layout.runs, block.segments))
 
-    def require(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises InputError if the optimizer trains other tensors than when this was made."""
-        if _ids(optimizer) != self._trained:
-            raise InputError("the optimizer's parameters have changed", hint="Create a new PulseLoCo for them.")
+    def require(self) -> None:
+        """Raises InputError if the optimizers train other tensors, or the model has others, than when this was made."""
+        now, trained = _named(self._model), self.optimizers.ids
+        replaced = sorted(
+            name for name in self._named.keys() | now.keys() if self._named.get(name) is not now.get(name)
+        )
+        if replaced:
+            raise InputError(f"the model's parameters have changed: {_few(replaced)}", hint=_NEW)
+        if trained != self._trained:
+            self.optimizers.require(now)
+            new = [name for name, p in now.items() if id(p) in trained - self._trained]
+            gone = [name for name, p in now.items() if id(p) in self._trained - trained]
+            what = [f"{word} {_few(names)}" for word, names in (("now also", new), ("no longer", gone)) if names]
+            raise InputError(f"the optimizer's parameters have changed: {', '.join(what)}", hint=_NEW)
 
     def name_at(self, position: int) -> str:
         """The name of the parameter that a position of the flat array belongs to."""
@@ -142,5 +160,11 @@ class Parameters:
             raise NonFinite(f"parameter {name!r} of the {what} is not finite", hint="Restore an earlier checkpoint.")
 
 
-def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _named(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else dict(model)
+
+
+def _few(names: list[str]) -> str:
+    """Up to three of the names, for messages."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more

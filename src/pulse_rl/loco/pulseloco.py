@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from ..errors import CorruptMessage, NonFinite
 from .exchange import Exchange
 from .gate import Floats, Positions, is_finite, open_entries, rounding_of
 from .membership import Delivery, Handshake, delivery_of
-from .outer import OuterLoop, Received, Round
+from .outer import OuterLoop
 from .parameters import FlatBlock
+from .rounds import Received, Round
 from .wire import Entries, Message, Wire, digest_of
 
 _NON_FINITE = b"PLSN"
@@ -30,13 +31,14 @@ class PulseLoCo(OuterLoop):
     values are rounded, and what they lose stays in the residual.
 
     The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes per parameter. Raises, from inside
-    ``inner_optimizer.step()``: TrainerLost (see `rejoin`), NonFinite (see `rewind`), Diverged, CorruptMessage.
+    ``step()`` of the last inner optimizer: TrainerLost and TrainerLeft (see `rejoin`), NonFinite (see `rewind`),
+    Diverged, CorruptMessage, InputError.
     """
 
     def __init__(
         self,
         model: torch.nn.Module | Mapping[str, torch.Tensor],
-        inner_optimizer: torch.optim.Optimizer,
+        inner_optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         *,
         sync_every: int,
         outer_lr: float = 0.7,

@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..state.checkpoint import as_state
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
-from ..stream.manifest import Manifest
+from ..stream.manifest import Manifest, is_digest
 
 
 class Module(Protocol):
@@ -53,6 +53,8 @@ def audit(
     if not isinstance(version, Manifest | str):
         raise InputError(f"{type(version).__name__} is not a version", hint="Pass subscriber.digest or a root.")
     expected = version.root if isinstance(version, Manifest) else version
+    if not is_digest(expected):
+        raise InputError(f"{expected!r} is not a root", hint="A root has 64 hexadecimal digits.")
     return AuditReport(live.root == expected, live.root, expected, (), (), ())
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from .. import codec as codecs
-from ..events import Listener
+from .._util.settings import checked_collection
+from .._util.threads import checked_threads
+from ..errors import EmptyStream
+from ..events import Listener, checked_listener
 from ..store import Store, open_store
 from ..stream.doubts import UNREADABLE
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from ..sync.catch_up import catch_up
-from ..sync.folds import DEFAULT_FOLDS, FoldMaker
+from ..sync.folds import DEFAULT_FOLDS, FoldMaker, checked_folds
 from ..sync.host_state import HostState
 
 
@@ -33,21 +36,26 @@ def fold_stream(
     gets the events of folding and replay. ``signer`` signs the folds' links: workers with trusted keys use no others;
     its key and ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) are those whose versions are folded.
     ``identity``: the stream's, where it is known. Versions that cannot be read are passed over. Restores the stream at
-    the base of the first missing fold and replays it. Raises ChainGap if a version is unreachable.
+    the base of the first missing fold and replays it. Raises InputError, EmptyStream, and ChainGap if a version is
+    unreachable.
     """
+    checked_threads(threads)
+    checked_listener(on_event)
+    spans = checked_folds(checked_collection("folds", folds, "(8, 64)"))
+    codecs.by_name(codec)
     keys = [*([signer.public_key] if signer else ()), *(trusted_keys or ())]
     where = Stream(open_store(store), stream, TrustedKeys(keys) if keys else None, signer=signer, identity=identity)
     listed = {(link.base, link.version) for link in where.links()}
     head = where.newest().manifest
     if head is None:
-        return
+        raise EmptyStream(f"stream {stream!r} has no versions")
     where.identity = where.identity or head.identity or None
     versions = [version for version in where.versions() if version <= head.version]
     there = set(versions)
-    missing = {(v - s, v) for s in folds for v in versions if v % s == 0 and v - s in there} - listed
+    missing = {(v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there} - listed
     if not missing:
         return
-    maker = FoldMaker(where, folds, codec=codec, skip=listed, threads=threads, listener=on_event)
+    maker = FoldMaker(where, spans, codec=codec, skip=listed, threads=threads, listener=on_event)
     host = HostState(threads=threads, listener=on_event, watcher=maker)
     first, last = min(b for b, _ in missing), max(v for _, v in missing)
     for version in versions:

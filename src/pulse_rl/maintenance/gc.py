@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from .._util.settings import checked_number
 from ..errors import ChainGap, EmptyStream, InputError, NotFound
 from ..store import Store, open_store
 from ..store.base import ObjectInfo
@@ -16,9 +17,11 @@ from ..stream.manifest import Manifest, Payload
 from ..stream.names import AnchorName, FoldName, ObjectName, PayloadName, StreamNames, VersionName
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
+from ..sync.notes import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
 
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0
+_LONGEST_GRACE = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,9 @@ def plan_gc(
     *,
     keep: int,
     before: float,
+    also: Collection[int] = (),
 ) -> GcPlan:
-    """What may be deleted so that the last ``keep`` versions stay restorable. Pure.
+    """What may be deleted so that the last ``keep`` versions stay restorable, and those in ``also``. Pure.
 
     ``manifests`` are those that can be read and trusted, from the newest down; they are read only as far as needed: to
     the anchors from which the kept versions are restored. ``objects`` are the stream's, with times; of payloads that no
@@ -52,7 +56,7 @@ def plan_gc(
     """
     found = [(info, names.parse(info.name)) for info in objects]
     stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
-    kept = _kept(manifests, keep, stored)
+    kept = _kept(manifests, keep, stored, also)
     if not kept:
         raise EmptyStream("the stream has no version that can be read")
     oldest = min(manifest.version for manifest in kept)
@@ -80,9 +84,11 @@ def plan_gc(
     return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), sum(info.nbytes for info in doomed))
 
 
-def _kept(manifests: Iterable[Manifest], keep: int, stored: set[Payload]) -> list[Manifest]:
-    """The last ``keep`` manifests, and those down to the anchors from which their versions are restored."""
-    needed: set[int] = set()
+def _kept(manifests: Iterable[Manifest], keep: int, stored: set[Payload], also: Collection[int] = ()) -> list[Manifest]:
+    """The last ``keep`` manifests and those of the versions in ``also``, with those down to the anchors from which
+    their versions are restored.
+    """
+    needed = set(also)
     kept: list[Manifest] = []
     for manifest in manifests:
         if len(kept) >= keep and manifest.version < min(needed):
@@ -135,27 +141,29 @@ def gc_stream(
     ``dry_run`` what would be.
 
     The versions from the oldest anchor needed up to the oldest kept one stay, since the kept ones are replayed from
-    there. A reader in the middle of a restore finds another path or gets ChainGap. Publishing may continue: payloads
-    written in the last ``grace_seconds`` stay. Manifests that cannot be read do not count, and with ``trusted_keys``
-    (Ed25519, 64 hexadecimal digits each) neither do those that none of them has signed; nor do those of another stream
-    than ``identity``, or than the newest one where that is not given. Raises EmptyStream, InputError,
-    and ChainGap, with nothing deleted, if a kept version is already damaged.
+    there; so does the version at which a group is whose members have polled in the last ``grace_seconds`` (or minute).
+    A reader in the middle of a restore finds another path or gets ChainGap. Publishing may continue: payloads written
+    in the last ``grace_seconds`` stay. Manifests that cannot be read do not count, and with ``trusted_keys`` (Ed25519,
+    64 hexadecimal digits each) neither do those that none of them has signed; nor do those of another stream than
+    ``identity``, or than the newest one where that is not given. Raises EmptyStream, InputError, and ChainGap, with
+    nothing deleted, if a kept version is already damaged.
     """
-    if keep < 1:
-        raise InputError(f"keep must be at least 1, not {keep}", hint="The newest version is always kept.")
-    if not 0 <= grace_seconds < math.inf:
-        raise InputError(f"grace_seconds must be 0 or more, not {grace_seconds}")
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise InputError(f"keep must be a whole number of at least 1, not {keep!r}")
+    checked_number("grace_seconds", grace_seconds, most=_LONGEST_GRACE)
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
     folders = (where.names.links, where.names.versions, where.names.payloads)
     objects = [info for folder in folders for info in where.store.list(folder)]
     # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.
     newest = max((info.modified for info in objects), default=0.0) + 1
+    now = min(time.time(), newest)
     found = plan_gc(
         where.names,
         _readable(where),
         objects,
         keep=keep,
-        before=min(time.time(), newest) - grace_seconds,
+        before=now - grace_seconds,
+        also=_versions_of_groups(where, objects, now - max(grace_seconds, DEFAULT_TIMEOUT_SECONDS)),
     )
     if not dry_run:
         seen = {info.name: info.modified for info in objects}
@@ -174,6 +182,22 @@ def _readable(stream: Stream) -> Iterator[Manifest]:
             manifest = stream.manifest(version)
             stream.identity = stream.identity or manifest.identity or None
             yield manifest
+
+
+def _versions_of_groups(where: Stream, objects: list[ObjectInfo], since: float) -> list[int]:
+    """The versions on which groups stand whose members wrote notes from ``since`` on. One that cannot be restored any
+    more is of no use to its group, which moves on."""
+    if not any(where.store.list(where.names.groups)):
+        return []
+    found = [(info, where.names.parse(info.name)) for info in objects]
+    stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
+    versions = [manifest.version for manifest in _readable(where)]
+    restorable = []
+    for version in sorted(versions_of_groups(where.store, where.names, versions, since=since)):
+        with suppress(ChainGap):
+            _kept((manifest for manifest in _readable(where) if manifest.version <= version), 1, stored)
+            restorable.append(version)
+    return restorable
 
 
 def _modified(store: Store, name: str) -> float | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from .._util.threads import checked_threads
 from ..errors import EmptyStream, PulseError, StoreUnavailable
-from ..events import Listener
+from ..events import Listener, checked_listener
 from ..store import Store, open_store
 from ..stream.chain import Link, links_of
 from ..stream.signing import trusted_by
@@ -49,6 +50,8 @@ def verify_stream(
     number (None: one per core); ``on_event`` gets the events of the replay. Raises EmptyStream and StoreUnavailable;
     problems with a version are in its report.
     """
+    checked_threads(threads)
+    checked_listener(on_event)
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
     where.identity = where.identity or _identity(where)
     versions = where.versions()

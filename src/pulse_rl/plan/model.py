@@ -62,6 +62,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from .._util.settings import checked_number
 from ..errors import InputError
 
 METHODS = ("full", "zstd", "context")
@@ -129,18 +130,14 @@ class Scenario:
     def __post_init__(self) -> None:
         for name in ("params", "workers", "cores", "step_seconds", "bandwidth", "upload_bandwidth", "param_bytes"):
             value = getattr(self, name)
-            _require(name, value, f"from {_MIN:g} to {_MAX:g}", value is None or _MIN <= value <= _MAX)
-        delay = self.round_trip_seconds
-        _require("round_trip_seconds", delay, f"from 0 to {_MAX:g}", 0 <= delay <= _MAX)
-        _require("density", self.density, "a share from 0 to 1", 0 <= self.density <= 1)
-        _require("target", self.target, "above 0 and below 1", 0 < self.target < 1)
+            if value is not None or name != "upload_bandwidth":
+                checked_number(name, value, least=_MIN, most=_MAX)
+        checked_number("round_trip_seconds", self.round_trip_seconds, most=_MAX)
+        checked_number("density", self.density, most=1)
+        if not 0 < checked_number("target", self.target) < 1:
+            raise InputError(f"target must be above 0 and below 1, not {self.target}")
         for name, value in self.bytes_per_changed.items():
-            _require(f"bytes_per_changed of {name}", value, f"from 0 to {_MAX:g}", 0 <= value <= _MAX)
-
-
-def _require(name: str, value: float, what: str, holds: bool) -> None:
-    if not holds:
-        raise InputError(f"{name} is {value}, it must be {what}")
+            checked_number(f"bytes_per_changed of {name}", value, most=_MAX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ that scales its weights per tensor or block sees other roundings.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,11 @@ from .tensors import DType, State, TensorSpec, UIntArray
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _CHUNK = 1 << 16  # elements whose temporaries stay in the cache
+
+
+def is_wide(dtype: DType) -> bool:
+    """Whether it is a float of more than two bytes, wider than what models compute in."""
+    return dtype.name in _FLOATS and dtype.width > 2
 
 
 def compute_dtype(spec: TensorSpec, dtype: DType) -> DType:
@@ -27,15 +34,25 @@ def cast_specs(specs: tuple[TensorSpec, ...], dtype: DType) -> tuple[TensorSpec,
     return tuple(TensorSpec(s.name, compute_dtype(s, dtype), s.shape) for s in specs)
 
 
+@dataclass(frozen=True, slots=True)
+class _CastTensor:
+    """The tensor ``name`` of ``state`` in another dtype, cast on each read."""
+
+    state: State
+    name: str
+    dtype: DType
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        return cast(self.state.read(self.name, start, stop), self.state.spec(self.name).dtype, self.dtype)
+
+
 class CastState(State):
-    """``state`` cast to the compute dtype ``dtype``, computed on each read, so it needs no memory of its own."""
+    """``state`` cast to the compute dtype ``dtype``, computed on each read, so it needs no memory of its own. Tied
+    tensors stay tied."""
 
     def __init__(self, state: State, dtype: DType) -> None:
-        super().__init__(cast_specs(state.specs, dtype), {}, state.aliases)
-        self._state = state
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
-        return cast(self._state.read(name, start, stop), self._state.spec(name).dtype, self.spec(name).dtype)
+        specs = cast_specs(state.specs, dtype)
+        super().__init__(specs, {s.name: _CastTensor(state, s.name, s.dtype) for s in specs}, state.aliases)
 
 
 def cast(bits: UIntArray, source: DType, target: DType) -> UIntArray:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .._util.files import write_atomically
+from .._util.settings import checked_path
 from ..errors import CorruptCheckpoint, InputError, PulseError, UnsupportedTensor
 from .tensors import DTYPES, State, TensorSpec, UIntArray, dtype_of
 
@@ -39,7 +40,10 @@ def as_state(source: StateSource) -> State:
         return State.of(source)
     if isinstance(source, str | os.PathLike):
         return load(source)[0]
-    raise InputError(f"{type(source).__name__} is not a state: pass a mapping, a State or a checkpoint's path")
+    raise InputError(
+        f"{type(source).__name__} is not a state: pass a mapping, a State or a checkpoint's path",
+        hint="Pass model.state_dict()." if hasattr(source, "state_dict") else None,
+    )
 
 
 def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
@@ -47,7 +51,7 @@ def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
     data: dict[str, UIntArray] = {}
     specs: list[TensorSpec] = []
     metadata: dict[str, str] = {}
-    files, listed = _files(Path(path))
+    files, listed = _files(checked_path(path))
     for file in files:
         for spec, bits in _map_file(file, metadata):
             if spec.name in data:
@@ -62,9 +66,15 @@ def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
 def save(path: str | os.PathLike[str], state: State, metadata: Mapping[str, str] | None = None) -> None:
     """Writes one safetensors file atomically: aside, fsync, rename. Aliases are not written, as Hugging Face does it.
 
-    Raises StoreFull when the disk is full; an existing file is then untouched.
+    ``metadata`` are strings. Raises InputError, and StoreFull when the disk is full; an existing file is then
+    untouched.
     """
-    write_atomically(Path(path), serialize(state, state.specs, metadata))
+    if not isinstance(state, State):
+        raise InputError(f"{type(state).__name__} is not a State", hint="Make one with State.of(tensors).")
+    facts = metadata or {}
+    if not isinstance(facts, Mapping) or not all(isinstance(text, str) for item in facts.items() for text in item):
+        raise InputError("the metadata of a checkpoint must map strings to strings, as safetensors has it")
+    write_atomically(checked_path(path), serialize(state, state.specs, metadata))
 
 
 def header_bytes(specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | None = None) -> bytes:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -132,6 +132,8 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         check_tensor_name(self.name)
+        if not isinstance(self.shape, tuple) or any(type(d) is not int for d in self.shape):
+            raise InputError(f"tensor {self.name!r} has the shape {self.shape!r}, not a tuple of whole numbers")
         if len(self.shape) > MAX_DIMS:
             raise InputError(f"tensor {self.name!r} has {len(self.shape)} dimensions, more than {MAX_DIMS}")
         if any(not 0 <= d <= MAX_TENSOR_ELEMENTS for d in self.shape) or self.elements > MAX_TENSOR_ELEMENTS:
@@ -160,6 +162,13 @@ class Bits:
     dtype: str
 
 
+class Readable(Protocol):
+    """The elements of one tensor that is not in host memory in its dtype."""
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        """Elements [``start``, ``stop``) of the flattened tensor, in new host memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class _DeviceTensor:
     """A flat torch tensor that is not in host memory; slices of it are copied on demand."""
@@ -183,7 +192,7 @@ class State:
     def __init__(
         self,
         specs: tuple[TensorSpec, ...],
-        data: Mapping[str, Any],  # flat UIntArray or _DeviceTensor
+        data: Mapping[str, Any],  # flat UIntArray or Readable
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         if len(specs) > MAX_TENSORS:
@@ -206,8 +215,10 @@ class State:
         others become aliases (Hugging Face checkpoints keep the first one as well). Raises UnsupportedTensor and
         InputError.
         """
+        if not isinstance(tensors, Mapping):
+            raise InputError(f"a {type(tensors).__name__} is not a mapping of names to tensors")
         specs: list[TensorSpec] = []
-        data: dict[str, UIntArray | _DeviceTensor] = {}
+        data: dict[str, UIntArray | Readable] = {}
         aliases: dict[str, str] = {}
         seen: dict[object, str] = {}
         # All values stay referenced until the end: a mapping may make them on the fly, and the memory of one that was
@@ -265,7 +276,7 @@ class State:
         name = self.aliases.get(name, name)
         stop = self._spec[name].elements if stop is None else stop
         data = self._data[name]
-        return data.read(start, stop) if isinstance(data, _DeviceTensor) else data[start:stop]
+        return data[start:stop] if isinstance(data, np.ndarray) else data.read(start, stop)
 
     def copy(self) -> State:
         """The same state in new host memory."""
@@ -277,6 +288,23 @@ class State:
     def with_aliases(self, aliases: Mapping[str, str]) -> State:
         """The same memory with other ``aliases``. Raises InputError."""
         return State(self.specs, self._data, aliases)
+
+    def stored_as(self, names: Collection[str]) -> State:
+        """The same memory; each tied tensor of which exactly one name is in ``names`` is stored under that name."""
+        tied: dict[str, list[str]] = {}
+        for alias, name in self.aliases.items():
+            tied.setdefault(name, [name]).append(alias)
+        stored = {}
+        for name, group in tied.items():
+            known = [n for n in group if n in names]
+            stored[name] = known[0] if len(known) == 1 else name
+        if all(name == chosen for name, chosen in stored.items()):
+            return self
+        return State(
+            tuple(replace(spec, name=stored.get(spec.name, spec.name)) for spec in self.specs),
+            {stored.get(name, name): data for name, data in self._data.items()},
+            {n: stored[name] for name, group in tied.items() for n in group if n != stored[name]},
+        )
 
     def readonly(self) -> State:
         """The same memory, not writable through the result."""
@@ -317,7 +345,10 @@ def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | 
         array = np.asarray(value)
         dtype = _dtype_from(name, array.dtype.name)
     else:
-        raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__}, not a torch tensor or a numpy array")
+        raise UnsupportedTensor(
+            f"tensor {name!r} is a {type(value).__name__}, not a torch tensor or a numpy array",
+            hint="Leave out what is no tensor, such as a module's extra state.",
+        )
     # Of the caller's own memory, before any conversion: a converted copy has an address of its own.
     owned = isinstance(value, np.ndarray | Bits) and array.size > 0
     storage = (array.__array_interface__["data"][0], array.strides) if owned else None
@@ -329,12 +360,18 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
     torch: Any = sys.modules["torch"]
     if not isinstance(value, torch.Tensor) or hasattr(value, "full_tensor"):
         raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__}, not a plain torch.Tensor")
+    if torch.nn.parameter.is_lazy(value):
+        raise UnsupportedTensor(
+            f"tensor {name!r} is not initialised", hint="Run a forward pass first: it gives a lazy module its sizes."
+        )
     if value.layout != torch.strided or value.is_meta or value.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} has no plain storage (layout {value.layout}, device {value.device})")
     dtype = _dtype_from(name, str(value.dtype).removeprefix("torch."))
     try:
         bits_of = (value.is_conj(), value.is_neg())
         storage = (str(value.device), value.data_ptr(), value.stride(), bits_of) if value.numel() else None
+        if value.device.type in ("cpu", "cuda") and value.untyped_storage().nbytes() < _end(value):
+            raise UnsupportedTensor(f"tensor {name!r} has been freed: its memory is not there")
         flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         host = flat.numpy() if flat.device.type == "cpu" else None
     except (RuntimeError, NotImplementedError, TypeError) as error:  # fake, nested, wrapped, and what is yet to come
@@ -345,9 +382,15 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
     return dtype, shape, _aligned(host.view(dtype.uint)), storage
 
 
+def _end(tensor: Any) -> int:
+    """The bytes of its storage that a torch tensor needs."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
 def _aligned(flat: UIntArray) -> UIntArray:
-    """The array, or a copy of one whose elements lie at no multiple of their width, where no kernel may read them."""
-    return np.require(flat, requirements=["A"])
+    """The array, or a copy of one whose elements lie apart, or at no multiple of their width: no kernel reads these."""
+    return np.require(flat, requirements=["C", "A"])
 
 
 def _dtype_from(name: str, library_name: str) -> DType:

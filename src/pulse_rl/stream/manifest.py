@@ -105,6 +105,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.structs.replace(self, signature=signature)
 
 
+def with_aliases(manifest: Manifest, aliases: dict[str, str]) -> Manifest:
+    """``manifest`` with ``aliases`` in place of its own."""
+    return msgspec.structs.replace(manifest, aliases=aliases)
+
+
 _DECODER = msgspec.json.Decoder(Manifest, strict=True)
 
 
@@ -156,9 +161,14 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield "does not match its own digest"
 
 
-def is_identity(text: str) -> bool:
+def is_digest(text: str) -> bool:
+    """Whether ``text`` is a SHA-256 in hexadecimal digits."""
+    return _HEX64.fullmatch(text) is not None
+
+
+def is_identity(text: object) -> bool:
     """Whether ``text`` can be a stream's identity."""
-    return _IDENTITY.fullmatch(text) is not None
+    return isinstance(text, str) and _IDENTITY.fullmatch(text) is not None
 
 
 def checked_metadata(metadata: Mapping[str, object]) -> Metadata:

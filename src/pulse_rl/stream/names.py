@@ -24,6 +24,13 @@ _VERSION = re.compile(r"([0-9]{12})\.json")
 _PAYLOAD = re.compile(r"([0-9a-f]{64})\.([a-z]+)")
 _FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
+_NOTE = re.compile(
+    rf"({_WORD.pattern})-([0-9]{{15}})-([0-9a-f]{{16}})-(?:(away|empty)|([0-9]{{12}})-(staged|switched))"
+)
+
+AWAY, EMPTY, STAGED, SWITCHED = "away", "empty", "staged", "switched"
+"""What a member's note says: not to be waited for; no version yet, and none to stage; ``version`` is in host memory;
+the group switches to ``version``."""
 
 
 class VersionName(NamedTuple):
@@ -61,6 +68,19 @@ class EpochName(NamedTuple):
     epoch: int
 
 
+class NoteName(NamedTuple):
+    """The note of one process of ``member``, told apart by ``word`` (16 hexadecimal digits), which took the name at
+    ``claimed`` (milliseconds by the store's clock; 0 while it does not know). ``step`` is `AWAY`, `EMPTY`, `STAGED` or
+    `SWITCHED`; the last two have a ``version``.
+    """
+
+    member: str
+    claimed: int
+    word: str
+    step: str
+    version: int | None = None
+
+
 ObjectName = VersionName | PayloadName | FoldName | AnchorName | EpochName
 
 
@@ -88,6 +108,10 @@ class StreamNames:
     @property
     def epochs(self) -> str:
         return f"{self.stream}/epochs"
+
+    @property
+    def groups(self) -> str:
+        return f"{self.stream}/groups"
 
     def version(self, version: int) -> str:
         return f"{self.versions}/{version:012d}.json"
@@ -123,10 +147,20 @@ class StreamNames:
             return EpochName(int(last))
         return None
 
+    def parse_note(self, name: str) -> tuple[str, NoteName] | None:
+        """The group whose note ``name`` is, and the note; None where it is not spelled as one."""
+        folder, _, last = name.rpartition("/")
+        group = folder.removeprefix(f"{self.groups}/").removesuffix("/members")
+        found = _NOTE.fullmatch(last)
+        if folder != f"{self.groups}/{group}/members" or not _WORD.fullmatch(group) or not found:
+            return None
+        version = int(found[5]) if found[5] else None
+        return group, NoteName(found[1], int(found[2]), found[3], found[4] or found[6], version)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupNames:
-    """The names of the objects by which the members of ``group`` switch versions together. Raises InvalidName."""
+    """The names of the notes by which the members of ``group`` switch versions together. Raises InvalidName."""
 
     stream: StreamNames
     group: str
@@ -136,34 +170,16 @@ class GroupNames:
 
     @property
     def members(self) -> str:
-        return f"{self._folder}/members"
+        return f"{self.stream.groups}/{self.group}/members"
 
-    @property
-    def targets(self) -> str:
-        return f"{self._folder}/targets"
+    def note(self, note: NoteName) -> str:
+        step = note.step if note.version is None else f"{note.version:012d}-{note.step}"
+        return f"{self.members}/{note.member}-{note.claimed:015d}-{note.word}-{step}"
 
-    @property
-    def switches(self) -> str:
-        return f"{self._folder}/switches"
-
-    def member(self, name: str) -> str:
-        return f"{self.members}/{name}"
-
-    def target(self, number: int) -> str:
-        return f"{self.targets}/{number:012d}"
-
-    def switch(self, number: int) -> str:
-        return f"{self.switches}/{number:012d}"
-
-    @staticmethod
-    def round_of(name: str) -> int | None:
-        """The round of a target or a switch, None where ``name`` is neither."""
-        last = name.rpartition("/")[2]
-        return int(last) if _NUMBER.fullmatch(last) else None
-
-    @property
-    def _folder(self) -> str:
-        return f"{self.stream.stream}/groups/{self.group}"
+    def parse(self, name: str) -> NoteName | None:
+        """The note that ``name`` is, None where it is not spelled as a note of this group."""
+        group, note = self.stream.parse_note(name) or (None, None)
+        return note if group == self.group else None
 
 
 def first_free(taken: Iterable[int], after: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._util.settings import checked_collection, checked_path
 from ..errors import InputError, Untrusted
 from .manifest import Manifest, Signature
 
@@ -38,13 +39,13 @@ class Signer:
     def load(cls, path: str | Path) -> Signer:
         """Loads the key from a file ``path`` written by `save`: 64 hexadecimal digits. Raises InputError."""
         try:
-            return cls(bytes.fromhex(Path(path).read_text().strip()))
+            return cls(bytes.fromhex(checked_path(path).read_text().strip()))
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is not a private key: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Writes the private key to the new file ``path``, readable only by its owner. Raises InputError."""
-        file = Path(path)
+        file = checked_path(path)
         try:
             file.touch(mode=0o600, exist_ok=False)
         except OSError as error:
@@ -64,9 +65,9 @@ class TrustedKeys:
     """Accepts manifests that one of these public keys (64 hexadecimal digits each) has signed. Raises InputError."""
 
     def __init__(self, keys: Collection[str]) -> None:
-        if isinstance(keys, str) or not keys:
-            raise InputError("trusted_keys must be a collection of at least one public key")
-        self._keys = {key.lower(): _public_key(key) for key in keys}
+        if not checked_collection("trusted_keys", keys, "[key]"):
+            raise InputError("trusted_keys must be at least one public key", hint="None trusts whoever can write.")
+        self._keys = {str(key).lower(): _public_key(str(key)) for key in keys}
 
     def check(self, manifest: Manifest) -> None:
         """Raises Untrusted."""

@@ -14,13 +14,12 @@ from .anchor import RangeReader
 from .chain import Link
 from .claims import Claims
 from .doubts import Doubts
+from .kept import KeptManifests
 from .manifest import Manifest, Payload, is_identity
 from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName, first_free
 from .signing import Signer, TrustedKeys
 from .statements import MAX_BYTES, check_fold, fold_statement
 
-# Above the length of a stream that is kept in order, so that looking for a way around a gap reads each manifest once.
-_KEPT_MANIFESTS = 1 << 14
 _READS = 3  # before a manifest is held to be damaged: networks corrupt bytes more often than disks do
 
 
@@ -66,7 +65,7 @@ class Stream:
         self._trusted = trusted
         self._on_refused = on_refused
         self._doubts, self._doubts_of_anybody = Doubts(on_refused), Doubts()
-        self._manifests: dict[int, Manifest] = {}
+        self._manifests = KeptManifests()
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
 
@@ -84,26 +83,22 @@ class Stream:
         however many these are: what was refused is looked at again ever more rarely. With ``anybody``, of any stream
         that has the name."""
         listed = self.versions(after)
-        known = None if anybody else next(filter(self._is_ours, reversed(listed)), None)
-        above = [version for version in reversed(listed) if known is None or version > known]
+        known = None if anybody else next(filter(None, map(self._kept, reversed(listed))), None)
+        above = [version for version in reversed(listed) if known is None or version > known.version]
         doubts = self._doubts_of_anybody if anybody else self._doubts
         read = self._read if anybody else self.manifest
-        found = doubts.first(above, lambda version: self._listed[version].nbytes, read)
-        if found is None and known is not None:
-            found = self._manifests[known]
+        found = doubts.first(above, lambda version: self._listed[version].nbytes, read) or known
         if found and not anybody and (self._held is None or self._held.name != self.names.version(found.version)):
             self._held = self._listed[found.version]
         return Head(found, listed, None if found else doubts.error(above))
 
     def manifest(self, version: int) -> Manifest:
         """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are cached."""
-        if version not in self._manifests:
+        manifest = self._manifests.get(version)
+        if manifest is None:
             manifest = self._read(version)
-            while len(self._manifests) >= _KEPT_MANIFESTS:
-                del self._manifests[next(iter(self._manifests))]
-            self._manifests[version] = manifest
-        manifest = self._manifests[version]
-        if not self._is_ours(version):
+            self._manifests.keep(manifest)
+        if not self._is_ours(manifest):
             raise Untrusted(
                 f"the manifest of version {version} of {self.name!r} is of another stream of this name, "
                 f"{manifest.identity}, not {self.identity}",
@@ -140,7 +135,7 @@ class Stream:
 
     def forget(self) -> None:
         """Forgets the manifests that were read, and which stream they were of."""
-        self._manifests.clear()
+        self._manifests = KeptManifests()
         self._doubts = Doubts(self._on_refused)
         self.identity = None
 
@@ -197,10 +192,13 @@ class Stream:
                     return data
         raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
 
-    def _is_ours(self, version: int) -> bool:
-        """Whether a version of this stream was read before."""
+    def _is_ours(self, manifest: Manifest) -> bool:
+        return not self.identity or manifest.identity in ("", self.identity)
+
+    def _kept(self, version: int) -> Manifest | None:
+        """The manifest of a version of this stream that was read before."""
         manifest = self._manifests.get(version)
-        return manifest is not None and (not self.identity or manifest.identity in ("", self.identity))
+        return manifest if manifest and self._is_ours(manifest) else None
 
     def _has(self, name: str) -> bool:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import StateMismatch
 from ..events import PhaseTimer, progress_to
 from ..patch import BuiltPatch, build_patch
 from ..state.digest import StateDigest, state_digest
@@ -55,10 +56,14 @@ Draft = PatchDraft | FullDraft
 def make_draft(baseline: HostState, state: State, mode: ModeSelector, *, codec: str, timer: PhaseTimer) -> Draft:
     """Chooses and builds. Without a baseline, or with one of other tensors, no patch can be made.
 
-    Ends the phases "choose", where the mode measures, and "build". Raises what `build_patch` raises.
+    A tied tensor keeps the name under which the baseline stores it, in whatever order its names come now. Ends the
+    phases "choose", where the mode measures, and "build". Raises what `build_patch` raises.
     """
     reason = ""
-    if baseline.version is not None and baseline.state.specs == state.specs:
+    if baseline.version is not None:
+        state = state.stored_as({spec.name for spec in baseline.state.specs})
+        reason = _difference(baseline.state, state)
+    if baseline.version is not None and not reason:
         choice = mode.select(baseline.state, state)
         if reason := choice.reason:
             timer.end("choose")
@@ -78,3 +83,18 @@ def make_draft(baseline: HostState, state: State, mode: ModeSelector, *, codec: 
     target = state_digest(own, threads=baseline.threads, progress=progress)
     timer.end("build")
     return FullDraft(own, target, reason)
+
+
+def _difference(old: State, new: State) -> str:
+    """Why no patch leads from ``old`` to ``new``; "" if one does."""
+    try:
+        new.require_specs(old.specs, "the version before")
+    except StateMismatch as error:
+        parted = [name for name, stored in old.aliases.items() if name in new and new.aliases.get(name, name) == name]
+        joined = [name for name in new.aliases if name in old and old.aliases.get(name, name) == name]
+        if parted:
+            return f"anchor: tensor {parted[0]!r} is not tied to {old.aliases[parted[0]]!r} any more"
+        if joined:
+            return f"anchor: tensor {joined[0]!r} is tied to {new.aliases[joined[0]]!r} now"
+        return f"anchor: {error}"
+    return ""

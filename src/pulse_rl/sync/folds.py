@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from hashlib import sha256
 
 from .. import codec as codecs
+from .._util.settings import checked_collection
 from ..codec import Changes
 from ..errors import InputError, PulseError
 from ..events import Folded, FoldFailed, Listener
@@ -28,7 +29,8 @@ DEFAULT_FOLDS = (8, 64)
 
 def checked_folds(folds: Collection[int]) -> list[int]:
     """The spans in ascending order, each once. Raises InputError unless each is a whole number of at least 2."""
-    if any(isinstance(span, bool) or not isinstance(span, int) or span < 2 for span in folds):
+    spans = checked_collection("folds", folds, "(8, 64)")
+    if any(isinstance(span, bool) or not isinstance(span, int) or span < 2 for span in spans):
         raise InputError(f"folds span whole numbers of versions, 2 or more, not {list(folds)}")
     return sorted(set(folds))
 

@@ -1,32 +1,42 @@
-"""Joint activation: the workers of a group switch to a version together (docs/protocol.md, section 5).
+"""Joint activation: the members of a group switch to a version together (docs/protocol.md, section 5).
 
-They share only small objects in the store, under ``<stream>/groups/<group>``: each member's note of the round it has
-staged, the rounds' targets, each created by whoever proposes it first, and the switches, each created once every live
-member has staged its target.
+They share only notes: empty objects whose names say how far each member is. A member stages the highest version that
+any note names, and switches to it once all notes name it.
 """
 
 from __future__ import annotations
 
 import math
-import re
+import os
+import secrets
 from contextlib import suppress
+from typing import NamedTuple
 
-from ..errors import AlreadyExists, FormatError, InputError
-from ..stream.names import GroupNames, check_word
+from .._util.serial import Unique
+from ..errors import InputError, MemberConflict, NotFound, PulseError, StoreError
+from ..stream.names import AWAY, EMPTY, STAGED, SWITCHED, GroupNames, NoteName, check_word
+from .notes import DEFAULT_TIMEOUT_SECONDS, Notes, read_notes
+from .route import BROKEN_LINK
 from .subscriber import Subscriber
 from .update import Update
 
-_NUMBER = re.compile(r"[0-9]{1,12}")
-DEFAULT_TIMEOUT_SECONDS = 60.0
-_KEPT_ROUNDS = 8
+_TIDIED_PER_LOOK = 16
+_MAX_CLAIMED = 10**15 - 1
 
 
-class Member:
+class _Staged(NamedTuple):
+    """The version in host memory, and the update that leads the live model there; None where it needs none."""
+
+    version: int | None
+    update: Update | None
+
+
+class Member(Unique):
     """One worker of a group: ``name`` is unique in ``group``, and each member has its own ``subscriber``.
 
-    Call `poll` regularly, at least a few times in ``timeout_seconds``: a member that has not done so for that long (by
-    the store's clock) no longer holds up the others. One that comes back joins at the group's version. Raises
-    InvalidName.
+    Call `poll` regularly, at least a few times in ``timeout_seconds``, which is the same for all members: one that has
+    not done so for that long (by the store's clock) no longer holds up the others. One that comes back joins at the
+    group's version. A restarted process takes its name over from the one before. Raises InputError and InvalidName.
     """
 
     def __init__(
@@ -43,104 +53,170 @@ class Member:
         self._subscriber = subscriber
         self._store = subscriber.stream.store
         self._names = GroupNames(subscriber.stream.names, group)
-        self._note = self._names.member(name)
+        self._name = name
         self._timeout = timeout_seconds
-        self._staged: Update | None = None
-        self._handed: Update | None = None
-        self._round = 0
+        self._process = os.getpid()
+        self._word = secrets.token_hex(8)
+        self._claimed = 0
+        self._written = ""
+        self._now = 0.0
+        self._late_since: float | None = None
+        self._found_nothing = False
+        self._staged = _Staged(None, None)
+        self._switched: int | None = None
+        self._syncing = False
+        self._in_doubt = False
         self.version: int | None = None
-        """The version that this member last had to activate."""
+        """The version that the live model holds once it has applied what `poll` returned last, or that it held already,
+        such as the subscriber's ``base``. Never falls. None: no version yet."""
 
     def poll(self) -> Update | None:
         """Takes part in the group's next step. Returns the update that all members scatter now, or None. One that was
         not acknowledged (`Update.acknowledge`) is returned again.
 
-        Raises what `Subscriber.sync` raises: a member that cannot stage a version writes no note, and the others wait
-        for it no longer than the timeout.
+        Raises MemberConflict while a newer process uses the member's name, and what `Subscriber.sync` raises: a member
+        that cannot stage the group's version, nor a newer one, holds the others up no longer than the timeout. It may
+        be called again after any error or interrupt.
         """
-        if self._handed is not None and self._subscriber.awaits(self._handed):
-            return self._handed
-        self._handed = None
-        number, version = self._current_round()
-        if version is None:
-            return None
-        self._stage(version)
-        self._write_note(number)
-        if not self._switched(number):
-            if not self._all_staged(number):
-                return None
-            self._create(self._names.switch(number), b"")
-            self._tidy(number)
-        self._handed, self._staged = self._staged, None
-        self._round, self.version = number, version
-        return self._handed
+        if os.getpid() != self._process:
+            raise InputError(
+                "this Member was made in another process", hint="Make one in each process, after the fork."
+            )
+        try:
+            handed = self._handed()
+            if handed is not None and not self._in_doubt:
+                if self._subscriber.awaits(handed):
+                    return handed
+                self._staged = self._staged._replace(update=None)
+            if self._handed() is None:
+                self._take_part()
+            update = self._handed()
+            if update is not None or self._staged.update is None:
+                self.version = self._staged.version
+            if update is not None:
+                update._receipt.begun = False
+            self._in_doubt = False
+            return update
+        except BaseException:
+            self._in_doubt = True  # an update may have been on its way out
+            raise
 
-    def _current_round(self) -> tuple[int, int | None]:
-        """The newest round that is open or that this member has not joined; a new one is proposed for a new version."""
-        rounds = self._targets_after(self._round - 1)
-        newest = rounds[-1] if rounds else 0
-        if newest > self._round or (newest and not self._switched(newest)):
-            return newest, self._target(newest)
-        versions = self._subscriber.stream.versions(self.version)
-        if not versions:
-            self._write_note(self._round)  # alive, with nothing to do
-            return newest, None
-        self._create(self._names.target(newest + 1), str(versions[-1]).encode())
-        return newest + 1, self._target(newest + 1)
+    def _handed(self) -> Update | None:
+        """The update that was last given out, until the live model has taken it over, or the owner synced past it."""
+        held = self._staged.version
+        return self._staged.update if self._switched == held and not self._ahead_of(held) else None
+
+    def _ahead_of(self, held: int | None) -> bool:
+        """Whether the owner has synced by itself."""
+        version = self._subscriber.version
+        return version is not None and (held is None or version > held)
+
+    def _take_part(self) -> None:
+        others = self._look().of_others(self._name)
+        if self._stage_what_is_due(others):
+            others = self._look().of_others(self._name)
+        version = self._staged.version
+        if version is not None and self._switched != version and _agreed(version, others):
+            self._switched = version
+        if self._note() != self._written:
+            self._write_note()
+
+    # -- what the group says
+
+    def _look(self) -> Notes:
+        """Writes this member's note, and reads all. Raises MemberConflict."""
+        self._write_note()
+        try:
+            info = self._store.head(self._written)
+        except NotFound:  # deleted by a newer process of this name, which the listing then shows
+            self._write_note()
+            info = self._store.head(self._written)
+        self._now = now = info.modified
+        listed = list(self._store.list(self._names.members))
+        notes = read_notes(listed, self._names, now, self._timeout)
+        mine = [note for note in notes.fresh if note.member == self._name]
+        namesakes = [note for note in mine if note.word != self._word]
+        if not 0 < self._claimed <= (now + self._timeout) * 1000:
+            newest = max([int(now * 1000), *(note.claimed + 1 for note in namesakes)])
+            self._claimed = min(max(newest, 1), _MAX_CLAIMED)
+        if any((note.claimed, note.word) > (self._claimed, self._word) for note in namesakes):
+            raise MemberConflict(f"a newer process is the member {self._name!r} of group {self._names.group!r}")
+        outdated = [*(self._names.note(note) for note in mine), *notes.forgotten]
+        with suppress(StoreError):  # the next look tries again
+            for name in [name for name in outdated if name != self._written][:_TIDIED_PER_LOOK]:
+                self._store.delete(name)
+        return notes
+
+    def _write_note(self) -> None:
+        self._written = self._note()
+        self._store.put(self._written, b"")
+
+    def _note(self) -> str:
+        """The name of this member's note as things are."""
+        version = self._staged.version
+        if self._late_since is not None and self._now - self._late_since > self._timeout:
+            step, version = AWAY, None
+        elif version is None:
+            step = EMPTY if self._found_nothing else AWAY
+        else:
+            step = SWITCHED if self._switched == version else STAGED
+        return self._names.note(NoteName(self._name, self._claimed, self._word, step, version))
+
+    # -- what this member does about it
+
+    def _stage_what_is_due(self, others: list[NoteName]) -> bool:
+        """Stages the version that is due, if any: the highest that others name, or else the newest once all are done
+        with this one. Returns whether the host state has moved."""
+        held = self._staged.version
+        if self._ahead_of(held):
+            self._sync(self._subscriber.version)
+            return True
+        named = [n.version for n in others if n.version is not None and (held is None or n.version > held)]
+        all_done = self._switched == held and all((n.step, n.version) == (SWITCHED, held) for n in others)
+        if named:
+            self._late_since = self._now if self._late_since is None else self._late_since
+            self._stage(max(named))
+        elif held is None or all_done:
+            self._sync(None)
+        reached = self._staged.version
+        self._found_nothing = reached is None
+        if not named or (reached is not None and reached >= max(named)):
+            self._late_since = None
+        return reached != held
 
     def _stage(self, version: int) -> None:
-        """Brings the host state to the version and keeps the update until the switch."""
-        if self._subscriber.version is not None and self._subscriber.version >= version:
+        """Stages ``version``; the newest one where that does not exist, or not any more, or cannot be reached."""
+        if version not in self._subscriber.stream.versions(self._staged.version):
+            self._sync(None)
             return
-        update = self._subscriber.sync(target=version)
-        # A round that was staged but overtaken by the next one: the live model has seen neither.
-        self._staged = update if self._staged is None else self._subscriber.full_update()
+        try:
+            self._sync(version)
+        except BROKEN_LINK:
+            self._sync(None)
+            if self._staged.version is None or self._staged.version < version:
+                raise
 
-    def _all_staged(self, number: int) -> bool:
-        """Whether every member whose note is fresh has staged this round. Fresh: by the store's own clock, against the
-        newest note, which is at most as old as this member's."""
-        notes = list(self._store.list(self._names.members))
-        newest = max(info.modified for info in notes)
-        fresh = [info.name for info in notes if newest - info.modified <= self._timeout]
-        return all(self._number(name) >= number for name in fresh)
+    def _sync(self, target: int | None) -> None:
+        """Moves the host state to the target, and keeps what the live model lacks since it was last given an update."""
+        before = self._staged
+        lost, self._syncing = self._syncing, True
+        try:
+            update = self._subscriber.sync(target)
+        except PulseError:
+            self._syncing = lost
+            raise
+        version = self._subscriber.version
+        if lost and version is not None:  # an interrupt may have taken the update that the last sync returned
+            update = self._subscriber.full_update()
+        if update is not None:
+            update._receipt.begun = True  # or the subscriber might take it that the live model has it
+        # A subscriber that was closed, or lost its state, may come to an older version than the live model holds.
+        if version is not None and (before.version is None or version >= before.version):
+            self._staged = _Staged(version, update)
+        self._syncing = False
 
-    def _write_note(self, number: int) -> None:
-        self._store.put(self._note, str(number).encode())
 
-    def _switched(self, number: int) -> bool:
-        return number in self._switches_after(number - 1)
-
-    def _target(self, number: int) -> int:
-        return self._number(self._names.target(number))
-
-    def _number(self, name: str) -> int:
-        data = self._store.get(name)
-        text = data[:16].decode("ascii", "replace")
-        if not _NUMBER.fullmatch(text):
-            raise FormatError(f"{name} does not hold a number")
-        return int(text)
-
-    def _targets_after(self, number: int) -> list[int]:
-        return self._rounds(self._names.targets, self._names.target(max(number, 0)))
-
-    def _switches_after(self, number: int) -> list[int]:
-        return self._rounds(self._names.switches, self._names.switch(max(number, 0)))
-
-    def _rounds(self, folder: str, start_after: str) -> list[int]:
-        """The rounds of the objects in a folder whose names come after ``start_after``, ascending."""
-        rounds = [self._names.round_of(info.name) for info in self._store.list(folder, start_after)]
-        return [number for number in rounds if number is not None]
-
-    def _create(self, name: str, data: bytes) -> None:
-        """Creates an object of the group unless another member has; which of them does not matter."""
-        with suppress(AlreadyExists):
-            self._store.put_new(name, data)
-
-    def _tidy(self, number: int) -> None:
-        """Deletes the rounds that no member can still be in."""
-        for old in self._switches_after(0):
-            if old <= number - _KEPT_ROUNDS:
-                self._store.delete(self._names.switch(old))
-        for old in self._targets_after(0):
-            if old <= number - _KEPT_ROUNDS:
-                self._store.delete(self._names.target(old))
+def _agreed(version: int, others: list[NoteName]) -> bool:
+    """Whether the group switches to ``version``: all members hold it, or one has seen that they did."""
+    all_hold = all(note.version == version for note in others)
+    return all_hold or any((note.step, note.version) == (SWITCHED, version) for note in others)

@@ -6,7 +6,6 @@ baseline follows.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection
 from types import TracebackType
@@ -14,15 +13,28 @@ from typing import NamedTuple, Self
 
 from .. import codec as codecs
 from .._util.serial import SerialThread, Unique, unstoppable
+from .._util.settings import checked_collection, checked_number
 from .._util.threads import checked_threads
 from ..errors import InputError, PublisherConflict, PulseError
-from ..events import Event, Listener, Metadata, PathFailed, PhaseTimer, Published, Resumed, failures_to
+from ..events import (
+    Event,
+    Listener,
+    Metadata,
+    PathFailed,
+    PhaseTimer,
+    Published,
+    Resumed,
+    checked_listener,
+    failures_to,
+)
+from ..state.cast import CastState
 from ..state.checkpoint import StateSource, as_state
+from ..state.rounding import compute_dtype_named
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
-from ..stream.manifest import Manifest, checked_metadata
+from ..stream.manifest import MAX_NUMBER, Manifest, checked_metadata
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from .commit import Committer
@@ -30,6 +42,7 @@ from .draft import Draft, make_draft
 from .folds import FoldMaker
 from .host_state import HostState
 from .mode import ModeSelector
+from .notices import Notices
 from .resume import resume
 from .upload import upload
 
@@ -88,13 +101,15 @@ class Publisher(Unique):
     ) -> None:
         codecs.by_name(codec)
         checked_threads(threads)
-        if not 0 <= anchor_ratio <= math.inf:
-            raise InputError(f"anchor_ratio must be a number of at least 0, not {anchor_ratio}")
-        if not 1 <= shard_bytes < math.inf:
-            raise InputError(f"shard_bytes must be a positive number of bytes, not {shard_bytes}")
+        checked_listener(on_event)
+        checked_number("anchor_ratio", anchor_ratio)
+        checked_number("shard_bytes", shard_bytes, least=1, most=MAX_NUMBER)
+        if signer is not None and not isinstance(signer, Signer):
+            raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
         self._serial = SerialThread("Publisher")
         self._mode = ModeSelector(mode, bandwidth, codec, threads)
-        keys = [*([signer.public_key] if signer else ()), *trusted_keys]
+        trusted = checked_collection("trusted_keys", trusted_keys, "[key]")
+        keys = [*([signer.public_key] if signer else ()), *trusted]
         self._stream = Stream(
             open_store(store),
             stream,
@@ -110,18 +125,29 @@ class Publisher(Unique):
         self._threads = threads
         self._listener = on_event
         self._folds = FoldMaker(self._stream, folds, codec=codec, threads=threads, listener=on_event)
+        self._notices = Notices(stream, on_event)
         self._committer = Committer(self._stream)
         self._baseline = self._new_baseline()
         self._since_anchor = 0
         self._anchor_due = False
         self._pending: _Pending | None = None
 
-    def publish(self, source: StateSource, *, metadata: Metadata | None = None, anchor: bool = False) -> Published:
+    def publish(
+        self,
+        source: StateSource,
+        *,
+        metadata: Metadata | None = None,
+        dtype: str | None = None,
+        anchor: bool = False,
+    ) -> Published:
         """Commits a state as the next version and returns what it cost.
 
         ``source``: a mapping of names to tensors (a ``state_dict``), a `State`, or a checkpoint's path; it must not
-        change during the call. ``metadata``: the caller's own data about the version, small and flat. ``anchor``: store
-        an anchor with it, so that a newcomer can start here whatever it trusts or can reach of what was before.
+        change during the call. ``metadata``: the caller's own data about the version, small and flat. ``dtype``: the
+        compute dtype ("BF16", "F16", "F8_E4M3", "F8_E5M2") that floating-point tensors wider than it are cast to,
+        rounded to nearest even as ``torch.Tensor.to`` does (NaN stays NaN); FP8 without a scale. None: as they are.
+        ``anchor``: store an anchor with it, so that a newcomer can start here whatever it trusts or can reach of what
+        was before.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises StoreUnavailable or StoreFull,
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
@@ -130,8 +156,11 @@ class Publisher(Unique):
         """
         with failures_to(self._listener, self._stream.name, "publish"):
             timer = PhaseTimer()
-            facts = checked_metadata(metadata or {})
+            facts = checked_metadata({} if metadata is None else metadata)
+            compute = None if dtype is None else compute_dtype_named(dtype)
             state = as_state(source)
+            if compute is not None:
+                state = CastState(state, compute)
             return self._serial.run(lambda: self._publish(state, facts, timer, anchor))
 
     def head(self) -> Manifest | None:
@@ -283,8 +312,10 @@ class Publisher(Unique):
             phases=timer.seconds,
             metadata=manifest.metadata,
             reason=draft.reason,
+            identity=manifest.identity,
         )
         self._tell(published)
+        self._notices.look_at(manifest.version, draft)
         return published
 
     def _new_baseline(self) -> HostState:

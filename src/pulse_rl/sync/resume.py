@@ -25,6 +25,7 @@ def resume(
     version = head.version
     try:
         since_anchor = _bytes_since_anchor(stream, version, anchor_ratio)
+        state = state.stored_as(set(head.aliases.values()))
         digest = state_digest(state, threads=baseline.threads)
         if digest.root == head.root:
             baseline.adopt(version, state.copy(), digest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Collection, Iterator
@@ -10,9 +9,10 @@ from types import TracebackType
 from typing import Self
 
 from .._util.serial import SerialThread, Unique
+from .._util.settings import checked_number, checked_path
 from .._util.threads import checked_threads
 from ..errors import EmptyStream, InputError, PulseError, StreamReplaced, SubscriberPoisoned
-from ..events import Listener, PathFailed, Synced, failures_to
+from ..events import Listener, PathFailed, Synced, checked_listener, failures_to
 from ..state.checkpoint import StateSource, as_state
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
@@ -29,6 +29,7 @@ from .update import Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
 _KEPT_RECEIPTS = 8
+_LONGEST_POLL = 1e6
 
 
 class Subscriber(Unique):
@@ -63,11 +64,12 @@ class Subscriber(Unique):
         on_event: Listener | None = None,
     ) -> None:
         checked_threads(threads)
+        checked_listener(on_event)
         if follow_restarts and identity is not None:
             raise InputError("follow_restarts contradicts a fixed identity", hint="Give one of the two.")
         opened = open_store(store)
         self.stream = Stream(
-            opened if cache is None else CachedStore(opened, cache, payload_digest),
+            opened if cache is None else CachedStore(opened, checked_path(cache), payload_digest),
             stream,
             trusted_by(trusted_keys),
             identity=identity,
@@ -153,10 +155,9 @@ class Subscriber(Unique):
         ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before. Raises InputError, and
         what `sync` raises."""
         last = time.monotonic()
-        if not (0 <= poll_seconds < math.inf):
-            raise InputError(f"poll_seconds must be 0 or more, not {poll_seconds}")
-        if timeout_seconds is not None and not timeout_seconds >= 0:
-            raise InputError(f"timeout_seconds must be 0 or more, not {timeout_seconds}")
+        checked_number("poll_seconds", poll_seconds, most=_LONGEST_POLL)
+        if timeout_seconds is not None:
+            checked_number("timeout_seconds", timeout_seconds)
         while timeout_seconds is None or time.monotonic() - last < timeout_seconds:
             update = self.sync()
             if update is None:

@@ -1,0 +1,46 @@
+"""What a round is to those outside it (`Round`) and to the loop that ends it (`Received`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .parameters import FlatBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What the finished round ``number``, counted from 1, of so many ``trainers`` did, as one of them saw it.
+
+    ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``, those about buffers
+    and frozen parameters included; ``sent_bytes`` left its process in all (headers, padding and what it passed on for
+    others). ``root`` is that of theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify",
+    and "untrained" for buffers and frozen parameters.
+    """
+
+    number: int
+    trainers: int
+    parameters: int
+    entries: int
+    payload_bytes: int
+    sent_bytes: int
+    root: str
+    seconds: dict[str, float]
+
+    @property
+    def density(self) -> float:
+        """Entries sent / parameters."""
+        return self.entries / self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A round whose messages have all arrived. What is left cannot fail: ``update`` each block, then ``commit``.
+
+    ``entries`` and ``payload_bytes`` are those of this trainer's own message.
+    """
+
+    entries: int
+    payload_bytes: int
+    update: Callable[[FlatBlock], None]
+    commit: Callable[[], None]

@@ -1,0 +1,53 @@
+"""What a publisher's listener is told once: that its states could be published in a better way."""
+
+from __future__ import annotations
+
+from ..events import Listener, Notice
+from ..state.cast import is_wide
+from ..state.wrappers import is_wrapped
+from .draft import Draft, PatchDraft
+
+_DENSE = 0.5
+
+
+class Notices:
+    """Hands `Notice` to ``listener``, each kind once. ``stream`` is the stream's name."""
+
+    def __init__(self, stream: str, listener: Listener | None) -> None:
+        self._stream = stream
+        self._listener = listener
+        self._given: set[str] = set()
+
+    def look_at(self, version: int, draft: Draft) -> None:
+        """Looks at the draft of a version that was committed."""
+        if self._listener is None:
+            return
+        if "wrapped_names" not in self._given and is_wrapped(draft.state):
+            self._give(
+                version,
+                "wrapped_names",
+                "names of tensors have parts that a wrapper of the module adds (module., _orig_mod. …)",
+                "Publish pulse_rl.unwrapped(model.state_dict()), if the workers' engine knows the plain names.",
+            )
+        if "wide_dtype" not in self._given and (density := _wide_density(draft)) > _DENSE:
+            self._give(
+                version,
+                "wide_dtype",
+                f"{density:.0%} of all elements are FP32 or FP64 and changed: such patches save little",
+                'Publish the compute dtype, of which a step changes few elements: publish(state, dtype="BF16"), '
+                "or pulse publish --dtype BF16.",
+            )
+
+    def _give(self, version: int, kind: str, reason: str, hint: str) -> None:
+        assert self._listener is not None
+        self._given.add(kind)
+        self._listener(Notice(self._stream, version, kind, reason, hint))
+
+
+def _wide_density(draft: Draft) -> float:
+    """Changed elements of FP32 and FP64 / all elements."""
+    if not isinstance(draft, PatchDraft):
+        return 0.0
+    header = draft.built.header
+    changed = sum(e.changed for block, e in zip(header.cut(), header.blocks, strict=True) if is_wide(block.dtype))
+    return changed / max(header.elements, 1)
