@@ -78,7 +78,7 @@ def main() -> int:
         f"callers interrupted {counts['interrupted']}, races {counts['races']}, second threads refused "
         f"{counts['intrusions']}, forks {counts['forks']}, updates lost half-way {counts['lost_updates']}"
     )
-    print(f"polls of group members {counts['polls']}, switches {counts['switches']}, stuck {counts['stuck_groups']}")
+    print(f"polls of group members {counts['polls']}, switches {counts['switches']}")
     print(f"syncs {counts['syncs']}, each with its live model compared; detours taken {counts['detours']}")
     print(
         f"newcomers that reached a version {counts['newcomer_reached']}, that met a gap named rightly "

@@ -79,7 +79,7 @@ class Disturbances:
 
     def fork(self: World, rng: Random) -> None:
         """A child uses what it inherited. Rare: a fork takes milliseconds."""
-        if rng.random() > 0.1:
+        if rng.random() > 0.3:
             return
         calls: Calls = []
         for pair in self.publishers:

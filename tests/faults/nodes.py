@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from random import Random
 
-from pulse_rl import Member, PulseError
+from pulse_rl import Member, PulseError, Update
 
 from .model import STREAM, Model, check
 from .store import CrashNow, Fault, Net
@@ -14,8 +15,7 @@ from .worker import Setup, Worker
 
 _GROUP = "g"
 _TIMEOUT_SECONDS = 15.0
-STUCK_IS_KNOWN = True
-"""A round whose target nobody can reach any more is not given up: its group stays behind for good."""
+_NOTE = re.compile(r"(.+)-[0-9]{15}-[^-]+-.*")
 _NOTES = f"{STREAM}/groups/{_GROUP}/members"
 
 
@@ -60,6 +60,11 @@ class GroupWorker(Worker):
             self.take(update)
         return True
 
+    def _follows(self, update: Update) -> bool:
+        """After an interrupt it may get once more what it has taken over."""
+        known = self.live.version
+        return super()._follows(update) or (known is not None and (update.previous or 0) <= known <= update.version)
+
     def is_level(self) -> None:
         check(self.live.version == self.member.version, f"{self} was to activate {self.member.version}")
 
@@ -97,15 +102,15 @@ class Group:
                 return
             for member in self.members:
                 member.poll([])
-        if STUCK_IS_KNOWN and any("chain_gap" in member.why for member in self.members):
-            self._counts["stuck_groups"] += 1
-            return
         states = ", ".join(f"{member} ({member.why})" for member in self.members)
         check(False, f"the group did not reach version {head}: {states}")
 
     def _together(self, first: GroupWorker, version: int) -> None:
         """Nobody activates a version that another member, whose note is fresh, has not staged."""
-        notes = {info.name.rpartition("/")[2]: info.modified for info in self._net.disk.list(_NOTES)}
+        notes: dict[str, float] = {}
+        for info in self._net.disk.list(_NOTES):
+            if found := _NOTE.fullmatch(info.name.rpartition("/")[2]):
+                notes[found[1]] = max(info.modified, notes.get(found[1], info.modified))
         newest = max(notes.values(), default=0.0)
         for member in self.members:
             if member is first or not member.present or newest - notes.get(member.name, -1e9) > _TIMEOUT_SECONDS:

@@ -12,7 +12,7 @@ from pulse_rl.maintenance.fold import fold_stream
 from .lies import false_patch
 from .model import MUST, STREAM, check, version_name
 from .modes import FOLDS
-from .store import Client
+from .store import Client, Fault
 
 if TYPE_CHECKING:
     from .world import World
@@ -34,6 +34,8 @@ class Upkeep:
         self.net.flush()
         client = Client(self.net)
         client.expect(self._faults(rng))
+        if rng.random() < 0.2:
+            client.faults.append(Fault("crash", rng.randrange(30), rng.random()))
         stale = any(fault.kind == "stale" for fault in client.faults)
         grace = 40.0 if stale or any(self.unsettled) else rng.choice((0.0, 10.0))
         if any(self.unsettled):

@@ -114,12 +114,15 @@ class Worker:
         readable = self._model.readable(self._net.disk)
         listed = readable or self._model.listed(self._net.disk)
         goal = target if target is not None else max([*listed, *([] if before is None else [before])], default=None)
+        kinds = {fault.kind for fault in faults}
         self.expect(faults)
         try:
             update = self.persistent(lambda: self.subscriber.sync(target))
         except CrashNow:
             return
         except PulseError as error:
+            if kinds == {"drop"} and goal is not None and reach.get(goal) == MUST:
+                check(not isinstance(error, ChainGap), f"{self}: lost connections are taken for a gap: {error}")
             if self.client.hit == 0:
                 assert goal is not None
                 where = f"{self} to {goal}"
@@ -150,6 +153,7 @@ class Worker:
         """What it shows is a version, to the last bit."""
         self.touched = False
         if self.subscriber.status != "ready":
+            self._least = None  # it starts anew
             return
         version = self.subscriber.version
         check(self._least is None or version >= self._least, f"{self} went back from version {self._least}")

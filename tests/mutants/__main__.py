@@ -122,6 +122,8 @@ def main() -> int:
         return 1
     with ThreadPoolExecutor(args.jobs) as pool:
         for mutant, verdict in zip(chosen, pool.map(lambda m: judge(m.name, args.sequences), chosen), strict=True):
+            if verdict.sequences == 0:
+                raise RuntimeError(f"{mutant.name}: {verdict.said}")  # it could not even begin
             outcome = f"caught by sequence {verdict.sequences}" if verdict.caught else "SURVIVED"
             print(f"{mutant.name}: {outcome} ({verdict.seconds:.0f} s) {verdict.said[:150]}", flush=True)
             if not verdict.caught:
