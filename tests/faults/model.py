@@ -167,6 +167,10 @@ class Model:
         """Whether these bytes are a manifest of ``version`` that was committed."""
         return version in self.versions and self.versions[version].data == data
 
+    def identity(self, version: int) -> str:
+        """The identity of the stream that ``version`` was committed to."""
+        return str(self._parsed(self.versions[version].data)["identity"])
+
     def reach(self, disk: Disk, start: int | None = None) -> dict[int, str]:
         """Of every committed version whether it MUST, MAY or cannot (GAP) be reached from nothing, or from ``start``.
 

@@ -127,7 +127,8 @@ class Worker:
                 assert goal is not None
                 where = f"{self} to {goal}"
                 unreadable = isinstance(error, FormatError | Untrusted) and not readable
-                check(isinstance(error, ChainGap) or unreadable, f"{where}: {error!r}")
+                expected = isinstance(error, ChainGap) or unreadable or self.is_of_another_stream(goal)
+                check(expected, f"{where}: {error!r}")
                 # It may have read a manifest above that was whole then.
                 hopes = target is None and any(version > goal for version in self._model.listed(self._net.disk))
                 check(hopes or reach.get(goal, GAP) != MUST, f"{where}, which can be reached: {error}")
@@ -147,7 +148,10 @@ class Worker:
             self.take(update)
         if update is None and self.client.hit == 0 and goal is not None and target is None:
             seen = self.subscriber.version is not None and self.subscriber.version >= goal
-            check(seen or not readable, f"{self} was told that there is nothing newer than {goal}")
+            check(
+                seen or not readable or self.is_of_another_stream(goal),
+                f"{self} was told that there is nothing newer than {goal}",
+            )
 
     def inspect(self) -> None:
         """What it shows is a version, to the last bit."""
@@ -190,6 +194,11 @@ class Worker:
         check(not self.live.torn, f"{self} was told that there is nothing new, with half an update missing")
         self.is_level()
         self._counts["checked"] += 1
+
+    def is_of_another_stream(self, version: int) -> bool:
+        """Whether a publisher that could read none of the versions has begun another stream with ``version``."""
+        known = self.subscriber.identity
+        return known is not None and self._model.identity(version) != known
 
     def is_level(self) -> None:
         """Nothing that the host state has is missing in the live model."""

@@ -157,12 +157,17 @@ class World(Disturbances, Upkeep):
         self.publishers = [None, None]
         for _ in range(2):
             self._publish(rng, 0, [])
+        head = self.model.head
+        assert head is not None
+        for worker in [*self.workers, *(self.group.members if self.group else ())]:
+            if worker.is_of_another_stream(head):
+                worker.restart("cold", None)
         for worker in self.workers:
             worker.sync([], None)
-            check(worker.live.version == self.model.head, f"{worker} is not at the head {self.model.head}")
+            check(worker.live.version == head, f"{worker} is not at the head {head}")
             worker.inspect()
         if self.group:
-            self.group.converge(self.model.head)
+            self.group.converge(head)
         self._newcomer(max(self.model.versions), self.model.reach(self.disk), must=True)
 
     # Parts of steps.
