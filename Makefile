@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-loco test quick check lint types imports docs bench bench-network bench-loco study faults fuzz dist clean
+.PHONY: demo demo-loco test quick check lint types imports docs bench bench-network bench-loco study faults mutants fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -79,12 +79,19 @@ $(DIST)/.ready: constraints.txt
 clean:
 	rm -rf $(VENV) build dist runs .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-# Random sequences of faults against an exact model, and a SIGKILL at every store call of real processes.
+# Random sequences of faults against an exact model, and a SIGKILL at every store call of real processes. 100,000 sequences
+# take an hour on two cores. Two more programs run for as long as one likes:
+#   python -m tests.faults.hostile --minutes 60      workers beside a hostile co-writer, in real time
+#   python -m tests.faults.interrupts --count 20000  calls interrupted by signals and retried at once
 SEQUENCES ?= 10000
 FAULT_SEED ?= 1
 faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults --sequences $(SEQUENCES) --seed $(FAULT_SEED)
 	$(BIN)/python -m tests.support.kill_points --all
+
+# Faults planted in the library, one at a time: sequences of the fault world must notice each of them.
+mutants: $(VENV)/.ready
+	$(BIN)/python -m tests.mutants
 
 # Fuzzes the native codecs under the address and undefined-behaviour sanitizers, each for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60

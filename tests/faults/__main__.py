@@ -15,7 +15,8 @@ _CHUNK = 25
 _SEEDS_APART = 10**9
 
 
-def _chunk(seeds: list[int], concurrent: bool) -> list[Outcome]:
+def run_chunk(seeds: list[int], concurrent: bool) -> list[Outcome]:
+    """The outcomes of some sequences, up to the first that breaks a promise. Only that one keeps its trace."""
     outcomes = []
     for seed in seeds:
         outcomes.append(run(seed, concurrent=concurrent))
@@ -56,7 +57,7 @@ def main() -> int:
     if args.keep_going:
         chunks = [[seed] for seed in seeds]
     with ProcessPoolExecutor(args.jobs) as pool:
-        for outcomes in pool.map(_chunk, chunks, [args.concurrent] * len(chunks)):
+        for outcomes in pool.map(run_chunk, chunks, [args.concurrent] * len(chunks)):
             for outcome in outcomes:
                 if outcome.violation and not args.keep_going:
                     pool.shutdown(wait=False, cancel_futures=True)
@@ -73,6 +74,11 @@ def main() -> int:
     print(f"seed {args.seed}: {done} sequences, {steps} steps, {failed} violations, {seconds:.0f} s")
     print(f"faults injected: {sum(injected.values())} ({', '.join(f'{k} {n}' for k, n in injected.most_common())})")
     print(f"publishes {counts['publishes']}, refused as superseded {counts['conflicts']}")
+    print(
+        f"callers interrupted {counts['interrupted']}, races {counts['races']}, second threads refused "
+        f"{counts['intrusions']}, forks {counts['forks']}, updates lost half-way {counts['lost_updates']}"
+    )
+    print(f"polls of group members {counts['polls']}, switches {counts['switches']}")
     print(f"syncs {counts['syncs']}, each with its live model compared; detours taken {counts['detours']}")
     print(
         f"newcomers that reached a version {counts['newcomer_reached']}, that met a gap named rightly "

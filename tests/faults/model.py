@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 from pulse_rl import Bits, PulseError, State, Update, state_root
 from pulse_rl.patch import Patch
@@ -16,6 +17,7 @@ from pulse_rl.patch import Patch
 from .store import Disk
 
 STREAM = "s"
+_Edge = tuple[int | None, int]
 Snapshot = dict[str, tuple[str, tuple[int, ...], bytes]]
 """dtype, shape and bytes by name."""
 
@@ -41,24 +43,30 @@ def snapshot(state: State) -> Snapshot:
 
 
 class Live:
-    """A worker's own weights in plain numpy, changed by nothing but the updates that it is given."""
+    """A worker's own weights in plain numpy, changed by nothing but the updates that it is given. ``torn`` while part
+    of an update is missing."""
 
     def __init__(self) -> None:
+        self.torn = False
         self.version: int | None = None
+        self.root = ""
         self.tensors: dict[str, Bits] = {}
         self.aliases: dict[str, str] = {}
 
-    def apply(self, update: Update) -> None:
-        if update.full:
+    def apply(self, update: Update, tensors: int | None = None) -> None:
+        """Scatters an update, or only its first ``tensors``, as one who is interrupted does."""
+        if update.full and tensors is None:
             self.tensors = {}
-        for tensor in update.tensors:
+        for tensor in update.tensors[:tensors]:
             name, spec = tensor.spec.name, tensor.spec
             if tensor.indices is None:
                 self.tensors[name] = Bits(tensor.values.copy().reshape(spec.shape), spec.dtype.name)
             else:
                 check(len(set(tensor.indices.tolist())) == len(tensor.indices), f"{name} has an element twice")
                 self.tensors[name].array.reshape(-1)[tensor.indices] = tensor.values
-        self.version, self.aliases = update.version, dict(update.aliases)
+        self.torn = tensors is not None
+        if not self.torn:
+            self.version, self.root, self.aliases = update.version, update.root, dict(update.aliases)
 
     def snapshot(self) -> Snapshot:
         return {n: (b.dtype, tuple(b.array.shape), b.array.tobytes()) for n, b in self.tensors.items()}
@@ -72,15 +80,26 @@ class Committed:
     root: str
     aliases: dict[str, str]
     anchored: bool
+    publisher: str
+    patch: tuple[str, int] | None = None
+    """Its digest and length."""
 
 
 class Model:
     def __init__(self) -> None:
         self.disk: Disk | None = None
+        self.lies: set[str] = set()  # digests of patches that do not do what they say
+        self.strict = True  # who commits now has seen every claim
+        self._epochs: dict[int, str] = {}
+        self._claimed: dict[str, int] = {}  # the last epoch of each identity that claims were made for
+        self.signed = False
         self.versions: dict[int, Committed] = {}
         self.states: dict[str, Snapshot] = {}
         self._offered: dict[str, list[dict[str, str]]] = {}
         self._ends: dict[str, tuple[str, str] | None] = {}
+        self._said: dict[bytes, dict[str, Any]] = {}
+        self._hashed: dict[str, tuple[bytes, str]] = {}
+        self._graph: tuple[int, list[_Edge], dict[int, str]] = (-1, [], {})
 
     @property
     def head(self) -> int | None:
@@ -96,6 +115,8 @@ class Model:
 
     def created(self, name: str, data: bytes) -> None:
         """The disk's hook: an object came into being; a manifest is a commit."""
+        if name.startswith(f"{STREAM}/epochs/") and self.disk and not self.disk.straggling:
+            self._claimed[data.split()[1].decode()] = int(name.rpartition("/")[2])
         if not name.startswith(f"{STREAM}/versions/"):
             return
         said = json.loads(data)
@@ -103,6 +124,15 @@ class Model:
         check(name == version_name(version), f"{name} holds version {version}")
         check(version not in self.versions, f"version {version} was used twice")
         check(version == (-1 if self.head is None else self.head) + 1, f"{version} follows {self.head}")
+        check(self._epochs.setdefault(said["epoch"], said["publisher"]) == said["publisher"], "two have one epoch")
+        if self.strict and self.disk and not self.disk.straggling:
+            seen = self._claimed.get(said["identity"], 0)
+            check(said["epoch"] >= seen, f"version {version} was committed under epoch {said['epoch']}, after {seen}")
+        if self.disk and not self.disk.straggling:
+            for ref, kind in ((said["patch"], "patch"), (said["anchor"], "safetensors")):
+                for payload in (ref["parts"] if kind == "patch" else ref["shards"]) if ref else ():
+                    there = self.disk.peek(f"{STREAM}/payloads/{payload['sha256']}.{kind}") is not None
+                    check(there, f"version {version} was committed without its {kind}")
         check(said["aliases"] in self._offered.get(said["root"], []), f"version {version} was never handed over")
         if said["patch"]:
             base = said["patch"]["base"]
@@ -110,7 +140,15 @@ class Model:
             passed = [v for v in self.readable(self.disk) if base < v < version]
             check(self.disk.misread or not passed, f"the patch of {version} starts at {base}, not at {passed}")
             check(said["patch"]["base_root"] == self.versions[base].root, f"version {version} has a wrong base")
-        self.versions[version] = Committed(data, said["root"], said["aliases"], bool(said["anchor"]))
+        part = said["patch"] and said["patch"]["parts"][0]
+        self.versions[version] = Committed(
+            data,
+            said["root"],
+            said["aliases"],
+            bool(said["anchor"]),
+            said["publisher"],
+            (part["sha256"], part["bytes"]) if part else None,
+        )
 
     def listed(self, disk: Disk) -> list[int]:
         """The versions whose manifests are stored, damaged or not."""
@@ -120,41 +158,78 @@ class Model:
         """The versions whose manifests are stored as they were committed."""
         return [v for v, committed in self.versions.items() if disk.peek(version_name(v)) == committed.data]
 
-    def bits(self, version: int) -> Snapshot:
-        return self.states[self.versions[version].root]
+    def committed(self, version: int, root: str) -> Committed | None:
+        """The commit of ``version`` with this root, if there was one."""
+        committed = self.versions.get(version)
+        return committed if committed and committed.root == root else None
+
+    def was_committed(self, version: int, data: bytes) -> bool:
+        """Whether these bytes are a manifest of ``version`` that was committed."""
+        return version in self.versions and self.versions[version].data == data
+
+    def identity(self, version: int) -> str:
+        """The identity of the stream that ``version`` was committed to."""
+        return str(self._parsed(self.versions[version].data)["identity"])
 
     def reach(self, disk: Disk, start: int | None = None) -> dict[int, str]:
         """Of every committed version whether it MUST, MAY or cannot (GAP) be reached from nothing, or from ``start``.
 
         MAY: only through manifests that are damaged and may or may not make sense.
         """
-        edges: list[tuple[int | None, int, str]] = []
+        if self._graph[0] != disk.changes:
+            self._graph = (disk.changes, *self._links(disk))
+        _, edges, grade = self._graph
+        found: dict[int | None, str] = {None: MUST}
+        if start is not None:
+            found[start] = MUST
+        for base, version in edges:
+            if base in found and version in grade and found.get(version) != MUST:
+                both = MUST if found[base] == MUST and grade[version] == MUST else MAY
+                found[version] = both
+        return {version: found.get(version, GAP) for version in self.versions}
+
+    def _links(self, disk: Disk) -> tuple[list[_Edge], dict[int, str]]:
+        """Every link whose payloads are whole, in the order of the versions that it leads to, and how good their
+        manifests are."""
+        edges: list[_Edge] = []
         grade: dict[int, str] = {}
         for version, committed in self.versions.items():
             data = disk.peek(version_name(version))
             if data is None:
                 continue
             grade[version] = MUST if data == committed.data else MAY
+            said = self._parsed(data)
             try:
-                said = json.loads(data)
                 if said["anchor"] and all(self._whole(disk, p, "safetensors") for p in said["anchor"]["shards"]):
-                    edges.append((None, version, MUST))
+                    edges.append((None, version))
                 if said["patch"] and all(self._whole(disk, p, "patch") for p in said["patch"]["parts"]):
-                    edges.append((said["patch"]["base"], version, MUST))
-            except (ValueError, KeyError, TypeError):
+                    edges.append((said["patch"]["base"], version))
+            except (KeyError, TypeError):
                 continue
         for name in disk.names(f"{STREAM}/links"):
             match = _FOLD.fullmatch(name.rpartition("/")[2])
+            if self.signed and (name in disk.damaged or not disk.peek(name)):
+                continue  # nobody has signed what it says now
             if match and self._folds(disk, int(match[2]), int(match[1]), int(match[3]), match[4]):
-                edges.append((int(match[2]), int(match[1]), MUST))
-        found: dict[int | None, str] = {None: MUST}
-        if start is not None:
-            found[start] = MUST
-        for base, version, _ in sorted(edges, key=lambda e: e[1]):
-            if base in found and version in grade and found.get(version) != MUST:
-                both = MUST if found[base] == MUST and grade[version] == MUST else MAY
-                found[version] = both
-        return {version: found.get(version, GAP) for version in self.versions}
+                edges.append((int(match[2]), int(match[1])))
+        return sorted(edges, key=lambda e: e[1]), grade
+
+    def _parsed(self, data: bytes) -> dict[str, Any]:
+        """What a manifest says; nothing where that is no JSON object."""
+        if data not in self._said:
+            try:
+                said = json.loads(data)
+            except ValueError:
+                said = None
+            self._said[data] = said if isinstance(said, dict) else {}
+        return self._said[data]
+
+    def _digest(self, name: str, data: bytes) -> str:
+        """The SHA-256 of an object, computed once while its bytes stay."""
+        known = self._hashed.get(name)
+        if known is None or known[0] is not data:
+            known = self._hashed[name] = (data, sha256(data).hexdigest())
+        return known[1]
 
     def broken(self, disk: Disk) -> list[str]:
         """What an error about a gap may name: objects that should be there and are not what they should be."""
@@ -162,7 +237,7 @@ class Model:
         for version, committed in self.versions.items():
             if disk.peek(version_name(version)) != committed.data:
                 names += [version_name(version), f"version {version} "]
-            said = json.loads(committed.data)
+            said = self._parsed(committed.data)
             for ref, kind in ((said["patch"], "patch"), (said["anchor"], "safetensors")):
                 for payload in (ref["parts"] if kind == "patch" else ref["shards"]) if ref else ():
                     if not self._whole(disk, payload, kind):
@@ -170,13 +245,17 @@ class Model:
         return names
 
     def _whole(self, disk: Disk, payload: dict[str, object], kind: str) -> bool:
-        data = disk.peek(f"{STREAM}/payloads/{payload['sha256']}.{kind}")
-        return data is not None and len(data) == payload["bytes"] and sha256(data).hexdigest() == payload["sha256"]
+        name = f"{STREAM}/payloads/{payload['sha256']}.{kind}"
+        data = disk.peek(name)
+        return data is not None and len(data) == payload["bytes"] and self._digest(name, data) == payload["sha256"]
 
     def _folds(self, disk: Disk, base: int, version: int, nbytes: int, digest: str) -> bool:
         """Whether a stored patch leads from one version's root to the other's."""
-        data = disk.peek(f"{STREAM}/payloads/{digest}.patch")
-        if data is None or len(data) != nbytes or version - base < 2 or sha256(data).hexdigest() != digest:
+        name = f"{STREAM}/payloads/{digest}.patch"
+        data = disk.peek(name)
+        if data is None or len(data) != nbytes or version - base < 2 or self._digest(name, data) != digest:
+            return False
+        if digest in self.lies:
             return False
         if digest not in self._ends:
             try:

@@ -6,6 +6,7 @@ calls repeats exactly.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Fault:
 class Disk(MemoryStore):
     """What is stored, with a logical clock (a second a change) and the last changes, for stale listings.
 
-    ``on_create`` is told of every object that `put_new` creates.
+    ``on_create`` is told of every object that `put_new` creates; ``changes`` counts what changed in any way.
     """
 
     def __init__(self, on_create: Callable[[str, bytes], None]) -> None:
@@ -57,6 +58,9 @@ class Disk(MemoryStore):
         self.misread = False  # a client was given a damaged manifest that is whole here
         self._changes: deque[tuple[str, tuple[bytes, float] | None]] = deque(maxlen=_STALE_CHANGES)
         self._now = 0.0
+        self.changes = 0
+        self.damaged: set[str] = set()
+        self.straggling = False  # a call that was sent long ago arrives
 
     def put(self, name: str, data: Data) -> None:
         old = self._objects.get(name)
@@ -77,7 +81,15 @@ class Disk(MemoryStore):
 
     def damage(self, name: str, data: bytes) -> None:
         """Replaces an object's bytes behind everybody's back."""
+        self.changes += 1
         self._objects[name] = (data, self._objects[name][1])
+        self.damaged.add(name)
+
+    def plant(self, name: str, data: bytes) -> None:
+        """Writes an object in whatever way, as one may who does not keep to the protocol."""
+        old = self._objects.get(name)
+        super().put(name, data)
+        self._changed(name, old)
 
     def stale_list(self, folder: str, start_after: str | None, behind: int) -> list[ObjectInfo]:
         """The listing as it was ``behind`` changes ago."""
@@ -90,7 +102,8 @@ class Disk(MemoryStore):
         return sorted(info for info in past.values() if start_after is None or info.name > start_after)
 
     def names(self, folder: str) -> list[str]:
-        return sorted(name for name in self._objects if name.startswith(f"{folder}/"))
+        first = bisect_right(self._names, f"{folder}/")
+        return self._names[first : bisect_left(self._names, f"{folder}0", first)]
 
     def peek(self, name: str) -> bytes | None:
         entry = self._objects.get(name)
@@ -99,6 +112,8 @@ class Disk(MemoryStore):
     def _changed(self, name: str, old: tuple[bytes, float] | None) -> None:
         self._changes.append((name, old))
         self._now += 1
+        self.changes += 1
+        self.damaged.discard(name)
         if name in self._objects:
             self._objects[name] = (self._objects[name][0], self._now)
 
@@ -109,7 +124,6 @@ class Net:
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
         self.injected: Counter[str] = Counter()
-        self.manifests_flipped = False
         self._under_way: list[tuple[int, Callable[[], None]]] = []
 
     def send_late(self, calls: int, act: Callable[[], None]) -> None:
@@ -118,8 +132,10 @@ class Net:
     def tick(self) -> None:
         due = [act for left, act in self._under_way if left <= 1]
         self._under_way = [(left - 1, act) for left, act in self._under_way if left > 1]
+        self.disk.straggling = True
         for act in due:
             _quietly(act)
+        self.disk.straggling = False
 
     def flush(self) -> None:
         """Everything that is under way arrives."""
@@ -144,13 +160,18 @@ class Client:
         self.hit = 0
         self.faults: list[Fault] = []
         self._calls = 0
+        self._meanwhile: tuple[int, Callable[[], None]] | None = None
 
     def expect(self, faults: list[Fault]) -> None:
         """The faults that befall the calls from now on."""
         self.faults, self._calls, self.hit = faults, 0, 0
 
     def calm(self) -> None:
-        self.faults = []
+        self.faults, self._meanwhile = [], None
+
+    def meanwhile(self, call: int, act: Callable[[], None]) -> None:
+        """Calls ``act``, once, when the call number ``call`` from now on is under way."""
+        self._meanwhile = (call, act)
 
     def put(self, name: str, data: Data) -> None:
         whole = data if isinstance(data, bytes) else b"".join(data)
@@ -172,7 +193,6 @@ class Client:
         if fault.kind == "truncate":
             return data[:at]
         assert fault.kind == "flip"
-        self.net.manifests_flipped |= "/versions/" in name
         bit = 1 << int(fault.where * 8 * len(data)) % 8
         return data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
 
@@ -209,6 +229,11 @@ class Client:
             raise CrashNow("dead already")
         self.net.tick()
         self._calls += 1
+        if self._meanwhile:
+            left, act = self._meanwhile
+            self._meanwhile = (left - 1, act) if left > 1 else None
+            if left == 1:
+                act()
         for fault in self.faults:
             if fault.at < self._calls and call in FAULTS[fault.kind]:
                 break

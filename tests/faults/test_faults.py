@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from multiprocessing import get_context
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,82 +15,47 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from pulse_rl import MemoryStore, Publisher, Subscriber
+from pulse_rl import LocalStore, MemoryStore, Publisher, Subscriber
+from tests.support.interrupts import Interrupter
 
+from . import hostile, interrupts
+from .__main__ import run_chunk
 from .driver import repeatable, run
 from .model import Violation
+from .modes import INLINE, STEADY
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 from .trainer import Trainer
-from .world import World
+from .world import RULES, THREADED, World
 
 _SEED = 20260203
+_SEQUENCES = 2000
 chance = st.integers(0, 2**32 - 1).map(Random)
 
 
 class Streams(RuleBasedStateMachine):
     """What may happen to a stream, in any order; hypothesis looks for a short one that breaks a promise."""
 
-    @initialize(rng=chance)
-    def start(self, rng: Random) -> None:
+    @initialize(rng=chance, threads=st.sampled_from((INLINE, INLINE, STEADY)))
+    def start(self, rng: Random, threads: str) -> None:
         self.stack = ExitStack()
+        interrupter = self.stack.enter_context(Interrupter())
         self.stack.enter_context(repeatable(rng))
-        self.world = World(rng)
+        self.world = World(rng, threads, interrupter)
         self.stack.callback(self.world.close)
 
-    @rule(rng=chance)
-    def publish(self, rng: Random) -> None:
-        self.step("publish", rng)
-
-    @rule(rng=chance)
-    def burst(self, rng: Random) -> None:
-        self.step("burst", rng)
-
-    @rule(rng=chance)
-    def restart_publisher(self, rng: Random) -> None:
-        self.step("restart_publisher", rng)
-
-    @rule(rng=chance)
-    def join(self, rng: Random) -> None:
-        self.step("join", rng)
-
-    @precondition(lambda self: self.world.workers)
-    @rule(rng=chance)
-    def sync(self, rng: Random) -> None:
-        self.step("sync", rng)
-
-    @precondition(lambda self: self.world.workers)
-    @rule(rng=chance)
-    def sync_to(self, rng: Random) -> None:
-        self.step("sync_to", rng)
-
-    @precondition(lambda self: self.world.workers)
-    @rule(rng=chance)
-    def restart_worker(self, rng: Random) -> None:
-        self.step("restart_worker", rng)
+    @rule(rng=chance, name=st.sampled_from(["publish", "burst", "join", "sync"]))
+    def go_on(self, rng: Random, name: str) -> None:
+        self.step(name, rng)
 
     @precondition(lambda self: self.world.model.versions)
-    @rule(rng=chance)
-    def fold(self, rng: Random) -> None:
-        self.step("fold", rng)
+    @rule(rng=chance, name=st.sampled_from(sorted(RULES)))
+    def anything(self, rng: Random, name: str) -> None:
+        self.step(name, rng)
 
-    @precondition(lambda self: self.world.model.versions)
-    @rule(rng=chance)
-    def gc(self, rng: Random) -> None:
-        self.step("gc", rng)
-
-    @precondition(lambda self: self.world.model.versions)
-    @rule(rng=chance)
-    def destroy(self, rng: Random) -> None:
-        self.step("destroy", rng)
-
-    @rule(rng=chance)
-    def lie(self, rng: Random) -> None:
-        self.step("lie", rng)
-
-    @precondition(lambda self: self.world.workers)
-    @rule(rng=chance)
-    def audit(self, rng: Random) -> None:
-        self.step("audit", rng)
+    @precondition(lambda self: self.world.threads == STEADY)
+    @rule(rng=chance, name=st.sampled_from(sorted(THREADED)))
+    def disturb(self, rng: Random, name: str) -> None:
+        self.step(name, rng)
 
     def step(self, name: str, rng: Random) -> None:
         getattr(self.world, name)(rng)
@@ -103,23 +73,49 @@ def test_a_state_machine_of_faults() -> None:
     run_state_machine_as_test(
         Streams,
         settings=settings(
-            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(6))
-def test_random_sequences_of_faults(part: int) -> None:
-    for k in range(25):
-        outcome = run(_SEED * 1000 + part * 25 + k)
-        replay = f"python -m tests.faults --only {outcome.seed}"
-        assert not outcome.violation, "\n".join([*outcome.trace, outcome.violation, replay])
+def test_random_sequences_of_faults() -> None:
+    """On all cores: there are many."""
+    seeds = [_SEED * 10_000 + k for k in range(_SEQUENCES)]
+    chunks = [seeds[at : at + 50] for at in range(0, len(seeds), 50)]
+    done = 0
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        for outcomes in pool.map(run_chunk, chunks, [False] * len(chunks)):
+            last = outcomes[-1]
+            replay = f"python -m tests.faults --only {last.seed}"
+            assert not last.violation, "\n".join([*last.trace, last.violation, replay])
+            done += len(outcomes)
+    assert done == _SEQUENCES
 
 
 def test_a_sequence_is_a_function_of_its_seed() -> None:
-    assert run(7) == run(7)
-    assert run(7).trace != run(8).trace
+    """With threads or without, hostile or not."""
+    outcomes = [run(seed) for seed in range(40, 60)]
+    assert [run(seed) for seed in range(40, 60)] == outcomes
+    assert len({tuple(outcome.trace) for outcome in outcomes}) == len(outcomes)
+    counts = sum((outcome.counts for outcome in outcomes), Counter[str]())
+    assert counts["interrupted"]
+    assert counts["committed"], "one of them is hostile"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("store", "model"), [("memory", "numpy"), ("local", "torch")])
+def test_interrupted_calls_that_are_retried_at_once(store: str, model: str, tmp_path: Path) -> None:
+    result = interrupts.run(LocalStore(tmp_path) if store == "local" else MemoryStore(), count=100, model=model, seed=1)
+    assert result["interrupts"] >= 100
+    assert result["rounds"]
+
+
+@pytest.mark.slow
+def test_workers_beside_a_hostile_co_writer_in_real_time() -> None:
+    result = hostile.run(3, seed=2, tell=lambda _: None)
+    assert result["rests"]
+    assert result["checked"]
 
 
 # The harness itself: faults that it claims to inject happen, and a library that lies is caught.
@@ -156,10 +152,11 @@ def test_a_wrong_bit_in_a_live_model_is_noticed() -> None:
     rng = Random(1)
     with repeatable(rng):
         world = World(rng)
-        world.publish(rng)
+        world._publish(rng, 0, [])
         world.burst(rng)
         world.join(rng)
         worker = world.workers[0]
+        worker.restart("cold", None)
         worker.sync([], None)
         next(iter(worker.live.tensors.values())).array.reshape(-1)[0] ^= 1
         with pytest.raises(Violation):

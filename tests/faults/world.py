@@ -6,27 +6,35 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, audit, verify_stream
-from pulse_rl.maintenance.fold import fold_stream
+from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, Signer, verify_stream
 from pulse_rl.maintenance.gc import gc_stream
+from tests.support.interrupts import Boom, Interrupter
 
+from .callers import Interrupts
+from .disturbances import Disturbances
 from .model import GAP, MUST, STREAM, Model, check, version_name
+from .modes import FOLDS, INLINE, STEADY
+from .nodes import Group
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 from .trainer import Trainer
-from .worker import Worker
+from .upkeep import Upkeep
+from .worker import Inline, Setup, Worker
 
 _MOST_WORKERS = 4
-_FOLDS = (2, 4, 8)
+_MOST_MEMBERS = 3
+SIGNER = Signer(bytes(range(32)))
+IDENTITY = "0123456789abcdef" * 2
 
 
-class World:
+class World(Disturbances, Upkeep):
     """Every method named in `RULES` is one step. All chance comes from the ``rng`` that a step is given."""
 
-    def __init__(self, rng: Random) -> None:
-        self.model = Model()
+    def __init__(self, rng: Random, threads: str = STEADY, interrupter: Interrupter | None = None) -> None:
+        self.model = self._new_model()
         self.disk = self.model.disk = Disk(self.model.created)
         self.net = Net(self.disk)
         self.counts: Counter[str] = Counter()
@@ -38,13 +46,24 @@ class World:
         self.destroyed = False
         self.silently = False  # an object was damaged in a way that its size does not show
         self.ratio = rng.choice((0.5, 1.0, 3.0, 1000.0, 1000.0))
-        self.folds = rng.choice(((), _FOLDS, _FOLDS, (4, 8)))
+        self.folds = rng.choice(((), FOLDS, FOLDS, (4, 8)))
         self.shard_bytes = rng.choice((1 << 30, 500))
+        self.threads = threads
+        self.model.signed = self._signed(rng)
+        self.signer = SIGNER if self.model.signed else None
+        self.setup = Setup((SIGNER.public_key,) if self.signer else None, self._identity(rng), threads == INLINE)
+        self.interrupts = Interrupts(interrupter or Interrupter())
+        self.group: Group | None = None
         self._folder: Path | None = None
+        self._looked_at = -1
 
     def close(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def rules(self) -> dict[str, int]:
+        """The steps of this world and how often they come."""
+        return RULES if self.threads == INLINE else RULES | THREADED
 
     # Steps.
 
@@ -63,7 +82,7 @@ class World:
     def join(self, rng: Random) -> None:
         if len(self.workers) >= _MOST_WORKERS:
             self.workers.pop(rng.randrange(len(self.workers))).close()
-        self.workers.append(Worker(self.net, self.model, self.counts, self.cache(rng)))
+        self.workers.append(self._worker(rng))
         self._sync(rng, self.workers[-1])
 
     def sync(self, rng: Random) -> None:
@@ -79,100 +98,55 @@ class World:
         if self.workers:
             rng.choice(self.workers).restart(rng.choice(("cold", "base")), rng)
 
-    def fold(self, rng: Random) -> None:
-        client = Client(self.net)
-        client.expect(self._faults(rng))
-
-        def run() -> None:
-            list(fold_stream(client, STREAM, rng.choice((_FOLDS, (8,), (3,))), threads=1))
-
-        self._tool(client, run, "fold")
-
-    def gc(self, rng: Random) -> None:
-        """No grace where nothing is under way, as an operator may who has stopped the trainers."""
-        self.net.flush()
-        client = Client(self.net)
-        client.expect(self._faults(rng))
-        stale = any(fault.kind == "stale" for fault in client.faults)
-        grace = 40.0 if stale or any(self.unsettled) else rng.choice((0.0, 10.0))
-        if any(self.unsettled):
-            grace = 3600.0
-        keep = rng.randint(1, 12)
-        stored = self.model.listed(self.disk)
-        before = self.model.reach(self.disk)
-        self._tool(client, lambda: gc_stream(client, STREAM, keep=keep, grace_seconds=grace), f"gc keep={keep}")
-        after = self.model.reach(self.disk)
-        if not self.silently:
-            for version in sorted(stored)[-keep:]:
-                lost = before[version] == MUST and after[version] != MUST
-                check(not lost, f"gc keep={keep} took what version {version} needs")
-
-    def destroy(self, rng: Random) -> None:
-        """An object is deleted or damaged for good. The head's manifest is only damaged: where it is deleted, the
-        version is as if it had never been."""
-        kinds = ["payloads"] * 6 + ["links"] * 2 + ["versions"]
-        names = self.disk.names(f"{STREAM}/{rng.choice(kinds)}")
-        if not names:
+    def regroup(self, rng: Random) -> None:
+        """A member joins or leaves the group, which begins with two."""
+        if self.group is None:
+            self.group = Group(self.net, self.model, self.counts, self._cache_folder() / "node", self.setup)
+            self.group.join()
+        elif len(self.group.members) >= _MOST_MEMBERS or (len(self.group.members) > 1 and rng.random() < 0.5):
+            self.group.leave(rng)
             return
-        name = rng.choice(names)
-        data = self.disk.peek(name) or b""
-        how = rng.choice(("delete", "truncate", "flip"))
-        if not data or (how == "delete" and name != version_name(self.model.head or 0)):
-            self.disk.delete(name)
-        elif how == "flip":
-            at = rng.randrange(len(data))
-            self.disk.damage(name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
-            self.silently = True
-            self.net.manifests_flipped |= "/versions/" in name
-        else:
-            self.disk.damage(name, data[: rng.randrange(len(data))])
-        self.destroyed = True
-        self.net.injected[f"destroy_{how}"] += 1
-        self.trace.append(f"  {how} {name}")
+        self.group.join()
 
-    def lie(self, rng: Random) -> None:
-        """A link that leads elsewhere, or to nothing."""
-        head = self.model.head or 0
-        base, version = rng.randint(0, head), rng.randint(0, head + 2)
-        payloads = self.disk.names(f"{STREAM}/payloads")
-        digest = rng.choice(payloads).rpartition("/")[2][:64] if payloads and rng.random() < 0.7 else "0" * 64
-        nbytes = rng.choice((1, 300, len(self.disk.peek(f"{STREAM}/payloads/{digest}.patch") or b"")))
-        if rng.random() < 0.3:
-            self.disk.put(f"{STREAM}/links/{version:012d}-anchor-{nbytes:015d}", b"")
-        else:
-            self.disk.put(f"{STREAM}/links/{version:012d}-{base:012d}-{nbytes:015d}-{digest}", b"")
-        self.net.injected["false_link"] += 1
+    def poll(self, rng: Random) -> None:
+        """The members of the group poll, in any order."""
+        for _ in range(rng.randint(1, 3)):
+            members = self.group.members if self.group else []
+            for member in rng.sample(members, rng.randint(0, len(members))):
+                assert self.group is not None
+                self.group.poll(member, self._faults(rng) if rng.random() < 0.2 else [], rng)
 
-    def audit(self, rng: Random) -> None:
-        for worker in self.workers:
-            if worker.subscriber.status == "ready" and worker.live.version == worker.subscriber.version:
-                report = audit(worker.live.tensors, worker.subscriber.digest, threads=1)
-                check(report.ok, f"{worker} does not pass its audit: {report}")
-                self.counts["audits"] += 1
+    def restart_member(self, rng: Random) -> None:
+        if self.group:
+            rng.choice(self.group.members).restart("cold", rng)
 
     # What holds at all times, and in the end.
 
     def settled(self, rng: Random) -> None:
-        """After a step: no worker shows a wrong state, and a version that can be reached is reached."""
-        for worker in self.workers:
-            worker.inspect()
-        for version, committed in self.model.versions.items():
-            data = self.disk.peek(version_name(version))
-            check(self.destroyed or data in (None, committed.data), f"the manifest of version {version} changed")
-        if self.model.versions:
+        """After a step: no worker that it touched shows a wrong state, nor one that it did not touch, and a version
+        that can be reached is reached. Of those that cannot have changed some are looked at."""
+        for worker in [*self.workers, *(self.group.members if self.group else ())]:
+            if worker.touched or rng.random() < 0.1:
+                worker.inspect()
+        changed, self._looked_at = self.disk.changes != self._looked_at, self.disk.changes
+        if changed:
+            for version, committed in self.model.versions.items():
+                data = self.disk.peek(version_name(version))
+                check(self.destroyed or data in (None, committed.data), f"the manifest of version {version} changed")
+        if self.model.versions and rng.random() < (0.5 if changed else 0.1):
             self._newcomer(rng.choice(list(self.model.versions)), self.model.reach(self.disk))
 
     def finish(self, rng: Random) -> None:
         """Faults stop: everything that can be reached is; every worker reaches the head."""
         self.trace.append("finish")
         self.net.flush()
+        for worker in self.workers:
+            worker.loses_at = None
         if not self.model.versions:
             self._publish(rng, 0, [])
-        reach = self.model.reach(self.disk)
-        for version in self.model.versions:
-            self._newcomer(version, reach)
+        self._walk(rng)
         if not self.destroyed:
-            reports = list(verify_stream(self.disk, STREAM, threads=1))
+            reports = list(verify_stream(self.disk, STREAM, trusted_keys=self.setup.trusted_keys, threads=1))
             bad = [(r.version, r.problems) for r in reports if not r.ok]
             check(not bad, f"verify finds fault with a whole stream: {bad}")
             self.counts["verified"] += 1
@@ -183,24 +157,74 @@ class World:
         self.publishers = [None, None]
         for _ in range(2):
             self._publish(rng, 0, [])
+        head = self.model.head
+        assert head is not None
+        for worker in [*self.workers, *(self.group.members if self.group else ())]:
+            if worker.is_of_another_stream(head):
+                worker.restart("cold", None)
         for worker in self.workers:
             worker.sync([], None)
-            check(worker.live.version == self.model.head, f"{worker} is not at the head {self.model.head}")
+            check(worker.live.version == head, f"{worker} is not at the head {head}")
             worker.inspect()
+        if self.group:
+            self.group.converge(head)
         self._newcomer(max(self.model.versions), self.model.reach(self.disk), must=True)
 
-    def cache(self, rng: Random) -> Path | None:
-        if rng.random() > 0.1:
-            return None
+    # Parts of steps.
+
+    def _new_model(self) -> Model:
+        return Model()
+
+    def _signed(self, rng: Random) -> bool:
+        return rng.random() < 0.2
+
+    def _identity(self, rng: Random) -> str | None:
+        return IDENTITY if rng.random() < 0.2 else None
+
+    def _worker(self, rng: Random) -> Worker:
+        cache = self._cache_folder() / str(rng.getrandbits(32)) if rng.random() < 0.15 else None
+        worker = self._make_worker(self.net, self.counts, cache, self.setup, rng.random() < 0.5)
+        worker.holds = rng.random() < 0.15
+        return worker
+
+    def _make_worker(
+        self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup, acknowledges: bool
+    ) -> Worker:
+        return Worker(net, self.model, counts, cache, setup, acknowledges=acknowledges)
+
+    def _cache_folder(self) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="pulse-faults-"))
-        return self._folder / str(rng.getrandbits(32))
+        return self._folder
+
+    def _collect(self, client: Client, keep: int, grace: float) -> None:
+        keys, identity = self.setup.trusted_keys, self.setup.identity
+        gc_stream(client, STREAM, keep=keep, grace_seconds=grace, trusted_keys=keys, identity=identity)
 
     def _newcomer(self, version: int, reach: dict[int, str], must: bool = False) -> None:
         check(not must or reach[version] == MUST, f"version {version} cannot be reached after a publish with an anchor")
-        newcomer = Worker(Net(self.disk), self.model, self.counts, None)  # no late call arrives meanwhile
-        newcomer.sync([], version, fresh=True, reach=reach)
+        self._stranger().sync([], version, fresh=True, reach=reach)
         self.counts[f"newcomer_{'gap' if reach[version] == GAP else 'reached'}"] += 1
+
+    def _stranger(self) -> Worker:
+        """A worker of its own that nothing befalls: no late call arrives meanwhile."""
+        return self._make_worker(Net(self.disk), self.counts, None, replace(self.setup, inline=True), False)
+
+    def _walk(self, rng: Random) -> None:
+        """Newcomers go to some of the versions, and to some that cannot be reached; and one worker goes through all
+        that it can reach, where `verify_stream` does not."""
+        reach = self.model.reach(self.disk)
+        gaps = [version for version in reach if reach[version] != MUST]
+        others = [version for version in reach if reach[version] == MUST]
+        for version in rng.sample(gaps, min(3, len(gaps))) + rng.sample(others, min(4, len(others))):
+            self._newcomer(version, reach)
+        if not self.destroyed:
+            return
+        walker = self._stranger()
+        for version in others:
+            walker.sync([], version)
+            check(walker.live.version == version, f"{walker} did not reach version {version}")
+        walker.inspect()
 
     def _faults(self, rng: Random) -> list[Fault]:
         if rng.random() < 0.4:
@@ -212,6 +236,8 @@ class World:
         faults = self._faults(rng)
         if rng.random() < 0.1:
             worker.interrupt_at = rng.randrange(12)
+        if rng.random() < 0.1:
+            worker.loses_at = rng.randrange(8)
         worker.sync(faults, target)
         if worker.client.dead:
             worker.restart(rng.choice(("cold", "base")), rng)
@@ -221,33 +247,47 @@ class World:
         pair = self.publishers[who]
         if pair is None:
             client = Client(self.net)
-            pair = self.publishers[who] = (
+            publisher = Publisher(
                 client,
-                Publisher(
-                    client,
-                    stream=STREAM,
-                    anchor_ratio=self.ratio,
-                    folds=self.folds,
-                    shard_bytes=self.shard_bytes,
-                    threads=1,
-                ),
+                stream=STREAM,
+                anchor_ratio=self.ratio,
+                folds=self.folds,
+                signer=self.signer,
+                identity=self.setup.identity,
+                shard_bytes=self.shard_bytes,
+                threads=1,
             )
+            if self.setup.inline:
+                publisher._serial = Inline()
+            pair = self.publishers[who] = (client, publisher)
         return pair
 
-    def _publish(self, rng: Random, who: int, faults: list[Fault]) -> None:
+    def _publish(self, rng: Random, who: int, faults: list[Fault], *, interrupted: bool = False) -> None:
         client, publisher = self._publisher(who)
         state = self.trainers[who].step(rng)
         root = self.model.offer(state)
         client.expect(faults)
+        steps = self.interrupts.choose(rng, "publish", client) if interrupted else None
         self.counts["publishes"] += 1
+        kinds = {fault.kind for fault in faults}
+        damaged = bool(kinds & {"flip", "truncate"})
+        self.model.strict = not damaged and "stale" not in kinds
+        # One that reads its own commit damaged takes it for another's.
+        before, most = set(self.model.versions), 1 + self.unsettled[who] + damaged
         try:
-            published = publisher.publish(state)
+            try:
+                published = steps.run(lambda: publisher.publish(state)) if steps else publisher.publish(state)
+            except Boom:
+                self.counts["interrupted"] += 1
+                most += 1
+                published = publisher.publish(state)
             publisher.wait()
         except CrashNow:
             pass
         except PublisherConflict:
             self.counts["conflicts"] += 1
             self.publishers[who], self.unsettled[who] = None, False
+            client.calm()
             if not faults:
                 self._publish(rng, who, [])
             return
@@ -256,8 +296,11 @@ class World:
         else:
             self.unsettled[who] = False
             check(published.root == root, f"publish returned root {published.root} for {root}")
-            committed = self.model.versions.get(published.version)
-            check(committed is not None and committed.root == root, f"{published} is not what was committed")
+            committed = self.model.committed(published.version, root)
+            check(committed is not None, f"{published} is not what was committed")
+            assert committed is not None
+            own = {v for v, other in self.model.versions.items() if other.publisher == committed.publisher} - before
+            check(len(own) <= most, f"one publish committed the versions {own}")
             client.calm()
             if not client.dead:
                 return
@@ -286,10 +329,18 @@ RULES: dict[str, int] = {
     "sync": 26,
     "sync_to": 4,
     "restart_worker": 5,
+    "race": 6,
+    "tear": 3,
+    "regroup": 2,
+    "poll": 6,
+    "restart_member": 1,
     "fold": 5,
     "gc": 5,
     "destroy": 5,
-    "lie": 2,
+    "lie": 6,
     "audit": 3,
 }
 """Steps and how often they come."""
+
+THREADED: dict[str, int] = {"interrupt": 24, "intrude": 4, "fork": 3}
+"""Steps of worlds whose objects have threads of their own."""

@@ -8,7 +8,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from pulse_rl import ChainGap, InputError, MemoryStore, Publisher, Signer, Subscriber, Untrusted, state_root
+from pulse_rl import (
+    ChainGap,
+    CorruptManifest,
+    InputError,
+    MemoryStore,
+    Publisher,
+    Signer,
+    Subscriber,
+    Untrusted,
+    state_root,
+)
 from pulse_rl.events import Event, PathFailed
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
@@ -76,6 +86,21 @@ def test_a_payload_of_the_attacker_leads_nowhere() -> None:
     with pytest.raises(ChainGap):
         subscriber.sync()
     assert subscriber.root == state_root(STATE)
+
+
+def test_a_signature_has_one_spelling() -> None:
+    """Bytes that nobody has signed so must not pass for a manifest that somebody has."""
+    store = MemoryStore()
+    Publisher(store, stream="s", signer=Signer(bytes(32))).publish({"w": np.zeros(4, np.float32)})
+    name = "s/versions/000000000000.json"
+    signed = Stream(store, "s").manifest(0)
+    assert signed.signature is not None
+    value = signed.signature.value
+    for other in (value.upper(), f" {value}", f"{value[:64]} {value[64:]}"):
+        spelled = msgspec.structs.replace(signed.signature, value=other)
+        store.put(name, signed.with_signature(spelled).to_bytes())
+        with pytest.raises(CorruptManifest, match="lower-case"):
+            Stream(store, "s").manifest(0)
 
 
 def test_keys_are_kept_in_files(tmp_path: Path) -> None:

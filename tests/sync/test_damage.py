@@ -338,3 +338,29 @@ def test_a_synced_event_tells_only_of_what_was_followed(rng: Rng) -> None:
     (synced,) = [e for e in seen if isinstance(e, Synced)]
     assert synced.links == ("the anchor of version 2", "the patch 2->3")
     assert synced.previous == 0
+
+
+def test_a_newest_version_that_was_damaged_on_its_way_is_looked_at_again(rng: Rng) -> None:
+    """Not only once a newer one comes: the last one of a run has no successor."""
+
+    class Network(MemoryStore):
+        damaged = 0
+
+        def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+            data = super().get(name, start, stop)
+            if "/versions/" in name and self.damaged:
+                self.damaged -= 1
+                return data[:-1]
+            return data
+
+    store = Network()
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    first, second = history(rng, 2)
+    publisher.publish(first)
+    subscriber.sync()
+    publisher.publish(second)
+    store.damaged = 3
+    assert subscriber.sync() is None
+    update = subscriber.sync()
+    assert update is not None
+    assert update.version == 1

@@ -7,24 +7,19 @@ import os
 import pickle
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
 from pulse_rl import ConcurrentUse, InputError, MemoryStore, Publisher, Store, Subscriber, Update, state_root
+from tests.support.interrupts import STEP, Boom, Steps
 from tests.support.states import Live, Rng, bits, mutated, policy
 
 T = TypeVar("T")
-
-
-class Boom(BaseException):
-    """What a signal handler raises."""
 
 
 class Interrupter:
@@ -83,27 +78,6 @@ def test_interrupted_publishes_and_syncs_that_are_retried_at_once(rng: Rng, inte
         assert state_root(subscriber.state) == live.root == state_root(state)
 
 
-STEP = "opcode" if sys.version_info < (3, 12) else "line"
-"""The finest steps whose tracing works: from 3.12 on opcodes of a frame that is entered while tracing are left out."""
-
-
-def raising_at(number: int) -> Callable[[FrameType, str, Any], Any]:
-    """A trace function that raises at the step ``number`` of this package's frames."""
-    left = [number]
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if "pulse_rl" not in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = STEP == "opcode", STEP == "line"
-        if event == STEP:
-            left[0] -= 1
-            if left[0] == 0:
-                raise Boom
-        return trace
-
-    return trace
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "stride"), [("publish", 7 if STEP == "opcode" else 1), ("sync", 1)])
 def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int, rng: Rng) -> None:
@@ -120,13 +94,10 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
         act: Callable[[], object] = (
             (lambda: publisher.publish(state)) if call == "publish" else (lambda: follow(subscriber, live))  # noqa: B023
         )
-        sys.settrace(raising_at(number))
         try:
-            act()
+            Steps(number).run(act)
         except Boom:
             reached = number
-        finally:
-            sys.settrace(None)
         publisher.publish(state)
         while follow(subscriber, live) is not None:
             pass

@@ -23,6 +23,7 @@ MAX_BYTES = 16 << 20
 MAX_NUMBER = (1 << 63) - 1
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
+_HEX128 = re.compile(r"[0-9a-f]{128}")
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 
@@ -153,6 +154,9 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     digests = [manifest.root, *([patch.base_root] if patch else ()), *(p.sha256 for p in payloads)]
     if not all(_HEX64.fullmatch(digest) for digest in digests):
         yield "has a digest that is not 64 lower-case hexadecimal digits"
+    signature = manifest.signature
+    if signature and not (_HEX64.fullmatch(signature.key) and _HEX128.fullmatch(signature.value)):
+        yield "has a signature that is not lower-case hexadecimal digits"
     if manifest.digest != manifest.own_digest():
         yield "does not match its own digest"
 

@@ -1,0 +1,119 @@
+"""A group of workers on one node: they share a cache folder and switch versions together."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+from pulse_rl import Member, PulseError, Update
+
+from .model import STREAM, Model, check
+from .store import CrashNow, Fault, Net
+from .worker import Setup, Worker
+
+_GROUP = "g"
+_TIMEOUT_SECONDS = 15.0
+_NOTE = re.compile(r"(.+)-[0-9]{15}-[^-]+-.*")
+_NOTES = f"{STREAM}/groups/{_GROUP}/members"
+
+
+class GroupWorker(Worker):
+    """``present``: it has taken part since it was started, so that the others have to wait for it. ``why`` its last
+    poll failed."""
+
+    why = ""
+
+    def __init__(
+        self, net: Net, model: Model, counts: Counter[str], cache: Path | None, setup: Setup, *, name: str
+    ) -> None:
+        self.name = name
+        super().__init__(net, model, counts, cache, setup, acknowledges=True)
+
+    def __str__(self) -> str:
+        return f"member {self.name}, {super().__str__()}"
+
+    def restart(self, how: str, rng: Random | None) -> None:
+        super().restart("cold", rng)
+        self.member = Member(self.subscriber, group=_GROUP, name=self.name, timeout_seconds=_TIMEOUT_SECONDS)
+        self.present = False
+
+    def poll(self, faults: list[Fault]) -> bool:
+        """One poll; whether it was not cut short. What it hands out is a version, and follows what was there."""
+        self.touched = True
+        self.expect(faults)
+        try:
+            update = self.persistent(self.member.poll)
+        except CrashNow:
+            return False
+        except PulseError as error:
+            self.why = f"{error.kind}: {error}"
+            check(self.client.hit > 0 or error.kind in ("chain_gap", "not_found"), f"{self}: {error!r}")
+            return False
+        finally:
+            self.calm()
+        self._counts["polls"] += 1
+        self.present = True
+        if update is not None:
+            self._counts["switches"] += 1
+            self.take(update)
+        return True
+
+    def _follows(self, update: Update) -> bool:
+        """After an interrupt it may get once more what it has taken over."""
+        known = self.live.version
+        return super()._follows(update) or (known is not None and (update.previous or 0) <= known <= update.version)
+
+    def is_level(self) -> None:
+        check(self.live.version == self.member.version, f"{self} was to activate {self.member.version}")
+
+
+class Group:
+    """The members of one group, whoever comes and goes."""
+
+    def __init__(self, net: Net, model: Model, counts: Counter[str], cache: Path, setup: Setup) -> None:
+        self._net, self._model, self._counts, self._cache, self._setup = net, model, counts, cache, setup
+        self.members: list[GroupWorker] = []
+        self._named = 0
+
+    def join(self) -> None:
+        self._named += 1
+        member = GroupWorker(
+            self._net, self._model, self._counts, self._cache, self._setup, name=f"worker-{self._named}"
+        )
+        self.members.append(member)
+
+    def leave(self, rng: Random) -> None:
+        self.members.pop(rng.randrange(len(self.members))).close()
+
+    def poll(self, worker: GroupWorker, faults: list[Fault], rng: Random) -> None:
+        before = worker.live.version
+        worker.poll(faults)
+        if worker.client.dead:
+            worker.restart("cold", rng)
+        elif worker.live.version != before and worker.live.version is not None:
+            self._together(worker, worker.live.version)
+
+    def converge(self, head: int | None) -> None:
+        """Everybody polls until all are at the head."""
+        for _ in range(60):
+            if all(member.live.version == head for member in self.members):
+                return
+            for member in self.members:
+                member.poll([])
+        states = ", ".join(f"{member} ({member.why})" for member in self.members)
+        check(False, f"the group did not reach version {head}: {states}")
+
+    def _together(self, first: GroupWorker, version: int) -> None:
+        """Nobody activates a version that another member, whose note is fresh, has not staged."""
+        notes: dict[str, float] = {}
+        for info in self._net.disk.list(_NOTES):
+            if found := _NOTE.fullmatch(info.name.rpartition("/")[2]):
+                notes[found[1]] = max(info.modified, notes.get(found[1], info.modified))
+        newest = max(notes.values(), default=0.0)
+        for member in self.members:
+            if member is first or not member.present or newest - notes.get(member.name, -1e9) > _TIMEOUT_SECONDS:
+                continue
+            staged = member.subscriber.version
+            check(staged is not None and staged >= version, f"{first} activates {version} before {member} has it")
