@@ -1,7 +1,7 @@
 """The faults: substitutions of text, each of which must match exactly once, so that none is lost in a refactoring.
 
-Left out are those behind which another check stands, such as a patch for another base (its root is compared after it was
-applied): no promise breaks where one of two locks is open.
+Left out are those behind which another check stands, such as a patch for another base (its root is compared after it
+was applied): no promise breaks where one of two locks is open.
 """
 
 from __future__ import annotations
