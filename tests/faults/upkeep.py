@@ -34,13 +34,13 @@ class Upkeep:
         self.net.flush()
         client = Client(self.net)
         client.expect(self._faults(rng))
-        if rng.random() < 0.2:
-            client.faults.append(Fault("crash", rng.randrange(30), rng.random()))
+        if rng.random() < 0.4:
+            client.faults.append(Fault("crash", rng.randrange(5, 35), rng.random()))
         stale = any(fault.kind == "stale" for fault in client.faults)
         grace = 40.0 if stale or any(self.unsettled) else rng.choice((0.0, 10.0))
         if any(self.unsettled):
             grace = 3600.0
-        keep = rng.randint(1, 12)
+        keep = rng.choice((1, 1, 2, rng.randint(1, 12)))
         stored = self.model.listed(self.disk)
         before = self.model.reach(self.disk)
         self._tool(client, lambda: self._collect(client, keep, grace), f"gc keep={keep}")
@@ -49,6 +49,11 @@ class Upkeep:
             for version in sorted(stored)[-keep:]:
                 lost = before[version] == MUST and after[version] != MUST
                 check(not lost, f"gc keep={keep} took what version {version} needs")
+
+        if not self.destroyed:
+            for version in self.model.listed(self.disk):
+                left = after[version] == MUST or before[version] != MUST
+                check(left, f"gc keep={keep} left version {version}, which leads nowhere")
 
     def destroy(self: World, rng: Random) -> None:
         """An object is deleted or damaged for good. The head's manifest is only damaged: where it is deleted, the

@@ -1,4 +1,8 @@
-"""The faults: substitutions of text, each of which must match exactly once, so that none is lost in a refactoring."""
+"""The faults: substitutions of text, each of which must match exactly once, so that none is lost in a refactoring.
+
+Left out are those behind which another check stands, such as a patch for another base (its root is compared after it
+was applied): no promise breaks where one of two locks is open.
+"""
 
 from __future__ import annotations
 
@@ -355,6 +359,7 @@ UPKEEP = [
         "maintenance.gc",
         "    if manifest.anchor and stored.issuperset(manifest.anchor.shards):\n",
         "    if manifest.anchor:\n",
+        survives="the loss shows only where gc comes between the damage to an anchor and the next one",
     ),
 ]
 
@@ -391,12 +396,6 @@ GROUP = [
         "sync.group",
         "    all_hold = all(note.version == version for note in others)\n",
         "    all_hold = True\n",
-    ),
-    _one(
-        "what an interrupted poll was about to return is lost",
-        "sync.group",
-        "            self._in_doubt = True  # an update may have been on its way out\n            raise\n",
-        "            self._staged = self._staged._replace(update=None)\n            raise\n",
     ),
 ]
 
