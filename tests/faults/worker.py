@@ -186,6 +186,8 @@ class Worker:
                 self.spoken = True
             aliases = committed.aliases
             check(update.aliases == aliases, f"{self} was told of the aliases {update.aliases}, not {aliases}")
+        elif self._base and self.subscriber.version is None:
+            return  # nothing is there yet, or any more, by which its own weights could be known
         elif self._base and self.subscriber.version is not None:
             self.live.version, self.live.root = self.subscriber.version, self.subscriber.root
         self._base = False
