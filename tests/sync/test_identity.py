@@ -315,3 +315,22 @@ def test_a_path_is_never_mixed(rng: Rng) -> None:
     with pytest.raises(ChainGap, match="another stream of this name"):
         worker.sync(target=3)
     assert worker.version == 1
+
+
+def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_begun_anew(rng: Rng) -> None:
+    """With lengths and times as they were; a publisher that signs cannot know the identity any more. A follower waited
+    for ever."""
+    signer = Signer.generate()
+    states = history(rng, 3)
+    store = published(states[:2], signer)
+    worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
+    worker.sync()
+    for name in names(store, "policy/versions"):
+        data, modified = store._objects[name]
+        store._objects[name] = (data.replace(b'"version"', b'"Version"'), modified)
+    published(states[2:], signer, store)
+    with pytest.raises(StreamReplaced):
+        worker.sync()
+    anew = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
+    anew.sync()
+    assert anew.root == state_root(states[2])

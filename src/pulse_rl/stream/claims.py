@@ -10,12 +10,11 @@ from __future__ import annotations
 from ..errors import FormatError, PublisherConflict, Untrusted
 from ..store.base import Store, create_or_confirm
 from .doubts import Doubts
-from .names import EpochName, StreamNames, first_free
+from .names import EpochName, StreamNames, first_free, in_reach
 from .signing import Signer, TrustedKeys
-from .statements import MAX_BYTES, Claim, read_claim
+from .statements import MAX_BYTES, NOBODY, Claim, read_claim
 
 _TRIES = 100
-_FARTHEST = 1 << 20
 
 
 class Claims:
@@ -37,7 +36,7 @@ class Claims:
             listed = self._listed(0)
             newest = self._first(sorted(listed, reverse=True), listed, identity if born else "")
             epoch = first_free(listed, max(newest.epoch if newest else 0, above))
-            claim = Claim(self._names.stream, identity, epoch, publisher)
+            claim = Claim(self._names.stream, identity, epoch, publisher, newest.publisher if newest else NOBODY)
             if create_or_confirm(self._store, self._names.epoch(epoch), claim.to_bytes(self._signer)):
                 return epoch
         raise PublisherConflict(f"{_TRIES} other publishers claimed {self._names.stream!r} at the same time")
@@ -49,35 +48,33 @@ class Claims:
         newest = self._first(sorted(listed, reverse=True), listed, "")
         return newest.identity if newest else ""
 
-    def after(self, epoch: int, identity: str) -> int | None:
-        """An epoch after ``epoch`` that another publisher of this stream has claimed; without an ``identity``, of any
-        of its name. One listing where there is none.
+    def after(self, epoch: int, publisher: str, identity: str) -> int | None:
+        """An epoch after ``epoch`` that another publisher has claimed. One listing where there is none.
+
+        A claim to another stream of the name counts only if it says that it follows ``publisher``'s: it may be an old
+        one of that stream, or be made by somebody who could not read this one's manifests any more.
         """
         listed = self._listed(epoch)
-        found = self._first(sorted(listed), listed, identity)
+        found = self._first(sorted(listed), listed, identity, publisher)
         return found.epoch if found else None
 
     def _listed(self, after: int) -> dict[int, int]:
         """The lengths of the claims after an epoch. What lies too far beyond the others is left out: it would use up
         the numbers."""
-        found: dict[int, int] = {}
-        last = after
-        for info in self._store.list(self._names.epochs, self._names.epoch(after)):
-            if isinstance(name := self._names.parse(info.name), EpochName):
-                if name.epoch - last > _FARTHEST:
-                    break
-                found[name.epoch] = info.nbytes
-                last = name.epoch
-        return found
+        infos = self._store.list(self._names.epochs, self._names.epoch(after))
+        named = {name.epoch: i.nbytes for i in infos if isinstance(name := self._names.parse(i.name), EpochName)}
+        return {epoch: named[epoch] for epoch in in_reach(named, after)}
 
-    def _first(self, epochs: list[int], listed: dict[int, int], identity: str) -> Claim | None:
+    def _first(
+        self, epochs: list[int], listed: dict[int, int], identity: str, publisher: str | None = None
+    ) -> Claim | None:
         """The first claim that counts."""
 
         def read(epoch: int) -> Claim:
             if listed[epoch] > MAX_BYTES:
                 raise FormatError(f"the claim to epoch {epoch} has {listed[epoch]} bytes")
             claim = read_claim(self._store.get(self._names.epoch(epoch)), self._names.stream, epoch, self._trusted)
-            if identity and claim.identity and claim.identity != identity:
+            if self._trusted and identity and claim.identity != identity and claim.previous != publisher:
                 raise Untrusted(f"the claim to epoch {epoch} is one to another stream of this name")
             return claim
 

@@ -16,7 +16,8 @@ PATCH, SHARD = "patch", "safetensors"
 """The kinds of payload: a patch, and one file of an anchor."""
 
 MOST = 10**12 - 1
-"""The greatest version, epoch or round."""
+"""The greatest version or epoch."""
+_FARTHEST = 1 << 20
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[0-9]{12}")
@@ -192,6 +193,17 @@ def first_free(taken: Iterable[int], after: int) -> int:
     if free > MOST:
         raise StreamError(f"no number above {after} is free", hint="Begin another stream.")
     return free
+
+
+def in_reach(numbers: Iterable[int], after: int) -> list[int]:
+    """The ascending ``numbers`` up to the first that lies so far above the one before, or above ``after``, that only
+    junk can."""
+    found: list[int] = []
+    for number in numbers:
+        if number - (found[-1] if found else after) > _FARTHEST:
+            break
+        found.append(number)
+    return found
 
 
 def check_word(word: object, what: str) -> None:

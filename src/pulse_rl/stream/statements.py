@@ -16,26 +16,30 @@ from .signing import Signer, TrustedKeys
 
 MAX_BYTES = 512
 _SIGNATURE = r"(?: ([0-9a-f]{64}) ([0-9a-f]{128}))?"
-_CLAIM = re.compile(r"([0-9a-f]{16})(?: ([0-9a-f]{32}))?" + _SIGNATURE)
+_CLAIM = re.compile(r"([0-9a-f]{16})(?: ([0-9a-f]{32}) ([0-9a-f]{16}))?" + _SIGNATURE)
+NOBODY = "0" * 16
 _FOLD = re.compile(r"([0-9a-f]{64}) ([0-9a-f]{128})")
 
 
 class Claim(NamedTuple):
     """A publisher's claim to an ``epoch`` of the stream ``stream`` with this ``identity`` ("" in claims of earlier
-    releases). ``publisher`` is a random word, 16 hexadecimal digits."""
+    releases). ``publisher`` is a random word, 16 hexadecimal digits, ``previous`` that of the claim before, `NOBODY`
+    for the first."""
 
     stream: str
     identity: str
     epoch: int
     publisher: str
+    previous: str = NOBODY
 
     def to_bytes(self, signer: Signer | None) -> bytes:
-        text = f"{self.publisher} {self.identity}".rstrip()
+        text = f"{self.publisher} {self.identity} {self.previous}"
         return f"{text}{_signed(self._message, signer)}".encode()
 
     @property
     def _message(self) -> bytes:
-        return f"pulse.claim.1 {self.stream} {self.identity} {self.epoch} {self.publisher}".encode()
+        words = f"{self.stream} {self.identity} {self.epoch} {self.publisher} {self.previous}"
+        return f"pulse.claim.1 {words}".encode()
 
 
 def read_claim(data: bytes, stream: str, epoch: int, trusted: TrustedKeys | None) -> Claim:
@@ -44,9 +48,9 @@ def read_claim(data: bytes, stream: str, epoch: int, trusted: TrustedKeys | None
     found = _CLAIM.fullmatch(data[: MAX_BYTES + 1].decode("ascii", "replace"))
     if not found:
         raise FormatError(f"{what} is not one")
-    claim = Claim(stream, found[2] or "", epoch, found[1])
+    claim = Claim(stream, found[2] or "", epoch, found[1], found[3] or NOBODY)
     if trusted:
-        trusted.check_message(claim._message, Signature(found[3], found[4]) if found[3] else None, what)
+        trusted.check_message(claim._message, Signature(found[4], found[5]) if found[4] else None, what)
     return claim
 
 

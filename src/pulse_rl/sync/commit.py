@@ -12,6 +12,7 @@ from ..events import Metadata
 from ..stream import manifest as manifests
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
+from ..stream.names import in_reach
 from ..stream.stream import Stream
 from .draft import Draft
 from .upload import Uploaded
@@ -93,7 +94,7 @@ class Committer:
         False if the version is taken: by an older publisher that did not know yet that it was superseded, which is the
         head then, or by what is no version of this stream, which is passed over.
         """
-        newer = self._stream.claims.after(self.epoch, self._stream.identity or "")
+        newer = self._stream.claims.after(self.epoch, self.publisher, self._stream.identity or "")
         if newer:
             self._refuse(f"another publisher has taken over {self._stream.name!r} with epoch {newer}")
         if not self._stream.commit(manifest):
@@ -113,12 +114,16 @@ class Committer:
 
     def _find_head(self) -> None:
         found = self._stream.newest(self.version)
+        last = -1 if self.version is None else self.version
         if found.manifest:
             self.head = found.manifest
             self._stream.identity = self._stream.identity or found.manifest.identity or None
-        elif found.listed and self.head is None:
-            self._minted = self._stream.claims.identity() or self._minted
-        self.next = found.free(-1 if self.version is None else self.version)
+            last = found.manifest.version
+        elif found.listed and self.head is None and (identity := self._stream.claims.identity()):
+            # All manifests are damaged. The stream goes on, above whatever number it may have had.
+            self._minted = identity
+            last = max(in_reach(found.listed, -1), default=-1)
+        self.next = found.free(last)
 
     def _claim(self) -> None:
         above = max(self.head.epoch if self.head else 0, self.epoch)

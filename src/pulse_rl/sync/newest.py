@@ -45,8 +45,9 @@ def move_to(host: HostState, stream: Stream, target: int) -> dict[str, float]:
 
 def _check_identity(version: int, stream: Stream, found: Head) -> None:
     """Raises StreamReplaced if another stream stands where ours was. Only looks where something speaks for it: our own
-    version is gone from the listing, or is not listed as it was."""
-    if stream.identity is None or (found.manifest and stream.still_holds(found.manifest)):
+    version is gone from the listing, or is not listed as it was, or others are listed above it."""
+    holds = stream.still_holds if found.listed[-1:] == [version] else stream.holds
+    if stream.identity is None or (found.manifest and holds(found.manifest)):
         return
     other = stream.newest(anybody=True).manifest
     if other and other.identity not in ("", stream.identity):
