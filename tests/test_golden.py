@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import pulse_rl
-from pulse_rl import MemoryStore, Subscriber, codec, patch
+from pulse_rl import LocalStore, MemoryStore, Subscriber, codec, patch
 from pulse_rl.patch import Patch
 from pulse_rl.state.checkpoint import load
 from pulse_rl.state.digest import state_digest
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
+IDENTITY = "37e9b03dc6af78ee4e1a0c15c3a021fc"
 OLD_ROOT = "c365318b7a56004f0309e5a7de77910a8c7e6556b8bcc883a054a194f8d3065c"
 NEW_ROOT = "48ad83900ff7ff4b9ee9e8792f01b613c75af044b56401d13eafb90a8a1aa4ae"
 
@@ -47,6 +48,21 @@ def test_a_stream_is_followed() -> None:
     second = subscriber.sync()
     assert second is not None
     assert (second.root, second.previous, second.changed) == (NEW_ROOT, 0, 243)
+
+
+def test_a_signed_stream_with_an_identity_is_followed() -> None:
+    """Manifests of format 2, a claim, and a fold's link, all signed by the key of 32 zero bytes."""
+    key = "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29"
+    store = LocalStore(GOLDEN.parent / "format-2" / "store")
+    subscriber = Subscriber(store, stream="golden", trusted_keys=[key], identity=IDENTITY)
+    roots = {0: OLD_ROOT, 1: NEW_ROOT, 2: OLD_ROOT, 3: NEW_ROOT}
+    for version, root in roots.items():
+        subscriber.sync(version)
+        assert subscriber.root == root
+    (fold,) = [link for link in subscriber.stream.links() if link.base is not None]
+    assert (fold.base, fold.version) == (0, 2)
+    subscriber.stream.check_link(fold)
+    assert subscriber.stream.claims.after(0, "", IDENTITY) == 1
 
 
 def test_an_unchanged_state_gives_this_header() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pulse_rl import Bits, Publisher, State, codec
+from pulse_rl import Bits, LocalStore, Publisher, Signer, State, codec
 from pulse_rl import patch as patches
 from pulse_rl.state import checkpoint as checkpoints
 from pulse_rl.state.digest import state_digest
@@ -49,9 +49,11 @@ def main() -> None:
     for name in codec.names():
         built = patches.build_patch(old, new, state_digest(old), codec=name)
         (folder / f"{name}.patch").write_bytes(built.to_bytes())
-    publisher = Publisher(folder / "store", stream="golden")
-    publisher.publish(old, metadata={"step": 0, "reward": 0.5, "note": "é"})
-    publisher.publish(new)
+    with Publisher(LocalStore(folder / "store"), stream="golden", signer=Signer(bytes(32)), folds=(2,)) as publisher:
+        publisher.publish(old, metadata={"step": 0, "reward": 0.5, "note": "é"})
+        publisher.publish(new)
+        publisher.publish(old)
+        publisher.publish(new)
 
 
 if __name__ == "__main__":
