@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Submission(Future[Published]):
-    """A version that is being published. `cancel` succeeds while it only waits.
+    """A version that is being published, a ``concurrent.futures.Future``: ``cancel()`` succeeds while it only waits.
 
     An error that nobody has asked for, by `result` or `exception`, is raised by the publisher's next call.
     """
