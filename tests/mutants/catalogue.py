@@ -385,8 +385,8 @@ CALLERS = [
     _one(
         "an interrupted caller is held for good",
         "_util.serial",
-        '            self._callers.pop("caller", None)\n',
-        "            pass\n",
+        '            return operation.result()\n        finally:\n            self._callers.pop("caller", None)\n',
+        "            return operation.result()\n        finally:\n            pass\n",
     ),
 ]
 
