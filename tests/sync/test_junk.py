@@ -351,3 +351,19 @@ def test_replayed_old_versions_move_nobody(rng: Rng) -> None:
     publisher.publish(states[7])
     live.apply(worker.sync())
     assert (worker.version, live.root) == (7, state_root(states[7]))
+
+
+def test_who_begins_to_sign_goes_on_above_what_was_not_signed(rng: Rng) -> None:
+    """Workers without keys follow, too; nothing else would be newer to them."""
+    states = history(rng, 5)
+    store = MemoryStore()
+    for state in states[:4]:
+        Publisher(store, stream="policy", anchor_ratio=0).publish(state)
+    gc_stream(store, "policy", keep=1, grace_seconds=0)
+    signer = Signer.generate()
+    done = Publisher(store, stream="policy", signer=signer).publish(states[4])
+    assert (done.version, done.anchored) == (4, True)
+    for keys in (None, [signer.public_key]):
+        worker = Subscriber(store, stream="policy", trusted_keys=keys)
+        worker.sync()
+        assert (worker.version, worker.root) == (4, state_root(states[4]))

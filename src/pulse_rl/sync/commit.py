@@ -114,16 +114,12 @@ class Committer:
 
     def _find_head(self) -> None:
         found = self._stream.newest(self.version)
-        last = -1 if self.version is None else self.version
         if found.manifest:
             self.head = found.manifest
             self._stream.identity = self._stream.identity or found.manifest.identity or None
-            last = found.manifest.version
-        elif found.listed and self.head is None and (identity := self._stream.claims.identity()):
-            # All manifests are damaged. The stream goes on, above whatever number it may have had.
-            self._minted = identity
-            last = max(in_reach(found.listed, -1), default=-1)
-        self.next = found.free(last)
+        elif found.listed and self.head is None:  # all are damaged, or a stranger's: no number is used again
+            self._minted = self._stream.claims.identity() or self._minted
+        self.next = found.free(max(in_reach(found.listed, -1), default=-1) if self.version is None else self.version)
 
     def _claim(self) -> None:
         above = max(self.head.epoch if self.head else 0, self.epoch)
