@@ -49,7 +49,8 @@ class GroupWorker(Worker):
             return False
         except PulseError as error:
             self.why = f"{error.kind}: {error}"
-            check(self.client.hit > 0 or error.kind in ("chain_gap", "not_found"), f"{self}: {error!r}")
+            nothing = error.kind == "corrupt_manifest" and not self._model.readable(self._net.disk)
+            check(self.client.hit > 0 or nothing or error.kind in ("chain_gap", "not_found"), f"{self}: {error!r}")
             return False
         finally:
             self.calm()
