@@ -367,3 +367,15 @@ def test_who_begins_to_sign_goes_on_above_what_was_not_signed(rng: Rng) -> None:
         worker = Subscriber(store, stream="policy", trusted_keys=keys)
         worker.sync()
         assert (worker.version, worker.root) == (4, state_root(states[4]))
+
+
+def test_a_restarted_publisher_does_not_begin_anew_for_a_damaged_reply(rng: Rng) -> None:
+    states = history(rng, 2)
+    store, signer = FaultyStore(MemoryStore()), Signer.generate()
+    first = Publisher(store, stream="policy", signer=signer)
+    first.publish(states[0])
+    replies = [b"", b"{}", b""]
+    store.damage = lambda name, data: replies.pop() if "/versions/" in name and replies else data
+    second = Publisher(store, stream="policy", signer=signer)
+    assert second.publish(states[1]).changed is not None
+    assert (replies, second.identity) == ([], first.identity)

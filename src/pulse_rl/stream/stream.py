@@ -213,7 +213,7 @@ class Stream:
         nbytes = (listed and listed.nbytes) or self.store.head(name).nbytes
         if nbytes > manifests.MAX_BYTES:
             raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
-        read = b""
+        read: bytes | None = None
         for _ in range(_READS):
             last, read = read, self.store.get(name)
             try:

@@ -114,6 +114,8 @@ class Committer:
 
     def _find_head(self) -> None:
         found = self._stream.newest(self.version)
+        if found.listed and not found.manifest and self.head is None:  # before a stream is begun anew, a second look
+            found = self._stream.newest()
         if found.manifest:
             self.head = found.manifest
             self._stream.identity = self._stream.identity or found.manifest.identity or None
