@@ -76,7 +76,7 @@ class Worker:
 
     def restart(self, how: str, rng: Random | None) -> None:
         """A new process: with its live weights gone ("cold"), or loaded again from a checkpoint of them ("base")."""
-        self.client = Client(self._net)
+        self.client = Client(self._net, lasting=True)
         self.interrupt_at = self.steps = self.loses_at = None
         self._least: int | None = None
         self._held: tuple[Update, list[bytes]] | None = None

@@ -6,41 +6,7 @@ was applied): no promise breaks where one of two locks is open.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
-import pulse_rl
-
-PACKAGE = Path(pulse_rl.__file__).parent
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """``edits`` are pairs of old and new text in the module ``module`` (of the package). ``survives``: why none of the
-    sequences can notice it, "" where they must."""
-
-    name: str
-    module: str
-    edits: tuple[tuple[str, str], ...]
-    survives: str = ""
-
-    @property
-    def path(self) -> Path:
-        return PACKAGE / f"{self.module.replace('.', '/')}.py"
-
-    def planted(self) -> str:
-        """The module's source with the fault. Raises ValueError where a text is not there exactly once."""
-        source = self.path.read_text()
-        for old, new in self.edits:
-            if source.count(old) != 1:
-                raise ValueError(f"mutant {self.name!r}: {old!r} is {source.count(old)} times in {self.path.name}")
-            source = source.replace(old, new)
-        return source
-
-
-def _one(name: str, module: str, old: str, new: str, survives: str = "") -> Mutant:
-    return Mutant(name, module, ((old, new),), survives)
-
+from .mutant import Mutant, one
 
 PUBLISHER = [
     Mutant(
@@ -72,63 +38,63 @@ PUBLISHER = [
             ("                pending.draft.take_effect(self._baseline, pending.manifest)\n", "                pass\n"),
         ),
     ),
-    _one(
+    one(
         "a lost reply to a commit is taken for a refusal",
         "store.base",
         "        return store.get(name) == data\n",
         "        return False\n",
     ),
-    _one(
+    one(
         "any commit of the version is taken for the own one",
         "store.base",
         "        return store.get(name) == data\n",
         "        return True\n",
     ),
-    _one("epochs are not looked at before a commit", "sync.commit", "        if newer:\n", "        if False:\n"),
-    _one(
+    one("epochs are not looked at before a commit", "sync.commit", "        if newer:\n", "        if False:\n"),
+    one(
         "an epoch that is taken is claimed again",
         "stream.claims",
         "            if create_or_confirm(self._store, self._names.epoch(epoch), claim.to_bytes(self._signer)):\n",
         "            create_or_confirm(self._store, self._names.epoch(epoch), claim.to_bytes(self._signer))\n"
         "            if True:\n",
     ),
-    _one(
+    one(
         "a new publisher takes the epoch of the last",
         "stream.claims",
         "            epoch = first_free(listed, max(newest.epoch if newest else 0, above))\n",
         "            return max(listed, default=1)\n",
     ),
-    _one(
+    one(
         "what is pending is committed though its payloads are gone",
         "sync.publisher",
         "0 <= age < _LATEST_COMMIT_SECONDS and self._stream.stores(pending.manifest)",
         "True",
     ),
-    _one(
+    one(
         "a baseline is kept when its version was taken",
         "sync.publisher",
         "baseline.version == committer.version and not",
         "not",
     ),
-    _one(
+    one(
         "resuming believes that the trainer has the head",
         "sync.resume",
         "        if digest.root == head.root:\n",
         "        if True:\n",
     ),
-    _one(
+    one(
         "the baseline stays where it was",
         "sync.host_state",
         "        undo = advance_state(built, at.state, threads=self.threads)\n",
         "        undo = {}\n",
     ),
-    _one(
+    one(
         "a commit's version is one too low",
         "sync.commit",
         "        self.head, self.next = manifest, manifest.version + 1\n",
         "        self.head, self.next = manifest, manifest.version\n",
     ),
-    _one(
+    one(
         "no anchor comes with a changed set of tensors",
         "sync.upload",
         "    if patch and not with_anchor:\n        return Uploaded(patch, None)\n",
@@ -137,19 +103,19 @@ PUBLISHER = [
 ]
 
 FOLDS = [
-    _one(
+    one(
         "a fold is made from too late a base",
         "sync.folds",
         "            log.record(undo)\n",
         "            log.base or log.record(undo)\n",
     ),
-    _one(
+    one(
         "folds are not dropped when the state was replaced",
         "sync.folds",
         "        self._logs.clear()\n",
         "        pass\n",
     ),
-    _one(
+    one(
         "of two changes the later one is undone",
         "patch.undo",
         "    unique, first = np.unique(positions, return_index=True)\n",
@@ -158,68 +124,68 @@ FOLDS = [
 ]
 
 STATE = [
-    _one(
+    one(
         "the root is not compared after an apply",
         "patch.apply",
         "        if target.root != header.target_root:\n",
         "        if False:\n",
     ),
-    _one(
+    one(
         "a failed apply is not undone",
         "patch.apply",
         "        for index, undo in journal.items():\n",
         "        for index, undo in ():\n",
     ),
-    _one(
+    one(
         "a link need not lead to its manifest's root",
         "sync.catch_up",
         "    if patch.header.target_root != manifest.root:\n",
         "    if False:\n",
     ),
-    _one(
+    one(
         "an anchor's shard is not hashed",
         "stream.anchor",
         "        if digest.hexdigest() != payload.sha256:\n            raise DigestMismatch(",
         "        if False:\n            raise DigestMismatch(",
     ),
-    _one(
+    one(
         "a payload is not hashed",
         "stream.stream",
         "                if sha256(data).hexdigest() == payload.sha256:\n",
         "                if True:\n",
     ),
-    _one(
+    one(
         "an interrupted apply is taken for a whole one",
         "sync.host_state",
         "        self.poisoned = True\n        try:\n",
         "        try:\n",
     ),
-    _one(
+    one(
         "poisoned ends without a hash",
         "sync.host_state",
         "state_digest(at.state, threads=self.threads).root != at.digest.root",
         "False",
     ),
-    _one(
+    one(
         "an update's values are overwritten while they are read",
         "sync.host_state",
         "        if any(ref() is not None for ref in self._pinned):\n",
         "        if False:\n",
     ),
-    _one(
+    one(
         "a state goes back to an anchor on its way",
         "sync.catch_up",
         "        if host.version is not None and path[0].base is None:\n",
         "        if False:\n",
         survives="only where a path from an older anchor breaks half-way is there a moment to see it",
     ),
-    _one(
+    one(
         "a broken link is not avoided",
         "sync.route",
         "        self._avoided[planned.key] = self._avoided[link.key] = ",
         "        _ = ",
     ),
-    _one(
+    one(
         "an unavailable store is a broken link",
         "sync.route",
         "BROKEN_LINK = (NotFound,",
@@ -228,37 +194,37 @@ STATE = [
 ]
 
 DELIVERY = [
-    _one(
+    one(
         "an update counts as taken over before it is",
         "sync.subscriber",
         "        if last and (taken or silent):\n",
         "        if last:\n",
     ),
-    _one(
+    one(
         "an interrupted call's update is not delivered again",
         "sync.subscriber",
         "            self._in_doubt = True  # an",
         "            self._in_doubt = False  # an",
     ),
-    _one(
+    one(
         "changes of steps between are lost",
         "sync.delivery",
         "(*self.pending, changes)",
         "(changes,)",
     ),
-    _one(
+    one(
         "changes across an anchor are lost",
         "sync.delivery",
         "pending=(*self.pending, difference(old, new))",
         "pending=(difference(old, new),)",
     ),
-    _one(
+    one(
         "old bits are delivered where an element changed twice",
         "patch.changes",
         "        whole[name] = TensorChanges(indices, state.read(name)[indices])\n",
         "        whole[name] = next(step[name] for step in steps if name in step)\n",
     ),
-    _one(
+    one(
         "a base is believed to be the newest version",
         "sync.subscriber",
         "            if manifest.root == digest.root:\n",
@@ -267,61 +233,61 @@ DELIVERY = [
 ]
 
 TRUST = [
-    _one(
+    one(
         "a manifest's digest is not checked",
         "stream.manifest",
         "    if manifest.digest != manifest.own_digest():\n",
         "    if False:\n",
     ),
-    _one(
+    one(
         "a manifest may stand under another name",
         "stream.manifest",
         "    if (manifest.stream, manifest.version) != (stream, version):\n",
         "    if False:\n",
     ),
-    _one(
+    one(
         "a manifest's signature is not checked",
         "stream.stream",
         "            self._trusted.check(manifest)\n",
         "            pass\n",
     ),
-    _one(
+    one(
         "any key's signature will do",
         "stream.signing",
         "        key = self._keys.get(signature.key)\n",
         "        key = _public_key(signature.key)\n",
     ),
-    _one(
+    one(
         "a signature need not be of the message",
         "stream.signing",
         "            key.verify(bytes.fromhex(signature.value), message)\n",
         "            bytes.fromhex(signature.value)\n",
     ),
-    _one(
+    one(
         "another run's versions are taken for ours",
         "stream.stream",
         "        if not self._is_ours(manifest):\n",
         "        if False:\n",
     ),
-    _one(
+    one(
         "what lies above is the head, readable or not",
         "stream.doubts",
         "        except UNREADABLE as error:\n",
         "        except KeyError as error:\n",
     ),
-    _one(
+    one(
         "what was refused once is never looked at again",
         "stream.doubts",
         "        for number in numbers[:at]:\n",
         "        for number in ():\n",
     ),
-    _one(
+    one(
         "a claim need not be signed",
         "stream.statements",
         "    if trusted:\n        trusted.check_message(claim._message",
         "    if False:\n        trusted.check_message(claim._message",
     ),
-    _one(
+    one(
         "a cached payload is not hashed",
         "store.cached",
         "            if self._hash(name) != digest:\n",
@@ -330,31 +296,31 @@ TRUST = [
 ]
 
 UPKEEP = [
-    _one(
+    one(
         "gc deletes manifests from the oldest up",
         "maintenance.gc",
         "sorted(old, reverse=True)",
         "sorted(old)",
     ),
-    _one(
+    one(
         "gc ignores the grace",
         "maintenance.gc",
         "digest not in named and info.modified < before]",
         "digest not in named]",
     ),
-    _one(
+    one(
         "gc deletes payloads first",
         "maintenance.gc",
         "    doomed = [*links, *sorted(old, reverse=True), *unnamed]\n",
         "    doomed = [*unnamed, *sorted(old, reverse=True), *links]\n",
     ),
-    _one(
+    one(
         "gc keeps no base of a kept version",
         "maintenance.gc",
         "            needed |= {manifest.version} | _bases(manifest, stored)\n",
         "            needed |= {manifest.version}\n",
     ),
-    _one(
+    one(
         "gc does not look whether anchors are stored",
         "maintenance.gc",
         "    if manifest.anchor and stored.issuperset(manifest.anchor.shards):\n",
@@ -364,25 +330,25 @@ UPKEEP = [
 ]
 
 CALLERS = [
-    _one(
+    one(
         "two threads are let in",
         "_util.serial",
         '        if self._callers.setdefault("caller", me) != me:\n',
         "        if False:\n",
     ),
-    _one(
+    one(
         "a forked process is let in",
         "_util.serial",
         "        if os.getpid() != self._process:\n",
         "        if False:\n",
     ),
-    _one(
+    one(
         "an interrupted operation goes on alone",
         "_util.serial",
         "                    operation.stop()\n                raise\n",
         "                    pass\n                raise\n",
     ),
-    _one(
+    one(
         "an interrupted caller is held for good",
         "_util.serial",
         '            return operation.result()\n        finally:\n            self._callers.pop("caller", None)\n',
@@ -391,7 +357,7 @@ CALLERS = [
 ]
 
 GROUP = [
-    _one(
+    one(
         "a group switches before all have staged",
         "sync.group",
         "    all_hold = all(note.version == version for note in others)\n",
