@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, PublisherConflict, State, verify_stream
+from pulse_rl import (
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    PublisherConflict,
+    State,
+    StoreUnavailable,
+    gc_stream,
+    verify_stream,
+)
 from tests.support.states import Rng, history, mutated, roots
 from tests.support.stores import FaultyStore, names
 
@@ -81,3 +90,33 @@ def test_publishers_that_race_from_threads_leave_a_whole_chain(tmp_path: Path, r
     reports = list(verify_stream(store, "policy"))
     assert all(r.ok for r in reports)
     assert sorted(str(r.root) for r in reports) == sorted(won)
+
+
+def test_a_claim_that_arrives_damaged_is_read_again(rng: Rng) -> None:
+    """The older publisher took it for junk and committed once more."""
+    states = history(rng, 3)
+    store = FaultyStore(MemoryStore())
+    one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
+    one.publish(states[0])
+    two.publish(states[1])
+    replies = [b"", b"!"]
+    store.damage = lambda name, data: replies.pop() if "/epochs/" in name and replies else data
+    with pytest.raises(PublisherConflict, match="taken over"):
+        one.publish(states[2])
+    assert not replies
+
+
+def test_a_commit_is_not_repeated_below_what_came_since(rng: Rng) -> None:
+    """Its reply was lost, another publisher went on, gc took the version: it must not come back."""
+    states = history(rng, 5)
+    store = FaultyStore(MemoryStore())
+    one = Publisher(store, stream="policy", anchor_ratio=0)
+    one.publish(states[0])
+    store.fail_on("put_new", "versions", after=True)
+    with pytest.raises(StoreUnavailable):
+        one.publish(states[1])
+    Publisher(store, stream="policy", anchor_ratio=0).publish(states[2])
+    gc_stream(store, "policy", keep=1, grace_seconds=3600)
+    store.hidden = set(names(store.inner, "policy/epochs"))
+    assert one.publish(states[3]).version == 3, "it has to take the stream over: it sees nothing of the other one"
+    assert [name[-6:] for name in names(store, "policy/versions")] == ["2.json", "3.json"]

@@ -15,6 +15,7 @@ from .signing import Signer, TrustedKeys
 from .statements import MAX_BYTES, NOBODY, Claim, read_claim
 
 _TRIES = 100
+_READS = 3
 
 
 class Claims:
@@ -73,7 +74,14 @@ class Claims:
         def read(epoch: int) -> Claim:
             if listed[epoch] > MAX_BYTES:
                 raise FormatError(f"the claim to epoch {epoch} has {listed[epoch]} bytes")
-            claim = read_claim(self._store.get(self._names.epoch(epoch)), self._names.stream, epoch, self._trusted)
+            for again in reversed(range(_READS)):  # networks corrupt bytes more often than disks do
+                data = self._store.get(self._names.epoch(epoch))
+                try:
+                    claim = read_claim(data, self._names.stream, epoch, self._trusted)
+                    break
+                except (FormatError, Untrusted):
+                    if not again:
+                        raise
             if self._trusted and identity and claim.identity != identity and claim.previous != publisher:
                 raise Untrusted(f"the claim to epoch {epoch} is one to another stream of this name")
             return claim

@@ -294,13 +294,15 @@ class Publisher(Unique):
         pending = self._pending
         if pending is None:
             return
-        age = time.time() - pending.uploaded
-        if not self._stream.holds(pending.manifest) and not (
-            0 <= age < _LATEST_COMMIT_SECONDS and self._stream.stores(pending.manifest)
-        ):
-            self._pending = None
-        else:
+        if self._stream.holds(pending.manifest) or self._can_be_repeated(pending):
             self._commit(pending)
+        else:
+            self._pending = None
+
+    def _can_be_repeated(self, pending: _Pending) -> bool:
+        fresh = 0 <= time.time() - pending.uploaded < _LATEST_COMMIT_SECONDS
+        newer = self._stream.versions(pending.manifest.version)
+        return fresh and not newer and self._stream.stores(pending.manifest)
 
     def _commit(self, pending: _Pending) -> bool:
         """Commits, and the baseline follows. False if the version is taken: what was pending is given up then."""
