@@ -8,6 +8,7 @@ import time
 from collections import deque
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -95,6 +96,7 @@ class PulseCallback(TrainerCallback):
 
         ``args``, ``state`` and ``control`` are the Trainer\'s.
         """
+        self._committed_step = None
         if state.is_world_process_zero:
             for advice in _advice(kwargs["model"], kwargs.get("optimizer"), args.learning_rate, self._dtype):
                 _log.warning("stream %s: %s", self._stream, advice)
@@ -129,20 +131,22 @@ class PulseCallback(TrainerCallback):
 
         ``args``, ``state`` and ``control`` are the Trainer\'s.
         """
-        first = state.is_world_process_zero
+        first, model = state.is_world_process_zero, kwargs["model"]
+        # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
+        weights = policy_weights(model, self._dtype, keep=first) if first or is_sharded(model) else {}
+        if not first:
+            return
         try:
-            if first:
+            self._publisher.wait()
+            self._collect()
+            if args.load_best_model_at_end or self._committed_step != state.global_step:
+                self._hand_over(weights, state, replace=False)
                 self._publisher.wait()
-                self._collect()
-            # Only the first rank knows what was committed, and sharded weights need all of them.
-            if is_sharded(kwargs["model"]) or args.load_best_model_at_end or self._committed_step != state.global_step:
-                self._submit(kwargs["model"], state, final=True)
-            if first:
-                self._publisher.close()
                 self._collect()
         except PulseError as error:
             self._error = error
-        if first and self._error:
+        self._publisher.close()
+        if self._error:
             _log.error(
                 "stream %s: the weights of step %d are not published: %s. %s",
                 self._stream,
@@ -151,26 +155,26 @@ class PulseCallback(TrainerCallback):
                 getattr(self._error, "hint", ""),
             )
 
-    # -- on the first rank, but for the gathering
+    # -- on the first rank, after the gathering
 
-    def _submit(self, model: nn.Module, state: TrainerState, *, final: bool = False) -> None:
+    def _submit(self, model: nn.Module, state: TrainerState) -> None:
         first = state.is_world_process_zero
         if not (first or is_sharded(model)):
             return
         began = time.perf_counter()
         weights = policy_weights(model, self._dtype, keep=first)
-        if not first:
-            return
+        if first:
+            self._hand_over(weights, state, replace=self._replace)
+            self._blocked.append(time.perf_counter() - began)
+
+    def _hand_over(self, weights: dict[str, torch.Tensor], state: TrainerState, *, replace: bool) -> None:
         self._collect()
-        submission = self._publisher.submit(
-            weights, metadata=_metadata(state), dtype=self._dtype, replace=self._replace and not final
-        )
-        self._blocked.append(time.perf_counter() - began)
+        submission = self._publisher.submit(weights, metadata=_metadata(state), dtype=self._dtype, replace=replace)
         step = state.global_step
 
         def ended(done: Any) -> None:
             if not done.cancelled():
-                done.exception()  # from now on somebody has asked: it is raised here, where it is known how bad it is
+                done.exception()  # from now on somebody has asked: `_collect` knows how bad an error is
             self._ended.append((step, done))
 
         submission.add_done_callback(ended)

@@ -75,7 +75,8 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
 
 def _refuse_hidden_shards(model: nn.Module) -> None:
     """Raises UnsupportedTensor where ``state_dict`` would show pieces of weights as if they were whole."""
-    if any(isinstance(module, torch.distributed.fsdp.FullyShardedDataParallel) for module in model.modules()):
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedTensor("the model is sharded by FSDP1", hint="Set fsdp_version: 2 in accelerate's config.")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise UnsupportedTensor("the model is sharded by DeepSpeed ZeRO-3", hint="Use ZeRO-2, or FSDP2.")
