@@ -124,12 +124,14 @@ def test_another_publisher_ends_the_training() -> None:
 
 def test_another_publisher_at_the_end_is_kept_for_the_program(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
-    training = Training(store, every=10)
+    training = Training(store)
     training.begin()
     training.settle()
     with Publisher(store, stream="policy") as other:
         other.publish(training.model.state_dict())
     training.step()
+    training.settle()
+    training.log(train_loss=1.0)
     training.end()
     assert isinstance(training.callback.error, PublisherConflict)
     assert [r.levelname for r in caplog.records] == ["ERROR"]

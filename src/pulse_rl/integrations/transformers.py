@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class PulseCallback(TrainerCallback):
     ) -> None:
         """Publishes what the training starts from, and says what will make patches large.
 
-        ``args``, ``state`` and ``control`` are the Trainer\'s.
+        ``args``, ``state`` and ``control`` are the Trainer's.
         """
         self._committed_step = None
         if state.is_world_process_zero:
@@ -106,7 +107,7 @@ class PulseCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Publishes the step, if it is one of ``every``.
 
-        ``args``, ``state`` and ``control`` are the Trainer\'s.
+        ``args``, ``state`` and ``control`` are the Trainer's.
         """
         if state.global_step % self._every == 0:
             self._submit(kwargs["model"], state)
@@ -114,11 +115,14 @@ class PulseCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds this callback's figures to the log.
 
-        ``args``, ``state`` and ``control`` are the Trainer\'s.
+        ``args``, ``state`` and ``control`` are the Trainer's.
         """
         if not state.is_world_process_zero:
             return
-        self._collect()
+        # The Trainer's last log comes after its last step: an error must not keep the program from saving its model.
+        # The next step meets it again.
+        with suppress(PulseError):
+            self._collect()
         figures = self._figures()
         kwargs.get("logs", {}).update(figures)
         if state.log_history:
@@ -129,7 +133,7 @@ class PulseCallback(TrainerCallback):
     ) -> None:
         """Publishes the last weights, if they are not yet, and waits for them.
 
-        ``args``, ``state`` and ``control`` are the Trainer\'s.
+        ``args``, ``state`` and ``control`` are the Trainer's.
         """
         first, model = state.is_world_process_zero, kwargs["model"]
         # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
