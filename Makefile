@@ -19,6 +19,19 @@ test: $(VENV)/.ready
 quick: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow" -n 2 $(ARGS)
 
+# The real trainers (Hugging Face, TRL, PEFT), with an environment of their own. Skipped where their wheels cannot be had.
+TRAINERS := .venv-trainers
+.PHONY: test-trainers
+test-trainers: $(TRAINERS)/.ready
+	@if $(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -r tests/trainers/requirements.txt; then \
+	  $(TRAINERS)/bin/python -m pytest --confcutdir tests/trainers -o filterwarnings=ignore tests/trainers $(ARGS); \
+	else echo "skipped: the packages of tests/trainers/requirements.txt cannot be installed here"; fi
+
+$(TRAINERS)/.ready: pyproject.toml constraints.txt $(NATIVE)
+	$(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -e '.[torch]' pytest
+	touch $@
+
 check: lint types imports
 
 # The documentation site, in build/docs/index.html. A broken link or a reference to nothing fails it.
@@ -77,7 +90,7 @@ $(DIST)/.ready: constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist runs .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(TRAINERS) build dist runs .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # Random sequences of faults against an exact model, and a SIGKILL at every store call of real processes. 100,000 sequences
 # take an hour on two cores. Two more programs run for as long as one likes:

@@ -1,0 +1,275 @@
+"""Hugging Face transformers: a callback that publishes the policy of any Trainer, TRL's GRPO and SFT among them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .._util.settings import checked_number
+from ..errors import PulseError
+from ..events import Event, Listener, Metadata, Notice, PathFailed, Published, Resumed, checked_listener
+from ..state.rounding import compute_dtype_named
+from ..store import Store
+from ..sync.publisher import Publisher
+from ..sync.submit import Submission
+from .density import expected_density
+from .weights import is_sharded, policy_weights
+
+__all__ = ["PulseCallback"]
+
+_log = logging.getLogger(__name__)
+_DENSE = 0.5
+_OURS = "pulse/"
+
+
+class PulseCallback(TrainerCallback):
+    """Publishes the policy as a new version of a stream before the first step, after each ``every`` steps, and at the
+    end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run", stream="policy")])``.
+
+    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords (``signer``, ``folds`` …).
+    Versions have the Hugging Face names of the base model: DDP's and torch.compile's are taken off, FSDP2's shards are
+    gathered by all ranks and published by the first, PEFT adapters are merged into copies. Floats are cast to the
+    compute dtype ``dtype`` as `Publisher.publish` does; None publishes them as they are.
+
+    The training is held up for merging, gathering and copying; the rest is done behind it (`Publisher.submit`). Where
+    the store is slower than the steps, the newest weights ``replace`` those that still wait, which then get no version;
+    with ``replace=False`` the training waits instead. The metadata of a version are its ``step``, ``epoch``, and the
+    numbers that the trainer has last logged, at ``logged_step``. The trainer's log gets the newest ``pulse/version``,
+    and of the versions since the last log ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and
+    ``pulse/blocked_seconds``, each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts, if not 0.
+
+    Before the first step any error is raised, so that a wrong address or model is found at once. After it a store that
+    is away (`PulseError.retryable`) is logged as a warning, and the training goes on: the next version has it all.
+    Other errors (PublisherConflict, UnsupportedTensor) end the training. At its end errors are logged and kept in
+    `error`, so that the program can still save its model. ``on_event`` gets the events of `pulse_rl.events`. Raises
+    InputError, InvalidName and StoreError.
+    """
+
+    def __init__(
+        self,
+        store: Store | str,
+        *,
+        stream: str,
+        dtype: str | None = "BF16",
+        every: int = 1,
+        replace: bool = True,
+        on_event: Listener | None = None,
+        **publisher: Any,
+    ) -> None:
+        self._dtype = None if dtype is None else compute_dtype_named(dtype).name
+        self._every = int(checked_number("every", every, least=1))
+        self._replace = replace
+        self._listener = checked_listener(on_event)
+        self._publisher = Publisher(store, stream=stream, on_event=self._hear, **publisher)
+        self._stream = stream
+        self._ended: deque[tuple[int, Submission]] = deque()
+        self._since_log: list[Published] = []
+        self._blocked: list[float] = []
+        self._counts = {"replaced": 0, "failed": 0}
+        self._published: Published | None = None
+        self._committed_step: int | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def published(self) -> Published | None:
+        """The newest version that was committed, on the first rank; its metadata has the step."""
+        return self._published
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the newest weights are not in the stream, None if nothing is wrong."""
+        return self._error
+
+    # -- what the Trainer calls, on all ranks
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publishes what the training starts from, and says what will make patches large.
+
+        ``args``, ``state`` and ``control`` are the Trainer's.
+        """
+        self._committed_step = None
+        if state.is_world_process_zero:
+            for advice in _advice(kwargs["model"], kwargs.get("optimizer"), args.learning_rate, self._dtype):
+                _log.warning("stream %s: %s", self._stream, advice)
+            self._publisher.head()
+        self._submit(kwargs["model"], state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Publishes the step, if it is one of ``every``.
+
+        ``args``, ``state`` and ``control`` are the Trainer's.
+        """
+        if state.global_step % self._every == 0:
+            self._submit(kwargs["model"], state)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds this callback's figures to the log.
+
+        ``args``, ``state`` and ``control`` are the Trainer's.
+        """
+        if not state.is_world_process_zero:
+            return
+        # The Trainer's last log comes after its last step: an error must not keep the program from saving its model.
+        # The next step meets it again.
+        with suppress(PulseError):
+            self._collect()
+        figures = self._figures()
+        kwargs.get("logs", {}).update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publishes the last weights, if they are not yet, and waits for them.
+
+        ``args``, ``state`` and ``control`` are the Trainer's.
+        """
+        first, model = state.is_world_process_zero, kwargs["model"]
+        # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
+        weights = policy_weights(model, self._dtype, keep=first) if first or is_sharded(model) else {}
+        if not first:
+            return
+        try:
+            self._publisher.wait()
+            self._collect()
+            if args.load_best_model_at_end or self._committed_step != state.global_step:
+                self._hand_over(weights, state, replace=False)
+                self._publisher.wait()
+                self._collect()
+        except PulseError as error:
+            self._error = error
+        self._publisher.close()
+        if self._error:
+            _log.error(
+                "stream %s: the weights of step %d are not published: %s. %s",
+                self._stream,
+                state.global_step,
+                self._error,
+                getattr(self._error, "hint", ""),
+            )
+
+    # -- on the first rank, after the gathering
+
+    def _submit(self, model: nn.Module, state: TrainerState) -> None:
+        first = state.is_world_process_zero
+        if not (first or is_sharded(model)):
+            return
+        began = time.perf_counter()
+        weights = policy_weights(model, self._dtype, keep=first)
+        if first:
+            self._hand_over(weights, state, replace=self._replace)
+            self._blocked.append(time.perf_counter() - began)
+
+    def _hand_over(self, weights: dict[str, torch.Tensor], state: TrainerState, *, replace: bool) -> None:
+        self._collect()
+        submission = self._publisher.submit(weights, metadata=_metadata(state), dtype=self._dtype, replace=replace)
+        step = state.global_step
+
+        def ended(done: Any) -> None:
+            if not done.cancelled():
+                done.exception()  # from now on somebody has asked: `_collect` knows how bad an error is
+            self._ended.append((step, done))
+
+        submission.add_done_callback(ended)
+
+    def _collect(self) -> None:
+        """Looks at the versions that have ended since. Raises what is not for the store to mend."""
+        while self._ended:
+            step, submission = self._ended.popleft()
+            if submission.cancelled():
+                self._counts["replaced"] += 1
+                continue
+            error = submission.exception()
+            if error is None:
+                self._committed(step, submission.result())
+                continue
+            if not (isinstance(error, PulseError) and error.retryable):
+                self._error = error
+                raise error
+            self._counts["failed"] += 1
+            if self._error is None:
+                _log.warning(
+                    "stream %s: step %d is not published (%s); the training goes on, and the next version has it all",
+                    self._stream,
+                    step,
+                    error,
+                )
+            self._error = error
+
+    def _committed(self, step: int, published: Published) -> None:
+        if self._error is not None:
+            _log.warning("stream %s: published again, version %d of step %d", self._stream, published.version, step)
+        self._error = None
+        self._published = published
+        self._committed_step = step
+        self._since_log.append(published)
+
+    def _figures(self) -> dict[str, float]:
+        """What the trainer's log gets; begins anew."""
+        figures: dict[str, float] = {}
+        if self._published:
+            figures["version"] = self._published.version
+        patches = [p.density for p in self._since_log if p.changed is not None]
+        fetched = [p.patch_bytes or p.anchor_bytes for p in self._since_log]
+        for name, values in (("density", patches), ("bytes", fetched), ("blocked_seconds", self._blocked)):
+            if values:
+                figures[name] = sum(values) / len(values)
+        figures |= {name: count for name, count in self._counts.items() if count}
+        self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
+        return {_OURS + name: value for name, value in figures.items()}
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Notice):
+            _log.warning("stream %s: %s. %s", event.stream, event.reason, event.hint)
+        elif isinstance(event, PathFailed | Resumed):
+            _log.info("%s", event)
+        if self._listener:
+            self._listener(event)
+
+
+def _metadata(state: TrainerState) -> Metadata:
+    """The step, the epoch, and the numbers of the trainer's last log."""
+    last = state.log_history[-1] if state.log_history else {}
+    facts: Metadata = {
+        name: value
+        for name, value in last.items()
+        if type(value) in (int, float) and math.isfinite(value) and not name.startswith(_OURS)
+    }
+    if "step" in facts:
+        facts["logged_step"] = facts["step"]
+    facts["step"] = state.global_step
+    if state.epoch is not None:
+        facts["epoch"] = float(state.epoch)
+    return facts
+
+
+def _advice(model: nn.Module, optimizer: Any, lr: float, dtype: str | None) -> list[str]:
+    """Why patches will not be small, known before the first step."""
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    if dtype is None:
+        if any(p.dtype.itemsize > 2 for p in trained):
+            return [
+                "dtype=None publishes the trained weights in FP32, of which nearly all change at every step. "
+                'Leave dtype at "BF16" unless the workers compute in FP32.'
+            ]
+        return []
+    groups = getattr(optimizer, "param_groups", [])
+    peak = max((float(group.get("initial_lr", group["lr"])) for group in groups), default=lr)
+    density = 0.0 if any(hasattr(m, "base_layer") for m in model.modules()) else expected_density(model, peak)
+    if density <= _DENSE:
+        return []
+    return [
+        f"at the learning rate {peak:g} about {density:.0%} of the BF16 weights change in one step of Adam, so that "
+        "patches save little. RL uses 1e-6 to 1e-5."
+    ]

@@ -1,0 +1,173 @@
+"""The weights that an inference engine loads, taken from a model in training: wrapped, sharded, with adapters."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedTensor
+from ..state.rounding import compute_dtype_named
+from ..state.wrappers import unwrapped
+
+__all__ = ["is_sharded", "policy_weights"]
+
+_TORCH = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the parameters are DTensors (FSDP2, tensor parallelism), so that `policy_weights` is a collective."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def policy_weights(model: nn.Module, dtype: str | None = None, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """The weights of the policy by their Hugging Face names, as `Publisher.publish` takes them.
+
+    ``model`` may be wrapped by DDP and torch.compile, sharded by FSDP2, and have PEFT adapters, which are merged into
+    copies: the model's own bits stay. Names and dtypes are the base model's. Gathered and merged tensors are cast to
+    the compute dtype ``dtype`` if they are wider, and lie in host memory; all others are the model's own,
+    uncast. Where `is_sharded`, all ranks call this together, and those that do not ``keep`` the result get none.
+
+    Raises UnsupportedTensor for FSDP1, DeepSpeed ZeRO-3, quantised layers with adapters, and adapters that cannot be
+    merged.
+    """
+    target = None if dtype is None else _TORCH[compute_dtype_named(dtype).name]
+    core = _base_model(_without_wrappers(model))
+    _refuse_hidden_shards(core)
+    adapters = _Adapters(core)
+    taken: dict[str, torch.Tensor] = {}
+    gathered: dict[int, torch.Tensor] = {}
+    for name, tensor in core.state_dict(keep_vars=True).items():
+        layer = adapters.layer_of(name)
+        if layer is not None:
+            if layer not in adapters.done:
+                adapters.done.add(layer)
+                taken |= _merged(layer, adapters.modules[layer], target, keep)
+            continue
+        plain = adapters.plain(name)
+        if plain is None:
+            continue
+        if hasattr(tensor, "full_tensor"):
+            if id(tensor) not in gathered:
+                whole = tensor.detach().to(_computed(tensor.dtype, target)).full_tensor()
+                gathered[id(tensor)] = whole.cpu() if keep else whole.new_empty(0)
+            tensor = gathered[id(tensor)]
+        taken[plain] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+    return unwrapped(taken) if keep else {}
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """The model inside of DDP and torch.compile."""
+    parallel = nn.parallel.DistributedDataParallel
+    while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
+        model = getattr(model, "module" if isinstance(model, parallel) else "_orig_mod")
+    return model
+
+
+def _refuse_hidden_shards(model: nn.Module) -> None:
+    """Raises UnsupportedTensor where ``state_dict`` would show pieces of weights as if they were whole."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedTensor("the model is sharded by FSDP1", hint="Set fsdp_version: 2 in accelerate's config.")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UnsupportedTensor("the model is sharded by DeepSpeed ZeRO-3", hint="Use ZeRO-2, or FSDP2.")
+
+
+def _computed(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    """``target`` for a float that is wider, anything else as it is."""
+    return target if target is not None and dtype.is_floating_point and dtype.itemsize > target.itemsize else dtype
+
+
+# -- PEFT: it is looked at only where the program has imported it
+
+
+def _base_model(model: nn.Module) -> nn.Module:
+    """The model that a PeftModel adapts."""
+    peft: Any = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise UnsupportedTensor(
+            "a prompt-learning adapter has no merged weights", hint="Use LoRA, or publish the adapter's own weights."
+        )
+    base: nn.Module = model.get_base_model()
+    return base
+
+
+class _Adapters:
+    """Where a model has adapters. ``modules`` are its adapted layers by name, ``done`` those that were merged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[str, Any] = {}
+        self.done: set[str] = set()
+        self._saved: dict[str, str] = {}
+        peft: Any = sys.modules.get("peft")
+        if peft is None:
+            return
+        tuned = peft.tuners.tuners_utils.BaseTunerLayer
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, peft.utils.ModulesToSaveWrapper):
+                self._saved[name] = next(iter(module.active_adapters), "")
+            elif isinstance(module, peft.utils.AuxiliaryTrainingWrapper):
+                raise UnsupportedTensor(f"{name!r} is a {type(module).__name__}, which cannot be merged aside")
+            elif isinstance(module, tuned) and hasattr(module, "base_layer") and self.layer_of(name + ".") is None:
+                self.modules[name] = module
+
+    def layer_of(self, name: str) -> str | None:
+        """The adapted layer that the tensor ``name`` belongs to."""
+        return next((path for path in _prefixes(name) if path in self.modules), None)
+
+    def plain(self, name: str) -> str | None:
+        """The base model's name of a tensor outside of adapted layers; None for one that the forward pass ignores."""
+        for path in _prefixes(name):
+            if path in self._saved:
+                adapter, rest = self._saved[path], name.removeprefix(path + ".")
+                used = f"modules_to_save.{adapter}." if adapter else "original_module."
+                return f"{path}.{rest.removeprefix(used)}" if rest.startswith(used) else None
+        return name
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The paths of the modules around the tensor ``name``, the longest first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
+    """The base layer's tensors with the adapters merged in FP32 (FP64 if the layer has any), by the base model's names.
+
+    PEFT merges into a copy of this one layer: merging in place and back again would let the base drift.
+    """
+    tensors = [*layer.parameters(), *layer.buffers()]
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    copies: dict[int, Any] = {}
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise UnsupportedTensor(
+                f"{path!r} has adapters over {tensor.dtype} weights", hint="Merging needs a base that is not quantised."
+            )
+        whole = tensor.detach()
+        whole = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).to(wide, copy=True)
+        copies[id(tensor)] = nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
+    if not keep:
+        return {}
+    dtypes = {name: tensor.dtype for name, tensor in layer.get_base_layer().state_dict().items()}
+    aside = copy.deepcopy(layer, copies)
+    try:
+        for module in reversed(list(aside.modules())):
+            if hasattr(module, "merge") and hasattr(module, "base_layer"):
+                module.merge()
+    except (NotImplementedError, ValueError) as error:
+        raise UnsupportedTensor(f"the adapters of {path!r} cannot be merged: {error}") from error
+    merged: Mapping[str, torch.Tensor] = aside.get_base_layer().state_dict()
+    return {f"{path}.{name}": t.to(_computed(dtypes[name], target)).cpu() for name, t in merged.items()}

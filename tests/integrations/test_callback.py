@@ -1,0 +1,225 @@
+"""The Trainer's callback, called as a Trainer does: which errors end a training, what is said, what is counted.
+
+`make test-trainers` has the real trainers.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pulse_rl import InputError, MemoryStore, Publisher, PublisherConflict, StoreUnavailable, Subscriber
+from pulse_rl.store import Data
+
+pytestmark = pytest.mark.slow  # it imports transformers
+
+
+class Training:
+    """A Trainer as its callback sees it: every step adds an ulp to a few weights."""
+
+    def __init__(self, store: Any, *, rank: int = 0, **settings: Any) -> None:
+        from transformers import TrainerState
+
+        from pulse_rl.integrations.transformers import PulseCallback
+
+        torch.manual_seed(0)
+        self.model = nn.Linear(64, 64)
+        self.callback = PulseCallback(store, stream="policy", **settings)
+        self.state = TrainerState(is_world_process_zero=rank == 0)
+        self.args: Any = SimpleNamespace(learning_rate=1e-6, load_best_model_at_end=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
+
+    def tell(self, event: str, **others: Any) -> None:
+        getattr(self.callback, f"on_{event}")(
+            self.args, self.state, None, model=self.model, optimizer=self.optimizer, **others
+        )
+
+    def begin(self) -> None:
+        self.tell("train_begin")
+
+    def step(self) -> None:
+        self.state.global_step += 1
+        with torch.no_grad():
+            self.model.weight[0, :8] *= 1.01
+        self.tell("step_end")
+
+    def settle(self) -> None:
+        """Time passes until all that was submitted has ended."""
+        self.callback._publisher.wait()
+
+    def end(self) -> None:
+        self.tell("train_end")
+
+    def log(self, **logs: float) -> dict[str, float]:
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.tell("log", logs=logs)
+        return logs
+
+
+class Gate(MemoryStore):
+    """Payloads wait for it, and it can be away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.away = False
+
+    def put(self, name: str, data: Data) -> None:
+        assert self.gate.wait(20)
+        if self.away:
+            raise StoreUnavailable("away")
+        super().put(name, data)
+
+    def list(self, *args: Any, **settings: Any) -> Any:
+        if self.away:
+            raise StoreUnavailable("away")
+        return super().list(*args, **settings)
+
+
+def steps(store: MemoryStore) -> list[Any]:
+    """The steps of all versions."""
+    found: list[Any] = []
+    with Subscriber(store, stream="policy") as last, Subscriber(store, stream="policy") as follower:
+        last.sync()
+        for version in range((last.version or 0) + 1):
+            update = follower.sync(version)
+            assert update is not None
+            update.acknowledge()
+            found.append(update.metadata["step"])
+    return found
+
+
+def test_a_slow_store_holds_nobody_up_and_gets_the_newest() -> None:
+    store = Gate()
+    training = Training(store)
+    store.gate.clear()
+    training.begin()
+    for _ in range(5):
+        training.step()
+    store.gate.set()
+    training.end()
+    assert steps(store) == [0, 5]
+    assert training.log()["pulse/replaced"] == 4
+
+
+def test_another_publisher_ends_the_training() -> None:
+    store = MemoryStore()
+    training = Training(store, replace=False)
+    training.begin()
+    training.step()
+    training.settle()
+    with Publisher(store, stream="policy") as other:
+        other.publish(training.model.state_dict())
+    training.step()
+    training.settle()
+    with pytest.raises(PublisherConflict):
+        training.step()
+
+
+def test_another_publisher_at_the_end_is_kept_for_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    training = Training(store)
+    training.begin()
+    training.settle()
+    with Publisher(store, stream="policy") as other:
+        other.publish(training.model.state_dict())
+    training.step()
+    training.settle()
+    training.log(train_loss=1.0)
+    training.end()
+    assert isinstance(training.callback.error, PublisherConflict)
+    assert [r.levelname for r in caplog.records] == ["ERROR"]
+
+
+def test_a_state_that_cannot_be_published_is_refused_before_the_first_step() -> None:
+    training = Training(MemoryStore())
+    training.model.weight.ds_id = 1  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match="ZeRO-3"):
+        training.begin()
+
+
+def test_a_store_that_is_away_is_found_before_the_first_step() -> None:
+    store = Gate()
+    store.away = True
+    with pytest.raises(StoreUnavailable):
+        Training(store).begin()
+
+
+def test_failures_are_counted_and_the_last_weights_are_tried_again() -> None:
+    store = Gate()
+    training = Training(store, replace=False)
+    training.begin()
+    training.settle()
+    store.away = True
+    for _ in range(3):
+        training.step()
+    training.settle()
+    assert training.log()["pulse/failed"] == 3
+    assert isinstance(training.callback.error, StoreUnavailable)
+    assert "pulse/failed" not in training.log()
+    store.away = False
+    training.end()
+    assert training.callback.error is None
+    assert steps(store) == [0, 3]
+
+
+def test_metadata_are_the_finite_numbers_of_the_last_log() -> None:
+    store = MemoryStore()
+    training = Training(store, replace=False)
+    training.begin()
+    training.step()
+    training.settle()
+    said = training.log(loss=0.5, broken=float("nan"), endless=float("inf"), text="no", steps=[1])  # type: ignore[arg-type]
+    assert said["pulse/version"] == 1
+    training.state.epoch = 1
+    training.step()
+    training.end()
+    assert training.callback.published is not None
+    assert training.callback.published.metadata == {"loss": 0.5, "logged_step": 1, "step": 2, "epoch": 1.0}
+
+
+def test_the_best_model_is_published_if_it_is_loaded_at_the_end() -> None:
+    store = MemoryStore()
+    training = Training(store, replace=False)
+    training.args.load_best_model_at_end = True
+    training.begin()
+    training.step()
+    with torch.no_grad():
+        training.model.weight.zero_()
+    training.end()
+    worker = Subscriber(store, stream="policy")
+    worker.sync()
+    assert not worker.state.read("weight").any()
+
+
+def test_other_ranks_publish_nothing() -> None:
+    store = MemoryStore()
+    training = Training(store, rank=1)
+    training.begin()
+    training.step()
+    assert training.log() == {}
+    training.end()
+    with Publisher(store, stream="policy") as other:
+        assert other.head() is None
+
+
+def test_no_version_is_committed_twice_at_the_end_and_a_second_training_goes_on() -> None:
+    store = MemoryStore()
+    training = Training(store, replace=False)
+    for _ in range(2):
+        training.begin()
+        training.step()
+        training.end()
+    assert steps(store) == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "F32"}, {"every": 0}, {"every": True}, {"on_event": 3}, {"codec": "?"}])
+def test_settings_that_make_no_sense_are_refused_at_once(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        Training(MemoryStore(), **settings)

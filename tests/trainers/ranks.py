@@ -1,0 +1,94 @@
+"""What each of two ranks on gloo does, started by torchrun with a folder (tests/trainers/test_ranks.py)."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import Trainer
+
+from pulse_rl import LocalStore, Publisher, state_root
+from pulse_rl.integrations.transformers import PulseCallback
+from pulse_rl.integrations.weights import is_sharded, policy_weights
+from tests.trainers.support import Witness, arguments, cast, followed, sentences, tiny
+
+
+def ddp(store: LocalStore) -> None:
+    """The Trainer under DDP: one publisher, and all ranks hold what the stream has."""
+    witness, callback = Witness(), PulseCallback(store, stream="policy", replace=False)
+    folder = store.root.parent
+    trainer = Trainer(tiny(), arguments(folder), train_dataset=sentences(), callbacks=[callback, witness])
+    trainer.train()
+    dist.barrier()  # the last version is committed when the first rank is here
+    assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
+    assert followed(store) == witness.roots
+    assert (callback.published is None) == (dist.get_rank() != 0)
+
+
+def shard(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """As accelerate does it: each layer, then the rest with the tied embedding."""
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def fsdp2(store: LocalStore) -> None:
+    """Sharded weights after a step of the optimizer are those of the same step on one process."""
+    model, alone = tiny(), tiny()
+    shard(model, model.model.layers)
+    assert is_sharded(model)
+    assert not is_sharded(alone)
+    rows = sentences(2)
+    batch = torch.stack([row["input_ids"] for row in rows])
+    keep = dist.get_rank() == 0
+    publisher = Publisher(store, stream="policy") if keep else None
+    for one in (model, alone):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.01)
+        one(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+    weights = policy_weights(model, "BF16", keep=keep)
+    assert bool(weights) == keep
+    if publisher:
+        assert {name: t.dtype for name, t in weights.items()} == dict.fromkeys(alone.state_dict(), torch.bfloat16)
+        for name, tensor in cast(alone.state_dict()).items():  # close only: the ranks' gradients are averaged
+            torch.testing.assert_close(weights[name], tensor)
+        assert publisher.publish(weights).root == state_root(weights)
+    whole = {name: t.full_tensor() for name, t in model.state_dict().items()}
+    if publisher:
+        assert all(torch.equal(weights[name], tensor.to(torch.bfloat16)) for name, tensor in whole.items())
+        assert weights["lm_head.weight"].data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
+
+
+def fsdp2_lora(store: LocalStore) -> None:
+    """Sharded base and adapters: merged on the first rank, and no shard is written."""
+    base = tiny(torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    for name, parameter in model.named_parameters():  # the same on both ranks
+        if "lora_" in name:
+            torch.manual_seed(len(name))
+            nn.init.normal_(parameter, std=0.05)
+    expected = cast(copy.deepcopy(model).float().merge_and_unload().state_dict())
+    model.float()
+    shard(model, base.model.layers)
+    before = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
+    keep = dist.get_rank() == 0
+    weights = policy_weights(model, "BF16", keep=keep)
+    if keep:
+        assert state_root(weights) == state_root(expected)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.to_local(), before[name])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for case in (ddp, fsdp2, fsdp2_lora):  # the Trainer of the first makes the process group
+        case(LocalStore(Path(sys.argv[1]) / case.__name__))
+    print(f"rank {dist.get_rank()} is content")
+    dist.destroy_process_group()

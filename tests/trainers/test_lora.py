@@ -1,0 +1,124 @@
+"""Merging adapters aside: right to the bit, and the base's bits stay, however often it is done."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from torch import nn
+
+from pulse_rl import UnsupportedTensor, state_root
+from pulse_rl.integrations.weights import policy_weights
+from tests.trainers.support import cast, tiny
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def adapted(dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
+    """A model with adapters that do something."""
+    model = get_peft_model(
+        tiny(dtype), LoraConfig(**{"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **config})
+    )
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and "magnitude" not in name:
+            nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_after_50_merges_the_base_has_the_bits_that_it_had() -> None:
+    model = adapted()
+    before = bits(model)
+    roots = {state_root(policy_weights(model, "BF16")) for _ in range(50)}
+    assert len(roots) == 1
+    assert unchanged(model, before)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert not unchanged(model, before), "PEFT's own way no longer drifts: merge as it does"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"modules_to_save": ["norm"]},
+        {"lora_bias": True, "target_modules": ["q_proj"]},
+    ],
+    ids=str,
+)
+def test_what_is_published_is_what_peft_merges_in_fp32(dtype: torch.dtype, config: dict[str, Any]) -> None:
+    model = adapted(dtype, **config)
+    before = bits(model)
+    weights = policy_weights(model)
+    assert unchanged(model, before)
+    whole = copy.deepcopy(model).float().merge_and_unload().state_dict()
+    assert weights.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert weights[name].dtype == dtype
+        assert torch.equal(weights[name], tensor.to(dtype)), name
+    cast_weights = policy_weights(model, "BF16")
+    if dtype == torch.float32:
+        changed = [name for name in cast_weights if cast_weights[name].dtype == torch.bfloat16]
+        assert changed
+        assert state_root(cast({n: cast_weights[n] for n in changed})) == state_root(
+            cast({n: whole[n] for n in changed})
+        )
+
+
+def test_an_adapter_on_one_of_two_tied_tensors_unties_them_as_the_forward_pass_does() -> None:
+    model = adapted(torch.float32, target_modules=["q_proj", "embed_tokens"])
+    plain = tiny(torch.float32, seed=2)
+    plain.lm_head.weight = nn.Parameter(torch.empty_like(plain.lm_head.weight))
+    plain.load_state_dict(policy_weights(model))
+    tokens = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_several_adapters_and_one_that_is_merged_already() -> None:
+    model = adapted()
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+    both = copy.deepcopy(model).float().merge_and_unload(adapter_names=["default", "other"]).state_dict()
+    weights = policy_weights(model)
+    assert all(torch.equal(weights[name], tensor.to(torch.bfloat16)) for name, tensor in both.items())
+    merged = adapted(torch.float32)
+    expected = state_root(policy_weights(merged))
+    merged.merge_adapter()
+    assert state_root(policy_weights(merged)) == expected
+
+
+def test_adapters_without_a_peft_model_around_them() -> None:
+    from peft import inject_adapter_in_model
+
+    model = tiny()
+    names = set(model.state_dict())
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False), model)
+    assert set(policy_weights(model)) == names
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    prompts = get_peft_model(tiny(), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    with pytest.raises(UnsupportedTensor, match="prompt"):
+        policy_weights(prompts)
+    with pytest.raises(UnsupportedTensor, match="TrainableTokens"):
+        policy_weights(adapted(trainable_token_indices=[1, 2]))
+    quantised = adapted()
+    layer = quantised.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    layer.weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(UnsupportedTensor, match="uint8"):
+        policy_weights(quantised)

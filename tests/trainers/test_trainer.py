@@ -1,0 +1,155 @@
+"""Hugging Face's Trainer: what its callback publishes is what the forward pass uses, sparse with the defaults."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from pulse_rl import Event, LocalStore, MemoryStore, Published, StoreError, StoreUnavailable, Subscriber
+from pulse_rl.integrations.torch import apply_
+from pulse_rl.integrations.transformers import PulseCallback
+from pulse_rl.store import Data
+from tests.trainers.support import Witness, arguments, followed, sentences, tiny
+
+
+def trained(folder: Path, callback: PulseCallback, *others: TrainerCallback, **settings: Any) -> Trainer:
+    model = settings.pop("model", None) or tiny()
+    trainer = Trainer(model, arguments(folder, **settings), train_dataset=sentences(), callbacks=[callback, *others])
+    trainer.train()
+    return trainer
+
+
+def test_an_fp32_model_is_followed_bit_for_bit_by_small_patches(tmp_path: Path) -> None:
+    store, witness, published = MemoryStore(), Witness(), list[Published]()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Published):
+            published.append(event)
+
+    callback = PulseCallback(store, stream="policy", replace=False, on_event=listen)
+    trainer = trained(tmp_path, callback, witness)
+    assert trainer.model.dtype == torch.float32
+    assert followed(store) == witness.roots
+    assert sorted(witness.roots) == [0, 1, 2, 3, 4]
+    assert all(0 < p.density < 0.05 for p in published[1:])
+    assert callback.error is None
+    assert callback.published == published[-1]
+
+
+def test_a_worker_s_own_model_gets_the_update(tmp_path: Path) -> None:
+    store = MemoryStore()
+    trainer = trained(tmp_path, PulseCallback(store, stream="policy"))
+    worker = tiny(torch.bfloat16, seed=1)
+    update = Subscriber(store, stream="policy").sync()
+    assert update is not None
+    apply_(worker, update)
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(worker.state_dict()[name], tensor.to(torch.bfloat16))
+
+
+def test_metrics_become_metadata_and_ours_go_into_the_log(tmp_path: Path) -> None:
+    store = MemoryStore()
+    trainer = trained(tmp_path, callback := PulseCallback(store, stream="policy", replace=False))
+    assert callback.published is not None
+    facts = callback.published.metadata
+    assert (facts["step"], facts["logged_step"]) == (4, 3)
+    third = next(row for row in trainer.state.log_history if row["step"] == 3)
+    assert (facts["loss"], facts["learning_rate"]) == (third["loss"], third["learning_rate"])
+    last = next(row for row in trainer.state.log_history if row["step"] == 4)
+    assert last["pulse/version"] >= 2
+    assert 0 < last["pulse/density"] < 0.05
+    assert last["pulse/bytes"] < callback.published.dense_bytes / 20
+    assert last["pulse/blocked_seconds"] > 0
+    assert not any(name.startswith("pulse/") for name in facts)
+
+
+def test_every_second_step_and_the_end(tmp_path: Path) -> None:
+    store, witness = MemoryStore(), Witness()
+    trained(tmp_path, PulseCallback(store, stream="policy", every=2, replace=False), witness, max_steps=3)
+    assert followed(store) == {step: witness.roots[step] for step in (0, 2, 3)}
+
+
+def test_a_run_that_is_resumed_continues_the_stream(tmp_path: Path) -> None:
+    address = str(tmp_path / "store")
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trained(tmp_path, PulseCallback(address, stream="policy", replace=False), max_steps=2, **saving)
+    callback = PulseCallback(address, stream="policy", replace=False)
+    trainer = Trainer(tiny(), arguments(tmp_path, **saving), train_dataset=sentences(), callbacks=[callback])
+    trainer.train(resume_from_checkpoint=True)
+    assert callback.published is not None
+    assert (callback.published.version, callback.published.metadata["step"]) == (5, 4)
+    assert callback.published.changed is not None
+
+
+class Away(LocalStore):
+    """A store that is away from one step to another."""
+
+    away = False
+
+    def put(self, name: str, data: Data) -> None:
+        if self.away:
+            raise StoreUnavailable("no route to the store")
+        super().put(name, data)
+
+
+class Outage(TrainerCallback):
+    def __init__(self, store: Away, begins: int, ends: int) -> None:
+        self.store, self.begins, self.ends = store, begins, ends
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in (self.begins, self.ends):
+            self.store.away = state.global_step == self.begins
+
+
+def test_the_training_goes_on_while_the_store_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, witness = Away(tmp_path / "store"), Witness()
+    callback = PulseCallback(store, stream="policy", replace=False)
+    trained(tmp_path, callback, witness, Outage(store, 2, 5), max_steps=8)
+    assert callback.error is None
+    found = followed(store)
+    assert found.items() <= witness.roots.items()
+    assert 8 in found
+    assert len(found) < 9
+    assert [r.levelname for r in caplog.records if "not published" in r.message] == ["WARNING"]
+    assert any("published again" in r.message for r in caplog.records)
+
+
+def test_a_store_that_is_away_at_the_end_is_said_loudly_and_the_model_is_not_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Away(tmp_path / "store")
+    callback = PulseCallback(store, stream="policy", replace=False)
+    trainer = trained(tmp_path, callback, Outage(store, 2, 99))
+    assert isinstance(callback.error, StoreUnavailable)
+    (said,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "step 4" in said.message
+    assert trainer.state.global_step == 4
+
+
+def test_a_wrong_address_is_found_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError):
+        PulseCallback(str(tmp_path / "file"), stream="policy")
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "word"),
+    [({"learning_rate": 1e-2}, "BF16", "learning rate 0.01"), ({}, None, "FP32"), ({}, "BF16", "")],
+)
+def test_a_density_that_will_disappoint_is_said_before_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], dtype: str | None, word: str
+) -> None:
+    said: list[str] = []
+
+    class First(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            said.extend(r.message for r in caplog.records if r.name.startswith("pulse_rl") and not state.global_step)
+
+    trained(tmp_path, PulseCallback(MemoryStore(), stream="policy", dtype=dtype), First(), max_steps=1, **settings)
+    assert len(said) == bool(word)
+    assert all(word in message for message in said)
