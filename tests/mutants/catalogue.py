@@ -67,8 +67,8 @@ PUBLISHER = [
     one(
         "what is pending is committed though its payloads are gone",
         "sync.publisher",
-        "0 <= age < _LATEST_COMMIT_SECONDS and self._stream.stores(pending.manifest)",
-        "True",
+        "return fresh and not newer and self._stream.stores(pending.manifest)",
+        "return True",
     ),
     one(
         "a baseline is kept when its version was taken",
