@@ -1,0 +1,269 @@
+"""One stream followed by one worker: what is live, what is staged, and the step from one to the other.
+
+The methods that touch live parameters are collective: vLLM calls them on all workers of an engine. Where one of these
+fails, all do, and all roll back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ...errors import InputError, PulseError, StateMismatch
+from ...state.digest import StateDigest
+from ...state.tensors import State
+from ...sync.subscriber import Subscriber
+from .live import Change, Journal, LiveWeights, located
+from .node import Node
+from .proof import differing, write_all
+from .staged import Staged
+from .staging import Prepared, Staging
+from .trace import TensorMap, learn
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What a worker knows of its model beyond one session: the map for the tensors ``specs``, and whether it has been
+    proved by the checkpoint that the model's own loader had read."""
+
+    tensor_map: TensorMap | None = None
+    specs: object = None
+    proved: bool = False
+
+
+class Step(NamedTuple):
+    """What the leader decided: ``kind`` is "none", "sparse" or "full"."""
+
+    kind: str
+    version: int
+    sequence: int = 0
+
+
+@dataclass(slots=True)
+class Live:
+    """``version`` is None while the live parameters are not proved to be one; ``digest``, of that version, has the
+    leader alone."""
+
+    version: int | None = None
+    digest: StateDigest | None = None
+    updates: int = 0
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class Session:
+    """``info`` is a `PulseInitInfo`; ``base``: the path of the checkpoint that the engine loaded, None if unknown."""
+
+    def __init__(self, model: torch.nn.Module, info: Any, node: Node, learnt: Learnt, base: str | None) -> None:
+        self.live = Live()
+        self._model = model
+        self._node = node
+        self._learnt = learnt
+        self._weights = LiveWeights(model)
+        self._audit_every = max(1, info.audit_every)
+
+        def make(listener: Any) -> Subscriber:
+            return Subscriber(
+                info.store,
+                stream=info.stream,
+                base=base,
+                cache=info.cache,
+                trusted_keys=info.trusted_keys or None,
+                follow_restarts=True,
+                on_event=listener,
+            )
+
+        self.staging = Staging(node, make, base=base, follow=info.follow, lay_out=self._lay_out)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether it is known where the stream's tensors go."""
+        return self._learnt.tensor_map is not None
+
+    def close(self) -> None:
+        self.staging.close()
+
+    # -- before the pause
+
+    def prepare(self) -> None:
+        """Learns the map, once for the tensors of the stream, and proves it by the checkpoint that the engine loaded.
+
+        Without proof the version of the live parameters is unknown, and the next update writes all. Collective.
+        """
+        specs = self._node.common(self._together(self._held_specs))
+        if self._learnt.specs == specs:
+            return
+        tensor_map = self._together(lambda: learn(self._model, State(specs[0], {}, specs[1])))
+        self._learnt.tensor_map, self._learnt.specs, self._learnt.proved = tensor_map, specs, False
+        base = self.staging.base_digest
+        if self._node.shared(base is not None) and not self._differing(base):
+            self._learnt.proved = True
+            self.live.version = self._node.shared(self._base_version())
+            self.live.digest = base
+
+    def _held_specs(self) -> Any:
+        """The tensors of the stream as the leader holds them: (specs, aliases)."""
+        follower = self.staging.subscriber
+        if follower is None:
+            return None
+        with self.staging.lock:
+            if follower.status == "ready":
+                return follower.state.specs, follower.state.aliases
+        raise self.staging.state.error or InputError(
+            "nothing is staged yet", hint="Wait until the status shows a staged version."
+        )
+
+    def _base_version(self) -> int | None:
+        """The version of the stream that the engine's checkpoint is, None if it is none of them; leader only."""
+        staging = self.staging
+        if staging.subscriber is None or staging.base_digest is None:
+            return None
+        if staging.prepared is not None:
+            return staging.prepared.staged.previous
+        return staging.subscriber.version if staging.subscriber.root == staging.base_digest.root else None
+
+    def _lay_out(self, staged: Staged) -> list[Change] | None:
+        tensor_map = self._learnt.tensor_map
+        if tensor_map is None:
+            return None
+        return [
+            change
+            for name, (indices, values) in staged.changes.items()
+            for change in located(tensor_map, name, indices, values)
+        ]
+
+    # -- in the pause
+
+    def update(self, version: int | None) -> None:
+        """Moves the live parameters to ``version``, None: what is staged. They are at the version before when this
+        raises. Collective."""
+        started = time.perf_counter()
+        self.prepare()
+        step: Step = self._node.shared(self._together(lambda: self._decide(version)))
+        if step.kind == "none":
+            return
+        prepared = self._awaited(step) if step.kind == "sparse" else None
+        journal = Journal(self._weights)
+        before, self.live.version = self.live.version, None
+        begun = time.perf_counter()
+        try:
+            if prepared is not None:
+                self._scatter(journal, prepared)
+                digest = prepared.digest
+            else:
+                digest = self._write_all(journal)
+            self._together(self._weights.synchronize)
+            written = time.perf_counter()
+            due = prepared is None or self.live.updates % self._audit_every == 0
+            if due:
+                self._require_equal(step.version, digest)
+        except BaseException:
+            journal.roll_back()
+            self.live.version = before
+            raise
+        self.live.version, self.live.digest = step.version, digest
+        self.live.updates += 1
+        self.staging.acknowledge(step.version)
+        cost = self.staging.state.cost
+        self.live.report = {
+            "version": step.version,
+            "previous": before,
+            "full": prepared is None,
+            "prepare_seconds": begun - started,
+            "apply_seconds": written - begun,
+            "audit_seconds": time.perf_counter() - written if due else None,
+            "fetch_seconds": cost.fetch_seconds,
+            "verify_seconds": cost.verify_seconds,
+            "fetched_bytes": cost.fetched_bytes,
+        }
+
+    def audit(self) -> list[str]:
+        """The names of tensors whose live elements are not those of the live version. Collective; raises InputError
+        while no version is live."""
+        if self.live.version is None:
+            raise InputError("no version is live yet", hint="Call sync() first.")
+        wrong = self._differing(self.live.digest)
+        if wrong:
+            self.live.version = None
+        return wrong
+
+    def _decide(self, version: int | None) -> Step:
+        """What to do, on the leader; nothing on the others."""
+        staging, live = self.staging, self.live.version
+        if staging.subscriber is None:
+            return Step("none", 0)
+        prepared = staging.prepared
+        staged = prepared.staged if prepared is not None else None
+        newest = staged.version if staged is not None else staging.subscriber.version
+        assert newest is not None
+        if version is not None and version != newest and version != live:
+            raise StateMismatch(
+                f"version {newest} is staged, not {version}",
+                hint="Stage a version before the update to it; an engine does not go back.",
+            )
+        if live is not None and (live == version or live >= newest):
+            return Step("none", live)
+        if staged is not None and staged.previous is not None and live is not None and staged.previous <= live:
+            return Step("sparse", staged.version, staged.sequence)
+        return Step("full", newest)
+
+    def _awaited(self, step: Step) -> Prepared:
+        """The staged update that the leader decided on: this worker's thread is about to take it over."""
+        while True:
+            prepared = self.staging.prepared
+            if prepared is not None and prepared.staged.sequence == step.sequence:
+                return prepared
+            time.sleep(0.001)
+
+    def _scatter(self, journal: Journal, prepared: Prepared) -> None:
+        changes = prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)
+        self._together(lambda: journal.apply(changes or []))
+
+    def _write_all(self, journal: Journal) -> StateDigest | None:
+        if not self._learnt.proved:
+            raise StateMismatch(
+                "the live weights are not those of the checkpoint that the engine names as its own",
+                hint="Give as base the checkpoint that the engine has loaded.",
+            )
+        assert self._learnt.tensor_map is not None
+        with self.staging.lock:
+            follower = self.staging.subscriber
+            write_all(self._node, journal, self._learnt.tensor_map, follower.state if follower else None)
+            return follower.digest if follower else None
+
+    def _require_equal(self, version: int, digest: StateDigest | None) -> None:
+        wrong = self._differing(digest)
+        if wrong:
+            raise StateMismatch(
+                f"{len(wrong)} live tensors are not those of version {version}: {', '.join(wrong[:3])}",
+                hint="The update was rolled back. If no one else writes to the engine's weights, please report this.",
+            )
+
+    def _differing(self, digest: StateDigest | None) -> list[str]:
+        assert self._learnt.tensor_map is not None
+        return differing(self._node, self._weights, self._learnt.tensor_map, digest)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on this worker; raises on all of them if it raises on one."""
+        result, failure = None, None
+        try:
+            result = work()
+        except PulseError as error:
+            failure = error
+        except Exception as error:  # of torch, or of the model: the other workers must hear of it
+            failure = PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        for other in self._node.gathered((type(failure), str(failure), failure.hint) if failure else None):
+            if other is not None:
+                raise failure or other[0](other[1], hint=other[2])
+        return result  # type: ignore[return-value]
+
+
+def local_checkpoint(path: str) -> str | None:
+    """``path`` if it is a checkpoint on this machine."""
+    return path if Path(path).exists() else None
