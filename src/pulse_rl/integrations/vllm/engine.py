@@ -146,7 +146,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         require_plain_weights(self.model)
         self._error = None
         self._node = Node()
-        base = info.base or local_checkpoint(self.model_config.model)
+        base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
         self._session = Session(self.model, info, self._node, self._learnt, base)
         self._info = info
         self._heard_of_owner = time.monotonic()

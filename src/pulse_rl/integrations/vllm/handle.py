@@ -114,6 +114,8 @@ class EngineHandle:
         prefix cache was then computed with these.
         """
         with self._lock:
+            if not any(status["open"] for status in self._ask("status")):
+                self._open()  # the server was restarted
             leader = self._stage(version)
             if leader["version"] is not None and leader["version"] in (version, leader["staged"], leader["held"]):
                 return None

@@ -44,7 +44,7 @@ class LiveWeights:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._flat: dict[str, torch.Tensor] = {}
+        self.flat: dict[str, torch.Tensor] = {}
         self._host: dict[str, UIntArray] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not tensor.numel():
@@ -52,20 +52,20 @@ class LiveWeights:
             width = tensor.element_size()
             elements = tensor.untyped_storage().nbytes() // width
             flat = tensor.detach().as_strided((elements,), (1,), 0).view(_INTS[width])
-            self._flat[name] = flat
+            self.flat[name] = flat
             if flat.device.type == "cpu" and elements < _NATIVE_LIMIT:
                 self._host[name] = flat.numpy().view(f"<u{width}")
 
     def view(self, box: Box) -> torch.Tensor:
         """The live elements of ``box``, as integers, in the order of its axes."""
-        return self._flat[box.parameter].as_strided(box.sizes, box.target_strides, box.target)
+        return self.flat[box.parameter].as_strided(box.sizes, box.target_strides, box.target)
 
     def take(self, parameter: str, positions: Indices) -> UIntArray:
         """The bits at ``positions``."""
         host = self._host.get(parameter)
         if host is not None:
             return bits.take(host, positions.astype(np.uint32))
-        flat = self._flat[parameter]
+        flat = self.flat[parameter]
         taken: UIntArray = flat[torch.from_numpy(positions).to(flat.device)].cpu().numpy()
         return taken.view(f"<u{taken.itemsize}")
 
@@ -75,13 +75,13 @@ class LiveWeights:
         if host is not None:
             bits.put(host, scatter.positions.astype(np.uint32), scatter.values)
             return
-        flat = self._flat[scatter.parameter]
+        flat = self.flat[scatter.parameter]
         positions = torch.from_numpy(scatter.positions).to(flat.device)
         flat.index_copy_(0, positions, as_ints(scatter.values).to(flat.device))
 
     def synchronize(self) -> None:
         """Returns when the device has done what was asked of it."""
-        for kind in {flat.device.type for flat in self._flat.values()} - {"cpu"}:
+        for kind in {flat.device.type for flat in self.flat.values()} - {"cpu"}:
             torch.get_device_module(kind).synchronize()
 
 
@@ -92,6 +92,7 @@ class Journal:
         self._live = live
         self._taken: list[Scatter] = []
         self._copies: list[tuple[Box, torch.Tensor]] = []
+        self._whole: dict[str, torch.Tensor] = {}
 
     def apply(self, changes: Iterable[Change]) -> None:
         """Writes ``changes``, each after its old bits were taken."""
@@ -113,12 +114,19 @@ class Journal:
             view.copy_(value)
 
     @torch.no_grad()
+    def keep_all(self) -> None:
+        """Copies all live parameters."""
+        self._whole = {name: flat.clone() for name, flat in self._live.flat.items()}
+
+    @torch.no_grad()
     def roll_back(self) -> None:
         """Restores the bits, latest first."""
         for taken in reversed(self._taken):
             self._live.put(taken)
         for box, old in reversed(self._copies):
             self._live.view(box).copy_(old)
+        for name, old in self._whole.items():
+            self._live.flat[name].copy_(old)
         self._live.synchronize()
 
 

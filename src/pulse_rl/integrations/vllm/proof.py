@@ -14,7 +14,7 @@ from ..torch import _INTS
 from .boxes import Box
 from .live import Journal, LiveWeights, as_ints
 from .node import Node
-from .trace import TensorMap
+from .trace import TensorMap, torch_dtype
 
 _WINDOW_BYTES = 32 * LEAF_BYTES
 
@@ -75,6 +75,31 @@ def write_all(node: Node, journal: Journal, tensor_map: TensorMap, state: State 
         except Exception as error:  # raised below, when the other workers do not wait any more
             failure = failure or error
         node.barrier()
+    _raise_first(node, failure)
+
+
+def load_all(node: Node, journal: Journal, model: torch.nn.Module, state: State | None) -> None:
+    """Lets the model's own loader read the leader's ``state``, where no checkpoint has proved the map. Collective."""
+    named = node.shared([(name, state.spec(name)) for name in state] if state is not None else [])
+    journal.keep_all()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, spec in named:
+            window = node.window(spec.nbytes)
+            if state is not None:
+                window[:] = state.read(name).view(np.uint8)
+            node.barrier()
+            yield name, torch.from_numpy(window).view(torch_dtype(spec)).reshape(spec.shape)
+            node.barrier()
+
+    supply, failure = tensors(), None
+    try:
+        with torch.no_grad():
+            model.load_weights(supply)  # type: ignore[operator]
+    except Exception as error:  # raised below, when the other workers do not wait any more
+        failure = error
+    for _ in supply:
+        pass
     _raise_first(node, failure)
 
 

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ...errors import InputError, PulseError, StateMismatch
+from ...state.checkpoint import FILE_NAME, INDEX_NAME
 from ...state.digest import StateDigest
 from ...state.tensors import State
 from ...sync.subscriber import Subscriber
 from .live import Change, Journal, LiveWeights, located
 from .node import Node
-from .proof import differing, write_all
+from .proof import differing, load_all, write_all
 from .staged import Staged
 from .staging import Prepared, Staging
 from .trace import TensorMap, learn
@@ -48,10 +49,11 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Live:
-    """``version`` is None while the live parameters are not proved to be one; ``digest``, of that version, has the
-    leader alone."""
+    """``version`` is None while the live parameters are not proved to be one. The leader alone has ``digest``, of that
+    version, and ``identity``, of its stream."""
 
     version: int | None = None
+    identity: str | None = None
     digest: StateDigest | None = None
     updates: int = 0
     report: dict[str, Any] = field(default_factory=dict)
@@ -163,6 +165,7 @@ class Session:
             due = prepared is None or self.live.updates % self._audit_every == 0
             if due:
                 self._require_equal(step.version, digest)
+                self._learnt.proved = True
         except BaseException:
             journal.roll_back()
             self.live.version = before
@@ -198,6 +201,9 @@ class Session:
         staging, live = self.staging, self.live.version
         if staging.subscriber is None:
             return Step("none", 0)
+        if self.live.identity not in (None, staging.subscriber.identity):
+            live = None  # the stream was begun anew, and its versions count from 0 again
+        self.live.identity = staging.subscriber.identity
         prepared = staging.prepared
         staged = prepared.staged if prepared is not None else None
         newest = staged.version if staged is not None else staging.subscriber.version
@@ -226,15 +232,16 @@ class Session:
         self._together(lambda: journal.apply(changes or []))
 
     def _write_all(self, journal: Journal) -> StateDigest | None:
-        if not self._learnt.proved:
-            raise StateMismatch(
-                "the live weights are not those of the checkpoint that the engine names as its own",
-                hint="Give as base the checkpoint that the engine has loaded.",
-            )
+        """Writes the whole host state: through the map if it is proved; else the model's own loader reads it, and the
+        audit that follows proves the map by that."""
         assert self._learnt.tensor_map is not None
         with self.staging.lock:
             follower = self.staging.subscriber
-            write_all(self._node, journal, self._learnt.tensor_map, follower.state if follower else None)
+            state = follower.state if follower else None
+            if self._learnt.proved:
+                write_all(self._node, journal, self._learnt.tensor_map, state)
+            else:
+                load_all(self._node, journal, self._model, state)
             return follower.digest if follower else None
 
     def _require_equal(self, version: int, digest: StateDigest | None) -> None:
@@ -264,6 +271,14 @@ class Session:
         return result  # type: ignore[return-value]
 
 
-def local_checkpoint(path: str) -> str | None:
-    """``path`` if it is a checkpoint on this machine."""
-    return path if Path(path).exists() else None
+def local_checkpoint(model: str, revision: str | None) -> str | None:
+    """Where the checkpoint ``model``, a path or a name on the Hugging Face hub, lies on this machine."""
+    if Path(model).exists():
+        return model
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in (FILE_NAME, INDEX_NAME):
+        file = try_to_load_from_cache(model, name, revision=revision)
+        if isinstance(file, str):
+            return str(Path(file).parent)
+    return None

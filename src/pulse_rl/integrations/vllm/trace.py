@@ -90,7 +90,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """All tensors under all of their names, in memory that is reserved and never touched."""
         for name in self.state.names:
             spec = self.state.spec(name)
-            tensor = torch.empty(spec.shape, dtype=_torch_dtype(spec))
+            tensor = torch.empty(spec.shape, dtype=torch_dtype(spec))
             self._sources[tensor.untyped_storage().data_ptr()] = (spec.name, tensor)
             self.last = name
             yield name, tensor
@@ -177,7 +177,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return TensorMap({name: tuple(found) for name, found in boxes.items()}, padding, unused)
 
 
-def _torch_dtype(spec: TensorSpec) -> torch.dtype:
+def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    """torch's dtype of the tensor; raises UnsupportedTensor."""
     if spec.dtype.name not in _TORCH:
         raise UnsupportedTensor(f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})")
     dtype: torch.dtype = _TORCH[spec.dtype.name]
