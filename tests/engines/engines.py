@@ -17,7 +17,6 @@ from .policy import PROMPT
 def engine(checkpoint: str, *, tensor_parallel: int = 1, **options: Any) -> Iterator[LLM]:
     """An `LLM` with the backend pulse and vLLM's defaults, but for what a small machine needs."""
     settings: dict[str, Any] = {
-        "skip_tokenizer_init": True,
         "enforce_eager": True,
         "max_model_len": 128,
         "max_num_seqs": 8,
@@ -35,7 +34,7 @@ def engine(checkpoint: str, *, tensor_parallel: int = 1, **options: Any) -> Iter
 
 def answer(llm: LLM, prompt: list[int] = PROMPT) -> tuple[torch.Tensor, list[int]]:
     """(log-probabilities of the prompt's tokens after the first, the next 8 tokens, greedily)."""
-    sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=0, ignore_eos=True)
     output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
     assert output.prompt_logprobs is not None
     found = [found[token].logprob for found, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
@@ -44,7 +43,7 @@ def answer(llm: LLM, prompt: list[int] = PROMPT) -> tuple[torch.Tensor, list[int
 
 def continuation(llm: LLM, tokens: int = 8) -> tuple[torch.Tensor, list[int]]:
     """Log-probabilities and tokens of a greedy continuation, whose prompt the prefix cache may answer."""
-    sampling = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, ignore_eos=True)
     output = llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)[0].outputs[0]
     assert output.logprobs is not None
     chosen = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]

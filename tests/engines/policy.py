@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import pulse_rl
 
@@ -37,7 +39,10 @@ class Policy:
         self.version = self.publisher.publish(self.model.state_dict()).version
 
     def save(self, name: str) -> str:
+        """Writes the model and a tokenizer of one word a token as a checkpoint, and returns its path."""
         self.model.save_pretrained(self.folder / name)
+        words = WordLevel({f"t{token}": token for token in range(self.model.config.vocab_size)}, unk_token="t0")
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(self.folder / name)
         return str(self.folder / name)
 
     def step(self, density: float = 0.05) -> int:

@@ -33,7 +33,7 @@ def server(
     """The URL of a server that is up. ``pulse``: with the backend; ``dev``: with the weight routes."""
     port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "128"]
+    command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "128"]
     command += ["--max-num-seqs", "8", "--served-model-name", "policy"]
     command += ["--tensor-parallel-size", str(tensor_parallel)]
     if pulse:
@@ -76,7 +76,6 @@ def complete(url: str, tokens: int = 8, **options: Any) -> dict[str, Any]:
         "logprobs": 1,
         "ignore_eos": True,
         "return_token_ids": True,
-        "detokenize": False,
     }
     data = json.dumps(body | options).encode()
     request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})

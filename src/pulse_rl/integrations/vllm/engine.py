@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import vllm
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -15,9 +16,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.v1.worker.worker_base import WorkerBase
 
 from ...errors import ConcurrentUse, InputError, PulseError, UnsupportedTensor
+from .contract import require_known
 from .cpu import require_plain_weights
 from .node import Node
 from .session import Learnt, Session, local_checkpoint
+
+require_known(WeightTransferEngine, vllm.__version__)
 
 LEASE_SECONDS = 15.0
 
