@@ -64,9 +64,11 @@ def store_is_away(policy: Policy, handle: Any, url: str) -> None:
     policy.step()
     bits = checksums(url)
     store.rename(aside)
-    with pytest.raises(PulseError):
+    store.write_text("no folder")
+    with pytest.raises(pulse_rl.StoreError):
         handle.sync()
     assert checksums(url) == bits
+    store.unlink()
     aside.rename(store)
     report = handle.sync()
     assert report is not None

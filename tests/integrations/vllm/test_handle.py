@@ -76,7 +76,7 @@ class Engine:
 
 
 def handle_on(engine: Engine) -> EngineHandle:
-    return EngineHandle(engine, {"store": "s", "stream": "policy"}, "keep", 5.0)
+    return EngineHandle._on(engine, {"store": "s", "stream": "policy"}, "keep", 5.0)
 
 
 def test_a_sync_pauses_once_and_tags_what_follows() -> None:

@@ -81,22 +81,35 @@ def connect(
         "follow": follow,
         "audit_every": audit_every,
     }
-    return EngineHandle(transport_to(engine, timeout_seconds), info, in_flight, timeout_seconds)
+    return EngineHandle._on(transport_to(engine, timeout_seconds), info, in_flight, timeout_seconds)
 
 
 class EngineHandle:
     """Made by `connect`. A context manager; see `close`. May be used by several threads, one call at a time."""
 
-    def __init__(self, transport: Transport, info: dict[str, Any], in_flight: str, timeout_seconds: float) -> None:
+    _transport: Transport
+    _info: dict[str, Any]
+    _in_flight: str
+    _timeout: float
+    _owner: str
+    _lock: threading.RLock
+    _follower: threading.Thread | None
+    _closing: threading.Event
+
+    @classmethod
+    def _on(cls, transport: Transport, info: dict[str, Any], in_flight: str, timeout_seconds: float) -> Self:
+        """A handle that has opened a session in the engine; ``info`` is its init_info but for the owner."""
+        self = cls.__new__(cls)
         self._transport = transport
         self._info = info
         self._in_flight = in_flight
         self._timeout = timeout_seconds
         self._owner = uuid.uuid4().hex
         self._lock = threading.RLock()
-        self._follower: threading.Thread | None = None
+        self._follower = None
         self._closing = threading.Event()
         self._open()
+        return self
 
     @property
     def version(self) -> int | None:
@@ -137,7 +150,7 @@ class EngineHandle:
         on_error: Callable[[PulseError], None] | None = None,
         poll_seconds: float = 1.0,
     ) -> None:
-        """Starts a thread that keeps the engine at the newest version, until `close`.
+        """Starts a thread that keeps the engine at the newest version, until `close`. It asks every ``poll_seconds``.
 
         ``on_sync`` is called after each step, ``on_error`` with errors; the thread goes on after those that may pass
         (`PulseError.retryable`), and ends with any other.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -63,7 +64,7 @@ class Offline:
         self._llm.update_weights({"update_info": {"version": version}})
 
     def finish(self, weight_version: str) -> None:
-        self._llm.finish_weight_update(weight_version)
+        self._llm.finish_weight_update(*_tag(self._llm, weight_version))
 
     def reset_prefix_cache(self, running: bool) -> bool:
         return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
@@ -117,10 +118,15 @@ class Async:
         self._wait(lambda: self._engine.update_weights(request))
 
     def finish(self, weight_version: str) -> None:
-        self._wait(lambda: self._engine.finish_weight_update(weight_version))
+        self._wait(lambda: self._engine.finish_weight_update(*_tag(self._engine, weight_version)))
 
     def reset_prefix_cache(self, running: bool) -> bool:
         return bool(self._wait(lambda: self._engine.reset_prefix_cache(reset_running_requests=running)))
+
+
+def _tag(engine: Any, weight_version: str) -> tuple[str, ...]:
+    """The argument of ``finish_weight_update``; vLLM 0.26 and 0.27 do not tag their outputs."""
+    return (weight_version,) if inspect.signature(engine.finish_weight_update).parameters else ()
 
 
 def transport_to(engine: Any, timeout_seconds: float) -> Transport:
