@@ -4,10 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-loco test test-vllm quick check lint types imports docs bench bench-network bench-loco study faults fuzz dist clean
+.PHONY: demo demo-vllm demo-loco test test-vllm quick check lint types imports docs bench bench-network bench-loco study faults fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
+
+# The first run installs vLLM: 3.4 GB, some minutes. A server is killed half-way, and replaced.
+demo-vllm:
+	@echo "installing $(VLLM) into $(ENGINES): 3.4 GB the first time"
+	@$(MAKE) --no-print-directory $(ENGINES)/.demo
+	$(ENGINES)/bin/python -m examples.grpo --engine vllm --workers 1 --steps 120 --kill server-0@60 $(ARGS)
 
 demo-loco: $(VENV)/.ready
 	$(BIN)/python -m examples.loco $(ARGS)
@@ -33,6 +39,10 @@ $(ENGINES)/.vllm:
 
 $(ENGINES)/.ready: $(ENGINES)/.vllm pyproject.toml $(NATIVE)
 	$(ENGINES)/bin/python -m pip install --quiet hypothesis pytest -e .
+	touch $@
+
+$(ENGINES)/.demo: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pip install --quiet matplotlib rich
 	touch $@
 
 # Under 30 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive sequences.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl import PulseError
+from pulse_rl import PulseError, StoreUnavailable
 from pulse_rl.integrations.vllm import EngineHandle, connect
 
 from .engines import answer, checksums, continuation, engine
@@ -37,6 +37,23 @@ def break_after_first_write(worker: Any) -> None:
     LiveWeights.put = failing  # type: ignore[method-assign]
 
 
+def lose_the_store(worker: Any) -> None:
+    """Every read of the store fails, until `find_the_store`."""
+    from pulse_rl import LocalStore, StoreUnavailable
+
+    def get(self: Any, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        raise StoreUnavailable("the store is away")
+
+    worker.store_get = LocalStore.get
+    LocalStore.get = get  # type: ignore[method-assign]
+
+
+def find_the_store(worker: Any) -> None:
+    from pulse_rl import LocalStore
+
+    LocalStore.get = worker.store_get  # type: ignore[method-assign]
+
+
 def flip_one_bit(worker: Any) -> None:
     """In one element of the first layer's down projection, on the last worker."""
     if worker.rank == worker.parallel_config.world_size - 1:
@@ -51,6 +68,7 @@ def test_twenty_updates_a_failed_one_and_thirty_at_once(policy: Policy, tensor_p
         with connect(llm, store=policy.store, stream="policy") as handle:
             follow_for_twenty_updates(policy, llm, handle)
             a_failed_update_is_rolled_back(policy, llm, handle)
+            a_store_that_is_away_changes_nothing(policy, llm, handle)
             for _ in range(30):
                 policy.step(density=0.01)
             report = handle.sync()
@@ -95,6 +113,17 @@ def a_failed_update_is_rolled_back(policy: Policy, llm: Any, handle: EngineHandl
     assert report is not None
     assert (report.version, report.previous) == (policy.version, before)
     assert checksums(llm) != bits
+
+
+def a_store_that_is_away_changes_nothing(policy: Policy, llm: Any, handle: EngineHandle) -> None:
+    bits, before = checksums(llm), handle.version
+    llm.collective_rpc(lose_the_store)
+    policy.step()
+    with pytest.raises(StoreUnavailable, match="the store is away"):
+        handle.sync()
+    assert (checksums(llm), handle.version) == (bits, before)
+    llm.collective_rpc(find_the_store)
+    assert handle.sync() is not None
 
 
 def a_flipped_bit_is_found_and_repaired(policy: Policy, llm: Any, handle: EngineHandle) -> None:

@@ -22,7 +22,8 @@ from .server import checksums, complete, free_port, server
 
 
 def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_path: Path) -> None:
-    other, wide, empty = (str(tmp_path / name) for name in ("other", "wide", "empty"))
+    other, wide, empty, file = (str(tmp_path / name) for name in ("other", "wide", "empty", "file"))
+    Path(file).touch()
     pulse_rl.Publisher(wide, stream="policy").publish(policy.model.float().state_dict())
     policy.model.bfloat16()
     small = {name: weight[..., :-1].contiguous() for name, weight in policy.model.state_dict().items()}
@@ -30,10 +31,11 @@ def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_p
 
     with server(policy.checkpoint, tmp_path / "server.log") as url:
         before = checksums(url)
-        for store, words in ((other, "does not take"), (wide, "float32"), (empty, "no versions|empty|nothing")):
+        refusals = {other: "does not take", wide: "float32", empty: "nothing was synced", file: "is not a folder"}
+        for store, words in refusals.items():
             with (
-                connect(url, store=store, stream="policy") as handle,
                 pytest.raises(PulseError, match=words) as refusal,
+                connect(url, store=store, stream="policy") as handle,
             ):
                 handle.sync()
             assert "\n" not in str(refusal.value)
@@ -51,7 +53,6 @@ def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_p
                 assert report.version == 1
                 assert len(running.result()["choices"][0]["token_ids"]) == 60
             assert str(urllib.request.urlopen(f"{url}/weight_info").read()).count("1") == 1
-            store_is_away(policy, handle, url)
             assert handle.audit() == ()
             live = checksums(url)
         follow_by_command(policy, url)
@@ -59,25 +60,9 @@ def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_p
         assert checksums(url) != live
 
 
-def store_is_away(policy: Policy, handle: Any, url: str) -> None:
-    store, aside = Path(policy.store), Path(policy.store + ".aside")
-    policy.step()
-    bits = checksums(url)
-    store.rename(aside)
-    store.write_text("no folder")
-    with pytest.raises(pulse_rl.StoreError):
-        handle.sync()
-    assert checksums(url) == bits
-    store.unlink()
-    aside.rename(store)
-    report = handle.sync()
-    assert report is not None
-    assert report.version == policy.version
-
-
 def follow_by_command(policy: Policy, url: str) -> None:
     policy.step()
-    command = [sys.executable, "-m", "pulse_rl_command", "follow", policy.store, "--stream", "policy"]
+    command = [str(Path(sys.executable).with_name("pulse")), "follow", policy.store, "--stream", "policy"]
     done = subprocess.run(
         [*command, "--engine", url, "--once"], capture_output=True, text=True, timeout=120, check=False
     )

@@ -13,6 +13,8 @@ from pulse_rl.integrations.vllm.handle import EngineHandle
 
 REPORT = {
     "previous": 0,
+    "root": "ab",
+    "metadata": {"step": 1},
     "full": False,
     "apply_seconds": 0.1,
     "audit_seconds": None,
@@ -86,7 +88,7 @@ def test_a_sync_pauses_once_and_tags_what_follows() -> None:
     engine.newest = 3
     done = handle.sync()
     assert done is not None
-    assert (done.version, done.previous, done.fetched_bytes) == (3, 0, 4)
+    assert (done.version, done.previous, done.fetched_bytes, done.metadata) == (3, 0, 4, {"step": 1})
     assert engine.calls == ["init", "pause keep", "start", "update", "finish 3", "reset False", "resume"]
     assert handle.version == 3
     assert handle.audit() == ("a",)

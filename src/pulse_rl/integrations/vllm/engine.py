@@ -65,6 +65,8 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         self._learnt = Learnt()
         self._heard_of_owner = 0.0
         self._error: PulseError | None = None
+        self._opening = False
+        self.left_open = False
 
     # -- vLLM's contract
 
@@ -86,9 +88,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
     def shutdown(self) -> None:
         if self._session is not None:
             self._session.close()
-        if self._node is not None:
-            self._node.close()
-        self._session = self._node = self._info = None
+        self._session = self._info = None
 
     # -- what a handle asks for
 
@@ -99,7 +99,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         or of the last look at the store. They are part of the answer because not every transport carries errors.
         """
         actions: dict[str, Callable[[], object]] = {
-            "hello": lambda: None,
+            "hello": lambda: _raise(self._refused(owner)),
             "status": lambda: None,
             "stage": lambda: self._stage(version),
             "prepare": lambda: self._opened().prepare(),
@@ -107,7 +107,8 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
             "close": self.shutdown,
         }
         try:
-            self._require_owner(owner)
+            if action != "hello":
+                self._hear(owner)
             result = actions[action]()
         except PulseError as error:
             return self._status() | {"failure": _described(error)}
@@ -139,9 +140,12 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
     def _open(self, info: PulseInitInfo) -> None:
         if not info.store or not info.stream:
             raise InputError("init_info needs a store and a stream")
-        if self._info is not None:
-            self._require_owner(info.owner)
+        assert self._node is not None
+        refusal = self._node.common(self._refused(info.owner))  # not each by its own clock
+        if refusal is not None:
+            raise refusal
         self.shutdown()
+        self._opening = True
         if self.model_config.quantization:
             raise UnsupportedTensor(
                 f"the engine's weights are quantised ({self.model_config.quantization})",
@@ -149,7 +153,6 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
             )
         require_plain_weights(self.model)
         self._error = None
-        self._node = Node()
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
         self._session = Session(self.model, info, self._node, self._learnt, base)
         self._info = info
@@ -160,26 +163,54 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
             raise InputError("the engine follows no stream", hint="Call connect(), or init_weight_transfer_engine.")
         return self._session
 
-    def _require_owner(self, owner: str) -> None:
+    def _refused(self, owner: str) -> ConcurrentUse | None:
         """Whoever drives the engine keeps it by being heard of."""
-        now = time.monotonic()
-        if self._info is not None and self._info.owner != owner and now - self._heard_of_owner < LEASE_SECONDS:
-            raise ConcurrentUse(
-                f"another handle drives this engine along {self._info.stream!r}",
-                hint=f"Close the other handle; one that died is forgotten after {LEASE_SECONDS:.0f} seconds.",
-            )
-        self._heard_of_owner = now
+        if self._info is None or self._info.owner == owner:
+            return None
+        if time.monotonic() - self._heard_of_owner >= LEASE_SECONDS:
+            return None
+        return ConcurrentUse(
+            f"another handle drives this engine along {self._info.stream!r}",
+            hint=f"Close the other handle; one that died is forgotten after {LEASE_SECONDS:.0f} seconds.",
+        )
 
-    def _stage(self, version: int | None) -> None:
-        self._error = None
-        self._opened().staging.ask(version)
+    def _hear(self, owner: str) -> None:
+        """Raises ConcurrentUse unless ``owner`` drives the engine."""
+        if self._info is not None and self._info.owner != owner:
+            raise ConcurrentUse(
+                "another handle has taken this engine over", hint="One handle drives an engine: close this one."
+            )
+        self._heard_of_owner = time.monotonic()
 
     def _noting(self, work: Callable[[], object]) -> None:
+        """Runs ``work`` on all workers; where one fails, all note it, and the last one raises.
+
+        vLLM's executor reads the workers' replies in order up to the first failure, and takes what it left for the
+        replies to the next call. The workers that do not raise keep the session of vLLM open; see `_pulse`.
+        """
+        self._node = self._node or Node()
+        failure = None
         try:
             work()
         except PulseError as error:
-            self._error = error
-            raise
+            failure = error
+        except Exception as error:  # the other workers must hear of it, or wait for ever
+            failure = PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        failure = self._node.first_failure(failure)
+        opening, self._opening = self._opening, False
+        if failure is None:
+            return
+        self._error = failure
+        self.left_open = not self._node.last
+        if opening:
+            self.shutdown()
+        if self._node.last:
+            raise failure
+
+
+def _raise(error: PulseError | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _described(error: PulseError) -> dict[str, Any]:
@@ -187,8 +218,10 @@ def _described(error: PulseError) -> dict[str, Any]:
 
 
 def _pulse(self: Any, action: str, owner: str = "", version: int | None = None) -> dict[str, Any]:
-    answer: dict[str, Any] = self.weight_transfer_engine.pulse(action, owner, version)
-    return answer
+    engine: PulseWeightTransferEngine = self.weight_transfer_engine
+    if engine.left_open:
+        engine.left_open = self._weight_update_active = False
+    return engine.pulse(action, owner, version)
 
 
 WorkerBase.pulse = _pulse  # how `collective_rpc` reaches the engine, over HTTP as well

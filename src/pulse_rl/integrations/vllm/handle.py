@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from ... import errors
 from ...errors import EmptyStream, EngineError, InputError, PulseError
+from ...events import Metadata
 from .transport import Status, Transport, transport_to
 
 InFlight = Literal["keep", "abort", "wait"]
@@ -22,7 +23,8 @@ _MOST_WAIT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class EngineSync:
-    """An engine moved from version ``previous`` (None: from weights that are no version of the stream) to ``version``.
+    """An engine moved from version ``previous`` (None: from weights that are no version of the stream) to ``version``,
+    with its ``root`` and the publisher's ``metadata``.
 
     ``pause_seconds``: during which nothing was generated; of these, ``apply_seconds`` wrote the live parameters and
     ``audit_seconds`` (None: not this time) read them back. Before the pause, while the engine generated:
@@ -32,6 +34,8 @@ class EngineSync:
 
     version: int
     previous: int | None
+    root: str
+    metadata: Metadata
     full: bool
     pause_seconds: float
     apply_seconds: float
@@ -133,7 +137,9 @@ class EngineHandle:
             if leader["version"] is not None and leader["version"] in (version, leader["staged"], leader["held"]):
                 return None
             if not leader["mapped"]:
-                self._ask("prepare")
+                leader = self._leader(self._ask("prepare"))
+                if leader["version"] is not None and leader["version"] == leader["held"]:
+                    return None
             return self._switch(version)
 
     def audit(self) -> tuple[str, ...]:
@@ -224,7 +230,7 @@ class EngineHandle:
             transport.resume()
         report = status["report"]
         pause = time.perf_counter() - started
-        names = ("previous", "full", "apply_seconds", "audit_seconds")
+        names = ("previous", "root", "metadata", "full", "apply_seconds", "audit_seconds")
         costs = ("fetch_seconds", "verify_seconds", "fetched_bytes")
         return EngineSync(
             version=status["version"],

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...errors import PulseError
+
 T = TypeVar("T")
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -31,6 +33,7 @@ class Node:
         self.rank, self.size, self._group = 0, 1, None
         self.folder: Path | None = None
         self._everyone: Any = None
+        self._workers = 1
         world = _world_group()
         if world is not None and world.world_size > 1:
             self._join(world)
@@ -39,8 +42,13 @@ class Node:
     def leader(self) -> bool:
         return self.rank == 0
 
+    @property
+    def last(self) -> bool:
+        """Whether this is the engine's last worker."""
+        return self._everyone is None or torch.distributed.get_rank(self._everyone) == self._workers - 1
+
     def _join(self, world: Any) -> None:
-        self._everyone = world.cpu_group
+        self._everyone, self._workers = world.cpu_group, world.world_size
         places: list[Any] = [None] * world.world_size
         torch.distributed.all_gather_object(places, (socket.gethostname(), _boot()), group=self._everyone)
         for place in dict.fromkeys(places):
@@ -49,6 +57,9 @@ class Node:
             if world.rank in ranks:
                 self._group, self.rank, self.size = group, ranks.index(world.rank), len(ranks)
                 self._first = ranks[0]
+
+    def open_folder(self) -> None:
+        """Makes ``folder``, in shared memory, where several workers share it."""
         if self.size > 1:
             parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
             made = tempfile.mkdtemp(prefix="pulse-", dir=parent) if self.leader else ""
@@ -98,10 +109,19 @@ class Node:
             file.unlink()
         return view
 
-    def close(self) -> None:
+    def first_failure(self, failure: PulseError | None) -> PulseError | None:
+        """The failure of the engine's first worker that has one."""
+        told = (type(failure), str(failure), failure.hint) if failure is not None else None
+        for other in self.gathered(told):
+            if other is not None:
+                return failure or other[0](other[1], hint=other[2])
+        return None
+
+    def close_folder(self) -> None:
         """Removes what was shared. Not collective."""
         if self.leader and self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder = None
 
 
 def _world_group() -> Any:

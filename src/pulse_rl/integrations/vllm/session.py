@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ...errors import InputError, PulseError, StateMismatch
+from ...events import Metadata
 from ...state.checkpoint import FILE_NAME, INDEX_NAME
 from ...state.digest import StateDigest
 from ...state.tensors import State
@@ -69,6 +70,7 @@ class Session:
         self._learnt = learnt
         self._weights = LiveWeights(model)
         self._audit_every = max(1, info.audit_every)
+        node.open_folder()
 
         def make(listener: Any) -> Subscriber:
             return Subscriber(
@@ -90,6 +92,7 @@ class Session:
 
     def close(self) -> None:
         self.staging.close()
+        self._node.close_folder()
 
     # -- before the pause
 
@@ -157,9 +160,9 @@ class Session:
         try:
             if prepared is not None:
                 self._scatter(journal, prepared)
-                digest = prepared.digest
+                digest, metadata = prepared.digest, prepared.metadata
             else:
-                digest = self._write_all(journal)
+                digest, metadata = self._write_all(journal)
             self._together(self._weights.synchronize)
             written = time.perf_counter()
             due = prepared is None or self.live.updates % self._audit_every == 0
@@ -177,6 +180,8 @@ class Session:
         self.live.report = {
             "version": step.version,
             "previous": before,
+            "root": digest.root if digest else "",
+            "metadata": dict(metadata or {}),
             "full": prepared is None,
             "prepare_seconds": begun - started,
             "apply_seconds": written - begun,
@@ -231,7 +236,7 @@ class Session:
         changes = prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)
         self._together(lambda: journal.apply(changes or []))
 
-    def _write_all(self, journal: Journal) -> StateDigest | None:
+    def _write_all(self, journal: Journal) -> tuple[StateDigest | None, Metadata | None]:
         """Writes the whole host state: through the map if it is proved; else the model's own loader reads it, and the
         audit that follows proves the map by that."""
         assert self._learnt.tensor_map is not None
@@ -242,7 +247,7 @@ class Session:
                 write_all(self._node, journal, self._learnt.tensor_map, state)
             else:
                 load_all(self._node, journal, self._model, state)
-            return follower.digest if follower else None
+            return (follower.digest, follower.manifest.metadata) if follower else (None, None)
 
     def _require_equal(self, version: int, digest: StateDigest | None) -> None:
         wrong = self._differing(digest)
@@ -265,9 +270,9 @@ class Session:
             failure = error
         except Exception as error:  # of torch, or of the model: the other workers must hear of it
             failure = PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        for other in self._node.gathered((type(failure), str(failure), failure.hint) if failure else None):
-            if other is not None:
-                raise failure or other[0](other[1], hint=other[2])
+        failure = self._node.first_failure(failure)
+        if failure is not None:
+            raise failure
         return result  # type: ignore[return-value]
 
 

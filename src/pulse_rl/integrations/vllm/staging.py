@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import PulseError
-from ...events import Event, Synced
+from ...events import Event, Metadata, Synced
 from ...state.checkpoint import as_state
 from ...state.digest import StateDigest, state_digest
 from ...sync.subscriber import Subscriber
@@ -25,11 +25,12 @@ _LOCAL_POLL_SECONDS = 0.02
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A staged update and, on this worker, where its changes go; ``changes`` is None until the map is known.
-    ``digest``, of the version that it leads to, has the leader alone."""
+    ``digest`` and ``metadata``, of the version that it leads to, has the leader alone."""
 
     staged: Staged
     changes: list[Change] | None
     digest: StateDigest | None = None
+    metadata: Metadata | None = None
 
 
 @dataclass(slots=True)
@@ -146,12 +147,13 @@ class Staging:
         started = time.perf_counter()
         if self._node.folder is not None:
             staged.save(self._node.folder)
-        self.prepared = Prepared(staged, self._lay_out(staged), self.subscriber.digest)
+        self.prepared = Prepared(staged, self._lay_out(staged), self.subscriber.digest, update.metadata)
         self._cost.verify_seconds += time.perf_counter() - started
         self.state.cost, self._cost = self._cost, Cost()
 
     def _take_over(self) -> None:
-        assert self._node.folder is not None
+        if self._node.folder is None:
+            return
         known = self.prepared.staged.sequence if self.prepared else 0
         staged = newest(self._node.folder)
         if staged is not None and staged.sequence > known:
