@@ -182,6 +182,10 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
             )
         self._heard_of_owner = time.monotonic()
 
+    def _stage(self, version: int | None) -> None:
+        self._error = None
+        self._opened().staging.ask(version)
+
     def _noting(self, work: Callable[[], object]) -> None:
         """Runs ``work`` on all workers; where one fails, all note it, and the last one raises.
 

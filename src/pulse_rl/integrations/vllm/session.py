@@ -40,6 +40,14 @@ class Learnt:
     proved: bool = False
 
 
+class _Version(NamedTuple):
+    """What the live parameters were moved to; the leader alone has more than the number."""
+
+    number: int
+    digest: StateDigest | None
+    metadata: Metadata | None
+
+
 class Step(NamedTuple):
     """What the leader decided: ``kind`` is "none", "sparse" or "full"."""
 
@@ -160,28 +168,28 @@ class Session:
         try:
             if prepared is not None:
                 self._scatter(journal, prepared)
-                digest, metadata = prepared.digest, prepared.metadata
+                now = _Version(step.version, prepared.digest, prepared.metadata)
             else:
-                digest, metadata = self._write_all(journal)
+                now = self._write_all(journal)
             self._together(self._weights.synchronize)
             written = time.perf_counter()
             due = prepared is None or self.live.updates % self._audit_every == 0
             if due:
-                self._require_equal(step.version, digest)
+                self._require_equal(now)
                 self._learnt.proved = True
         except BaseException:
             journal.roll_back()
             self.live.version = before
             raise
-        self.live.version, self.live.digest = step.version, digest
+        self.live.version, self.live.digest = now.number, now.digest
         self.live.updates += 1
-        self.staging.acknowledge(step.version)
+        self.staging.acknowledge(now.number)
         cost = self.staging.state.cost
         self.live.report = {
-            "version": step.version,
+            "version": now.number,
             "previous": before,
-            "root": digest.root if digest else "",
-            "metadata": dict(metadata or {}),
+            "root": now.digest.root if now.digest else "",
+            "metadata": dict(now.metadata or {}),
             "full": prepared is None,
             "prepare_seconds": begun - started,
             "apply_seconds": written - begun,
@@ -236,24 +244,27 @@ class Session:
         changes = prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)
         self._together(lambda: journal.apply(changes or []))
 
-    def _write_all(self, journal: Journal) -> tuple[StateDigest | None, Metadata | None]:
+    def _write_all(self, journal: Journal) -> _Version:
         """Writes the whole host state: through the map if it is proved; else the model's own loader reads it, and the
         audit that follows proves the map by that."""
         assert self._learnt.tensor_map is not None
-        with self.staging.lock:
+        with self.staging.lock:  # the version is the one that the host holds now, which may have moved on since
             follower = self.staging.subscriber
             state = follower.state if follower else None
             if self._learnt.proved:
                 write_all(self._node, journal, self._learnt.tensor_map, state)
             else:
                 load_all(self._node, journal, self._model, state)
-            return (follower.digest, follower.manifest.metadata) if follower else (None, None)
+            if follower is None:
+                return _Version(self._node.shared(0), None, None)
+            assert follower.version is not None
+            return _Version(self._node.shared(follower.version), follower.digest, follower.manifest.metadata)
 
-    def _require_equal(self, version: int, digest: StateDigest | None) -> None:
-        wrong = self._differing(digest)
+    def _require_equal(self, now: _Version) -> None:
+        wrong = self._differing(now.digest)
         if wrong:
             raise StateMismatch(
-                f"{len(wrong)} live tensors are not those of version {version}: {', '.join(wrong[:3])}",
+                f"{len(wrong)} live tensors are not those of version {now.number}: {', '.join(wrong[:3])}",
                 hint="The update was rolled back. If no one else writes to the engine's weights, please report this.",
             )
 
