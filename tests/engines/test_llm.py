@@ -148,3 +148,27 @@ def test_the_prefix_cache_never_answers_with_old_weights(policy: Policy) -> None
             computed = continuation(llm)
             assert cached[1] == computed[1]
             assert torch.allclose(cached[0], computed[0], atol=NOISE, rtol=0)
+
+
+def test_weights_of_no_checkpoint_are_loaded_by_vllm_and_then_proved(policy: Policy) -> None:
+    """Dummy weights: neither the live version nor the map can be proved by what the engine has loaded."""
+    policy.step()
+    with engine(policy.checkpoint, load_format="dummy") as llm:
+        dummy = checksums(llm)
+        with connect(llm, store=policy.store, stream="policy") as handle:
+            report = handle.sync()
+            assert report is not None
+            assert (report.version, report.previous, report.full) == (1, None, True)
+            assert report.audit_seconds is not None
+            policy.step()
+            report = handle.sync()
+            assert report is not None
+            assert (report.version, report.full) == (2, False)
+            assert handle.audit() == ()
+        answered, live = answer(llm), checksums(llm)
+        assert live != dummy
+    with engine(policy.save("last")) as fresh:
+        assert live == checksums(fresh)
+        log_probabilities, tokens = answer(fresh)
+        assert torch.allclose(answered[0], log_probabilities, atol=NOISE, rtol=0)
+        assert answered[1] == tokens

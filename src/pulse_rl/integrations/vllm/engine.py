@@ -17,8 +17,8 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from ...errors import ConcurrentUse, InputError, PulseError, UnsupportedTensor
 from .contract import require_known
-from .cpu import require_plain_weights
 from .node import Node
+from .plain import require_no_derived_weights, require_plain_weights
 from .session import Learnt, Session, local_checkpoint
 
 require_known(WeightTransferEngine, vllm.__version__)
@@ -152,9 +152,10 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
                 hint="Start the engine without quantization: quantised weights cannot follow a stream yet.",
             )
         require_plain_weights(self.model)
+        require_no_derived_weights(self.model)
         self._error = None
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
-        self._session = Session(self.model, info, self._node, self._learnt, base)
+        self._session = Session(self.model, self.model_config, info, self._node, self._learnt, base)
         self._info = info
         self._heard_of_owner = time.monotonic()
 

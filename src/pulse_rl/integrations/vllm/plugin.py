@@ -9,7 +9,7 @@ def register() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     except ImportError:  # a vLLM without weight transfer: there is nothing to register with
         return
-    from .cpu import BACKEND, keep_plain_weights
+    from .plain import BACKEND, keep_plain_weights
 
     if BACKEND not in Factory._registry:
         Factory.register_engine(BACKEND, "pulse_rl.integrations.vllm.engine", "PulseWeightTransferEngine")

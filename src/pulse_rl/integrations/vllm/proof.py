@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def differing(node: Node, live: LiveWeights, tensor_map: TensorMap, digest: Stat
             if found != digest.leaves[spec.name][32 * first :][: len(found)]:
                 wrong.add(spec.name)
         node.barrier()
-    _raise_first(node, failure)
+    raise_first(node, failure)
     return sorted({name for names in node.gathered(sorted(wrong)) for name in names})
 
 
@@ -75,32 +76,37 @@ def write_all(node: Node, journal: Journal, tensor_map: TensorMap, state: State 
         except Exception as error:  # raised below, when the other workers do not wait any more
             failure = failure or error
         node.barrier()
-    _raise_first(node, failure)
+    raise_first(node, failure)
 
 
-def load_all(node: Node, journal: Journal, model: torch.nn.Module, state: State | None) -> None:
-    """Lets the model's own loader read the leader's ``state``, where no checkpoint has proved the map. Collective."""
+def load_all(node: Node, journal: Journal, model: torch.nn.Module, model_config: Any, state: State | None) -> None:
+    """Lets vLLM load the leader's ``state`` as it would load a checkpoint, layer by layer, with all that it does to
+    weights after loading. For live weights that are not those of a known checkpoint. Collective."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
     named = node.shared([(name, state.spec(name)) for name in state] if state is not None else [])
     journal.keep_all()
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, spec in named:
-            window = node.window(spec.nbytes)
+            window = node.window(max(1, spec.nbytes))
             if state is not None:
-                window[:] = state.read(name).view(np.uint8)
+                window[: spec.nbytes] = state.read(name).view(np.uint8)
             node.barrier()
-            yield name, torch.from_numpy(window).view(torch_dtype(spec)).reshape(spec.shape)
+            yield name, torch.from_numpy(window[: spec.nbytes]).view(torch_dtype(spec)).reshape(spec.shape)
             node.barrier()
 
     supply, failure = tensors(), None
+    initialize_layerwise_reload(model)
     try:
-        with torch.no_grad():
-            model.load_weights(supply)  # type: ignore[operator]
+        model.load_weights(supply)  # type: ignore[operator]
     except Exception as error:  # raised below, when the other workers do not wait any more
         failure = error
-    for _ in supply:
-        pass
-    _raise_first(node, failure)
+    finally:
+        for _ in supply:
+            pass
+        finalize_layerwise_reload(model, model_config)
+    raise_first(node, failure)
 
 
 def _pieces(specs: tuple[TensorSpec, ...], held: set[str]) -> Iterator[tuple[TensorSpec, int, int]]:
@@ -115,7 +121,7 @@ def _in_window(window: torch.Tensor, part: Box, start: int) -> torch.Tensor:
     return window.as_strided(part.sizes, part.source_strides, part.source - start)
 
 
-def _raise_first(node: Node, failure: Exception | None) -> None:
+def raise_first(node: Node, failure: Exception | None) -> None:
     text = f"{type(failure).__name__}: {failure}" if failure is not None else None
     for other in node.gathered(text):
         if other is not None:

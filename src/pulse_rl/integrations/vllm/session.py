@@ -71,9 +71,12 @@ class Live:
 class Session:
     """``info`` is a `PulseInitInfo`; ``base``: the path of the checkpoint that the engine loaded, None if unknown."""
 
-    def __init__(self, model: torch.nn.Module, info: Any, node: Node, learnt: Learnt, base: str | None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, model_config: Any, info: Any, node: Node, learnt: Learnt, base: str | None
+    ) -> None:
         self.live = Live()
         self._model = model
+        self._model_config = model_config
         self._node = node
         self._learnt = learnt
         self._weights = LiveWeights(model)
@@ -245,8 +248,8 @@ class Session:
         self._together(lambda: journal.apply(changes or []))
 
     def _write_all(self, journal: Journal) -> _Version:
-        """Writes the whole host state: through the map if it is proved; else the model's own loader reads it, and the
-        audit that follows proves the map by that."""
+        """Writes the whole host state: through the map if it is proved; else vLLM loads it, and the audit that follows
+        proves the map by that."""
         assert self._learnt.tensor_map is not None
         with self.staging.lock:  # the version is the one that the host holds now, which may have moved on since
             follower = self.staging.subscriber
@@ -254,7 +257,7 @@ class Session:
             if self._learnt.proved:
                 write_all(self._node, journal, self._learnt.tensor_map, state)
             else:
-                load_all(self._node, journal, self._model, state)
+                load_all(self._node, journal, self._model, self._model_config, state)
             if follower is None:
                 return _Version(self._node.shared(0), None, None)
             assert follower.version is not None

@@ -1,8 +1,9 @@
-"""Plain weights on vLLM's CPU build, which packs them at load and keeps nothing that an update could be written to.
+"""Engines compute with the parameters that the stream writes to, or are refused.
 
-oneDNN and the AMX kernels read a private copy of each linear weight; the parameter is emptied, or, for the head, goes
-on to exist without being read. Where the engine's weight-transfer backend is ``pulse``, linear layers therefore compute
-with `torch.nn.functional.linear` on the parameter itself. Other engines in the process are left as they are.
+vLLM's CPU build packs linear weights at load: oneDNN and the AMX kernels read a private copy of each; the parameter is
+emptied, or, for the head, goes on to exist without being read. Where the engine's weight-transfer backend is ``pulse``,
+linear layers therefore compute with `torch.nn.functional.linear` on the parameter itself. Other engines in the process
+are left as they are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ...errors import UnsupportedTensor
 
 BACKEND = "pulse"
 _LINEAR = "cpu_linear"
+_DERIVED = ("W_UV", "W_UK_T", "W_K", "W_V")
 
 
 def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -52,6 +54,16 @@ def require_plain_weights(model: torch.nn.Module) -> None:
             raise UnsupportedTensor(
                 f"the engine computes {name!r} with a packed copy of its weight",
                 hint="Start the engine with the plugin 'pulse' (see VLLM_PLUGINS) and the backend 'pulse'.",
+            )
+
+
+def require_no_derived_weights(model: torch.nn.Module) -> None:
+    """Raises UnsupportedTensor where a layer computes with what it derived from its weights when it was loaded."""
+    for name, layer in model.named_modules():
+        if any(isinstance(getattr(layer, attribute, None), torch.Tensor) for attribute in _DERIVED):
+            raise UnsupportedTensor(
+                f"the engine computes {name!r} with matrices that it derived from its weights",
+                hint="Multi-head latent attention cannot follow a stream yet.",
             )
 
 
