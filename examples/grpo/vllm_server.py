@@ -37,6 +37,7 @@ def serve(settings: Settings, folder: RunFolder, name: str, port: int, parent: i
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--max-model-len", "32", "--enforce-eager"]
+    command += ["--disable-uvicorn-access-log"]
     command += ["--max-num-seqs", str(settings.prompts * settings.group)]
     command += ["--weight-transfer-config", '{"backend": "pulse"}']
     os.execve(sys.executable, command, {**environment, **os.environ})
