@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-vllm demo-loco test test-vllm quick check lint types imports docs bench bench-network bench-loco study faults fuzz dist clean
+.PHONY: demo demo-vllm demo-loco test test-vllm bench-vllm quick check lint types imports docs bench bench-network bench-loco study faults fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -40,6 +40,9 @@ $(ENGINES)/.vllm:
 $(ENGINES)/.ready: $(ENGINES)/.vllm pyproject.toml $(NATIVE)
 	$(ENGINES)/bin/python -m pip install --quiet hypothesis pytest -e .
 	touch $@
+
+bench-vllm: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m benchmarks.engines $(ARGS)
 
 $(ENGINES)/.demo: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m pip install --quiet matplotlib rich

@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
                 flush=True,
             )
             if arguments.tensor_parallel == 1:
-                seconds = llm.collective_rpc(patch, args=(patches(old, model),))[0]
+                torch.save(patches(old, model), folder / "patches")
+                seconds = llm.collective_rpc(patch, args=(str(folder / "patches"),))[0]
                 print(f"  the same by load_checkpoint_weight_patches: {1e3 * seconds:.0f} ms", flush=True)
         assert handle.audit() == ()
     llm.llm_engine.engine_core.shutdown()
@@ -110,14 +111,14 @@ def patches(old: dict[str, torch.Tensor], model: torch.nn.Module) -> list[tuple[
     return found
 
 
-def patch(worker: Any, changes: list[tuple[str, Any, Any, Any]]) -> float:
-    """Seconds that vLLM needs to write ``changes`` in the worker."""
+def patch(worker: Any, file: str) -> float:
+    """Seconds that vLLM needs to write the patches in ``file`` in the worker."""
     from vllm.model_executor.model_loader.checkpoint_weight_patch import (
         CheckpointWeightPatch,
         load_checkpoint_weight_patches,
     )
 
-    wanted = [CheckpointWeightPatch(name, shape, v.dtype, v, i) for name, shape, i, v in changes]
+    wanted = [CheckpointWeightPatch(name, shape, v.dtype, v, i) for name, shape, i, v in torch.load(file)]
     started = time.perf_counter()
     load_checkpoint_weight_patches(worker.get_model(), wanted)
     return time.perf_counter() - started
