@@ -60,7 +60,7 @@ def connect(
 ) -> EngineHandle:
     """A handle on a live engine that was started with the weight-transfer backend ``pulse``.
 
-    ``engine``: a ``vllm.LLM``, an ``AsyncLLM`` (called from another thread than its event loop's), or the URL of a server.
+    ``engine``: a ``vllm.LLM``, an ``AsyncLLM`` (from another thread than its event loop's), or the URL of a server.
     ``store`` (an address), ``stream``, ``trusted_keys`` and ``cache`` are those of `pulse_rl.Subscriber`, and are used
     on the engine's machine. ``base``: the checkpoint that the engine was started from, where its own path does not say
     so. ``follow``: whether the engine fetches and verifies new versions while it generates, without being asked.
