@@ -112,7 +112,7 @@ class Session:
 
         Without proof the version of the live parameters is unknown, and the next update writes all. Collective.
         """
-        specs = self._node.common(self._together(self._held_specs))
+        specs = self._node.common(self._together(self._held_tensors))
         if self._learnt.specs == specs:
             return
         tensor_map = self._together(lambda: learn(self._model, State(specs[0], {}, specs[1])))
@@ -123,26 +123,25 @@ class Session:
             self.live.version = self._node.shared(self._base_version())
             self.live.digest = base
 
-    def _held_specs(self) -> Any:
+    def _held_tensors(self) -> Any:
         """The tensors of the stream as the leader holds them: (specs, aliases)."""
-        follower = self.staging.subscriber
-        if follower is None:
+        staging = self.staging
+        if staging.subscriber is None:
             return None
-        with self.staging.lock:
-            if follower.status == "ready":
-                return follower.state.specs, follower.state.aliases
-        raise self.staging.state.error or InputError(
-            "nothing is staged yet", hint="Wait until the status shows a staged version."
-        )
+        if staging.held is None:
+            raise staging.state.error or InputError(
+                "nothing is staged yet", hint="Wait until the status shows a staged version."
+            )
+        return staging.held.specs, staging.held.aliases
 
     def _base_version(self) -> int | None:
         """The version of the stream that the engine's checkpoint is, None if it is none of them; leader only."""
         staging = self.staging
-        if staging.subscriber is None or staging.base_digest is None:
+        if staging.base_digest is None or staging.held is None:
             return None
         if staging.prepared is not None:
             return staging.prepared.staged.previous
-        return staging.subscriber.version if staging.subscriber.root == staging.base_digest.root else None
+        return staging.held.version if staging.held.root == staging.base_digest.root else None
 
     def _lay_out(self, staged: Staged) -> list[Change] | None:
         tensor_map = self._learnt.tensor_map
@@ -161,10 +160,13 @@ class Session:
         raises. Collective."""
         started = time.perf_counter()
         self.prepare()
-        step: Step = self._node.shared(self._together(lambda: self._decide(version)))
+        with self.staging.gate:
+            step: Step = self._node.shared(self._together(lambda: self._decide(version)))
+            if len(set(self._node.gathered((step.kind, step.version)))) > 1:
+                raise StateMismatch("the engine's nodes have staged different versions", hint="Sync again.")
+            prepared = self._together(lambda: self._awaited(step))
         if step.kind == "none":
             return
-        prepared = self._awaited(step) if step.kind == "sparse" else None
         journal = Journal(self._weights)
         before, self.live.version = self.live.version, None
         begun = time.perf_counter()
@@ -235,13 +237,14 @@ class Session:
             return Step("sparse", staged.version, staged.sequence)
         return Step("full", newest)
 
-    def _awaited(self, step: Step) -> Prepared:
+    def _awaited(self, step: Step) -> Prepared | None:
         """The staged update that the leader decided on: this worker's thread is about to take it over."""
-        while True:
+        while step.kind == "sparse":
             prepared = self.staging.prepared
             if prepared is not None and prepared.staged.sequence == step.sequence:
                 return prepared
             time.sleep(0.001)
+        return None
 
     def _scatter(self, journal: Journal, prepared: Prepared) -> None:
         changes = prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)

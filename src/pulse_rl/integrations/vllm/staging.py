@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import PulseError
 from ...events import Event, Metadata, Synced
 from ...state.checkpoint import as_state
 from ...state.digest import StateDigest, state_digest
+from ...state.tensors import TensorSpec
 from ...sync.subscriber import Subscriber
 from ...sync.update import Receipt, Update
 from .live import Change
@@ -31,6 +32,15 @@ class Prepared:
     changes: list[Change] | None
     digest: StateDigest | None = None
     metadata: Metadata | None = None
+
+
+class Held(NamedTuple):
+    """What the host state is, for whoever must not wait for the thread."""
+
+    version: int
+    root: str
+    specs: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -76,8 +86,12 @@ class Staging:
         self._cost = Cost()
         self.state = Progress()
         self.prepared: Prepared | None = None
+        self.held: Held | None = None
         self.base_digest: StateDigest | None = None
         self.lock = threading.Lock()
+        """Held while the host state moves."""
+        self.gate = threading.Lock()
+        """Held while something is staged: what all workers take over must not be replaced meanwhile."""
         self.subscriber = make_subscriber(self._heard) if node.leader else None
         self._receipt: Receipt | None = None
         self._sequence = 0
@@ -128,6 +142,9 @@ class Staging:
                 update = self.subscriber.sync(version)
                 if update is not None and not self._has(update):
                     self._stage(update)
+                if self.subscriber.version is not None:
+                    state = self.subscriber.state
+                    self.held = Held(self.subscriber.version, self.subscriber.root, state.specs, state.aliases)
             self.state.error = None
         except PulseError as error:
             self.state.error = error
@@ -142,12 +159,14 @@ class Staging:
         assert self.subscriber is not None
         self._sequence += 1
         staged = Staged.of(update, self._sequence)
-        # Not the update: while it is alive, the host state would move in a copy.
-        self._receipt = update._receipt
         started = time.perf_counter()
-        if self._node.folder is not None:
-            staged.save(self._node.folder)
-        self.prepared = Prepared(staged, self._lay_out(staged), self.subscriber.digest, update.metadata)
+        prepared = Prepared(staged, self._lay_out(staged), self.subscriber.digest, update.metadata)
+        with self.gate:
+            if self._node.folder is not None:
+                staged.save(self._node.folder)
+            self.prepared = prepared
+            # Not the update: while it is alive, the host state would move in a copy.
+            self._receipt = update._receipt
         self._cost.verify_seconds += time.perf_counter() - started
         self.state.cost, self._cost = self._cost, Cost()
 
