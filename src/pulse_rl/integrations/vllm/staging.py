@@ -159,6 +159,7 @@ class Staging:
         assert self.subscriber is not None
         self._sequence += 1
         staged = Staged.of(update, self._sequence)
+        update._receipt.begun = True  # or the next sync would take it for granted
         started = time.perf_counter()
         prepared = Prepared(staged, self._lay_out(staged), self.subscriber.digest, update.metadata)
         with self.gate:
