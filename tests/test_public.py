@@ -26,6 +26,7 @@ MODULES = (
     "pulse_rl.codec",
     "pulse_rl.integrations.torch",
     "pulse_rl.integrations.transformers",
+    "pulse_rl.integrations.vllm",
     "pulse_rl.loco",
     "pulse_rl.metrics",
     "pulse_rl.plan",

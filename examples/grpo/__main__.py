@@ -22,6 +22,7 @@ HELP = {
     "checkpoint_every": "steps between two checkpoints of the trainer",
     "patience": "seconds after which a process gives up on its peers",
     "seed": "seed of everything random",
+    "engine": "what generates: torch, or a vLLM server for each worker",
 }
 
 
@@ -46,9 +47,13 @@ def run_role(arguments: argparse.Namespace, settings: Settings, folder: RunFolde
     """One process of a run, until the run is done."""
     from .processes import GAVE_UP, MISMATCH, PeerVanished, sole_holder
 
-    if arguments.role == "worker" and arguments.name not in settings.worker_names:
-        raise SystemExit(f"--name must be one of {', '.join(settings.worker_names)}")
+    if arguments.role != "trainer" and arguments.name not in settings.roles:
+        raise SystemExit(f"--name must be one of {', '.join(settings.roles)}")
     role = "trainer" if arguments.role == "trainer" else arguments.name
+    if arguments.role == "server":
+        from .vllm_server import serve
+
+        serve(settings, folder, role, arguments.port, arguments.parent)
     try:
         with sole_holder(folder.lock(role)):
             import torch
@@ -59,9 +64,14 @@ def run_role(arguments: argparse.Namespace, settings: Settings, folder: RunFolde
                 from .trainer import Trainer
 
                 return 0 if Trainer(settings, folder, arguments.parent).run() else MISMATCH
-            from .worker import Worker
+            if settings.engine == "vllm":
+                from .vllm_worker import VllmWorker
 
-            Worker(settings, folder, role, arguments.parent).run()
+                VllmWorker(settings, folder, role, f"http://127.0.0.1:{arguments.port}", arguments.parent).run()
+            else:
+                from .worker import Worker
+
+                Worker(settings, folder, role, arguments.parent).run()
             return 0
     except PeerVanished as error:
         print(f"{role}: {error}", file=sys.stderr)
@@ -77,9 +87,9 @@ def chosen_settings(arguments: argparse.Namespace, folder: RunFolder) -> Setting
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.grpo", description=__doc__)
-    parser.add_argument("role", nargs="?", choices=["all", "trainer", "worker"], default="all")
+    parser.add_argument("role", nargs="?", choices=["all", "trainer", "worker", "server"], default="all")
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder; an existing run is resumed")
-    parser.add_argument("--name", default="worker-0", help="which worker this is (with the role 'worker')")
+    parser.add_argument("--name", default="worker-0", help="which worker or server this is (with these roles)")
     parser.add_argument(
         "--kill",
         action="append",
@@ -87,6 +97,7 @@ def parse() -> argparse.Namespace:
         metavar="ROLE@STEP",
         help="SIGKILL a process after a step, to see it resume: --kill trainer@50 --kill worker-1@80",
     )
+    parser.add_argument("--port", type=int, default=8000, help="of the worker's vLLM server, on loopback")
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     for setting in fields(Settings):
         assert setting.default is not MISSING

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from os import getpid
 from pathlib import Path
@@ -41,6 +44,7 @@ class Orchestrator:
         self.steps: dict[int, dict[str, Any]] = {}
         self.result: dict[str, Any] | None = None
         self.children: list[Child] = []
+        self.ports = {name.rpartition("-")[2]: free_port() for name in settings.server_names}
         self.started = time.monotonic()
         self.display = Display(settings, folder)
 
@@ -52,9 +56,9 @@ class Orchestrator:
         self.result = None
         try:
             with self.display:
-                for role in ["trainer", *self.settings.worker_names]:
+                for role in self.settings.roles:
                     self.children.append(Child(role, self._start(role)))
-                while not all(child.done for child in self.children):
+                while not all(child.done for child in self.children if not is_server(child.role)):
                     time.sleep(POLL_SECONDS)
                     self._follow()
                     for child in self.children:
@@ -73,18 +77,25 @@ class Orchestrator:
     # -- processes
 
     def _start(self, role: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "examples.grpo", "trainer" if role == "trainer" else "worker"]
+        kind, _, index = role.partition("-")
+        command = [sys.executable, "-m", "examples.grpo", kind]
         command += ["--run", str(self.folder.root), "--parent", str(getpid())]
         if role != "trainer":
             command += ["--name", role]
+        if index in self.ports:
+            command += ["--port", str(self.ports[index])]
         with self.folder.log(role).open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=is_server(role)
+            )
 
     def _look_after(self, child: Child) -> None:
         """Restarts a child that died; raises ChildFailed when that has been tried often enough."""
         status = child.process.poll()
         if child.done or status is None:
             return
+        if is_server(child.role):
+            kill(child)  # what it leaves behind
         if status == 0 or (child.role == "trainer" and self._has_result()):
             child.done = True
             return
@@ -106,6 +117,8 @@ class Orchestrator:
                 child.process.wait(10)
             except subprocess.TimeoutExpired:
                 child.process.kill()
+            if is_server(child.role):
+                kill(child)
 
     # -- what the trainer reports
 
@@ -139,7 +152,7 @@ class Orchestrator:
             self.kills.remove(due)
             child = next(child for child in self.children if child.role == due[0])
             self.display.note(f"killing {child.role} with SIGKILL, as asked")
-            child.process.kill()
+            kill(child)
 
     # -- the end
 
@@ -162,7 +175,8 @@ class Orchestrator:
         print(f"\n  trainer    {result['root']}  version {result['version']}")
         for name, root in roots.items():
             print(f"  {name:<10} {root}  {'bit-identical' if root == result['root'] else 'DIFFERENT'}")
-        print("  (trainer and workers: their live models; newcomer: restored from the store alone)")
+        live = "the engines' parameters, read back" if self.settings.engine == "vllm" else "their live models"
+        print(f"  (trainer and workers: {live}; newcomer: restored from the store alone)")
         complete = set(result["workers"]) == set(self.settings.worker_names)
         if not complete or set(roots.values()) != {result["root"]}:
             print("\nFAILED: the weights differ", file=sys.stderr)
@@ -171,13 +185,33 @@ class Orchestrator:
         return 0
 
 
+def is_server(role: str) -> bool:
+    """Whether the role is a vLLM server, which leads a group of processes and goes on until it is stopped."""
+    return role.startswith("server-")
+
+
+def kill(child: Child) -> None:
+    """SIGKILL, for a server with all of its processes."""
+    if is_server(child.role):
+        with suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+    else:
+        child.process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class ChildFailed(RuntimeError):
     """A process of the run died too often."""
 
 
 def parse_kill(text: str, settings: Settings) -> tuple[str, int]:
     role, _, step = text.partition("@")
-    if role not in ["trainer", *settings.worker_names] or not step.isdecimal():
+    if role not in settings.roles or not step.isdecimal():
         raise SystemExit(f"--kill {text}: expected for instance trainer@50 or worker-0@50")
     return role, int(step)
 

@@ -27,17 +27,29 @@ class Settings:
     checkpoint_every: int = 10
     patience: float = 180.0
     seed: int = 0
+    engine: str = "torch"
 
     def __post_init__(self) -> None:
         for name in ("lr", "steps", "sft_steps", "workers", "prompts", "checkpoint_every", "patience"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")
+        if self.engine not in ("torch", "vllm"):
+            raise ValueError("engine must be torch or vllm")
         if self.group < 2 or self.max_lag < 0:
             raise ValueError("group must be at least 2 and max_lag at least 0")
 
     @property
     def worker_names(self) -> list[str]:
         return [f"worker-{index}" for index in range(self.workers)]
+
+    @property
+    def server_names(self) -> list[str]:
+        """One vLLM server for each worker."""
+        return [f"server-{index}" for index in range(self.workers)] if self.engine == "vllm" else []
+
+    @property
+    def roles(self) -> list[str]:
+        return ["trainer", *self.server_names, *self.worker_names]
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +79,10 @@ class RunFolder:
     def checkpoint(self) -> Path:
         """The trainer's own: masters, optimizer state and where it was."""
         return self.root / "trainer.checkpoint"
+
+    def engine_checkpoint(self, server: str) -> Path:
+        """What a vLLM server starts from."""
+        return self.root / server
 
     @property
     def journal(self) -> Path:

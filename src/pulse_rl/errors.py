@@ -29,6 +29,8 @@
     │   ├── StreamReplaced      the stream was deleted and begun anew
     │   ├── MemberConflict      a newer process is the group's member of this name
     │   └── SubscriberPoisoned  the host state is not a verified version
+    ├── EngineError             a live engine refused a call, or is not what it should be
+    │   └── EngineUnavailable   the engine does not answer
     └── LocoError
         ├── TrainerLost         a trainer died or stalled; the round had no effect
         │   └── TrainerLeft     a trainer left before the others: fewer batches, skipped steps
@@ -195,6 +197,17 @@ class SubscriberPoisoned(StreamError):
     kind = "subscriber_poisoned"
     retryable = True
     default_hint = "Call sync() again: it restores a verified version from an anchor."
+
+
+class EngineError(PulseError):
+    kind = "engine"
+    default_hint = "See the engine's log; it goes on with the weights that it has."
+
+
+class EngineUnavailable(EngineError):
+    kind = "engine_unavailable"
+    retryable = True
+    default_hint = "Check the address, and that the server is up."
 
 
 class LocoError(PulseError):

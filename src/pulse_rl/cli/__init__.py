@@ -19,7 +19,7 @@ from ..errors import PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
 from ..state.rounding import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
-from . import files, plan, report, streams, study
+from . import engines, files, plan, report, streams, study
 from .output import Console
 
 _MOST_SECONDS = 1e9
@@ -124,10 +124,16 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=streams.anchor)
 
     command = commands.add_parser(
-        "follow", parents=[common, stream, trust], help="keep a checkpoint up to date with a stream"
+        "follow", parents=[common, stream, trust], help="keep a checkpoint or a live engine up to date with a stream"
     )
+    kept = command.add_mutually_exclusive_group(required=True)
+    kept.add_argument("--out", type=_path, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
+    kept.add_argument("--engine", metavar="URL", help="a vLLM server with the weight-transfer backend pulse")
     command.add_argument(
-        "--out", type=_path, required=True, metavar="DIR", help="DIR/model.safetensors is replaced atomically"
+        "--in-flight",
+        choices=["keep", "abort", "wait"],
+        default="keep",
+        help="what becomes of an engine's requests at an update (default: keep)",
     )
     command.add_argument("--once", action="store_true", help="sync once, then exit")
     command.add_argument(
@@ -137,7 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--poll", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between polls of the store (default: 1)"
     )
     command.add_argument("--cache", type=_path, metavar="DIR", help="keep downloaded payloads in this folder")
-    command.set_defaults(run=streams.follow)
+    command.set_defaults(run=engines.follow)
 
     command = commands.add_parser("verify", parents=[common, stream, trust], help="replay and check a whole stream")
     command.set_defaults(run=streams.verify)

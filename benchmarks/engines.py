@@ -1,0 +1,142 @@
+"""The pause of a live vLLM engine, beside vLLM's own sparse patches on the same update.
+
+Run it in the environment of `make test-vllm`: ``.venv-vllm/bin/python -m benchmarks.engines``. The model has the shape
+of Qwen2.5-0.5B and random weights; 1% of them change. ``--bandwidth`` limits what the engine's worker reads from the
+store, in Mbit/s: the pause must not depend on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import pulse_rl
+from pulse_rl.integrations.vllm import connect
+
+SHAPE = {
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--bandwidth", type=float, help="Mbit/s from the store (default: unlimited)")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        run(arguments, Path(folder))
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> None:
+    from vllm import LLM
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder / "model")
+    store = str(folder / "store")
+    publisher = pulse_rl.Publisher(store, stream="policy")
+    publisher.publish(model.state_dict())
+    llm = LLM(
+        str(folder / "model"),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        tensor_parallel_size=arguments.tensor_parallel,
+        weight_transfer_config={"backend": "pulse"},
+    )
+    if arguments.bandwidth:
+        llm.collective_rpc(slow_down, args=(arguments.bandwidth * 1e6 / 8,))
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion weights, density {arguments.density:.2%}")
+    with connect(llm, store=store, stream="policy") as handle:
+        for _ in range(arguments.updates):
+            old = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+            change(model, arguments.density)
+            publisher.publish(model.state_dict())
+            started = time.perf_counter()
+            done = handle.sync()
+            assert done is not None
+            audit = "" if done.audit_seconds is None else f", of which audit {done.audit_seconds:.2f} s"
+            print(
+                f"version {done.version}: {done.fetched_bytes / 1e6:.1f} MB in {time.perf_counter() - started:.2f} s "
+                f"(fetch {done.fetch_seconds:.2f}, verify {done.verify_seconds:.2f}), "
+                f"pause {1e3 * done.pause_seconds:.0f} ms, apply {1e3 * done.apply_seconds:.0f} ms{audit}",
+                flush=True,
+            )
+            if arguments.tensor_parallel == 1:
+                torch.save(patches(old, model), folder / "patches")
+                seconds = llm.collective_rpc(patch, args=(str(folder / "patches"),))[0]
+                print(f"  the same by load_checkpoint_weight_patches: {1e3 * seconds:.0f} ms", flush=True)
+        assert handle.audit() == ()
+    llm.llm_engine.engine_core.shutdown()
+
+
+def change(model: torch.nn.Module, density: float) -> None:
+    """Adds one rounding step to every n-th weight."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            flat = weight.view(-1).view(torch.int16)
+            flat[torch.randint(int(1 / density), ()) :: int(1 / density)] += 1
+
+
+def patches(old: dict[str, torch.Tensor], model: torch.nn.Module) -> list[tuple[str, Any, Any, Any]]:
+    """(name, shape, indices, values) of what changed."""
+    found = []
+    for name, weight in model.named_parameters():
+        now, before = weight.detach().view(-1), old[name].view(-1)
+        indices = (now.view(torch.int16) != before.view(torch.int16)).nonzero().squeeze(-1)
+        found.append((name, tuple(weight.shape), indices.int(), now[indices].clone()))
+    return found
+
+
+def patch(worker: Any, file: str) -> float:
+    """Seconds that vLLM needs to write the patches in ``file`` in the worker."""
+    from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+        CheckpointWeightPatch,
+        load_checkpoint_weight_patches,
+    )
+
+    wanted = [CheckpointWeightPatch(name, shape, v.dtype, v, i) for name, shape, i, v in torch.load(file)]
+    started = time.perf_counter()
+    load_checkpoint_weight_patches(worker.get_model(), wanted)
+    return time.perf_counter() - started
+
+
+def slow_down(worker: Any, bytes_per_second: float) -> None:
+    """Makes the worker read from local stores as over a link of ``bytes_per_second``."""
+    from pulse_rl import LocalStore
+
+    get = LocalStore.get
+
+    def slow(self: Any, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = get(self, name, start, stop)
+        time.sleep(len(data) / bytes_per_second)
+        return data
+
+    LocalStore.get = slow  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A vLLM server with the policy, in place of the process that imports this.
+
+It starts from the checkpoint of the run's first version, also when it replaces one that died: what was published since,
+the stream brings.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+import pulse_rl
+from pulse_rl.integrations.torch import apply_
+
+from . import policy, task
+from .processes import Alarm, wait_for
+from .settings import STREAM, RunFolder, Settings
+
+CACHE_GB = "1"
+
+
+def serve(settings: Settings, folder: RunFolder, name: str, port: int, parent: int | None) -> NoReturn:
+    """Waits for the first version, then becomes the server."""
+    model = folder.engine_checkpoint(name)
+    if not (model / "config.json").exists():
+        save_first_version(settings, folder, model, Alarm(settings.patience, parent))
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": CACHE_GB,
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--max-model-len", "32", "--enforce-eager"]
+    command += ["--disable-uvicorn-access-log"]
+    command += ["--max-num-seqs", str(settings.prompts * settings.group)]
+    command += ["--weight-transfer-config", '{"backend": "pulse"}']
+    os.execve(sys.executable, command, {**environment, **os.environ})
+
+
+def save_first_version(settings: Settings, folder: RunFolder, path: Path, alarm: Alarm) -> None:
+    """Writes the newest version of the stream as a Hugging Face checkpoint with the task's characters as tokens."""
+    subscriber = pulse_rl.Subscriber(folder.store_address, stream=STREAM, threads=1)
+    update = wait_for(subscriber.sync, alarm, "the first version from the trainer")
+    model = policy.build_model(settings.seed)
+    apply_(model, update)
+    characters = WordLevel({character: token for token, character in enumerate(task.ALPHABET)}, unk_token=" ")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(characters)).save_pretrained(path)
+    model.save_pretrained(path)

@@ -1,0 +1,76 @@
+"""``pulse follow --engine``: drives a running engine along a stream, from beside it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from .._util.units import format_bytes
+from ..errors import ConcurrentUse, InputError, PulseError
+from ..integrations.vllm import EngineHandle, EngineSync, connect
+from . import streams
+from .output import Console
+
+_MOST_WAIT = 30.0
+
+
+def follow(args: argparse.Namespace, console: Console) -> int:
+    if args.engine is None:
+        return streams.follow(args, console)
+    if args.store.startswith("memory:"):
+        raise InputError("an engine cannot open a memory:// store", hint="Give a folder or an object store.")
+    handle: EngineHandle | None = None
+    wait = args.poll
+    try:
+        while True:
+            try:
+                handle = handle or _connect(args)
+                done = handle.sync()
+                if done is not None:
+                    _show(done, console)
+                elif args.once:
+                    version = handle.version
+                    console.result(
+                        {"version": version, "changed": False}, [f"version {version} is the newest, and live"]
+                    )
+            except PulseError as error:
+                # Whoever was killed while it drove the engine is forgotten after some seconds.
+                if args.once or not (error.retryable or isinstance(error, ConcurrentUse)):
+                    raise
+                console.note(f"{error}; retrying")
+                wait = min(2 * max(wait, 0.1), _MOST_WAIT)
+            else:
+                console.forget_notes()
+                wait = args.poll
+            if args.once:
+                return 0
+            time.sleep(wait)
+    finally:
+        if handle is not None:
+            handle.close()
+
+
+def _connect(args: argparse.Namespace) -> EngineHandle:
+    if args.identity or args.follow_restarts:
+        raise InputError(
+            "an engine takes no --identity and no --follow-restarts yet", hint="Leave them out, or follow with --out."
+        )
+    return connect(
+        args.engine,
+        store=args.store,
+        stream=args.stream,
+        trusted_keys=args.trust,
+        cache=args.cache,
+        in_flight=args.in_flight,
+    )
+
+
+def _show(done: EngineSync, console: Console) -> None:
+    facts = {name: getattr(done, name) for name in EngineSync.__slots__}
+    how = "all weights" if done.full else f"from version {done.previous}"
+    proved = "" if done.audit_seconds is None else ", live weights proved"
+    line = (
+        f"version {done.version} is live ({how}): {format_bytes(done.fetched_bytes)} fetched, "
+        f"paused {1e3 * done.pause_seconds:.0f} ms{proved}"
+    )
+    console.result(facts, [line])

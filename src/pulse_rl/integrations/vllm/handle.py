@@ -1,0 +1,294 @@
+"""The handle: moves a live engine from version to version (docs/vllm.md)."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from ... import errors
+from ...errors import EmptyStream, EngineError, InputError, PulseError
+from ...events import Metadata
+from .transport import Status, Transport, transport_to
+
+InFlight = Literal["keep", "abort", "wait"]
+_POLL_SECONDS = 0.02
+_MOST_WAIT_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSync:
+    """An engine moved from version ``previous`` (None: from weights that are no version of the stream) to ``version``,
+    with its ``root`` and the publisher's ``metadata``.
+
+    ``pause_seconds``: during which nothing was generated; of these, ``apply_seconds`` wrote the live parameters and
+    ``audit_seconds`` (None: not this time) read them back. Before the pause, while the engine generated:
+    ``fetch_seconds`` were spent waiting for the store, for ``fetched_bytes``, and ``verify_seconds`` on decoding,
+    hashing and laying out. ``full``: all elements were written, not only those that changed.
+    """
+
+    version: int
+    previous: int | None
+    root: str
+    metadata: Metadata
+    full: bool
+    pause_seconds: float
+    apply_seconds: float
+    audit_seconds: float | None
+    fetch_seconds: float
+    verify_seconds: float
+    fetched_bytes: int
+
+
+def connect(
+    engine: Any,
+    *,
+    store: str,
+    stream: str,
+    base: str | None = None,
+    trusted_keys: Collection[str] | None = None,
+    cache: str | None = None,
+    follow: bool = True,
+    in_flight: InFlight = "keep",
+    audit_every: int = 100,
+    timeout_seconds: float = 600.0,
+) -> EngineHandle:
+    """A handle on a live engine that was started with the weight-transfer backend ``pulse``.
+
+    ``engine``: a ``vllm.LLM``, an ``AsyncLLM`` (from another thread than its event loop's), or the URL of a server.
+    ``store`` (an address), ``stream``, ``trusted_keys`` and ``cache`` are those of `pulse_rl.Subscriber`, and are used
+    on the engine's machine. ``base``: the checkpoint that the engine was started from, where its own path does not say
+    so. ``follow``: whether the engine fetches and verifies new versions while it generates, without being asked.
+    ``in_flight``: what becomes of requests that a sync meets: they are kept, and go on with the new weights from the
+    start of their prompt; aborted; or waited for. ``audit_every``: updates from one audit to the next; the first update
+    is always audited. ``timeout_seconds``: for each wait.
+
+    Raises InputError, EngineError, EngineUnavailable, and ConcurrentUse while another handle drives the engine.
+    """
+    if in_flight not in ("keep", "abort", "wait"):
+        raise InputError(f"in_flight must be 'keep', 'abort' or 'wait', not {in_flight!r}")
+    if not isinstance(store, str):
+        raise InputError(
+            f"the store must be an address, not a {type(store).__name__}", hint="The engine's own processes open it."
+        )
+    info = {
+        "store": store,
+        "stream": stream,
+        "base": base,
+        "trusted_keys": list(trusted_keys) if trusted_keys else None,
+        "cache": cache,
+        "follow": follow,
+        "audit_every": audit_every,
+    }
+    return EngineHandle._on(transport_to(engine, timeout_seconds), info, in_flight, timeout_seconds)
+
+
+class EngineHandle:
+    """Made by `connect`. A context manager; see `close`. May be used by several threads, one call at a time."""
+
+    _transport: Transport
+    _info: dict[str, Any]
+    _in_flight: str
+    _timeout: float
+    _owner: str
+    _lock: threading.RLock
+    _follower: threading.Thread | None
+    _closing: threading.Event
+
+    @classmethod
+    def _on(cls, transport: Transport, info: dict[str, Any], in_flight: str, timeout_seconds: float) -> Self:
+        """A handle that has opened a session in the engine; ``info`` is its init_info but for the owner."""
+        self = cls.__new__(cls)
+        self._transport = transport
+        self._info = info
+        self._in_flight = in_flight
+        self._timeout = timeout_seconds
+        self._owner = uuid.uuid4().hex
+        self._lock = threading.RLock()
+        self._follower = None
+        self._closing = threading.Event()
+        self._open()
+        return self
+
+    @property
+    def version(self) -> int | None:
+        """The version that is live, None while none is proved to be."""
+        with self._lock:
+            version: int | None = self._leader(self._ask("status"))["version"]
+            return version
+
+    def sync(self, version: int | None = None) -> EngineSync | None:
+        """Moves the engine to ``version``, or to the newest one; None if that is live already.
+
+        Fetches and verifies while the engine generates, then pauses it, writes what changed, empties the prefix cache,
+        tags what is generated from now on with the version, and resumes. Other versions than the newest need a handle
+        with ``follow=False``. When this raises, the engine goes on with the weights that it has; what is kept in the
+        prefix cache was then computed with these.
+        """
+        with self._lock:
+            if not any(status["open"] for status in self._ask("status")):
+                self._open()  # the server was restarted
+            leader = self._stage(version)
+            if leader["version"] is not None and leader["version"] in (version, leader["staged"], leader["held"]):
+                return None
+            if not leader["mapped"]:
+                leader = self._leader(self._ask("prepare"))
+                if leader["version"] is not None and leader["version"] == leader["held"]:
+                    return None
+            return self._switch(version)
+
+    def audit(self) -> tuple[str, ...]:
+        """Reads all live parameters back and compares them with the digests of the live version. Returns the names of
+        the tensors that differ: none, if all is well. Otherwise the next sync writes all of them anew. The engine
+        generates nothing meanwhile. Raises InputError before the first sync."""
+        with self._lock:
+            return tuple(self._leader(self._ask("audit"))["differing"])
+
+    def follow(
+        self,
+        *,
+        on_sync: Callable[[EngineSync], None] | None = None,
+        on_error: Callable[[PulseError], None] | None = None,
+        poll_seconds: float = 1.0,
+    ) -> None:
+        """Starts a thread that keeps the engine at the newest version, until `close`. It asks every ``poll_seconds``.
+
+        ``on_sync`` is called after each step, ``on_error`` with errors; the thread goes on after those that may pass
+        (`PulseError.retryable`), and ends with any other.
+        """
+        if self._follower is not None:
+            raise InputError("the handle follows already")
+        if poll_seconds <= 0:
+            raise InputError(f"poll_seconds must be more than 0, not {poll_seconds}")
+        arguments = (on_sync, on_error, poll_seconds)
+        self._follower = threading.Thread(target=self._keep_up, args=arguments, name="pulse-follow", daemon=True)
+        self._follower.start()
+
+    def close(self) -> None:
+        """Ends following. The engine keeps its weights. May be called twice."""
+        self._closing.set()
+        if self._follower is not None and self._follower is not threading.current_thread():
+            self._follower.join()
+        with self._lock, suppress(PulseError):  # an engine that is gone follows nothing any more
+            self._transport.pulse("close", self._owner)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- the parts
+
+    def _open(self) -> None:
+        """Starts a session in the engine, unless another handle has one."""
+        self._ask("hello")
+        try:
+            self._transport.init({**self._info, "owner": self._owner})
+        except Exception as error:
+            raise self._reason(error) from error
+
+    def _stage(self, version: int | None) -> Status:
+        """Waits until the engine's workers have looked at the store, and hold what they found."""
+        asked = self._leader(self._ask("stage", version))["asked"]
+        deadline = time.monotonic() + self._timeout
+        while True:
+            statuses = self._ask("status")
+            leader = self._leader(statuses)
+            if leader["answered"] >= asked:
+                _raise_first("error", statuses)
+                if leader["held"] is None:
+                    raise EmptyStream(f"nothing was synced from {self._info['stream']!r} yet")
+                if all(status["staged"] == leader["staged"] for status in statuses):
+                    return leader
+            if time.monotonic() > deadline:
+                raise EngineError(f"the engine has staged nothing in {self._timeout:.0f} seconds")
+            time.sleep(_POLL_SECONDS)
+
+    def _switch(self, version: int | None) -> EngineSync | None:
+        transport = self._transport
+        started = time.perf_counter()
+        transport.pause(self._in_flight)
+        try:
+            try:
+                transport.start()
+                transport.update(version)
+            except Exception as error:
+                raise self._reason(error) from error
+            status = self._leader(self._ask("status"))
+            transport.finish(str(status["version"]))
+            if not transport.reset_prefix_cache(False) and not transport.reset_prefix_cache(True):
+                raise EngineError("the engine did not empty its prefix cache, which was filled by the old weights")
+        finally:
+            transport.resume()
+        report = status["report"]
+        pause = time.perf_counter() - started
+        names = ("previous", "root", "metadata", "full", "apply_seconds", "audit_seconds")
+        costs = ("fetch_seconds", "verify_seconds", "fetched_bytes")
+        return EngineSync(
+            version=status["version"],
+            pause_seconds=pause,
+            **{name: report[name] for name in (*names, *costs)},
+        )
+
+    def _reason(self, error: Exception) -> PulseError:
+        """What the workers say of a call that failed; the error itself if they say nothing."""
+        try:
+            _raise_first("error", self._ask("status"))
+        except PulseError as known:
+            return known
+        return error if isinstance(error, PulseError) else EngineError(f"{type(error).__name__}: {error}")
+
+    def _ask(self, action: str, version: int | None = None) -> list[Status]:
+        statuses = self._transport.pulse(action, self._owner, version)
+        _raise_first("failure", statuses)
+        return statuses
+
+    def _leader(self, statuses: list[Status]) -> Status:
+        for status in statuses:
+            if status.get("leader"):
+                return status
+        raise EngineError("the engine follows no stream any more", hint="It was restarted, or closed: connect again.")
+
+    def _keep_up(
+        self,
+        on_sync: Callable[[EngineSync], None] | None,
+        on_error: Callable[[PulseError], None] | None,
+        poll_seconds: float,
+    ) -> None:
+        wait = poll_seconds
+        while not self._closing.wait(wait):
+            try:
+                done = self.sync()
+                wait = poll_seconds
+            except PulseError as error:
+                if on_error is not None:
+                    on_error(error)
+                if not error.retryable:
+                    return
+                wait = min(2 * wait, _MOST_WAIT_SECONDS)
+            else:
+                if done is not None and on_sync is not None:
+                    on_sync(done)
+
+
+def _raise_first(field: str, statuses: list[Status]) -> None:
+    """Raises what a worker reports, as the error that it was there."""
+    for status in statuses:
+        found = status.get(field)
+        if found:
+            raise _class_of(found["kind"])(found["message"], hint=found["hint"])
+
+
+def _class_of(kind: str) -> type[PulseError]:
+    for candidate in vars(errors).values():
+        if isinstance(candidate, type) and issubclass(candidate, PulseError) and vars(candidate).get("kind") == kind:
+            return candidate
+    return PulseError

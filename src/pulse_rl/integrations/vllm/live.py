@@ -1,0 +1,151 @@
+"""The live parameters of one rank as flat bits: gathered from, scattered into, and rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...state import bits
+from ...state.tensors import UIntArray
+from ..torch import _INTS
+from .boxes import Box, Indices
+from .trace import TensorMap
+
+_NATIVE_LIMIT = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """``values``, unsigned integers of the element's width, for ``positions`` in the memory of ``parameter``."""
+
+    parameter: str
+    positions: Indices
+    values: UIntArray
+
+
+class Whole(NamedTuple):
+    """All elements of ``box``, with the bits ``values`` of its checkpoint tensor, of which all are given."""
+
+    box: Box
+    values: UIntArray
+
+
+Change = Scatter | Whole
+
+
+class LiveWeights:
+    """The memory of a model's parameters and buffers, by name, as flat integers of the element's width.
+
+    Positions count from the start of the memory (torch: storage) that a tensor lies in, as those of a `Box` do.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.flat: dict[str, torch.Tensor] = {}
+        self._host: dict[str, UIntArray] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not tensor.numel():
+                continue
+            width = tensor.element_size()
+            elements = tensor.untyped_storage().nbytes() // width
+            flat = tensor.detach().as_strided((elements,), (1,), 0).view(_INTS[width])
+            self.flat[name] = flat
+            if flat.device.type == "cpu" and elements < _NATIVE_LIMIT:
+                self._host[name] = flat.numpy().view(f"<u{width}")
+
+    def view(self, box: Box) -> torch.Tensor:
+        """The live elements of ``box``, as integers, in the order of its axes."""
+        return self.flat[box.parameter].as_strided(box.sizes, box.target_strides, box.target)
+
+    def take(self, parameter: str, positions: Indices) -> UIntArray:
+        """The bits at ``positions``."""
+        host = self._host.get(parameter)
+        if host is not None:
+            return bits.take(host, positions.astype(np.uint32))
+        flat = self.flat[parameter]
+        taken: UIntArray = flat[torch.from_numpy(positions).to(flat.device)].cpu().numpy()
+        return taken.view(f"<u{taken.itemsize}")
+
+    @torch.no_grad()
+    def put(self, scatter: Scatter) -> None:
+        host = self._host.get(scatter.parameter)
+        if host is not None:
+            bits.put(host, scatter.positions.astype(np.uint32), scatter.values)
+            return
+        flat = self.flat[scatter.parameter]
+        positions = torch.from_numpy(scatter.positions).to(flat.device)
+        flat.index_copy_(0, positions, as_ints(scatter.values).to(flat.device))
+
+    def synchronize(self) -> None:
+        """Returns when the device has done what was asked of it."""
+        for kind in {flat.device.type for flat in self.flat.values()} - {"cpu"}:
+            torch.get_device_module(kind).synchronize()
+
+
+class Journal:
+    """The old bits of what one update writes; `roll_back` restores them."""
+
+    def __init__(self, live: LiveWeights) -> None:
+        self._live = live
+        self._taken: list[Scatter] = []
+        self._copies: list[tuple[Box, torch.Tensor]] = []
+        self._whole: dict[str, torch.Tensor] = {}
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Writes ``changes``, each after its old bits were taken."""
+        for change in changes:
+            if isinstance(change, Whole):
+                self.write(change.box, as_ints(change.values).as_strided(*_source_view(change.box)))
+                continue
+            old = self._live.take(change.parameter, change.positions)
+            self._taken.append(Scatter(change.parameter, change.positions, old))
+            self._live.put(change)
+
+    @torch.no_grad()
+    def write(self, box: Box, source: torch.Tensor) -> None:
+        """Writes ``source``, integers of the element's width in the order of the box's axes, where it differs."""
+        view = self._live.view(box)
+        value = source.to(view.device)
+        if not torch.equal(view, value):
+            self._copies.append((box, view.clone()))
+            view.copy_(value)
+
+    @torch.no_grad()
+    def keep_all(self) -> None:
+        """Copies all live parameters."""
+        self._whole = {name: flat.clone() for name, flat in self._live.flat.items()}
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """Restores the bits, latest first."""
+        for taken in reversed(self._taken):
+            self._live.put(taken)
+        for box, old in reversed(self._copies):
+            self._live.view(box).copy_(old)
+        for name, old in self._whole.items():
+            self._live.flat[name].copy_(old)
+        self._live.synchronize()
+
+
+def located(tensor_map: TensorMap, name: str, indices: Indices | None, values: UIntArray) -> Iterable[Change]:
+    """Where the elements ``indices``, ascending, of the checkpoint tensor ``name`` go on this rank; None: all."""
+    for box in tensor_map.boxes.get(name, ()):
+        if indices is None:
+            yield Whole(box, values)
+            continue
+        chosen, positions = box.locate(indices)
+        if len(positions):
+            yield Scatter(box.parameter, positions, np.ascontiguousarray(values[chosen]))
+
+
+def as_ints(values: UIntArray) -> torch.Tensor:
+    """The same bits in torch's integer type of that width; a copy of read-only memory, of which torch would warn."""
+    ints = values.view(f"<i{values.itemsize}") if values.itemsize > 1 else values
+    return torch.from_numpy(ints if ints.flags.writeable else ints.copy())
+
+
+def _source_view(box: Box) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return box.sizes, box.source_strides, box.source

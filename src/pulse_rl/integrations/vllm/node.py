@@ -1,0 +1,137 @@
+"""The workers of one engine on one node: who leads, what they share, how they agree.
+
+One worker, the leader, follows the stream. The others read what it staged from files in shared memory, so that a node
+fetches, verifies and decodes each version once and holds one host state.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...errors import PulseError
+
+T = TypeVar("T")
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Node:
+    """This worker among those of its node. ``leader``: whether it is the one that follows the stream.
+
+    All methods are collective: every worker of the engine calls them in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size, self._group = 0, 1, None
+        self.folder: Path | None = None
+        self._everyone: Any = None
+        self._workers = 1
+        world = _world_group()
+        if world is not None and world.world_size > 1:
+            self._join(world)
+
+    @property
+    def leader(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the engine's last worker."""
+        return self._everyone is None or torch.distributed.get_rank(self._everyone) == self._workers - 1
+
+    def _join(self, world: Any) -> None:
+        self._everyone, self._workers = world.cpu_group, world.world_size
+        places: list[Any] = [None] * world.world_size
+        torch.distributed.all_gather_object(places, (socket.gethostname(), _boot()), group=self._everyone)
+        for place in dict.fromkeys(places):
+            ranks = [rank for rank, other in zip(world.ranks, places, strict=True) if other == place]
+            group = torch.distributed.new_group(ranks, backend="gloo")
+            if world.rank in ranks:
+                self._group, self.rank, self.size = group, ranks.index(world.rank), len(ranks)
+                self._first = ranks[0]
+
+    def open_folder(self) -> None:
+        """Makes ``folder``, in shared memory, where several workers share it."""
+        if self.size > 1:
+            parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+            made = tempfile.mkdtemp(prefix="pulse-", dir=parent) if self.leader else ""
+            self.folder = Path(self.shared(made))
+
+    def shared(self, value: T) -> T:
+        """The leader's ``value``."""
+        if self.size == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=self._first, group=self._group)
+        return box[0]
+
+    def common(self, value: T) -> T:
+        """The ``value`` of the engine's first worker, across its nodes."""
+        if self._everyone is None:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0, group=self._everyone)
+        return box[0]
+
+    def gathered(self, value: T) -> list[T]:
+        """What each worker of the engine gives."""
+        if self._everyone is None:
+            return [value]
+        found: list[Any] = [None] * torch.distributed.get_world_size(self._everyone)
+        torch.distributed.all_gather_object(found, value, group=self._everyone)
+        return found
+
+    def barrier(self) -> None:
+        """Returns when all workers of the node have called it."""
+        if self.size > 1:
+            torch.distributed.barrier(group=self._group)
+
+    def window(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory that the workers of the node share."""
+        if self.folder is None:
+            return np.empty(nbytes, np.uint8)
+        file = self.folder / "window"
+        if self.leader:
+            with file.open("wb") as handle:
+                handle.truncate(nbytes)
+        self.barrier()
+        view = np.memmap(file, np.uint8, "r+", shape=(nbytes,))
+        self.barrier()
+        if self.leader:
+            file.unlink()
+        return view
+
+    def first_failure(self, failure: PulseError | None) -> PulseError | None:
+        """The failure of the engine's first worker that has one."""
+        told = (type(failure), str(failure), failure.hint) if failure is not None else None
+        for other in self.gathered(told):
+            if other is not None:
+                return failure or other[0](other[1], hint=other[2])
+        return None
+
+    def close_folder(self) -> None:
+        """Removes what was shared. Not collective."""
+        if self.leader and self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder = None
+
+
+def _world_group() -> Any:
+    from vllm.distributed import parallel_state
+
+    return parallel_state.get_world_group() if torch.distributed.is_initialized() else None
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,74 @@
+"""Engines compute with the parameters that the stream writes to, or are refused.
+
+vLLM's CPU build packs linear weights at load: oneDNN and the AMX kernels read a private copy of each; the parameter is
+emptied, or, for the head, goes on to exist without being read. Where the engine's weight-transfer backend is ``pulse``,
+linear layers therefore compute with `torch.nn.functional.linear` on the parameter itself. Other engines in the process
+are left as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedTensor
+
+BACKEND = "pulse"
+_LINEAR = "cpu_linear"
+_DERIVED = ("W_UV", "W_UK_T", "W_K", "W_V")
+
+
+def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def keep_plain_weights() -> None:
+    """Makes layers that are loaded for the backend ``pulse`` on a CPU keep their weights. May be called again."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers import utils
+
+    pack = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
+    if pack is None or getattr(pack, "_pulse", False):
+        return
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight: Any = layer.weight
+        if _for_pulse() and weight.ndim == 2 and not weight.is_meta:
+            setattr(layer, _LINEAR, _plain_linear)
+        else:
+            pack(layer, remove_weight)
+
+    dispatch._pulse = True  # type: ignore[attr-defined]
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def require_plain_weights(model: torch.nn.Module) -> None:
+    """Raises UnsupportedTensor where a layer computes with a private copy of its weight."""
+    for name, layer in model.named_modules():
+        linear = getattr(layer, _LINEAR, None)
+        if linear is not None and linear not in (_plain_linear, torch.nn.functional.linear):
+            raise UnsupportedTensor(
+                f"the engine computes {name!r} with a packed copy of its weight",
+                hint="Start the engine with the plugin 'pulse' (see VLLM_PLUGINS) and the backend 'pulse'.",
+            )
+
+
+def require_no_derived_weights(model: torch.nn.Module) -> None:
+    """Raises UnsupportedTensor where a layer computes with what it derived from its weights when it was loaded."""
+    for name, layer in model.named_modules():
+        if any(isinstance(getattr(layer, attribute, None), torch.Tensor) for attribute in _DERIVED):
+            raise UnsupportedTensor(
+                f"the engine computes {name!r} with matrices that it derived from its weights",
+                hint="Multi-head latent attention cannot follow a stream yet.",
+            )
+
+
+def _for_pulse() -> bool:
+    from vllm.config import get_current_vllm_config
+
+    transfer = get_current_vllm_config().weight_transfer_config
+    return transfer is not None and transfer.backend == BACKEND

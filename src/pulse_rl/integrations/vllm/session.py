@@ -1,0 +1,306 @@
+"""One stream followed by one worker: what is live, what is staged, and the step from one to the other.
+
+The methods that touch live parameters are collective: vLLM calls them on all workers of an engine. Where one of these
+fails, all do, and all roll back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ...errors import InputError, PulseError, StateMismatch
+from ...events import Metadata
+from ...state.checkpoint import FILE_NAME, INDEX_NAME
+from ...state.digest import StateDigest
+from ...state.tensors import State
+from ...sync.subscriber import Subscriber
+from .live import Change, Journal, LiveWeights, located
+from .node import Node
+from .proof import differing, load_all, write_all
+from .staged import Staged
+from .staging import Prepared, Staging
+from .trace import TensorMap, learn
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What a worker knows of its model beyond one session: the map for the tensors ``specs``, and whether it has been
+    proved by the checkpoint that the model's own loader had read."""
+
+    tensor_map: TensorMap | None = None
+    specs: object = None
+    proved: bool = False
+
+
+class _Version(NamedTuple):
+    """What the live parameters were moved to; the leader alone has more than the number."""
+
+    number: int
+    digest: StateDigest | None
+    metadata: Metadata | None
+
+
+class Step(NamedTuple):
+    """What the leader decided: ``kind`` is "none", "sparse" or "full"."""
+
+    kind: str
+    version: int
+    sequence: int = 0
+
+
+@dataclass(slots=True)
+class Live:
+    """``version`` is None while the live parameters are not proved to be one. The leader alone has ``digest``, of that
+    version, and ``identity``, of its stream."""
+
+    version: int | None = None
+    identity: str | None = None
+    digest: StateDigest | None = None
+    updates: int = 0
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class Session:
+    """``info`` is a `PulseInitInfo`; ``base``: the path of the checkpoint that the engine loaded, None if unknown."""
+
+    def __init__(
+        self, model: torch.nn.Module, model_config: Any, info: Any, node: Node, learnt: Learnt, base: str | None
+    ) -> None:
+        self.live = Live()
+        self._model = model
+        self._model_config = model_config
+        self._node = node
+        self._learnt = learnt
+        self._weights = LiveWeights(model)
+        self._audit_every = max(1, info.audit_every)
+        node.open_folder()
+
+        def make(listener: Any) -> Subscriber:
+            return Subscriber(
+                info.store,
+                stream=info.stream,
+                base=base,
+                cache=info.cache,
+                trusted_keys=info.trusted_keys or None,
+                follow_restarts=True,
+                on_event=listener,
+            )
+
+        self.staging = Staging(node, make, base=base, follow=info.follow, lay_out=self._lay_out)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether it is known where the stream's tensors go."""
+        return self._learnt.tensor_map is not None
+
+    def close(self) -> None:
+        self.staging.close()
+        self._node.close_folder()
+
+    # -- before the pause
+
+    def prepare(self) -> None:
+        """Learns the map, once for the tensors of the stream, and proves it by the checkpoint that the engine loaded.
+
+        Without proof the version of the live parameters is unknown, and the next update writes all. Collective.
+        """
+        specs = self._node.common(self._together(self._held_tensors))
+        if self._learnt.specs == specs:
+            return
+        tensor_map = self._together(lambda: learn(self._model, State(specs[0], {}, specs[1])))
+        self._learnt.tensor_map, self._learnt.specs, self._learnt.proved = tensor_map, specs, False
+        base = self.staging.base_digest
+        if self._node.shared(base is not None) and not self._differing(base):
+            self._learnt.proved = True
+            self.live.version = self._node.shared(self._base_version())
+            self.live.digest = base
+
+    def _held_tensors(self) -> Any:
+        """The tensors of the stream as the leader holds them: (specs, aliases)."""
+        staging = self.staging
+        if staging.subscriber is None:
+            return None
+        if staging.held is None:
+            raise staging.state.error or InputError(
+                "nothing is staged yet", hint="Wait until the status shows a staged version."
+            )
+        return staging.held.specs, staging.held.aliases
+
+    def _base_version(self) -> int | None:
+        """The version of the stream that the engine's checkpoint is, None if it is none of them; leader only."""
+        staging = self.staging
+        if staging.base_digest is None or staging.held is None:
+            return None
+        if staging.prepared is not None:
+            return staging.prepared.staged.previous
+        return staging.held.version if staging.held.root == staging.base_digest.root else None
+
+    def _lay_out(self, staged: Staged) -> list[Change] | None:
+        tensor_map = self._learnt.tensor_map
+        if tensor_map is None:
+            return None
+        return [
+            change
+            for name, (indices, values) in staged.changes.items()
+            for change in located(tensor_map, name, indices, values)
+        ]
+
+    # -- in the pause
+
+    def update(self, version: int | None) -> None:
+        """Moves the live parameters to ``version``, None: what is staged. They are at the version before when this
+        raises. Collective."""
+        started = time.perf_counter()
+        self.prepare()
+        with self.staging.gate:
+            step: Step = self._node.shared(self._together(lambda: self._decide(version)))
+            if len(set(self._node.gathered((step.kind, step.version)))) > 1:
+                raise StateMismatch("the engine's nodes have staged different versions", hint="Sync again.")
+            prepared = self._together(lambda: self._awaited(step))
+        if step.kind == "none":
+            return
+        journal = Journal(self._weights)
+        before, self.live.version = self.live.version, None
+        begun = time.perf_counter()
+        try:
+            if prepared is not None:
+                self._scatter(journal, prepared)
+                now = _Version(step.version, prepared.digest, prepared.metadata)
+            else:
+                now = self._write_all(journal)
+            self._together(self._weights.synchronize)
+            written = time.perf_counter()
+            due = prepared is None or self.live.updates % self._audit_every == 0
+            if due:
+                self._require_equal(now)
+                self._learnt.proved = True
+        except BaseException:
+            journal.roll_back()
+            self.live.version = before
+            raise
+        self.live.version, self.live.digest = now.number, now.digest
+        self.live.updates += 1
+        self.staging.acknowledge(now.number)
+        cost = self.staging.state.cost
+        self.live.report = {
+            "version": now.number,
+            "previous": before,
+            "root": now.digest.root if now.digest else "",
+            "metadata": dict(now.metadata or {}),
+            "full": prepared is None,
+            "prepare_seconds": begun - started,
+            "apply_seconds": written - begun,
+            "audit_seconds": time.perf_counter() - written if due else None,
+            "fetch_seconds": cost.fetch_seconds,
+            "verify_seconds": cost.verify_seconds,
+            "fetched_bytes": cost.fetched_bytes,
+        }
+
+    def audit(self) -> list[str]:
+        """The names of tensors whose live elements are not those of the live version. Collective; raises InputError
+        while no version is live."""
+        if self.live.version is None:
+            raise InputError("no version is live yet", hint="Call sync() first.")
+        wrong = self._differing(self.live.digest)
+        if wrong:
+            self.live.version = None
+        return wrong
+
+    def _decide(self, version: int | None) -> Step:
+        """What to do, on the leader; nothing on the others."""
+        staging, live = self.staging, self.live.version
+        if staging.subscriber is None:
+            return Step("none", 0)
+        if self.live.identity not in (None, staging.subscriber.identity):
+            live = None  # the stream was begun anew, and its versions count from 0 again
+        self.live.identity = staging.subscriber.identity
+        prepared = staging.prepared
+        staged = prepared.staged if prepared is not None else None
+        newest = staged.version if staged is not None else staging.subscriber.version
+        assert newest is not None
+        if version is not None and version != newest and version != live:
+            raise StateMismatch(
+                f"version {newest} is staged, not {version}",
+                hint="Stage a version before the update to it; an engine does not go back.",
+            )
+        if live is not None and (live == version or live >= newest):
+            return Step("none", live)
+        if staged is not None and staged.previous is not None and live is not None and staged.previous <= live:
+            return Step("sparse", staged.version, staged.sequence)
+        return Step("full", newest)
+
+    def _awaited(self, step: Step) -> Prepared | None:
+        """The staged update that the leader decided on: this worker's thread is about to take it over."""
+        while step.kind == "sparse":
+            prepared = self.staging.prepared
+            if prepared is not None and prepared.staged.sequence == step.sequence:
+                return prepared
+            time.sleep(0.001)
+        return None
+
+    def _scatter(self, journal: Journal, prepared: Prepared) -> None:
+        changes = prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)
+        self._together(lambda: journal.apply(changes or []))
+
+    def _write_all(self, journal: Journal) -> _Version:
+        """Writes the whole host state: through the map if it is proved; else vLLM loads it, and the audit that follows
+        proves the map by that."""
+        assert self._learnt.tensor_map is not None
+        with self.staging.lock:  # the version is the one that the host holds now, which may have moved on since
+            follower = self.staging.subscriber
+            state = follower.state if follower else None
+            if self._learnt.proved:
+                write_all(self._node, journal, self._learnt.tensor_map, state)
+            else:
+                load_all(self._node, journal, self._model, self._model_config, state)
+            if follower is None:
+                return _Version(self._node.shared(0), None, None)
+            assert follower.version is not None
+            return _Version(self._node.shared(follower.version), follower.digest, follower.manifest.metadata)
+
+    def _require_equal(self, now: _Version) -> None:
+        wrong = self._differing(now.digest)
+        if wrong:
+            raise StateMismatch(
+                f"{len(wrong)} live tensors are not those of version {now.number}: {', '.join(wrong[:3])}",
+                hint="The update was rolled back. If no one else writes to the engine's weights, please report this.",
+            )
+
+    def _differing(self, digest: StateDigest | None) -> list[str]:
+        assert self._learnt.tensor_map is not None
+        return differing(self._node, self._weights, self._learnt.tensor_map, digest)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on this worker; raises on all of them if it raises on one."""
+        result, failure = None, None
+        try:
+            result = work()
+        except PulseError as error:
+            failure = error
+        except Exception as error:  # of torch, or of the model: the other workers must hear of it
+            failure = PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        failure = self._node.first_failure(failure)
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
+
+
+def local_checkpoint(model: str, revision: str | None) -> str | None:
+    """Where the checkpoint ``model``, a path or a name on the Hugging Face hub, lies on this machine."""
+    if Path(model).exists():
+        return model
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in (FILE_NAME, INDEX_NAME):
+        file = try_to_load_from_cache(model, name, revision=revision)
+        if isinstance(file, str):
+            return str(Path(file).parent)
+    return None

@@ -1,0 +1,187 @@
+"""The background thread of a worker: what is fetched, verified and laid out on the host while the engine generates."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...errors import PulseError
+from ...events import Event, Metadata, Synced
+from ...state.checkpoint import as_state
+from ...state.digest import StateDigest, state_digest
+from ...state.tensors import TensorSpec
+from ...sync.subscriber import Subscriber
+from ...sync.update import Receipt, Update
+from .live import Change
+from .node import Node
+from .staged import Staged, newest
+
+POLL_SECONDS = 1.0
+_LOCAL_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A staged update and, on this worker, where its changes go; ``changes`` is None until the map is known.
+    ``digest`` and ``metadata``, of the version that it leads to, has the leader alone."""
+
+    staged: Staged
+    changes: list[Change] | None
+    digest: StateDigest | None = None
+    metadata: Metadata | None = None
+
+
+class Held(NamedTuple):
+    """What the host state is, for whoever must not wait for the thread."""
+
+    version: int
+    root: str
+    specs: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
+
+
+@dataclass(slots=True)
+class Cost:
+    """What the staged update took, in seconds and bytes: waiting for the store, and all else on the host."""
+
+    fetch_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    fetched_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the thread is: how often it was ``asked`` to look at the store, how many of these it has ``answered``, and
+    the ``error`` of its last look."""
+
+    asked: int = 1
+    answered: int = 0
+    error: PulseError | None = None
+    cost: Cost = field(default_factory=Cost)
+
+
+class Staging:
+    """Follows the stream on the node's leader, and what the leader stages on the other workers.
+
+    ``lay_out`` turns a staged update into this rank's changes, None while the map is unknown. ``follow``: whether to
+    look for new versions without being asked.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        make_subscriber: Callable[[Callable[[Event], None]], Subscriber],
+        *,
+        base: str | None,
+        follow: bool,
+        lay_out: Callable[[Staged], list[Change] | None],
+    ) -> None:
+        self._node = node
+        self._lay_out = lay_out
+        self._follow = follow
+        self._base = base
+        self._cost = Cost()
+        self.state = Progress()
+        self.prepared: Prepared | None = None
+        self.held: Held | None = None
+        self.base_digest: StateDigest | None = None
+        self.lock = threading.Lock()
+        """Held while the host state moves."""
+        self.gate = threading.Lock()
+        """Held while something is staged: what all workers take over must not be replaced meanwhile."""
+        self.subscriber = make_subscriber(self._heard) if node.leader else None
+        self._receipt: Receipt | None = None
+        self._sequence = 0
+        self._wanted: int | None = None
+        self._closed = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse-staging", daemon=True)
+        self._thread.start()
+
+    def ask(self, version: int | None) -> None:
+        """Lets the thread look at once: for ``version``, or the newest."""
+        self._wanted = version
+        self.state.asked += 1
+        self._wake.set()
+
+    def acknowledge(self, version: int) -> None:
+        """The live model holds ``version`` now."""
+        receipt = self._receipt
+        if receipt is not None and receipt.version == version:
+            receipt.acknowledged = True
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+        if self.subscriber is not None:
+            self.subscriber.close()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            if self.subscriber is None:
+                self._take_over()
+            elif self.state.asked > self.state.answered or self._follow:
+                asked = self.state.asked
+                self._look(self._wanted)
+                self.state.answered = asked
+            self._wake.wait(_LOCAL_POLL_SECONDS if self.subscriber is None else POLL_SECONDS)
+            self._wake.clear()
+
+    def _look(self, version: int | None) -> None:
+        assert self.subscriber is not None
+        try:
+            if self._base is not None and self.base_digest is None:
+                self.base_digest = state_digest(as_state(self._base))
+            with self.lock:
+                update = self.subscriber.sync(version)
+                if update is not None and not self._has(update):
+                    self._stage(update)
+                if self.subscriber.version is not None:
+                    state = self.subscriber.state
+                    self.held = Held(self.subscriber.version, self.subscriber.root, state.specs, state.aliases)
+            self.state.error = None
+        except PulseError as error:
+            self.state.error = error
+        except Exception as error:  # told to whoever asks: a thread that ends in silence would look like a quiet stream
+            self.state.error = PulseError(f"{type(error).__name__}: {error}")
+
+    def _has(self, update: Update) -> bool:
+        prepared = self.prepared
+        return prepared is not None and prepared.staged.version == update.version
+
+    def _stage(self, update: Update) -> None:
+        assert self.subscriber is not None
+        self._sequence += 1
+        staged = Staged.of(update, self._sequence)
+        update._receipt.begun = True  # or the next sync would take it for granted
+        started = time.perf_counter()
+        prepared = Prepared(staged, self._lay_out(staged), self.subscriber.digest, update.metadata)
+        with self.gate:
+            if self._node.folder is not None:
+                staged.save(self._node.folder)
+            self.prepared = prepared
+            # Not the update: while it is alive, the host state would move in a copy.
+            self._receipt = update._receipt
+        self._cost.verify_seconds += time.perf_counter() - started
+        self.state.cost, self._cost = self._cost, Cost()
+
+    def _take_over(self) -> None:
+        if self._node.folder is None:
+            return
+        known = self.prepared.staged.sequence if self.prepared else 0
+        staged = newest(self._node.folder)
+        if staged is not None and staged.sequence > known:
+            self.prepared = Prepared(staged, self._lay_out(staged))
+
+    def _heard(self, event: Any) -> None:
+        if isinstance(event, Synced):
+            fetch = event.phases.get("fetch", 0.0) + event.phases.get("plan", 0.0)
+            self._cost.fetch_seconds += fetch
+            self._cost.verify_seconds += max(0.0, event.seconds - fetch)
+            self._cost.fetched_bytes += event.fetched_bytes

@@ -1,0 +1,146 @@
+"""How a handle reaches an engine: the calls that all forms of an engine have, and the two forms within a process."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from ...errors import EngineError, InputError
+
+T = TypeVar("T")
+Status = dict[str, Any]
+"""What a worker says of itself; see `engine.PulseWeightTransferEngine.pulse`."""
+
+
+class Transport(Protocol):
+    """An engine's calls. They raise EngineError, or whatever the engine raises."""
+
+    def init(self, init_info: dict[str, Any]) -> None: ...
+
+    def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
+        """The answers of all workers."""
+        ...
+
+    def pause(self, mode: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def start(self) -> None: ...
+
+    def update(self, version: int | None) -> None: ...
+
+    def finish(self, weight_version: str) -> None: ...
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        """Whether nothing of it is left. ``running``: requests in flight start over with the new weights."""
+        ...
+
+
+class Offline:
+    """A `vllm.LLM`, which generates only while it is called: there is nothing to pause."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
+        answers: list[Status] = self._llm.collective_rpc("pulse", args=(action, owner, version))
+        return answers
+
+    def pause(self, mode: str) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+    def start(self) -> None:
+        self._llm.start_weight_update()
+
+    def update(self, version: int | None) -> None:
+        self._llm.update_weights({"update_info": {"version": version}})
+
+    def finish(self, weight_version: str) -> None:
+        self._llm.finish_weight_update(*_tag(self._llm, weight_version))
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
+
+
+class Async:
+    """A `vllm.AsyncLLM`, whose event loop runs in another thread than the caller's."""
+
+    def __init__(self, engine: Any) -> None:
+        handler = getattr(engine, "output_handler", None)
+        if handler is None:
+            raise InputError(
+                "the AsyncLLM has no event loop yet", hint="Make it inside of the running loop that it shall use."
+            )
+        self._engine = engine
+        self._loop: asyncio.AbstractEventLoop = handler.get_loop()
+
+    def _wait(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is self._loop:
+            raise InputError(
+                "the handle was called from the event loop that it waits for",
+                hint="Call it in a thread: await asyncio.to_thread(handle.sync).",
+            )
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._wait(lambda: self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+    def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
+        return self._wait(lambda: self._engine.collective_rpc("pulse", args=(action, owner, version)))
+
+    def pause(self, mode: str) -> None:
+        self._wait(lambda: self._engine.pause_generation(mode=mode, clear_cache=True))
+
+    def resume(self) -> None:
+        self._wait(lambda: self._engine.resume_generation())
+
+    def start(self) -> None:
+        self._wait(lambda: self._engine.start_weight_update())
+
+    def update(self, version: int | None) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        request = WeightTransferUpdateRequest(update_info={"version": version})
+        self._wait(lambda: self._engine.update_weights(request))
+
+    def finish(self, weight_version: str) -> None:
+        self._wait(lambda: self._engine.finish_weight_update(*_tag(self._engine, weight_version)))
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        return bool(self._wait(lambda: self._engine.reset_prefix_cache(reset_running_requests=running)))
+
+
+def _tag(engine: Any, weight_version: str) -> tuple[str, ...]:
+    """The argument of ``finish_weight_update``; vLLM 0.26 and 0.27 do not tag their outputs."""
+    return (weight_version,) if inspect.signature(engine.finish_weight_update).parameters else ()
+
+
+def transport_to(engine: Any, timeout_seconds: float) -> Transport:
+    """The transport to an `LLM`, an `AsyncLLM`, or a server's URL. Raises InputError."""
+    if isinstance(engine, str):
+        from .http import Server
+
+        return Server(engine, timeout_seconds)
+    if hasattr(engine, "pause_generation"):
+        return Async(engine)
+    if hasattr(engine, "init_weight_transfer_engine") and hasattr(engine, "collective_rpc"):
+        return Offline(engine)
+    if hasattr(engine, "generate"):
+        raise EngineError(
+            f"this {type(engine).__name__} has no weight transfer", hint="Use vLLM 0.26 or later, up to 0.33."
+        )
+    raise InputError(f"{type(engine).__name__} is no engine", hint="Pass a vllm.LLM, an AsyncLLM, or a server's URL.")

@@ -1,0 +1,64 @@
+"""A small Qwen2 that a test changes by steps large enough to tell, and publishes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+import pulse_rl
+
+PROMPT = list(range(10, 58))
+
+
+class Policy:
+    """``folder``/model is the checkpoint of version 0, ``store`` holds the stream "policy"."""
+
+    def __init__(self, folder: Path, *, tied: bool = True, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        config = Qwen2Config(
+            vocab_size=501,  # padded by the engine
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=tied,
+            initializer_range=0.06,
+        )
+        self.model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        self.folder = folder
+        self.checkpoint = self.save("model")
+        self.store = str(folder / "store")
+        self.publisher = pulse_rl.Publisher(self.store, stream="policy", threads=1)
+        self.generator = torch.Generator().manual_seed(seed + 1)
+        self.version = self.publisher.publish(self.model.state_dict()).version
+
+    def save(self, name: str) -> str:
+        """Writes the model and a tokenizer of one word a token as a checkpoint, and returns its path."""
+        self.model.save_pretrained(self.folder / name)
+        words = WordLevel({f"t{token}": token for token in range(self.model.config.vocab_size)}, unk_token="t0")
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(self.folder / name)
+        return str(self.folder / name)
+
+    def step(self, density: float = 0.05) -> int:
+        """Draws ``density`` of each tensor anew, publishes, and returns the version."""
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                chosen = torch.rand(weight.shape, generator=self.generator) < density
+                drawn = torch.randn(weight.shape, generator=self.generator) * 0.06
+                weight.copy_(torch.where(chosen, drawn.to(weight.dtype), weight))
+        self.version = self.publisher.publish(self.model.state_dict()).version
+        return self.version
+
+    def log_probabilities(self) -> torch.Tensor:
+        """Of PROMPT, as Hugging Face computes them in FP32: float32 [len(PROMPT) - 1]."""
+        with torch.no_grad():
+            logits = self.model.float()(torch.tensor([PROMPT])).logits[0]
+            self.model.to(torch.bfloat16)
+        found: torch.Tensor = logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(PROMPT)[1:, None])[:, 0]
+        return found

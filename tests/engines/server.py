@@ -1,0 +1,101 @@
+"""vLLM's OpenAI server as a process of its own, and requests to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .policy import PROMPT
+
+START_SECONDS = 400.0
+
+
+@contextmanager
+def server(
+    checkpoint: str,
+    log: Path,
+    *,
+    tensor_parallel: int = 1,
+    port: int | None = None,
+    pulse: bool = True,
+    dev: bool = True,
+) -> Iterator[str]:
+    """The URL of a server that is up. ``pulse``: with the backend; ``dev``: with the weight routes."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "128"]
+    command += ["--max-num-seqs", "8", "--served-model-name", "policy"]
+    command += ["--tensor-parallel-size", str(tensor_parallel)]
+    if pulse:
+        command += ["--weight-transfer-config", '{"backend": "pulse"}']
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": str(int(dev))}
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_up(url, process, log)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        except (OSError, urllib.error.URLError):
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not start: {log.read_text()[-4000:]}")
+
+
+def complete(url: str, tokens: int = 8, **options: Any) -> dict[str, Any]:
+    """A greedy completion of PROMPT with the log-probabilities of its tokens."""
+    body = {
+        "model": "policy",
+        "prompt": PROMPT,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "logprobs": 1,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    data = json.dumps(body | options).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as found:
+        answer: dict[str, Any] = json.loads(found.read())
+    return answer
+
+
+def checksums(url: str) -> dict[str, str]:
+    """vLLM's own SHA-256 of every live tensor under its runtime name."""
+    request = urllib.request.Request(
+        f"{url}/weight_checker", json.dumps({"action": "checksum"}).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as found:
+        sums: dict[str, str] = json.loads(found.read())["checksums"]
+    return sums
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

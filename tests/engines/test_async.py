@@ -1,0 +1,76 @@
+"""An AsyncLLM is driven from another thread than its loop's, beside requests in flight, which carry their versions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from pulse_rl import InputError
+from pulse_rl.integrations.vllm import connect
+
+from .policy import PROMPT, Policy
+
+
+@contextmanager
+def loop_in_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def made(checkpoint: str) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            checkpoint,
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=8,
+            weight_transfer_config={"backend": "pulse"},  # type: ignore[arg-type]
+        )
+    )
+
+
+async def generated(engine: AsyncLLM, name: str, started: threading.Event, tokens: int) -> Any:
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    output = None
+    async for output in engine.generate({"prompt_token_ids": PROMPT}, sampling, request_id=name):  # noqa: B007
+        started.set()
+    return output
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_requests_in_flight_are_kept_awaited_or_aborted(policy: Policy, mode: Any) -> None:
+    with loop_in_a_thread() as loop:
+        engine = asyncio.run_coroutine_threadsafe(made(policy.checkpoint), loop).result()
+        with connect(engine, store=policy.store, stream="policy", in_flight=mode) as handle:
+            policy.step()
+            started = threading.Event()
+            running = asyncio.run_coroutine_threadsafe(generated(engine, "first", started, 150), loop)
+            assert started.wait(60)
+            done = handle.sync()
+            assert done is not None
+            assert done.version == 1
+            first = running.result(60).outputs[0]
+            after = asyncio.run_coroutine_threadsafe(generated(engine, "second", started, 4), loop).result(60)
+            assert [span.version for span in after.outputs[0].weight_versions] == ["1"]
+            assert (len(first.token_ids) == 150) == (mode != "abort")
+            spans = ["default", "1"] if mode == "keep" else ["default"]
+            assert [span.version for span in first.weight_versions] == spans
+
+            async def from_the_loop() -> None:
+                handle.sync()
+
+            with pytest.raises(InputError, match="event loop"):
+                asyncio.run_coroutine_threadsafe(from_the_loop(), loop).result()
+        loop.call_soon_threadsafe(engine.shutdown)

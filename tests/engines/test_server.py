@@ -1,0 +1,113 @@
+"""A server follows a stream: over HTTP, beside requests in flight, through restarts, and by the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pulse_rl
+from pulse_rl import ConcurrentUse, EngineError, EngineUnavailable, PulseError
+from pulse_rl.integrations.vllm import EngineSync, connect
+
+from .policy import Policy
+from .server import checksums, complete, free_port, server
+
+
+def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_path: Path) -> None:
+    other, wide, empty, file = (str(tmp_path / name) for name in ("other", "wide", "empty", "file"))
+    Path(file).touch()
+    pulse_rl.Publisher(wide, stream="policy").publish(policy.model.float().state_dict())
+    policy.model.bfloat16()
+    small = {name: weight[..., :-1].contiguous() for name, weight in policy.model.state_dict().items()}
+    pulse_rl.Publisher(other, stream="policy").publish(small)
+
+    with server(policy.checkpoint, tmp_path / "server.log") as url:
+        before = checksums(url)
+        refusals = {other: "does not take", wide: "float32", empty: "nothing was synced", file: "is not a folder"}
+        for store, words in refusals.items():
+            with (
+                pytest.raises(PulseError, match=words) as refusal,
+                connect(url, store=store, stream="policy") as handle,
+            ):
+                handle.sync()
+            assert "\n" not in str(refusal.value)
+        assert checksums(url) == before
+        assert complete(url)["choices"]
+
+        with connect(url, store=policy.store, stream="policy") as handle:
+            with pytest.raises(ConcurrentUse, match="another handle"):
+                connect(url, store=policy.store, stream="policy")
+            with ThreadPoolExecutor(1) as pool:
+                running = pool.submit(complete, url, 60)
+                policy.step()
+                report = handle.sync()
+                assert report is not None
+                assert report.version == 1
+                assert len(running.result()["choices"][0]["token_ids"]) == 60
+            assert str(urllib.request.urlopen(f"{url}/weight_info").read()).count("1") == 1
+            assert handle.audit() == ()
+            live = checksums(url)
+        follow_by_command(policy, url)
+    with server(policy.save("last"), tmp_path / "fresh.log") as url:
+        assert checksums(url) != live
+
+
+def follow_by_command(policy: Policy, url: str) -> None:
+    policy.step()
+    command = [str(Path(sys.executable).with_name("pulse")), "follow", policy.store, "--stream", "policy"]
+    done = subprocess.run(
+        [*command, "--engine", url, "--once"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"version {policy.version} is live" in done.stdout
+
+
+def test_late_restarted_and_away_servers_catch_up(policy: Policy, tmp_path: Path) -> None:
+    """The handle is told nothing: the server comes back at the same address, from the first checkpoint."""
+    port = free_port()
+    for _ in range(3):
+        policy.step()
+    seen: list[EngineSync] = []
+    with server(policy.checkpoint, tmp_path / "first.log", port=port) as url:
+        handle = connect(url, store=policy.store, stream="policy")
+        handle.follow(on_sync=seen.append, poll_seconds=0.1)
+        wait_for(lambda: bool(seen) and seen[-1].version == 3)
+    with pytest.raises(EngineUnavailable, match="no answer"):
+        connect(url, store=policy.store, stream="policy")
+    for _ in range(50):
+        policy.step(density=0.01)
+    with server(policy.checkpoint, tmp_path / "second.log", port=port) as url:
+        wait_for(lambda: seen[-1].version == policy.version)
+        assert (seen[-1].previous, seen[-1].full) == (0, False)
+        assert handle.audit() == ()
+        live = checksums(url)
+        handle.close()
+    with server(policy.save("last"), tmp_path / "fresh.log", pulse=False) as url:
+        fresh = checksums(url)
+        with pytest.raises(EngineError, match="backend pulse"):
+            connect(url, store=policy.store, stream="policy")
+    assert {name: live[name] for name in fresh if "norm" in name} == {n: s for n, s in fresh.items() if "norm" in n}
+
+
+def test_a_server_without_the_routes_says_so(policy: Policy, tmp_path: Path) -> None:
+    with server(policy.checkpoint, tmp_path / "server.log", dev=False) as url:
+        with pytest.raises(EngineError, match="no route") as refusal:
+            connect(url, store=policy.store, stream="policy")
+        assert "VLLM_SERVER_DEV_MODE=1" in refusal.value.hint
+        assert complete(url)["choices"]
+
+
+def wait_for(reached: Any, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, "not reached"
+        assert threading.active_count() > 1
+        time.sleep(0.1)

@@ -1,0 +1,48 @@
+"""An engine of another contract is refused when it is made, not when it is used."""
+
+from __future__ import annotations
+
+import abc
+
+import pytest
+
+from pulse_rl import EngineError
+from pulse_rl.integrations.vllm.contract import require_known
+
+
+class Known(abc.ABC):
+    def __init__(self, config: object, vllm_config: object, device: object, model: object) -> None:
+        self.model = model
+
+    @abc.abstractmethod
+    def init_transfer_engine(self, init_info: object) -> None: ...
+
+    @abc.abstractmethod
+    def start_weight_update(self) -> None: ...
+
+    @abc.abstractmethod
+    def receive_weights(self, update_info: object) -> None: ...
+
+    @abc.abstractmethod
+    def finish_weight_update(self) -> None: ...
+
+    @abc.abstractmethod
+    def shutdown(self) -> None: ...
+
+
+class AsksForMore(Known):
+    @abc.abstractmethod
+    def teleport(self) -> None: ...
+
+
+class WithoutAModel(Known):
+    def __init__(self, config: object, parallel_config: object) -> None:
+        pass
+
+
+def test_contracts() -> None:
+    require_known(Known, "0.32")
+    with pytest.raises(EngineError, match=r"vLLM 9\.9 is not known: teleport"):
+        require_known(AsksForMore, "9.9")
+    with pytest.raises(EngineError, match=r"WithoutAModel\(config, parallel_config\)"):
+        require_known(WithoutAModel, "0.20")

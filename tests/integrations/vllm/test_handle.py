@@ -1,0 +1,174 @@
+"""The handle's protocol against an engine that plays its part: order of calls, errors, restarts, following."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from pulse_rl import ConcurrentUse, EngineError, InputError, StateMismatch, StoreUnavailable
+from pulse_rl.integrations.vllm import EngineSync, connect
+from pulse_rl.integrations.vllm.handle import EngineHandle
+
+REPORT = {
+    "previous": 0,
+    "root": "ab",
+    "metadata": {"step": 1},
+    "full": False,
+    "apply_seconds": 0.1,
+    "audit_seconds": None,
+    "fetch_seconds": 0.2,
+    "verify_seconds": 0.3,
+    "fetched_bytes": 4,
+}
+
+
+class Engine:
+    """A worker and its server. ``newest`` is what the store holds; ``calls`` what was asked, without looks."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.newest, self.live = 0, 0
+        self.owner: str | None = None
+        self.asked = 0
+        self.error: dict[str, Any] | None = None
+        self.failing = ""
+        self.cache_refuses = 0
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self.calls.append("init")
+        self.owner = init_info["owner"]
+
+    def pulse(self, action: str, owner: str, version: int | None = None) -> list[dict[str, Any]]:
+        status: dict[str, Any] = {"open": self.owner is not None, "error": self.error}
+        if self.owner not in (None, owner):
+            return [status | {"failure": {"kind": "concurrent_use", "message": "another handle", "hint": "wait"}}]
+        if action == "stage":
+            self.asked += 1
+        if action == "close":
+            self.owner = None
+        if self.owner is None:
+            return [status]
+        facts = {"leader": True, "version": self.live, "held": self.newest, "staged": self.newest, "mapped": True}
+        return [status | facts | {"asked": self.asked, "answered": self.asked, "report": REPORT, "differing": ["a"]}]
+
+    def pause(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def update(self, version: int | None) -> None:
+        self.calls.append("update")
+        if self.failing:
+            raise RuntimeError(self.failing)
+        self.live = self.newest
+
+    def finish(self, weight_version: str) -> None:
+        self.calls.append(f"finish {weight_version}")
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        self.calls.append(f"reset {running}")
+        self.cache_refuses -= 1
+        return self.cache_refuses < 0
+
+
+def handle_on(engine: Engine) -> EngineHandle:
+    return EngineHandle._on(engine, {"store": "s", "stream": "policy"}, "keep", 5.0)
+
+
+def test_a_sync_pauses_once_and_tags_what_follows() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    assert handle.sync() is None
+    engine.newest = 3
+    done = handle.sync()
+    assert done is not None
+    assert (done.version, done.previous, done.fetched_bytes, done.metadata) == (3, 0, 4, {"step": 1})
+    assert engine.calls == ["init", "pause keep", "start", "update", "finish 3", "reset False", "resume"]
+    assert handle.version == 3
+    assert handle.audit() == ("a",)
+
+
+def test_a_failed_update_resumes_and_tells_the_workers_reason() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    engine.newest, engine.failing = 1, "500"
+    with pytest.raises(EngineError, match="500"):
+        handle.sync()
+    assert engine.calls[-2:] == ["update", "resume"]
+    engine.error = {"kind": "state_mismatch", "message": "another model", "hint": "compare"}
+    with pytest.raises(StateMismatch, match="another model") as refusal:
+        handle.sync()
+    assert refusal.value.hint == "compare"
+
+
+def test_an_error_of_the_store_is_raised_without_a_pause() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    engine.newest = 1
+    engine.error = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
+    with pytest.raises(StoreUnavailable, match="no route"):
+        handle.sync()
+    assert engine.calls == ["init"]
+
+
+def test_a_prefix_cache_in_use_is_emptied_with_its_requests() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    engine.newest, engine.cache_refuses = 1, 1
+    assert handle.sync() is not None
+    assert engine.calls[-3:] == ["reset False", "reset True", "resume"]
+    engine.newest, engine.cache_refuses = 2, 2
+    with pytest.raises(EngineError, match="prefix cache"):
+        handle.sync()
+
+
+def test_one_handle_at_a_time_and_a_restarted_server_is_opened_again() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    with pytest.raises(ConcurrentUse, match="another handle"):
+        handle_on(engine)
+    engine.owner = None
+    engine.newest = 1
+    assert handle.sync() is not None
+    assert engine.calls.count("init") == 2
+    handle.close()
+    handle.close()
+    handle_on(engine)
+
+
+def test_following_goes_on_after_errors_that_pass() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    seen: list[EngineSync] = []
+    arrived, failed = threading.Event(), threading.Event()
+
+    def note(done: EngineSync) -> None:
+        seen.append(done)
+        arrived.set()
+
+    engine.error = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
+    handle.follow(on_sync=note, on_error=lambda error: failed.set(), poll_seconds=0.01)
+    with pytest.raises(InputError, match="already"):
+        handle.follow()
+    assert failed.wait(5)
+    engine.error, engine.newest = None, 1
+    assert arrived.wait(5)
+    assert [done.version for done in seen] == [1]
+    handle.close()
+
+
+def test_arguments_are_checked_before_the_engine_is_asked() -> None:
+    with pytest.raises(InputError, match="no engine"):
+        connect(object(), store="s", stream="policy")
+    with pytest.raises(InputError, match="no URL"):
+        connect("localhost:8000", store="s", stream="policy")
+    with pytest.raises(InputError, match="an address"):
+        connect("http://localhost:1", store=object(), stream="policy")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="in_flight"):
+        connect("http://localhost:1", store="s", stream="policy", in_flight="drop")  # type: ignore[arg-type]

@@ -1,0 +1,94 @@
+"""The routes of a server, and what its refusals become."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from pulse_rl import EngineError, EngineUnavailable
+from pulse_rl.integrations.vllm.http import Server
+
+
+class Handler(BaseHTTPRequestHandler):
+    seen: list[tuple[str, Any]]
+    answers: dict[str, tuple[int, Any]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        type(self).seen.append((self.path, json.loads(body) if body else None))
+        status, answer = type(self).answers.get(self.path.partition("?")[0], (200, {}))
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def handler() -> Iterator[tuple[type[Handler], Server]]:
+    kind = type("Fresh", (Handler,), {"seen": [], "answers": {}})
+    server = HTTPServer(("127.0.0.1", 0), kind)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield kind, Server(f"http://127.0.0.1:{server.server_port}/", 5.0)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_calls_are_those_of_the_routes(handler: tuple[type[Handler], Server]) -> None:
+    kind, server = handler
+    kind.answers["/collective_rpc"] = (200, {"results": [{"open": True}]})
+    kind.answers["/reset_prefix_cache"] = (200, {"success": False})
+    server.init({"store": "s"})
+    assert server.pulse("stage", "me", 3) == [{"open": True}]
+    server.pause("keep")
+    server.start()
+    server.update(None)
+    server.finish("3")
+    assert server.reset_prefix_cache(True) is False
+    server.resume()
+    assert kind.seen == [
+        ("/init_weight_transfer_engine", {"init_info": {"store": "s"}}),
+        ("/collective_rpc", {"method": "pulse", "args": ["stage", "me", 3]}),
+        ("/pause?mode=keep&clear_cache=true", None),
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"version": None}}),
+        ("/finish_weight_update", {"weight_version": "3"}),
+        ("/reset_prefix_cache?reset_running_requests=true&reset_external=true", None),
+        ("/resume", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "words", "hint"),
+    [
+        (404, {"detail": "Not Found"}, "no route /resume", "VLLM_SERVER_DEV_MODE=1"),
+        (500, {"error": {"message": "'Worker' object has no attribute 'pulse'"}}, "backend pulse", "weight-transfer"),
+        (500, {"error": "boom\n\nand more"}, "refused /resume .500.: boom and more", ""),
+        (502, b"<html>", "refused /resume .502.: <html>", ""),
+    ],
+)
+def test_refusals_are_one_line(
+    handler: tuple[type[Handler], Server], status: int, answer: object, words: str, hint: str
+) -> None:
+    kind, server = handler
+    kind.answers["/resume"] = (status, answer)
+    with pytest.raises(EngineError, match=words) as refusal:
+        server.resume()
+    assert hint in refusal.value.hint
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_server_that_is_not_there_may_come_back() -> None:
+    with pytest.raises(EngineUnavailable, match="no answer") as refusal:
+        Server("http://127.0.0.1:1", 1.0).resume()
+    assert refusal.value.retryable

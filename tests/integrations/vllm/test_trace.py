@@ -1,0 +1,140 @@
+"""The map learnt from a loader, on models with the ways of vLLM's: fused, sliced, padded, tied, transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+import torch
+
+from pulse_rl import State, StateMismatch, UnsupportedTensor
+from pulse_rl.integrations.vllm.live import Journal, LiveWeights, located
+from pulse_rl.integrations.vllm.trace import TensorMap, learn
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Model(torch.nn.Module):
+    """Rank ``rank`` of 2: fused rows and columns of "up" and "gate", a padded "embed", a transposed "side"."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self.rank = rank
+        self.fused = torch.nn.Parameter(torch.full((8, 6), 7, dtype=torch.bfloat16))
+        self.down = torch.nn.Parameter(torch.full((6, 4), 7, dtype=torch.bfloat16))
+        self.embed = torch.nn.Parameter(torch.full((8, 6), 7, dtype=torch.bfloat16))
+        self.side = torch.nn.Parameter(torch.full((3, 5), 7, dtype=torch.bfloat16))
+        self.head = self.embed
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        first = 4 * self.rank
+        loaders: dict[str, Callable[[torch.Tensor], object]] = {
+            "gate": lambda w: self.fused.data.narrow(0, 0, 4).copy_(w.narrow(0, first, 4)),
+            "up": lambda w: self.fused.data.narrow(0, 4, 4).copy_(w.narrow(0, first, 4)),
+            "down": lambda w: self.down.data.copy_(w[:, first : first + 4]),
+            "embed": self._load_embed,
+            "side": lambda w: self.side.data.copy_(w.t().contiguous()),
+            "head": lambda w: None,
+        }
+        for name, weight in weights:
+            loaders[name](weight)
+
+    def _load_embed(self, weight: torch.Tensor) -> None:
+        self.embed[: len(weight)].data.copy_(weight)
+        self.embed[len(weight) :].data.fill_(0)
+
+
+def checkpoint(seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"gate": (8, 6), "up": (8, 6), "down": (6, 8), "embed": (7, 6), "side": (5, 3)}
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+def changed(old: Tensors, new: Tensors) -> Iterable[tuple[str, np.ndarray, np.ndarray]]:
+    before, after = State.of(old), State.of(new)
+    for spec in after.specs:
+        indices = np.flatnonzero(before.read(spec.name) != after.read(spec.name))
+        yield spec.name, indices, after.read(spec.name)[indices]
+
+
+def bits(model: torch.nn.Module) -> dict[str, list[int]]:
+    return {name: weight.view(torch.int16).flatten().tolist() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_scattered_changes_are_what_the_loader_would_have_loaded(rank: int) -> None:
+    model, fresh = Model(rank), Model(rank)
+    old, new = checkpoint(), checkpoint(1)
+    new["gate"][2:5] = old["gate"][2:5]
+    new["side"][1, 1] = float("nan")
+    model.load_weights(old.items())
+    fresh.load_weights(new.items())
+    tensor_map = learn(model, State.of(old))
+    journal = Journal(LiveWeights(model))
+    before = bits(model)
+    for name, indices, values in changed(old, new):
+        journal.apply(located(tensor_map, name, indices, values))
+    assert bits(model) == bits(fresh)
+    journal.roll_back()
+    assert bits(model) == before
+
+
+def test_learning_writes_nothing() -> None:
+    model = Model()
+    tensor_map = learn(model, State.of(checkpoint()))
+    assert all((weight == 7).all() for weight in model.parameters())
+    assert tensor_map.padding == {"embed": 6}
+    assert tensor_map.unused == ()
+
+
+def test_a_tied_head_that_the_loader_skips_is_no_tensor_of_its_own() -> None:
+    tensors = checkpoint()
+    tensor_map = learn(Model(), State.of(tensors | {"head": tensors["embed"]}))
+    assert {box.parameter for box in tensor_map.boxes["embed"]} == {"embed"}
+
+
+def refused(tensors: Tensors, model: torch.nn.Module | None = None) -> TensorMap:
+    return learn(model or Model(), State.of(tensors))
+
+
+def test_a_stream_of_another_model_is_refused() -> None:
+    tensors = checkpoint()
+    with pytest.raises(StateMismatch, match="'other'"):
+        refused(tensors | {"other": torch.zeros(3)})
+    with pytest.raises(StateMismatch, match="at 'embed'"):
+        refused(tensors | {"embed": torch.zeros(7, 5).bfloat16()})
+
+
+def test_a_stream_that_lacks_a_part_is_refused() -> None:
+    tensors = checkpoint()
+    del tensors["up"]
+    with pytest.raises(StateMismatch, match=r"does not fill .* 'fused' \(24 of 48 elements\)"):
+        refused(tensors)
+
+
+def test_a_stream_of_another_dtype_is_refused() -> None:
+    with pytest.raises(UnsupportedTensor, match=r"float32, the engine's .* bfloat16") as refusal:
+        refused({name: tensor.float() for name, tensor in checkpoint().items()})
+    assert "dtype='BF16'" in refusal.value.hint
+
+
+def test_what_a_loader_computes_is_refused() -> None:
+    class Scaling(Model):
+        def _load_embed(self, weight: torch.Tensor) -> None:
+            self.embed.data[:7].copy_(weight * 2)
+            self.embed.data[7:].zero_()
+
+    with pytest.raises(UnsupportedTensor, match="'embed' but computes it"):
+        refused(checkpoint(), Scaling())
+
+
+def test_parameters_that_a_loader_replaces_are_put_back() -> None:
+    class Replacing(Model):
+        def _load_embed(self, weight: torch.Tensor) -> None:
+            self.embed.data = torch.zeros(8, 6, dtype=torch.bfloat16)
+
+    model = Replacing()
+    with pytest.raises(StateMismatch):
+        refused(checkpoint(), model)
+    assert (model.embed == 7).all()
