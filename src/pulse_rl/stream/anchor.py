@@ -161,7 +161,10 @@ class _Buffers:
     def write(self, chunk: memoryview) -> None:
         while len(chunk):
             if not len(self._room):
-                self._room = next(self._buffers)
+                room = next(self._buffers, None)
+                if room is None:
+                    raise CorruptCheckpoint("the anchor's shard holds more than its header says")
+                self._room = room
             nbytes = min(len(chunk), len(self._room))
             self._room[:nbytes] = chunk[:nbytes]
             self._room, chunk = self._room[nbytes:], chunk[nbytes:]
