@@ -169,3 +169,18 @@ def test_the_rebuilt_state_is_writable_and_its_own(rng: Rng) -> None:
     fresh = restored(shards_of(state), state)
     fresh.read("a")[0] = 7
     assert state.read("a")[0] == 0
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_header_that_arrives_without_its_last_spaces_is_damage(missing: int) -> None:
+    """It makes sense by itself; the data was then read from where the spaces are, and ran out of tensors."""
+    state = State.of({"a": np.zeros(64, np.uint8), "bc": np.zeros(7, np.uint8)})
+    ((payload, data),) = shards_of(state)
+    end = 8 + int.from_bytes(data[:8], "little")
+    assert data[end - missing : end].isspace()
+
+    def read(start: int, stop: int) -> bytes:
+        return data[start : min(stop, end - missing) if start < end else stop]
+
+    with pytest.raises(CorruptCheckpoint, match="header ends too early"):
+        restore([(payload, read)], elements=state.elements, dense_bytes=state.nbytes, threads=1)

@@ -132,6 +132,8 @@ def _read_header(shard: tuple[Payload, RangeReader]) -> _ShardHeader:
         end = 8 + header_length(head, payload.bytes)
         if end > len(head):
             head += read(len(head), end)
+        if end > len(head):  # without its last spaces it would still make sense
+            raise CorruptCheckpoint("its header ends too early")
         placed, _, start = parse_header(head, payload.bytes)
     except StoreError:
         raise
@@ -161,10 +163,7 @@ class _Buffers:
     def write(self, chunk: memoryview) -> None:
         while len(chunk):
             if not len(self._room):
-                room = next(self._buffers, None)
-                if room is None:
-                    raise CorruptCheckpoint("the anchor's shard holds more than its header says")
-                self._room = room
+                self._room = next(self._buffers)
             nbytes = min(len(chunk), len(self._room))
             self._room[:nbytes] = chunk[:nbytes]
             self._room, chunk = self._room[nbytes:], chunk[nbytes:]
