@@ -17,7 +17,7 @@ from pulse_rl.store import Data
 from pulse_rl.stream.anchor import restore
 from pulse_rl.stream.manifest import AnchorRef, PatchRef, Payload, parse
 from pulse_rl.stream.stream import Stream
-from tests.hostile import make
+from tests.hostile import make, pieces
 from tests.support.states import LIMIT_MEMORY, run_python
 
 CORPUS = Path(__file__).parent / "hostile"
@@ -44,7 +44,7 @@ def expect_typed(path: Path, act: Callable[[], object]) -> str | None:
 
 def through_patch(path: Path) -> None:
     """Parse and apply; whatever happens, the state is as it was."""
-    state = make.base()
+    state = pieces.base()
     before = state_digest(state)
     try:
         apply_patch(Patch.parse(path.read_bytes(), state.specs), state, before, threads=1)
@@ -63,7 +63,7 @@ def stream(head: int = 0) -> MemoryStore:
     store = MemoryStore()
     publisher = Publisher(store, stream="policy", threads=1, anchor_ratio=1e9)
     for version in range(head + 1):
-        publisher.publish(make.base() if version % 2 == 0 else make.changed())
+        publisher.publish(pieces.base() if version % 2 == 0 else pieces.changed())
     return store
 
 
@@ -79,7 +79,7 @@ def named_by(store: MemoryStore, path: Path) -> None:
     zero = Stream(store, "policy").manifest(0)
     patch = PatchRef(0, zero.root, 1, (payload,)) if kind == "patch" else None
     anchor = AnchorRef((payload,)) if kind == "safetensors" else None
-    root = state_root(make.changed())
+    root = state_root(pieces.changed())
     made = msgspec.structs.replace(zero, version=1, root=root, patch=patch, anchor=anchor).sealed()
     store.put("policy/versions/000000000001.json", made.to_bytes())
 
@@ -103,7 +103,7 @@ def through_sync(path: Path) -> None:
     try:
         worker.sync(target=newest)
     finally:
-        assert (worker.status, worker.version, worker.root) == ("ready", 0, state_root(make.base()))
+        assert (worker.status, worker.version, worker.root) == ("ready", 0, state_root(pieces.base()))
 
 
 WAYS: dict[str, dict[str, Callable[[Path], object]]] = {
@@ -146,7 +146,7 @@ def test_false_links_are_survived(path: Path) -> None:
     worker.sync(1)
     for subscriber in (worker, Subscriber(store, stream="policy", threads=1)):
         subscriber.sync()
-        assert (subscriber.version, subscriber.root) == (12, state_root(make.base()))
+        assert (subscriber.version, subscriber.root) == (12, state_root(pieces.base()))
     assert all(report.ok for report in verify_stream(store, "policy", threads=1))
 
 
@@ -193,12 +193,12 @@ def test_the_corpus_is_what_its_program_writes() -> None:
 def test_the_same_files_unharmed_are_accepted(tmp_path: Path) -> None:
     """What the corpus is made from is good, so that each file is refused for what is wrong with it."""
     honest = tmp_path / "honest.patch"
-    honest.write_bytes(make.honest())
+    honest.write_bytes(pieces.honest())
     store = stream()
     named_by(store, honest)
     subscriber = Subscriber(store, stream="policy", threads=1)
     subscriber.sync()
-    assert subscriber.root == state_root(make.changed())
+    assert subscriber.root == state_root(pieces.changed())
     parse(make.sealed(make.manifest()), stream="policy", version=1)
     good = tmp_path / "good.safetensors"
     good.write_bytes(make.checkpoint({"a": make.entry("BF16", [4], 0, 8)}, bytes(8)))

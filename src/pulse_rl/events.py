@@ -128,7 +128,8 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class PathFailed:
-    """A path to a version failed at ``link``, and another is tried. ``kind`` is the error's (`pulse_rl.errors`)."""
+    """A path to a version failed at ``link``, and another is tried; or a version, "version 7", could not be read or
+    trusted, and is passed over. ``kind`` is the error's (`pulse_rl.errors`)."""
 
     stream: str
     link: str

@@ -13,6 +13,7 @@ from torch import nn
 from pulse_rl import Bits, MemoryStore, Publisher, State, StateMismatch, Subscriber, Update, as_state, state_root
 from pulse_rl.integrations.torch import apply_, to_torch
 from pulse_rl.state.tensors import DTYPES
+from tests.support.interrupts import Boom, Steps
 from tests.support.states import Live, Rng, Tensors, all_dtypes, bits, history, mutated, snapshot, weights
 
 
@@ -106,6 +107,23 @@ def test_a_model_that_requires_grad_is_written_without_a_graph(rng: Rng) -> None
     assert layer.weight.grad_fn is None
     layer(torch.ones(4)).sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_an_interrupt_leaves_gradients_on(rng: Rng) -> None:
+    """At any step, those of torch's context managers among them."""
+    layer = nn.Linear(4, 3)
+    before = as_bits(layer)
+    _, patch = updates(before, mutated(rng, before, 0.5))
+    number, interrupted = 0, True
+    while interrupted:
+        number, interrupted = number + 1, False
+        try:
+            Steps(number, also=("grad_mode", "_contextlib")).run(lambda: apply_({**layer.state_dict()}, patch))
+        except Boom:
+            interrupted = True
+        left, _ = torch.is_grad_enabled(), torch.set_grad_enabled(True)
+        assert left, f"after an interrupt at step {number}"
+    assert number > 50
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl.errors import InputError, PulseError, TrainerLeft, TrainerLost
+from pulse_rl.errors import InputError, TrainerLeft, TrainerLost
 from pulse_rl.loco import PulseLoCo
 from tests.support.loco_reference import Job, root_of
-from tests.support.trainers import Group, Trainer, together
+from tests.support.trainers import Group, Trainer, each, together
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +117,6 @@ def skipped_steps(trainer: Trainer) -> None:
 
 def every(trainer: Trainer) -> list[str]:
     """Every case in a world of its own. Returns those that failed, and how."""
-    failed = []
     cases: list[Callable[[Trainer], None]] = [
         fewer_batches,
         an_error_in_the_loop,
@@ -125,14 +124,7 @@ def every(trainer: Trainer) -> list[str]:
         stalled,
         skipped_steps,
     ]
-    for case in cases:
-        trainer.connect(case.__name__)
-        try:
-            case(trainer)
-        except (PulseError, AssertionError, pytest.fail.Exception) as error:
-            failed.append(f"{case.__name__}: {type(error).__name__} {error}"[:400])
-        trainer.barrier(f"done with {case.__name__}", tuple(range(SIZE)))
-    return failed
+    return each(trainer, cases, SIZE)
 
 
 def test_the_others_are_told_who_is_where() -> None:

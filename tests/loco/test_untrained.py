@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl.errors import CorruptMessage, Diverged, NonFinite, PulseError, StateMismatch
+from pulse_rl.errors import CorruptMessage, Diverged, NonFinite, StateMismatch
 from pulse_rl.loco import DiLoCo, OuterLoop, PulseLoCo, bits, untrained_message
 from tests.support.loco_reference import root_of, same
-from tests.support.trainers import Trainer, together
+from tests.support.trainers import Trainer, each, together
 
 SIZE = 3
 
@@ -227,16 +227,7 @@ CASES: list[Callable[[Trainer], None]] = [
 
 
 def every(trainer: Trainer) -> list[str]:
-    """Every case in a world of its own. Returns those that failed, and how."""
-    failed = []
-    for case in CASES:
-        trainer.connect(case.__name__)
-        try:
-            case(trainer)
-        except (PulseError, AssertionError, pytest.fail.Exception) as error:
-            failed.append(f"{case.__name__}: {type(error).__name__} {error}"[:600])
-        trainer.barrier(f"done with {case.__name__}", tuple(range(SIZE)))
-    return failed
+    return each(trainer, CASES, SIZE)
 
 
 @pytest.mark.slow

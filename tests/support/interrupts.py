@@ -28,15 +28,16 @@ STEP = "opcode" if sys.version_info < (3, 12) else "line"
 
 class Steps:
     """A trace function that raises `Boom` at the step ``number`` of this package's frames, and counts them. Not of its
-    stores: between a lock's taking and the ``with`` that gives it back no signal handler runs, but tracing would."""
+    stores: between a lock's taking and the ``with`` that gives it back no signal handler runs, but tracing would.
+    ``also``: parts of the paths of other files whose frames count."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, *, also: tuple[str, ...] = ()) -> None:
+        self.number, self._files = number, ("pulse_rl", *also)
         self.count = 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if "pulse_rl" not in file or "pulse_rl/store" in file:
+        if not any(part in file for part in self._files) or "pulse_rl/store" in file:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = STEP == "opcode", STEP == "line"
         if event == STEP:

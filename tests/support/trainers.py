@@ -11,14 +11,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from pulse_rl.errors import PulseError
 
 # One process imports torch; the trainers are forks of it, which takes hundredths of a second.
 _PROCESSES = multiprocessing.get_context("forkserver")
@@ -112,6 +115,19 @@ class Group:
 def together(program: Callable[..., Any], size: int, *arguments: Any, **settings: Any) -> list[Any]:
     """What ``program(trainer, *arguments)`` returns in each of ``size`` processes."""
     return Group(program, size, *arguments, **settings).results()
+
+
+def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int) -> list[str]:
+    """Every case among all ``size`` trainers in a world of its own. Returns those that failed here, and how."""
+    failed = []
+    for case in cases:
+        trainer.connect(case.__name__)
+        try:
+            case(trainer)
+        except (PulseError, AssertionError, pytest.fail.Exception) as error:
+            failed.append(f"{case.__name__}: {type(error).__name__} {error}"[:600])
+        trainer.barrier(f"done with {case.__name__}", tuple(range(size)))
+    return failed
 
 
 def lose(how: signal.Signals) -> None:

@@ -18,6 +18,13 @@ def checked_number(name: str, value: Any, *, least: float = 0.0, most: float = m
     return value
 
 
+def checked_count(name: str, value: Any) -> int:
+    """``value`` itself; raises InputError unless it is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+    return value
+
+
 def checked_collection(name: str, value: Any, example: str) -> Collection[Any]:
     """``value`` itself; raises InputError unless it is a collection, and no text. ``example`` is shown then."""
     if isinstance(value, str | bytes) or not isinstance(value, Collection):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from ..errors import InputError
+from .settings import checked_count
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,9 +45,7 @@ def default_threads() -> int:
 
 def checked_threads(threads: int | None) -> int | None:
     """``threads`` itself; raises InputError unless it is None or a whole number of at least 1."""
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-        raise InputError(f"threads must be a whole number of at least 1, not {threads!r}", hint="None: one per core.")
-    return threads
+    return None if threads is None else checked_count("threads", threads)
 
 
 class Call(Generic[R]):

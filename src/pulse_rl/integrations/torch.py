@@ -70,9 +70,8 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     plan = [(t, target) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
     _note_version(model, update, held, update.version)
     update._receipt.begun = True
-    with torch.no_grad():
-        for tensor, target in plan:
-            _write(tensor, target.detach())
+    for tensor, target in plan:  # detached, and not within no_grad(): an interrupt there would leave gradients off
+        _write(tensor, target.detach())
     _note_version(model, update, update.version, update.version)
     update.acknowledge()
 

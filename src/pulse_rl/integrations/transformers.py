@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .._util.settings import checked_number
+from .._util.settings import checked_count
 from ..errors import PulseError
 from ..events import Event, Listener, Metadata, Notice, PathFailed, Published, Resumed, checked_listener
 from ..state.rounding import compute_dtype_named
@@ -65,7 +65,7 @@ class PulseCallback(TrainerCallback):
         **publisher: Any,
     ) -> None:
         self._dtype = None if dtype is None else compute_dtype_named(dtype).name
-        self._every = int(checked_number("every", every, least=1))
+        self._every = checked_count("every", every)
         self._replace = replace
         self._listener = checked_listener(on_event)
         self._publisher = Publisher(store, stream=stream, on_event=self._hear, **publisher)

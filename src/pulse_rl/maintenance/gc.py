@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from .._util.settings import checked_number
-from ..errors import ChainGap, EmptyStream, InputError, NotFound
+from .._util.settings import checked_count, checked_number
+from ..errors import ChainGap, EmptyStream, NotFound
 from ..store import Store, open_store
 from ..store.base import ObjectInfo
 from ..stream.doubts import UNREADABLE
@@ -148,8 +148,7 @@ def gc_stream(
     ``identity``, or than the newest one where that is not given. Raises EmptyStream, InputError, and ChainGap, with
     nothing deleted, if a kept version is already damaged.
     """
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise InputError(f"keep must be a whole number of at least 1, not {keep!r}")
+    checked_count("keep", keep)
     checked_number("grace_seconds", grace_seconds, most=_LONGEST_GRACE)
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
     folders = (where.names.links, where.names.versions, where.names.payloads)

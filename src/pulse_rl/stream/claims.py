@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from ..errors import FormatError, PublisherConflict, Untrusted
 from ..store.base import Store, create_or_confirm
-from .doubts import Doubts
+from .doubts import Doubts, read_again
 from .names import EpochName, StreamNames, first_free, in_reach
 from .signing import Signer, TrustedKeys
 from .statements import MAX_BYTES, NOBODY, Claim, read_claim
 
 _TRIES = 100
-_READS = 3
 
 
 class Claims:
@@ -74,14 +73,10 @@ class Claims:
         def read(epoch: int) -> Claim:
             if listed[epoch] > MAX_BYTES:
                 raise FormatError(f"the claim to epoch {epoch} has {listed[epoch]} bytes")
-            for again in reversed(range(_READS)):  # networks corrupt bytes more often than disks do
-                data = self._store.get(self._names.epoch(epoch))
-                try:
-                    claim = read_claim(data, self._names.stream, epoch, self._trusted)
-                    break
-                except (FormatError, Untrusted):
-                    if not again:
-                        raise
+            claim = read_again(
+                lambda: self._store.get(self._names.epoch(epoch)),
+                lambda data: read_claim(data, self._names.stream, epoch, self._trusted),
+            )
             if self._trusted and identity and claim.identity != identity and claim.previous != publisher:
                 raise Untrusted(f"the claim to epoch {epoch} is one to another stream of this name")
             return claim

@@ -21,6 +21,22 @@ _BUDGET = 32 << 20
 _MOST_DOUBTS = 1 << 14
 _MOST_PATIENCE = 1 << 10
 _RETRIES = 32
+_READS = 3
+
+
+def read_again(get: Callable[[], bytes], parse: Callable[[bytes], T]) -> T:
+    """What ``parse`` makes of an object, which is fetched up to three times before it is held to be damaged: networks
+    corrupt bytes more often than disks do. The same bytes twice are what is stored. Raises what ``parse`` raises."""
+    last: bytes | None = None
+    for again in reversed(range(_READS)):
+        data = get()
+        try:
+            return parse(data)
+        except (FormatError, Untrusted):
+            if data == last or not again:
+                raise
+        last = data
+    raise AssertionError
 
 
 class _Doubt(NamedTuple):

@@ -13,14 +13,12 @@ from . import manifest as manifests
 from .anchor import RangeReader
 from .chain import Link
 from .claims import Claims
-from .doubts import Doubts
+from .doubts import Doubts, read_again
 from .kept import KeptManifests
 from .manifest import Manifest, Payload, is_identity
-from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName, first_free
+from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
 from .signing import Signer, TrustedKeys
 from .statements import MAX_BYTES, check_fold, fold_statement
-
-_READS = 3  # before a manifest is held to be damaged: networks corrupt bytes more often than disks do
 
 
 class Head(NamedTuple):
@@ -30,10 +28,6 @@ class Head(NamedTuple):
     manifest: Manifest | None
     listed: list[int]
     error: PulseError | None = None
-
-    def free(self, after: int) -> int:
-        """The first number above version ``after`` that is not taken. Raises StreamError at the end of the numbers."""
-        return first_free(self.listed, after)
 
 
 class Stream:
@@ -213,21 +207,14 @@ class Stream:
         nbytes = (listed and listed.nbytes) or self.store.head(name).nbytes
         if nbytes > manifests.MAX_BYTES:
             raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
-        read: bytes | None = None
-        for _ in range(_READS):
-            last, read = read, self.store.get(name)
-            try:
-                manifest = manifests.parse(read, stream=self.name, version=version)
-                break
-            except CorruptManifest as error:
-                damage = error
-                if read == last:
-                    raise
-        else:
-            raise damage
-        if self._trusted:
-            self._trusted.check(manifest)
-        return manifest
+
+        def parse(data: bytes) -> Manifest:
+            manifest = manifests.parse(data, stream=self.name, version=version)
+            if self._trusted:
+                self._trusted.check(manifest)
+            return manifest
+
+        return read_again(lambda: self.store.get(name), parse)
 
     def _names_patch(self, link: Link) -> bool:
         """Whether the version's manifest names the link itself, as it does its patch."""

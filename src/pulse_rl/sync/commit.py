@@ -12,7 +12,7 @@ from ..events import Metadata
 from ..stream import manifest as manifests
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
-from ..stream.names import in_reach
+from ..stream.names import first_free, in_reach
 from ..stream.stream import Stream
 from .draft import Draft
 from .upload import Uploaded
@@ -57,7 +57,7 @@ class Committer:
         if self._claimed_as != self.identity:
             self._claim()
 
-    def begin_anew(self) -> None:
+    def reclaim(self) -> None:
         """The store no longer holds the head: claims the stream again, and goes on from there. Raises PublisherConflict
         if somebody else has begun another stream under its name."""
         other = self._stream.newest(anybody=True).manifest
@@ -121,7 +121,8 @@ class Committer:
             self._stream.identity = self._stream.identity or found.manifest.identity or None
         elif found.listed and self.head is None:  # all are damaged, or a stranger's: no number is used again
             self._minted = self._stream.claims.identity() or self._minted
-        self.next = found.free(max(in_reach(found.listed, -1), default=-1) if self.version is None else self.version)
+        last = max(in_reach(found.listed, -1), default=-1) if self.version is None else self.version
+        self.next = first_free(found.listed, last)
 
     def _claim(self) -> None:
         above = max(self.head.epoch if self.head else 0, self.epoch)

@@ -333,7 +333,7 @@ class Publisher(Unique):
         if baseline.version is not None and baseline.version == committer.version and not baseline.poisoned:
             if self._stream.lists(baseline.version):
                 return
-            committer.begin_anew()
+            committer.reclaim()
             self._baseline = self._new_baseline()
             self._tell(Resumed(self._stream.name, baseline.version, "anchored", "the store no longer holds it"))
             return

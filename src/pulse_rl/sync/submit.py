@@ -89,11 +89,6 @@ class Submissions:
         if errors:
             raise errors[0]
 
-    def wait(self) -> None:
-        """Returns when nothing is in flight. An interrupt is raised, and the work goes on."""
-        for entry in list(self._entries):
-            entry.operation.wait()
-
     def forget(self) -> None:
         """Lets spare memory go."""
         self._spare = []

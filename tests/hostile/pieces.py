@@ -1,0 +1,71 @@
+"""A small state, and patch files for it that say what one likes."""
+
+from __future__ import annotations
+
+import struct
+from hashlib import sha256
+
+import numpy as np
+
+from pulse_rl import Bits, State, patch
+from pulse_rl._util import zstd
+from pulse_rl.patch.header import BlockEntry, PatchHeader
+from pulse_rl.state.digest import state_digest
+
+_RAMP = np.arange(2000, dtype=np.uint16)
+BASE: dict[str, Bits] = {
+    "a": Bits(_RAMP.reshape(20, 100) * 33, "BF16"),
+    "b": Bits(_RAMP[:64].astype(np.uint64), "U64"),
+}
+"""The state that the patches say they are for."""
+
+
+def base() -> State:
+    return State.of(BASE)
+
+
+def changed() -> State:
+    """What an honest patch leads to."""
+    a, b = BASE["a"].array.copy(), BASE["b"].array.copy()
+    a[::3, ::7] ^= 1
+    b[5] ^= 1
+    return State.of({"a": Bits(a, "BF16"), "b": Bits(b, "U64")})
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def framed(plain: bytes, body: bytes = b"", *, stored: bytes | None = None, claim: int | None = None) -> bytes:
+    """A patch file around a plain header; ``claim`` is the plain length it speaks of."""
+    stored = zstd.compress(plain, 9) if stored is None else stored
+    claim = len(plain) if claim is None else claim
+    return (
+        struct.pack("<8sIIII32s", b"\x89PULSE\r\n", 1, 0, len(stored), claim, sha256(stored).digest()) + stored + body
+    )
+
+
+def plain_header(names: bytes, count: int, dtypes: bytes, shapes: bytes, blocks: bytes, unit: bytes = b"\x04") -> bytes:
+    root = bytes.fromhex(state_digest(base()).root)
+    return root + root + unit + varint(count) + names + dtypes + shapes + blocks
+
+
+def name(text: bytes, shared: int = 0) -> bytes:
+    return varint(shared) + varint(len(text)) + text
+
+
+def with_block(payload: bytes, codec_id: int, count: int, index: int = 0) -> bytes:
+    """A well-formed patch for BASE one of whose blocks holds ``payload``. Block 0 is "a" and block 1 is "b"."""
+    digest = state_digest(base())
+    entries = [BlockEntry(0, 0, 0), BlockEntry(0, 0, 0)]
+    entries[index] = BlockEntry(codec_id, count, len(payload), sha256(payload).digest())
+    header = PatchHeader(digest.root, "0" * 64, patch.DEFAULT_BLOCK_ELEMENTS, base().specs, tuple(entries))
+    return header.to_bytes() + payload
+
+
+def honest() -> bytes:
+    return patch.build_patch(base(), changed(), state_digest(base()), threads=1).to_bytes()

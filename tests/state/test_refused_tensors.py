@@ -1,0 +1,148 @@
+"""Tensors, names, shapes and sets of tensors that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pulse_rl import (
+    Bits,
+    InputError,
+    State,
+    StateMismatch,
+    UnsupportedTensor,
+)
+from pulse_rl.state import tensors
+from pulse_rl.state.tensors import DTYPES, TensorSpec
+
+
+class _Wrapper(torch.Tensor):
+    """Like DTensor and torchao's tensors: a subclass that holds its data elsewhere."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
+        wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class _Sharded(torch.Tensor):
+    def full_tensor(self) -> torch.Tensor:
+        return self
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: torch.zeros(3, device="meta"), id="meta"),
+        pytest.param(lambda: torch.eye(3).to_sparse(), id="sparse"),
+        pytest.param(lambda: torch.eye(3).to_mkldnn(), id="mkldnn"),
+        pytest.param(lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), id="quantized"),
+        pytest.param(lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), id="nested"),
+        pytest.param(_fake, id="fake"),
+        pytest.param(lambda: _Wrapper(torch.zeros(3)), id="wrapper-subclass"),
+        pytest.param(lambda: torch.zeros(3).as_subclass(_Sharded), id="sharded"),
+        pytest.param(lambda: torch.empty(3, dtype=torch.int4), id="int4"),
+        pytest.param(lambda: torch.empty(3, dtype=torch.uint4), id="uint4"),
+        pytest.param(lambda: torch.empty(3, dtype=torch.float4_e2m1fn_x2), id="float4"),
+        pytest.param(lambda: torch.zeros(3, dtype=torch.complex128), id="complex128"),
+        pytest.param(lambda: torch.float32, id="a-dtype"),
+        pytest.param(lambda: np.array(["x"]), id="strings"),
+        pytest.param(lambda: np.array([None]), id="objects"),
+        pytest.param(lambda: np.zeros(3, "f4,i4"), id="records"),
+        pytest.param(lambda: np.zeros(3, np.longdouble), id="longdouble"),
+        pytest.param(lambda: np.zeros(3, "M8[s]"), id="times"),
+        pytest.param(lambda: Bits(np.zeros(3, np.uint32), "BF16"), id="bits-of-another-width"),
+        pytest.param(lambda: Bits(np.zeros(3, np.int16), "BF16"), id="signed-bits"),
+        pytest.param(lambda: Bits(np.zeros(3, np.uint8), "F6_E3M2"), id="unknown-name"),
+        pytest.param(lambda: [1.0, 2.0], id="list"),
+        pytest.param(lambda: 1.0, id="float"),
+        pytest.param(lambda: None, id="none"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, on making such tensors
+def test_what_has_no_plain_bits_is_unsupported(make: Callable[[], Any]) -> None:
+    value = make()
+    with pytest.raises(UnsupportedTensor) as caught:
+        State.of({"fine": torch.zeros(1), "odd": value})
+    assert "odd" in str(caught.value) or "F6_E3M2" in str(caught.value)
+
+
+# The last is where a safetensors header keeps its metadata: an anchor with such a tensor could not be read back.
+@pytest.mark.parametrize("name", ["", "x" * 1025, "é" * 513, "\ud800", 1, None, b"w", "__metadata__"])
+def test_names_that_are_refused(name: Any) -> None:
+    with pytest.raises(InputError):
+        State.of({name: np.zeros(1)})
+    tied = np.zeros(1)
+    with pytest.raises(InputError):
+        State.of({"first": tied, name: tied})
+
+
+def test_names_that_are_kept() -> None:
+    names = ["x" * 1024, "é" * 512, " ", "a/b", "..", "\0", "\U0001f600", "Ω"]
+    assert [s.name for s in State.of({n: np.zeros(1) for n in names}).specs] == sorted(names, key=str.encode)
+
+
+@pytest.mark.parametrize(
+    "shape", [(-1,), (2, -3), (1,) * 17, ((1 << 48) + 1,), (1 << 24, 1 << 24, 2), (0, 1 << 64), (0, 1 << 70)]
+)
+def test_shapes_past_the_caps_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError):
+        TensorSpec("w", DTYPES["BF16"], shape)
+
+
+def test_shapes_at_the_caps_are_kept() -> None:
+    assert TensorSpec("w", DTYPES["BF16"], (1 << 48,)).nbytes == 1 << 49
+    assert TensorSpec("w", DTYPES["BF16"], (1,) * 16).elements == 1
+
+
+def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "MAX_TENSORS", 3)
+    assert len(State.of({str(k): np.zeros(1) for k in range(3)})) == 3
+    with pytest.raises(InputError, match="4 tensors"):
+        State.of({str(k): np.zeros(1) for k in range(4)})
+
+
+@pytest.mark.parametrize("aliases", [{"b": "absent"}, {"a": "a"}, {"a": "c"}])
+def test_aliases_must_fit_the_tensors(aliases: dict[str, str]) -> None:
+    state = State.of({"a": np.zeros(1), "c": np.zeros(1)})
+    with pytest.raises(InputError, match="alias"):
+        State(state.specs, {}, aliases)
+
+
+def test_a_dtype_that_safetensors_does_not_know() -> None:
+    with pytest.raises(UnsupportedTensor, match="F7") as caught:
+        tensors.dtype_of("F7")
+    assert "BF16" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"a": np.zeros(2, np.float32)}, "'b'"),
+        ({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.int8), "c": np.zeros(1)}, "'c'"),
+        ({"a": np.zeros(2, np.float32), "b": np.zeros((3, 1), np.int8)}, r"'b' is I8 \[3\], but I8 \[3, 1\]"),
+        ({"a": np.zeros(2, np.int32), "b": np.zeros(3, np.int8)}, r"'a' is F32 \[2\], but I32 \[2\]"),
+    ],
+)
+def test_the_first_difference_of_two_tensor_sets_is_named(other: dict[str, Any], message: str) -> None:
+    state = State.of({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.int8)})
+    state.require_specs(state.copy().specs, "itself")
+    with pytest.raises(StateMismatch, match=message):
+        state.require_specs(State.of(other).specs, "the other")
