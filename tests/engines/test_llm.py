@@ -21,7 +21,7 @@ REFERENCE_NOISE = 0.02
 
 def break_after_first_write(worker: Any) -> None:
     """The first update of a parameter succeeds, the second raises; only on the last worker."""
-    from pulse_rl.integrations.vllm.live import LiveWeights
+    from pulse_rl.integrations.engines.live import LiveWeights
 
     if worker.rank != worker.parallel_config.world_size - 1:
         return

@@ -6,6 +6,7 @@ processes imports vLLM or torch: `connect` to a server needs neither.
 
 from __future__ import annotations
 
-from .handle import EngineHandle, EngineSync, connect
+from ..engines.handle import EngineHandle, EngineSync
+from .connection import connect
 
 __all__ = ["EngineHandle", "EngineSync", "connect"]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 import vllm
+from vllm.distributed import parallel_state
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -16,10 +19,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.v1.worker.worker_base import WorkerBase
 
 from ...errors import ConcurrentUse, InputError, PulseError, UnsupportedTensor
+from ..engines.node import Node
+from ..engines.session import Learnt, Session, local_checkpoint
 from .contract import require_known
-from .node import Node
 from .plain import require_no_derived_weights, require_plain_weights
-from .session import Learnt, Session, local_checkpoint
+from .reload import reloading
 
 require_known(WeightTransferEngine, vllm.__version__)
 
@@ -155,7 +159,8 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         require_no_derived_weights(self.model)
         self._error = None
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
-        self._session = Session(self.model, self.model_config, info, self._node, self._learnt, base)
+        around = partial(reloading, self.model, self.model_config)
+        self._session = Session(self.model, info, self._node, self._learnt, base, around)
         self._info = info
         self._heard_of_owner = time.monotonic()
 
@@ -193,7 +198,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         vLLM's executor reads the workers' replies in order up to the first failure, and takes what it left for the
         replies to the next call. The workers that do not raise keep the session of vLLM open; see `_pulse`.
         """
-        self._node = self._node or Node()
+        self._node = self._node or Node(_workers())
         failure = None
         try:
             work()
@@ -211,6 +216,10 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
             self.shutdown()
         if self._node.last:
             raise failure
+
+
+def _workers() -> Any:
+    return parallel_state.get_world_group() if torch.distributed.is_initialized() else None
 
 
 def _raise(error: PulseError | None) -> None:

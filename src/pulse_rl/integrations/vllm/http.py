@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from ...errors import EngineError, EngineUnavailable, InputError
-from .transport import Status
+from ..engines.transport import Status
 
 _ROUTES = (
     "Start it with VLLM_SERVER_DEV_MODE=1 in its environment and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from ... import errors
 from ...errors import EmptyStream, EngineError, InputError, PulseError
 from ...events import Metadata
-from .transport import Status, Transport, transport_to
+from .transport import Status, Transport
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
@@ -43,49 +43,6 @@ class EngineSync:
     fetch_seconds: float
     verify_seconds: float
     fetched_bytes: int
-
-
-def connect(
-    engine: Any,
-    *,
-    store: str,
-    stream: str,
-    base: str | None = None,
-    trusted_keys: Collection[str] | None = None,
-    cache: str | None = None,
-    follow: bool = True,
-    in_flight: InFlight = "keep",
-    audit_every: int = 100,
-    timeout_seconds: float = 600.0,
-) -> EngineHandle:
-    """A handle on a live engine that was started with the weight-transfer backend ``pulse``.
-
-    ``engine``: a ``vllm.LLM``, an ``AsyncLLM`` (from another thread than its event loop's), or the URL of a server.
-    ``store`` (an address), ``stream``, ``trusted_keys`` and ``cache`` are those of `pulse_rl.Subscriber`, and are used
-    on the engine's machine. ``base``: the checkpoint that the engine was started from, where its own path does not say
-    so. ``follow``: whether the engine fetches and verifies new versions while it generates, without being asked.
-    ``in_flight``: what becomes of requests that a sync meets: they are kept, and go on with the new weights from the
-    start of their prompt; aborted; or waited for. ``audit_every``: updates from one audit to the next; the first update
-    is always audited. ``timeout_seconds``: for each wait.
-
-    Raises InputError, EngineError, EngineUnavailable, and ConcurrentUse while another handle drives the engine.
-    """
-    if in_flight not in ("keep", "abort", "wait"):
-        raise InputError(f"in_flight must be 'keep', 'abort' or 'wait', not {in_flight!r}")
-    if not isinstance(store, str):
-        raise InputError(
-            f"the store must be an address, not a {type(store).__name__}", hint="The engine's own processes open it."
-        )
-    info = {
-        "store": store,
-        "stream": stream,
-        "base": base,
-        "trusted_keys": list(trusted_keys) if trusted_keys else None,
-        "cache": cache,
-        "follow": follow,
-        "audit_every": audit_every,
-    }
-    return EngineHandle._on(transport_to(engine, timeout_seconds), info, in_flight, timeout_seconds)
 
 
 class EngineHandle:

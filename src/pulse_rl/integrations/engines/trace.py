@@ -38,7 +38,7 @@ class TensorMap:
 
 
 def learn(model: torch.nn.Module, state: State) -> TensorMap:
-    """The map of ``state``'s names and shapes into the parameters and buffers of ``model``, a vLLM model.
+    """The map of ``state``'s names and shapes into the parameters and buffers of ``model``, by its ``load_weights``.
 
     Raises StateMismatch if the model does not take the tensors or needs others as well, and UnsupportedTensor for
     parameters that hold something else than elements of the checkpoint (packed, quantised, derived).

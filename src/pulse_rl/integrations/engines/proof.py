@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -84,11 +84,15 @@ def write_all(node: Node, journal: Journal, tensor_map: TensorMap, state: State 
     raise_first(node, failure)
 
 
-def load_all(node: Node, journal: Journal, model: torch.nn.Module, model_config: Any, state: State | None) -> None:
-    """Lets vLLM load the leader's ``state`` as it would load a checkpoint, layer by layer, with all that it does to
-    weights after loading. For live weights that are not those of a known checkpoint. Collective."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
+def load_all(
+    node: Node,
+    journal: Journal,
+    model: torch.nn.Module,
+    reloading: Callable[[], AbstractContextManager[None]],
+    state: State | None,
+) -> None:
+    """Lets the model load the leader's ``state`` as it would load a checkpoint, within ``reloading``, which does what
+    the engine does around that. For live weights that are not those of a known checkpoint. Collective."""
     named = node.shared([(name, state.spec(name)) for name in state] if state is not None else [])
     journal.keep_all()
 
@@ -102,15 +106,14 @@ def load_all(node: Node, journal: Journal, model: torch.nn.Module, model_config:
             node.barrier()
 
     supply, failure = tensors(), None
-    initialize_layerwise_reload(model)
-    try:
-        model.load_weights(supply)  # type: ignore[operator]
-    except Exception as error:  # raised below, when the other workers do not wait any more
-        failure = error
-    finally:
-        for _ in supply:
-            pass
-        finalize_layerwise_reload(model, model_config)
+    with reloading():
+        try:
+            model.load_weights(supply)  # type: ignore[operator]
+        except Exception as error:  # raised below, when the other workers do not wait any more
+            failure = error
+        finally:
+            for _ in supply:
+                pass
     raise_first(node, failure)
 
 

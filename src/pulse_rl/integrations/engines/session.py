@@ -1,6 +1,6 @@
 """One stream followed by one worker: what is live, what is staged, and the step from one to the other.
 
-The methods that touch live parameters are collective: vLLM calls them on all workers of an engine. Where one of these
+The methods that touch live parameters are collective: they are called on all workers of an engine. Where one of these
 fails, all do, and all roll back.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -69,14 +70,21 @@ class Live:
 
 
 class Session:
-    """``info`` is a `PulseInitInfo`; ``base``: the path of the checkpoint that the engine loaded, None if unknown."""
+    """``info`` has the fields store, stream, cache, trusted_keys, follow and audit_every; ``base``: the path of the
+    checkpoint that the engine loaded, None if unknown; ``reloading``: see `proof.load_all`."""
 
     def __init__(
-        self, model: torch.nn.Module, model_config: Any, info: Any, node: Node, learnt: Learnt, base: str | None
+        self,
+        model: torch.nn.Module,
+        info: Any,
+        node: Node,
+        learnt: Learnt,
+        base: str | None,
+        reloading: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.live = Live()
         self._model = model
-        self._model_config = model_config
+        self._reloading = reloading
         self._node = node
         self._learnt = learnt
         self._weights = LiveWeights(model)
@@ -251,8 +259,8 @@ class Session:
         self._together(lambda: journal.apply(changes or []))
 
     def _write_all(self, journal: Journal) -> _Version:
-        """Writes the whole host state: through the map if it is proved; else vLLM loads it, and the audit that follows
-        proves the map by that."""
+        """Writes the whole host state: through the map if it is proved; else the model's loader does, and the audit
+        that follows proves the map by that."""
         assert self._learnt.tensor_map is not None
         with self.staging.lock:  # the version is the one that the host holds now, which may have moved on since
             follower = self.staging.subscriber
@@ -260,7 +268,7 @@ class Session:
             if self._learnt.proved:
                 write_all(self._node, journal, self._learnt.tensor_map, state)
             else:
-                load_all(self._node, journal, self._model, self._model_config, state)
+                load_all(self._node, journal, self._model, self._reloading, state)
             if follower is None:
                 return _Version(self._node.shared(0), None, None)
             assert follower.version is not None

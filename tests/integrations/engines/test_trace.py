@@ -1,4 +1,4 @@
-"""The map learnt from a loader, on models with the ways of vLLM's: fused, sliced, padded, tied, transposed."""
+"""The map learnt from a loader, on models with the ways of engines': fused, sliced, padded, tied, transposed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pulse_rl import State, StateMismatch, UnsupportedTensor
-from pulse_rl.integrations.vllm.live import Journal, LiveWeights, located
-from pulse_rl.integrations.vllm.trace import TensorMap, learn
+from pulse_rl.integrations.engines.live import Journal, LiveWeights, located
+from pulse_rl.integrations.engines.trace import TensorMap, learn
 
 Tensors = dict[str, torch.Tensor]
 

@@ -1,9 +1,10 @@
-"""A session without vLLM: a model with its ways of loading, one worker, a real store."""
+"""A session without an engine: a model with its ways of loading, one worker, a real store."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,9 @@ import torch
 
 import pulse_rl
 from pulse_rl import InputError, PulseError, State, StateMismatch
-from pulse_rl.integrations.vllm import node as nodes
-from pulse_rl.integrations.vllm.live import LiveWeights
-from pulse_rl.integrations.vllm.node import Node
-from pulse_rl.integrations.vllm.session import Learnt, Session
+from pulse_rl.integrations.engines.live import LiveWeights
+from pulse_rl.integrations.engines.node import Node
+from pulse_rl.integrations.engines.session import Learnt, Session
 from pulse_rl.state.checkpoint import save
 
 SHAPES = {"gate": (4, 6), "up": (4, 6), "embed": (7, 6)}
@@ -72,7 +72,7 @@ class World:
         info: Any = SimpleNamespace(
             store=self.store, stream="policy", cache=None, trusted_keys=None, follow=follow, audit_every=audit_every
         )
-        session = Session(self.model, None, info, Node(), self.learnt, str(self.base))
+        session = Session(self.model, info, Node(None), self.learnt, str(self.base), nullcontext)
         self.sessions.append(session)
         stage(session)
         return session
@@ -96,8 +96,7 @@ def stage(session: Session, version: int | None = None) -> None:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(nodes, "_world_group", lambda: None)
+def world(tmp_path: Path) -> Iterator[World]:
     made = World(tmp_path)
     yield made
     for session in made.sessions:

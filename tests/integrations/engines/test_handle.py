@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pulse_rl import ConcurrentUse, EngineError, InputError, StateMismatch, StoreUnavailable
-from pulse_rl.integrations.vllm import EngineSync, connect
-from pulse_rl.integrations.vllm.handle import EngineHandle
+from pulse_rl.integrations.engines.handle import EngineHandle, EngineSync
 
 REPORT = {
     "previous": 0,
@@ -161,14 +160,3 @@ def test_following_goes_on_after_errors_that_pass() -> None:
     assert arrived.wait(5)
     assert [done.version for done in seen] == [1]
     handle.close()
-
-
-def test_arguments_are_checked_before_the_engine_is_asked() -> None:
-    with pytest.raises(InputError, match="no engine"):
-        connect(object(), store="s", stream="policy")
-    with pytest.raises(InputError, match="no URL"):
-        connect("localhost:8000", store="s", stream="policy")
-    with pytest.raises(InputError, match="an address"):
-        connect("http://localhost:1", store=object(), stream="policy")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="in_flight"):
-        connect("http://localhost:1", store="s", stream="policy", in_flight="drop")  # type: ignore[arg-type]

@@ -26,15 +26,16 @@ _SHARED_MEMORY = Path("/dev/shm")
 class Node:
     """This worker among those of its node. ``leader``: whether it is the one that follows the stream.
 
-    All methods are collective: every worker of the engine calls them in the same order.
+    ``world``: the group of the engine's workers, with ``cpu_group``, ``ranks``, ``rank`` and ``world_size`` as the
+    engines' own have; None: this worker is the only one. All methods are collective: every worker of the engine calls
+    them in the same order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: Any) -> None:
         self.rank, self.size, self._group = 0, 1, None
         self.folder: Path | None = None
         self._everyone: Any = None
         self._workers = 1
-        world = _world_group()
         if world is not None and world.world_size > 1:
             self._join(world)
 
@@ -122,12 +123,6 @@ class Node:
         if self.leader and self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder = None
-
-
-def _world_group() -> Any:
-    from vllm.distributed import parallel_state
-
-    return parallel_state.get_world_group() if torch.distributed.is_initialized() else None
 
 
 def _boot() -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pulse_rl import MemoryStore, Publisher, Subscriber
-from pulse_rl.integrations.vllm.staged import Staged, newest
+from pulse_rl.integrations.engines.staged import Staged, newest
 
 
 def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:
