@@ -49,7 +49,14 @@ class Engine:
             self.owner = None
         if self.owner is None:
             return [status]
-        facts = {"leader": True, "version": self.live, "held": self.newest, "staged": self.newest, "mapped": True}
+        facts = {
+            "leader": True,
+            "version": self.live,
+            "held": self.newest,
+            "staged": self.newest,
+            "left": 0,
+            "derives": False,
+        }
         return [status | facts | {"asked": self.asked, "answered": self.asked, "report": REPORT, "differing": ["a"]}]
 
     def pause(self, mode: str) -> None:

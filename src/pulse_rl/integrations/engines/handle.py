@@ -93,17 +93,27 @@ class EngineHandle:
             leader = self._stage(version)
             if leader["version"] is not None and leader["version"] in (version, leader["staged"], leader["held"]):
                 return None
-            if not leader["mapped"]:
-                leader = self._leader(self._ask("prepare"))
+            deadline = time.monotonic() + self._timeout
+            while leader["left"]:
+                before, leader = leader, self._leader(self._ask("prepare"))
                 if leader["version"] is not None and leader["version"] == leader["held"]:
                     return None
+                if leader["left"] == before["left"]:
+                    if time.monotonic() > deadline:
+                        raise EngineError(f"the engine was not prepared in {self._timeout:.0f} seconds")
+                    time.sleep(_POLL_SECONDS)
             return self._switch(version)
 
     def audit(self) -> tuple[str, ...]:
         """Reads all live parameters back and compares them with the digests of the live version. Returns the names of
         the tensors that differ: none, if all is well. Otherwise the next sync writes all of them anew. The engine
-        generates nothing meanwhile. Raises InputError before the first sync."""
+        generates nothing meanwhile. Raises InputError before the first sync.
+
+        What an engine has quantised is compared with what its host state quantises to: such an engine is moved to the
+        newest version first."""
         with self._lock:
+            if self._leader(self._ask("status"))["derives"]:
+                self.sync()
             return tuple(self._leader(self._ask("audit"))["differing"])
 
     def follow(

@@ -49,12 +49,9 @@ class LiveWeights:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not tensor.numel():
                 continue
-            width = tensor.element_size()
-            elements = tensor.untyped_storage().nbytes() // width
-            flat = tensor.detach().as_strided((elements,), (1,), 0).view(_INTS[width])
-            self.flat[name] = flat
-            if flat.device.type == "cpu" and elements < _NATIVE_LIMIT:
-                self._host[name] = flat.numpy().view(f"<u{width}")
+            flat = self.flat[name] = as_flat(tensor)
+            if flat.device.type == "cpu" and len(flat) < _NATIVE_LIMIT:
+                self._host[name] = flat.numpy().view(f"<u{flat.element_size()}")
 
     def view(self, box: Box) -> torch.Tensor:
         """The live elements of ``box``, as integers, in the order of its axes."""
@@ -139,6 +136,12 @@ def located(tensor_map: TensorMap, name: str, indices: Indices | None, values: U
         chosen, positions = box.locate(indices)
         if len(positions):
             yield Scatter(box.parameter, positions, np.ascontiguousarray(values[chosen]))
+
+
+def as_flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole memory that ``tensor`` lies in, as integers of its elements' width."""
+    width = tensor.element_size()
+    return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // width,), (1,), 0).view(_INTS[width])
 
 
 def as_ints(values: UIntArray) -> torch.Tensor:

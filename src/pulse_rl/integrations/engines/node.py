@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,6 +118,20 @@ class Node:
             if other is not None:
                 return failure or other[0](other[1], hint=other[2])
         return None
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on this worker; raises on all of them if it raises on one."""
+        result, failure = None, None
+        try:
+            result = work()
+        except PulseError as error:
+            failure = error
+        except Exception as error:  # of torch, or of the model: the other workers must hear of it
+            failure = PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        failure = self.first_failure(failure)
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
 
     def close_folder(self) -> None:
         """Removes what was shared. Not collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -60,8 +60,19 @@ def differing(node: Node, live: LiveWeights, tensor_map: TensorMap, digest: Stat
 
 def write_all(node: Node, journal: Journal, tensor_map: TensorMap, state: State | None) -> None:
     """Writes the leader's ``state`` into the live parameters, where they differ. Collective."""
+    hand_out(node, tensor_map.boxes, state, journal.write)
+
+
+def hand_out(
+    node: Node,
+    boxes: Mapping[str, tuple[Box, ...]],
+    state: State | None,
+    write: Callable[[Box, torch.Tensor], None],
+) -> None:
+    """Calls ``write`` on each worker for all parts of its ``boxes``, by the checkpoint tensor's name, with their bits
+    in the leader's ``state`` as integers. Collective."""
     specs = node.shared(state.specs if state is not None else ())
-    held = {name for names in node.gathered(list(tensor_map.boxes)) for name in names}
+    held = {name for names in node.gathered(list(boxes)) for name in names}
     window = node.window(_WINDOW_BYTES) if node.size > 1 else None
     failure: Exception | None = None
     for spec, start, stop in _pieces(specs, held):
@@ -75,9 +86,9 @@ def write_all(node: Node, journal: Journal, tensor_map: TensorMap, state: State 
             node.barrier()
             here = torch.from_numpy(window[: (stop - start) * width]).view(_INTS[width])
         try:
-            for box in tensor_map.boxes.get(spec.name, ()):
+            for box in boxes.get(spec.name, ()):
                 for part in box.within(start, stop):
-                    journal.write(part, _in_window(here, part, start))
+                    write(part, _in_window(here, part, start))
         except Exception as error:  # raised below, when the other workers do not wait any more
             failure = failure or error
         node.barrier()

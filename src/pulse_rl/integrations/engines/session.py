@@ -7,20 +7,21 @@ fails, all do, and all roll back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ...errors import InputError, PulseError, StateMismatch
+from ...errors import InputError, StateMismatch
 from ...events import Metadata
 from ...state.checkpoint import FILE_NAME, INDEX_NAME
 from ...state.digest import StateDigest
 from ...state.tensors import State
 from ...sync.subscriber import Subscriber
+from .derived import DerivedLayers, LoadedForms
 from .live import Change, Journal, LiveWeights, located
 from .node import Node
 from .proof import differing, load_all, write_all
@@ -71,7 +72,8 @@ class Live:
 
 class Session:
     """``info`` has the fields store, stream, cache, trusted_keys, follow and audit_every; ``base``: the path of the
-    checkpoint that the engine loaded, None if unknown; ``reloading``: see `proof.load_all`."""
+    checkpoint that the engine loaded, None if unknown; ``reloading``: see `proof.load_all`; ``forms``: the layers that
+    compute with what they derive from the checkpoint."""
 
     def __init__(
         self,
@@ -81,8 +83,10 @@ class Session:
         learnt: Learnt,
         base: str | None,
         reloading: Callable[[], AbstractContextManager[None]],
+        forms: LoadedForms | None = None,
     ) -> None:
         self.live = Live()
+        self._forms = forms or LoadedForms()
         self._model = model
         self._reloading = reloading
         self._node = node
@@ -103,11 +107,19 @@ class Session:
             )
 
         self.staging = Staging(node, make, base=base, follow=info.follow, lay_out=self._lay_out)
+        self._derived = DerivedLayers(self._forms, node, self.staging)
 
     @property
-    def mapped(self) -> bool:
-        """Whether it is known where the stream's tensors go."""
-        return self._learnt.tensor_map is not None
+    def derives(self) -> bool:
+        """Whether layers compute with what they derive from the checkpoint."""
+        return bool(self._forms.layers)
+
+    @property
+    def left(self) -> int:
+        """How much `prepare` has still to do before the pause; of meaning on the leader."""
+        if self._learnt.tensor_map is None:
+            return 1
+        return self._derived.left(self.live.version) if self._learnt.proved else 0
 
     def close(self) -> None:
         self.staging.close()
@@ -116,20 +128,30 @@ class Session:
     # -- before the pause
 
     def prepare(self) -> None:
-        """Learns the map, once for the tensors of the stream, and proves it by the checkpoint that the engine loaded.
+        """Learns the map, if that has not been done, and derives some of the layers that are derived. May return with
+        something `left`. Collective."""
+        self._learn_map()
+        if self._learnt.tensor_map is not None and self._learnt.proved:
+            self._derived.advance(self._learnt.tensor_map, self.live.version)
 
-        Without proof the version of the live parameters is unknown, and the next update writes all. Collective.
-        """
-        specs = self._node.common(self._together(self._held_tensors))
+    def _learn_map(self) -> None:
+        """Once for the tensors of the stream; and proves the map by the checkpoint that the engine loaded. Without
+        proof the version of the live parameters is unknown, and the next update writes all."""
+        specs = self._node.common(self._node.together(self._held_tensors))
         if self._learnt.specs == specs:
             return
-        tensor_map = self._together(lambda: learn(self._model, State(specs[0], {}, specs[1])))
+        tensor_map = self._node.together(lambda: self._learn(State(specs[0], {}, specs[1])))
         self._learnt.tensor_map, self._learnt.specs, self._learnt.proved = tensor_map, specs, False
         base = self.staging.base_digest
-        if self._node.shared(base is not None) and not self._differing(base):
+        known = [has for leader, has in self._node.gathered((self._node.leader, base is not None)) if leader]
+        if all(known) and not self._differing(base, self.staging.base_state):
             self._learnt.proved = True
             self.live.version = self._node.shared(self._base_version())
             self.live.digest = base
+
+    def _learn(self, state: State) -> TensorMap:
+        with self._forms.within():
+            return learn(self._model, state, self._forms.names)
 
     def _held_tensors(self) -> Any:
         """The tensors of the stream as the leader holds them: (specs, aliases)."""
@@ -167,14 +189,26 @@ class Session:
         """Moves the live parameters to ``version``, None: what is staged. They are at the version before when this
         raises. Collective."""
         started = time.perf_counter()
-        self.prepare()
+        self._learn_map()
+        with self._steady():
+            self._update(version, started)
+        self.staging.release()
+
+    @contextmanager
+    def _steady(self) -> Iterator[None]:
+        """Within, the host state does not move, where layers are derived from it."""
+        with self.staging.lock if self._forms.layers else nullcontext():
+            yield
+
+    def _update(self, version: int | None, started: float) -> None:
         with self.staging.gate:
-            step: Step = self._node.shared(self._together(lambda: self._decide(version)))
+            step: Step = self._node.shared(self._node.together(lambda: self._decide(version)))
             if len(set(self._node.gathered((step.kind, step.version)))) > 1:
                 raise StateMismatch("the engine's nodes have staged different versions", hint="Sync again.")
-            prepared = self._together(lambda: self._awaited(step))
+            prepared = self._node.together(lambda: self._awaited(step))
         if step.kind == "none":
             return
+        derived = self._derived_changes(step.version)
         journal = Journal(self._weights)
         before, self.live.version = self.live.version, None
         begun = time.perf_counter()
@@ -184,7 +218,8 @@ class Session:
                 now = _Version(step.version, prepared.digest, prepared.metadata)
             else:
                 now = self._write_all(journal)
-            self._together(self._weights.synchronize)
+            self._node.together(lambda: journal.apply(derived))
+            self._node.together(self._weights.synchronize)
             written = time.perf_counter()
             due = prepared is None or self.live.updates % self._audit_every == 0
             if due:
@@ -194,6 +229,7 @@ class Session:
             journal.roll_back()
             self.live.version = before
             raise
+        self._derived.forget()
         self.live.version, self.live.digest = now.number, now.digest
         self.live.updates += 1
         self.staging.acknowledge(now.number)
@@ -217,10 +253,28 @@ class Session:
         while no version is live."""
         if self.live.version is None:
             raise InputError("no version is live yet", hint="Call sync() first.")
-        wrong = self._differing(self.live.digest)
+        with self._steady():
+            self._require_host_at(self.live.version)
+            wrong = self._differing(self.live.digest, self.staging.host_state)
         if wrong:
             self.live.version = None
         return wrong
+
+    def _derived_changes(self, target: int) -> list[Change]:
+        tensor_map = self._learnt.tensor_map
+        if not self._forms.layers or tensor_map is None or not self._learnt.proved:
+            return []
+        return self._derived.changes(tensor_map, self.live.version, target)
+
+    def _require_host_at(self, live: int) -> None:
+        """What is derived can be compared with what the host state derives to, and so for the host's version only."""
+        subscriber = self.staging.subscriber
+        host = self._node.common(subscriber.version if subscriber is not None else None)
+        if self._forms.layers and host != live:
+            raise StateMismatch(
+                f"version {live} is live, and the host holds version {host} already",
+                hint="Quantised layers are audited against the host state: call sync(), then audit().",
+            )
 
     def _decide(self, version: int | None) -> Step:
         """What to do, on the leader; nothing on the others."""
@@ -256,7 +310,7 @@ class Session:
 
     def _scatter(self, journal: Journal, prepared: Prepared) -> None:
         changes = prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)
-        self._together(lambda: journal.apply(changes or []))
+        self._node.together(lambda: journal.apply(changes or []))
 
     def _write_all(self, journal: Journal) -> _Version:
         """Writes the whole host state: through the map if it is proved; else the model's loader does, and the audit
@@ -275,30 +329,21 @@ class Session:
             return _Version(self._node.shared(follower.version), follower.digest, follower.manifest.metadata)
 
     def _require_equal(self, now: _Version) -> None:
-        wrong = self._differing(now.digest)
+        wrong = self._differing(now.digest, self.staging.host_state)
         if wrong:
             raise StateMismatch(
                 f"{len(wrong)} live tensors are not those of version {now.number}: {', '.join(wrong[:3])}",
                 hint="The update was rolled back. If no one else writes to the engine's weights, please report this.",
             )
 
-    def _differing(self, digest: StateDigest | None) -> list[str]:
-        assert self._learnt.tensor_map is not None
-        return differing(self._node, self._weights, self._learnt.tensor_map, digest)
-
-    def _together(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on this worker; raises on all of them if it raises on one."""
-        result, failure = None, None
-        try:
-            result = work()
-        except PulseError as error:
-            failure = error
-        except Exception as error:  # of torch, or of the model: the other workers must hear of it
-            failure = PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        failure = self._node.first_failure(failure)
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[return-value]
+    def _differing(self, digest: StateDigest | None, state: Callable[[], State | None]) -> list[str]:
+        """The tensors that are not those of the version with ``digest``, of which ``state`` is; leader only."""
+        tensor_map = self._learnt.tensor_map
+        assert tensor_map is not None
+        wrong = differing(self._node, self._weights, tensor_map, digest)
+        if self._forms.layers:
+            wrong += self._derived.differing(tensor_map, state())
+        return wrong
 
 
 def local_checkpoint(model: str, revision: str | None) -> str | None:

@@ -12,7 +12,7 @@ from ...errors import PulseError
 from ...events import Event, Metadata, Synced
 from ...state.checkpoint import as_state
 from ...state.digest import StateDigest, state_digest
-from ...state.tensors import TensorSpec
+from ...state.tensors import State, TensorSpec
 from ...sync.subscriber import Subscriber
 from ...sync.update import Receipt, Update
 from .live import Change
@@ -21,6 +21,7 @@ from .staged import Staged, newest
 
 POLL_SECONDS = 1.0
 _LOCAL_POLL_SECONDS = 0.02
+_HOLD_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Staging:
         self.prepared: Prepared | None = None
         self.held: Held | None = None
         self.base_digest: StateDigest | None = None
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         """Held while the host state moves."""
         self.gate = threading.Lock()
         """Held while something is staged: what all workers take over must not be replaced meanwhile."""
@@ -96,6 +97,7 @@ class Staging:
         self._receipt: Receipt | None = None
         self._sequence = 0
         self._wanted: int | None = None
+        self._held_until = 0.0
         self._closed = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse-staging", daemon=True)
@@ -104,8 +106,29 @@ class Staging:
     def ask(self, version: int | None) -> None:
         """Lets the thread look at once: for ``version``, or the newest."""
         self._wanted = version
+        self.release()
         self.state.asked += 1
         self._wake.set()
+
+    def host_state(self) -> State | None:
+        """The state that the host holds; leader only."""
+        return self.subscriber.state if self.subscriber is not None else None
+
+    def base_state(self) -> State | None:
+        """The checkpoint that the engine loaded; leader only."""
+        return as_state(self._base) if self._node.leader and self._base is not None else None
+
+    def hold(self) -> int | None:
+        """Keeps the host state where it is, until `release`, or for half a minute; leader only. Returns its version,
+        None while it is still on the move."""
+        self._held_until = time.monotonic() + _HOLD_SECONDS
+        if self.subscriber is None or not self.lock.acquire(blocking=False):
+            return None
+        self.lock.release()
+        return self.subscriber.version
+
+    def release(self) -> None:
+        self._held_until = 0.0
 
     def acknowledge(self, version: int) -> None:
         """The live model holds ``version`` now."""
@@ -126,19 +149,22 @@ class Staging:
         while not self._closed:
             if self.subscriber is None:
                 self._take_over()
-            elif self.state.asked > self.state.answered or self._follow:
+            elif (self.state.asked > self.state.answered or self._follow) and not self._held:
                 asked = self.state.asked
-                self._look(self._wanted)
-                self.state.answered = asked
+                if self._look(self._wanted):
+                    self.state.answered = asked
             self._wake.wait(_LOCAL_POLL_SECONDS if self.subscriber is None else POLL_SECONDS)
             self._wake.clear()
 
-    def _look(self, version: int | None) -> None:
+    def _look(self, version: int | None) -> bool:
+        """Whether the thread has looked: the host state may be held."""
         assert self.subscriber is not None
         try:
             if self._base is not None and self.base_digest is None:
                 self.base_digest = state_digest(as_state(self._base))
             with self.lock:
+                if self._held:
+                    return False
                 update = self.subscriber.sync(version)
                 if update is not None and not self._has(update):
                     self._stage(update)
@@ -150,6 +176,11 @@ class Staging:
             self.state.error = error
         except Exception as error:  # told to whoever asks: a thread that ends in silence would look like a quiet stream
             self.state.error = PulseError(f"{type(error).__name__}: {error}")
+        return True
+
+    @property
+    def _held(self) -> bool:
+        return time.monotonic() < self._held_until
 
     def _has(self, update: Update) -> bool:
         prepared = self.prepared

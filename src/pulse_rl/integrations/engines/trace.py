@@ -7,7 +7,7 @@ generating.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,16 +28,18 @@ _ALIASES = {"clone", "_to_copy", "contiguous"}
 class TensorMap:
     """Where the elements of the checkpoint tensors go on this rank.
 
-    ``boxes`` by the tensor's name; ``padding``: elements by parameter that the loader fills with a constant;
-    ``unused``: tensors of which this rank holds nothing.
+    ``boxes`` by the tensor's name; ``derived``: such that lead into parameters which the engine then derives others
+    from (`derived`); ``padding``: elements by parameter that the loader fills with a constant; ``unused``: tensors of
+    which this rank holds nothing.
     """
 
     boxes: dict[str, tuple[Box, ...]]
+    derived: dict[str, tuple[Box, ...]]
     padding: dict[str, int]
     unused: tuple[str, ...]
 
 
-def learn(model: torch.nn.Module, state: State) -> TensorMap:
+def learn(model: torch.nn.Module, state: State, derived: Collection[str] = ()) -> TensorMap:
     """The map of ``state``'s names and shapes into the parameters and buffers of ``model``, by its ``load_weights``.
 
     Raises StateMismatch if the model does not take the tensors or needs others as well, and UnsupportedTensor for
@@ -60,7 +62,7 @@ def learn(model: torch.nn.Module, state: State) -> TensorMap:
         for tensor, data in held:
             if tensor.data.data_ptr() != data.data_ptr():
                 tensor.data = data
-    return tracer.result(model)
+    return tracer.result(model, derived)
 
 
 @dataclass(slots=True)
@@ -149,8 +151,9 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written.boxes.setdefault(box, source) != source:
             written.odd = f"{source!r} and {written.boxes[box]!r} go to the same place"
 
-    def result(self, model: torch.nn.Module) -> TensorMap:
-        boxes: dict[str, list[Box]] = {}
+    def result(self, model: torch.nn.Module, derived: Collection[str]) -> TensorMap:
+        plain: dict[str, list[Box]] = {}
+        into_derived: dict[str, list[Box]] = {}
         missing = []
         for name, parameter in model.named_parameters():
             stored = self._name(parameter)
@@ -171,10 +174,15 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         for written in self._written.values():
             for box, source in written.boxes.items():
-                boxes.setdefault(source, []).append(box)
+                (into_derived if box.parameter in derived else plain).setdefault(source, []).append(box)
         padding = {name: w.padding for name, w in self._written.items() if w.padding}
-        unused = tuple(spec.name for spec in self.state.specs if spec.name not in boxes and spec.elements)
-        return TensorMap({name: tuple(found) for name, found in boxes.items()}, padding, unused)
+        held = plain.keys() | into_derived.keys()
+        unused = tuple(spec.name for spec in self.state.specs if spec.name not in held and spec.elements)
+        return TensorMap(_frozen(plain), _frozen(into_derived), padding, unused)
+
+
+def _frozen(boxes: dict[str, list[Box]]) -> dict[str, tuple[Box, ...]]:
+    return {name: tuple(found) for name, found in boxes.items()}
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:

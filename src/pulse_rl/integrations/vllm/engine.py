@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -18,11 +19,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.v1.worker.worker_base import WorkerBase
 
-from ...errors import ConcurrentUse, InputError, PulseError, UnsupportedTensor
+from ...errors import ConcurrentUse, InputError, PulseError
 from ..engines.node import Node
 from ..engines.session import Learnt, Session, local_checkpoint
 from .contract import require_known
 from .plain import require_no_derived_weights, require_plain_weights
+from .quantised import loaded_forms
 from .reload import reloading
 
 require_known(WeightTransferEngine, vllm.__version__)
@@ -133,7 +135,8 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
                 "staged": prepared.staged.version if prepared is not None else None,
                 "asked": staging.state.asked,
                 "answered": staging.state.answered,
-                "mapped": session.mapped,
+                "left": session.left,
+                "derives": session.derives,
                 "report": session.live.report,
             }
             error = error or staging.state.error
@@ -150,17 +153,15 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
             raise refusal
         self.shutdown()
         self._opening = True
-        if self.model_config.quantization:
-            raise UnsupportedTensor(
-                f"the engine's weights are quantised ({self.model_config.quantization})",
-                hint="Start the engine without quantization: quantised weights cannot follow a stream yet.",
-            )
         require_plain_weights(self.model)
         require_no_derived_weights(self.model)
         self._error = None
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
         around = partial(reloading, self.model, self.model_config)
-        self._session = Session(self.model, info, self._node, self._learnt, base, around)
+        forms = loaded_forms(
+            self.model, self.model_config.quantization, partial(set_current_vllm_config, self.vllm_config)
+        )
+        self._session = Session(self.model, info, self._node, self._learnt, base, around, forms)
         self._info = info
         self._heard_of_owner = time.monotonic()
 
