@@ -2,7 +2,8 @@
 
 Run it in the environment of `make test-vllm`: ``.venv-vllm/bin/python -m benchmarks.engines``. The model has the shape
 of Qwen2.5-0.5B and random weights; 1% of them change. ``--bandwidth`` limits what the engine's worker reads from the
-store, in Mbit/s: the pause must not depend on it.
+store, in Mbit/s: the pause must not depend on it. Memory is that of the engine's processes beside what they had before
+the stream was opened, in states (bytes of the BF16 weights); each page that they share counts once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, help="Mbit/s from the store (default: unlimited)")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--quantization", help="as vLLM's own, such as fp8_per_channel")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1")
@@ -65,12 +68,14 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         max_model_len=128,
         max_num_seqs=4,
         tensor_parallel_size=arguments.tensor_parallel,
+        quantization=arguments.quantization,
         weight_transfer_config={"backend": "pulse"},
     )
     if arguments.bandwidth:
         llm.collective_rpc(slow_down, args=(arguments.bandwidth * 1e6 / 8,))
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion weights, density {arguments.density:.2%}")
-    with connect(llm, store=store, stream="policy") as handle:
+    weights = sum(p.numel() for p in model.parameters())
+    print(f"{weights / 1e9:.2f} billion weights, density {arguments.density:.2%}")
+    with Memory(llm) as memory, connect(llm, store=store, stream="policy") as handle:
         for _ in range(arguments.updates):
             old = {name: weight.detach().clone() for name, weight in model.named_parameters()}
             change(model, arguments.density)
@@ -85,12 +90,48 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
                 f"pause {1e3 * done.pause_seconds:.0f} ms, apply {1e3 * done.apply_seconds:.0f} ms{audit}",
                 flush=True,
             )
-            if arguments.tensor_parallel == 1:
+            print(f"  memory: {memory.now() / (2 * weights):.2f} states, at most {memory.most / (2 * weights):.2f}")
+            if arguments.tensor_parallel == 1 and not arguments.quantization:
                 torch.save(patches(old, model), folder / "patches")
                 seconds = llm.collective_rpc(patch, args=(str(folder / "patches"),))[0]
                 print(f"  the same by load_checkpoint_weight_patches: {1e3 * seconds:.0f} ms", flush=True)
         assert handle.audit() == ()
     llm.llm_engine.engine_core.shutdown()
+
+
+class Memory:
+    """Anonymous and shared memory of an engine's workers beyond what they have now, in bytes; sampled in a thread."""
+
+    def __init__(self, llm: Any) -> None:
+        self._processes = llm.collective_rpc(process_id)
+        self._before = self._taken()
+        self.most = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def now(self) -> int:
+        return self._taken() - self._before
+
+    def _taken(self) -> int:
+        files = [Path(f"/proc/{process}/smaps_rollup") for process in self._processes]
+        lines = [line for file in files for line in file.read_text().splitlines()]
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+    def _sample(self) -> None:
+        while not self._end.wait(0.1):
+            self.most = max(self.most, self.now())
+
+
+def process_id(worker: Any) -> int:
+    return os.getpid()
 
 
 def change(model: torch.nn.Module, density: float) -> None:

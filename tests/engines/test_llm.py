@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engines import slow_down
 from pulse_rl import PulseError, StoreUnavailable
 from pulse_rl.integrations.vllm import EngineHandle, connect
 
@@ -135,6 +136,18 @@ def a_flipped_bit_is_found_and_repaired(policy: Policy, llm: Any, handle: Engine
     assert report is not None
     assert (report.version, report.full) == (policy.version, True)
     assert checksums(llm) == bits
+
+
+def test_a_slow_link_does_not_lengthen_the_pause(policy: Policy) -> None:
+    with engine(policy.checkpoint) as llm, connect(llm, store=policy.store, stream="policy", follow=False) as handle:
+        policy.step()
+        assert handle.sync() is not None
+        llm.collective_rpc(slow_down, args=(1e6 / 8,))
+        policy.step(density=0.9)
+        report = handle.sync()
+        assert report is not None
+        assert report.fetch_seconds > 7 * report.fetched_bytes / 1e6
+        assert report.pause_seconds < report.fetch_seconds / 2
 
 
 def test_the_prefix_cache_never_answers_with_old_weights(policy: Policy) -> None:

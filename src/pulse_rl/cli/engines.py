@@ -51,15 +51,13 @@ def follow(args: argparse.Namespace, console: Console) -> int:
 
 
 def _connect(args: argparse.Namespace) -> EngineHandle:
-    if args.identity or args.follow_restarts:
-        raise InputError(
-            "an engine takes no --identity and no --follow-restarts yet", hint="Leave them out, or follow with --out."
-        )
     return connect(
         args.engine,
         store=args.store,
         stream=args.stream,
         trusted_keys=args.trust,
+        identity=args.identity,
+        follow_restarts=args.follow_restarts,
         cache=args.cache,
         in_flight=args.in_flight,
     )

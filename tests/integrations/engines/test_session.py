@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pulse_rl
-from pulse_rl import InputError, PulseError, StateMismatch
+from pulse_rl import InputError, PulseError, StateMismatch, StreamReplaced, Untrusted
 from pulse_rl.integrations.engines.live import LiveWeights
 
 from .world import World, stage
@@ -115,8 +115,9 @@ def test_a_second_session_does_not_believe_the_checkpoint(world: World) -> None:
     assert (second.live.version, world.live()) == (2, True)
 
 
-def test_a_stream_that_is_begun_anew_is_followed(world: World) -> None:
-    session = world.session()
+@pytest.mark.parametrize("followed", [True, False])
+def test_a_stream_that_is_begun_anew(world: World, followed: bool) -> None:
+    session = world.session(follow_restarts=followed)
     for _ in range(3):
         world.step()
     stage(session)
@@ -125,9 +126,22 @@ def test_a_stream_that_is_begun_anew_is_followed(world: World) -> None:
         file.unlink() if file.is_file() else file.rmdir()
     world.publisher = pulse_rl.Publisher(world.store, stream="policy", threads=1)
     world.step()
-    stage(session)
-    session.update(None)
-    assert (session.live.version, world.live()) == (0, True)
+    if followed:
+        stage(session)
+        session.update(None)
+        assert (session.live.version, world.live()) == (0, True)
+        return
+    with pytest.raises(StreamReplaced):
+        stage(session)
+    assert session.live.version == 3
+
+
+def test_another_stream_of_the_same_name_is_not_followed(world: World) -> None:
+    mine = world.publisher.head()
+    assert mine is not None
+    assert world.session(identity=mine.identity).staging.held is not None
+    with pytest.raises(Untrusted, match="another stream of this name"):
+        world.session(identity="0" * 32)
 
 
 def test_another_version_than_the_staged_one_is_refused(world: World) -> None:

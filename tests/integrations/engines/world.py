@@ -71,10 +71,10 @@ class World:
             self.tensors[name] = torch.where(chosen, weight + 1, weight)
         return self.publish()
 
-    def session(self, *, follow: bool = False, audit_every: int = 100) -> Session:
-        info: Any = SimpleNamespace(
-            store=self.store, stream="policy", cache=None, trusted_keys=None, follow=follow, audit_every=audit_every
-        )
+    def session(self, *, follow: bool = False, audit_every: int = 100, **settings: Any) -> Session:
+        facts = {"cache": None, "trusted_keys": None, "identity": None, "follow_restarts": False}
+        facts |= {"store": self.store, "stream": "policy", "follow": follow, "audit_every": audit_every}
+        info: Any = SimpleNamespace(**(facts | settings))
         session = Session(self.model, info, Node(None), self.learnt, str(self.base), nullcontext, self.model.forms())
         self.sessions.append(session)
         stage(session)

@@ -71,7 +71,8 @@ class Live:
 
 
 class Session:
-    """``info`` has the fields store, stream, cache, trusted_keys, follow and audit_every; ``base``: the path of the
+    """``info`` has the fields store, stream, cache, trusted_keys, identity, follow_restarts, follow and
+    audit_every; ``base``: the path of the
     checkpoint that the engine loaded, None if unknown; ``reloading``: see `proof.load_all`; ``forms``: the layers that
     compute with what they derive from the checkpoint."""
 
@@ -102,7 +103,8 @@ class Session:
                 base=base,
                 cache=info.cache,
                 trusted_keys=info.trusted_keys or None,
-                follow_restarts=True,
+                identity=info.identity,
+                follow_restarts=info.follow_restarts,
                 on_event=listener,
             )
 

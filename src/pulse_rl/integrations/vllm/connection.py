@@ -17,6 +17,8 @@ def connect(
     stream: str,
     base: str | None = None,
     trusted_keys: Collection[str] | None = None,
+    identity: str | None = None,
+    follow_restarts: bool = False,
     cache: str | None = None,
     follow: bool = True,
     in_flight: InFlight = "keep",
@@ -26,12 +28,12 @@ def connect(
     """A handle on a live engine that was started with the weight-transfer backend ``pulse``.
 
     ``engine``: a ``vllm.LLM``, an ``AsyncLLM`` (from another thread than its event loop's), or the URL of a server.
-    ``store`` (an address), ``stream``, ``trusted_keys`` and ``cache`` are those of `pulse_rl.Subscriber`, and are used
-    on the engine's machine. ``base``: the checkpoint that the engine was started from, where its own path does not say
-    so. ``follow``: whether the engine fetches and verifies new versions while it generates, without being asked.
-    ``in_flight``: what becomes of requests that a sync meets: they are kept, and go on with the new weights from the
-    start of their prompt; aborted; or waited for. ``audit_every``: updates from one audit to the next; the first update
-    is always audited. ``timeout_seconds``: for each wait.
+    ``store`` (an address), ``stream``, ``trusted_keys``, ``identity``, ``follow_restarts`` and ``cache`` are those of
+    `pulse_rl.Subscriber`, and are used on the engine's machine. ``base``: the checkpoint that the engine was started
+    from, where its own path does not say so. ``follow``: whether the engine fetches and verifies new versions while it
+    generates, without being asked. ``in_flight``: what becomes of requests that a sync meets: they are kept, and go on
+    with the new weights from the start of their prompt; aborted; or waited for. ``audit_every``: updates from one audit
+    to the next; the first update is always audited. ``timeout_seconds``: for each wait.
 
     Raises InputError, EngineError, EngineUnavailable, and ConcurrentUse while another handle drives the engine.
     """
@@ -46,6 +48,8 @@ def connect(
         "stream": stream,
         "base": base,
         "trusted_keys": list(trusted_keys) if trusted_keys else None,
+        "identity": identity,
+        "follow_restarts": follow_restarts,
         "cache": cache,
         "follow": follow,
         "audit_every": audit_every,
