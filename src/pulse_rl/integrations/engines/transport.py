@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 Status = dict[str, Any]
-"""What a worker says of itself; see `pulse_rl.integrations.vllm.engine`."""
+"""What a worker says of itself; see `worker.Worker.answer`."""
 
 
 class Transport(Protocol):
