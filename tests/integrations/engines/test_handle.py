@@ -132,6 +132,11 @@ def test_a_prefix_cache_in_use_is_emptied_with_its_requests() -> None:
     engine.newest, engine.cache_refuses = 2, 2
     with pytest.raises(EngineError, match="prefix cache"):
         handle.sync()
+    assert engine.calls[-1] == "resume"
+    engine.calls.clear()
+    assert handle.sync() is None
+    assert handle.sync() is None
+    assert engine.calls == ["pause keep", "reset False", "resume"]
 
 
 def test_one_handle_at_a_time_and_a_restarted_server_is_opened_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -127,6 +128,21 @@ def test_what_a_loader_computes_is_refused() -> None:
 
     with pytest.raises(UnsupportedTensor, match="'embed' but computes it"):
         refused(checkpoint(), Scaling())
+
+
+def test_a_loader_that_copies_in_threads_writes_nothing_either() -> None:
+    class Threaded(Model):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            with ThreadPoolExecutor() as pool:
+                for done in [pool.submit(super(Threaded, self).load_weights, [pair]) for pair in weights]:
+                    done.result()
+
+    model = Threaded()
+    tensors = checkpoint()
+    assert learn(model, State.of(tensors)).boxes == learn(Model(), State.of(tensors)).boxes
+    assert all((weight == 7).all() for weight in model.parameters())
+    model.load_weights(tensors.items())
+    assert torch.equal(model.fused[:4], tensors["gate"][:4])
 
 
 def test_parameters_that_a_loader_replaces_are_put_back() -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ... import errors
 from ...errors import EmptyStream, EngineError, InputError, PulseError
 from ...events import Metadata
-from .transport import Status, Transport
+from .transport import Status, Transport, raise_told
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
@@ -45,6 +44,35 @@ class EngineSync:
     fetched_bytes: int
 
 
+def init_info(
+    store: str,
+    stream: str,
+    base: str | None,
+    trusted_keys: Collection[str] | None,
+    identity: str | None,
+    follow_restarts: bool,
+    cache: str | None,
+    follow: bool,
+    audit_every: int,
+) -> dict[str, Any]:
+    """The arguments of `connect` as an engine's workers take them. Raises InputError."""
+    if not isinstance(store, str):
+        raise InputError(
+            f"the store must be an address, not a {type(store).__name__}", hint="The engine's own processes open it."
+        )
+    return {
+        "store": store,
+        "stream": stream,
+        "base": base,
+        "trusted_keys": list(trusted_keys) if trusted_keys else None,
+        "identity": identity,
+        "follow_restarts": follow_restarts,
+        "cache": cache,
+        "follow": follow,
+        "audit_every": audit_every,
+    }
+
+
 class EngineHandle:
     """Made by `connect`. A context manager; see `close`. May be used by several threads, one call at a time."""
 
@@ -56,10 +84,13 @@ class EngineHandle:
     _lock: threading.RLock
     _follower: threading.Thread | None
     _closing: threading.Event
+    _stale: bool
 
     @classmethod
     def _on(cls, transport: Transport, info: dict[str, Any], in_flight: str, timeout_seconds: float) -> Self:
         """A handle that has opened a session in the engine; ``info`` is its init_info but for the owner."""
+        if in_flight not in ("keep", "abort", "wait"):
+            raise InputError(f"in_flight must be 'keep', 'abort' or 'wait', not {in_flight!r}")
         self = cls.__new__(cls)
         self._transport = transport
         self._info = info
@@ -69,6 +100,7 @@ class EngineHandle:
         self._lock = threading.RLock()
         self._follower = None
         self._closing = threading.Event()
+        self._stale = False
         self._open()
         return self
 
@@ -85,11 +117,14 @@ class EngineHandle:
         Fetches and verifies while the engine generates, then pauses it, writes what changed, empties the prefix cache,
         tags what is generated from now on with the version, and resumes. Other versions than the newest need a handle
         with ``follow=False``. When this raises, the engine goes on with the weights that it has; what is kept in the
-        prefix cache was then computed with these.
+        prefix cache was then computed with these. If the error is that the engine refuses to empty it, the next sync
+        begins with that.
         """
         with self._lock:
             if not any(status["open"] for status in self._ask("status")):
                 self._open()  # the server was restarted
+            if self._stale:
+                self._empty_cache()
             leader = self._stage(version)
             if leader["version"] is not None and leader["version"] in (version, leader["staged"], leader["held"]):
                 return None
@@ -170,7 +205,7 @@ class EngineHandle:
             statuses = self._ask("status")
             leader = self._leader(statuses)
             if leader["answered"] >= asked:
-                _raise_first("error", statuses)
+                raise_told("error", statuses)
                 if leader["held"] is None:
                     raise EmptyStream(f"nothing was synced from {self._info['stream']!r} yet")
                 if all(status["staged"] == leader["staged"] for status in statuses):
@@ -190,9 +225,9 @@ class EngineHandle:
             except Exception as error:
                 raise self._reason(error) from error
             status = self._leader(self._ask("status"))
+            self._stale = True
             transport.finish(str(status["version"]))
-            if not transport.reset_prefix_cache(False) and not transport.reset_prefix_cache(True):
-                raise EngineError("the engine did not empty its prefix cache, which was filled by the old weights")
+            self._reset_cache()
         finally:
             transport.resume()
         report = status["report"]
@@ -205,17 +240,32 @@ class EngineHandle:
             **{name: report[name] for name in (*names, *costs)},
         )
 
+    def _empty_cache(self) -> None:
+        self._transport.pause(self._in_flight)
+        try:
+            self._reset_cache()
+        finally:
+            self._transport.resume()
+
+    def _reset_cache(self) -> None:
+        if not self._transport.reset_prefix_cache(False) and not self._transport.reset_prefix_cache(True):
+            raise EngineError(
+                "the engine did not empty its prefix cache, which was filled by the old weights",
+                hint="The new weights are live. The next sync tries again.",
+            )
+        self._stale = False
+
     def _reason(self, error: Exception) -> PulseError:
         """What the workers say of a call that failed; the error itself if they say nothing."""
         try:
-            _raise_first("error", self._ask("status"))
+            raise_told("error", self._ask("status"))
         except PulseError as known:
             return known
         return error if isinstance(error, PulseError) else EngineError(f"{type(error).__name__}: {error}")
 
     def _ask(self, action: str, version: int | None = None) -> list[Status]:
         statuses = self._transport.pulse(action, self._owner, version)
-        _raise_first("failure", statuses)
+        raise_told("failure", statuses)
         return statuses
 
     def _leader(self, statuses: list[Status]) -> Status:
@@ -244,18 +294,3 @@ class EngineHandle:
             else:
                 if done is not None and on_sync is not None:
                     on_sync(done)
-
-
-def _raise_first(field: str, statuses: list[Status]) -> None:
-    """Raises what a worker reports, as the error that it was there."""
-    for status in statuses:
-        found = status.get(field)
-        if found:
-            raise _class_of(found["kind"])(found["message"], hint=found["hint"])
-
-
-def _class_of(kind: str) -> type[PulseError]:
-    for candidate in vars(errors).values():
-        if isinstance(candidate, type) and issubclass(candidate, PulseError) and vars(candidate).get("kind") == kind:
-            return candidate
-    return PulseError

@@ -7,7 +7,10 @@ generating.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +51,7 @@ def learn(model: torch.nn.Module, state: State, derived: Collection[str] = ()) -
     tracer = _Tracer(model, state)
     held = [(tensor, tensor.data) for tensor in tracer.tensors.values()]
     try:
-        with torch.no_grad(), tracer:
+        with torch.no_grad(), _in_this_thread(), tracer:
             model.load_weights(tracer.sources())  # type: ignore[operator]
     except InputError:
         raise
@@ -63,6 +66,28 @@ def learn(model: torch.nn.Module, state: State, derived: Collection[str] = ()) -
             if tensor.data.data_ptr() != data.data_ptr():
                 tensor.data = data
     return tracer.result(model, derived)
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """What a loader gives to a pool of threads is done at once: the tracer does not see what other threads copy."""
+    submit, here = ThreadPoolExecutor.submit, threading.get_ident()
+
+    def at_once(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if threading.get_ident() != here:
+            return submit(pool, work, *args, **kwargs)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args, **kwargs))
+        except Exception as error:  # the loader's, which asks the future for it
+            future.set_exception(error)
+        return future
+
+    ThreadPoolExecutor.submit = at_once  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
 
 
 @dataclass(slots=True)

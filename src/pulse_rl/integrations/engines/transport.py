@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ... import errors
+from ...errors import PulseError
+
 Status = dict[str, Any]
-"""What a worker says of itself; see `pulse_rl.integrations.vllm.engine`."""
+"""What a worker says of itself; see `worker.Worker.answer`."""
 
 
 class Transport(Protocol):
@@ -30,3 +33,18 @@ class Transport(Protocol):
     def reset_prefix_cache(self, running: bool) -> bool:
         """Whether nothing of it is left. ``running``: requests in flight start over with the new weights."""
         ...
+
+
+def raise_told(field: str, statuses: list[Status]) -> None:
+    """Raises what a worker reports, as the error that it was there."""
+    for status in statuses:
+        found = status.get(field)
+        if found:
+            raise _class_of(found["kind"])(found["message"], hint=found["hint"])
+
+
+def _class_of(kind: str) -> type[PulseError]:
+    for candidate in vars(errors).values():
+        if isinstance(candidate, type) and issubclass(candidate, PulseError) and vars(candidate).get("kind") == kind:
+            return candidate
+    return PulseError

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ...errors import InputError
-from ..engines.handle import EngineHandle, InFlight
+from ..engines.handle import EngineHandle, InFlight, init_info
 from .transport import transport_to
 
 
@@ -37,21 +36,6 @@ def connect(
 
     Raises InputError, EngineError, EngineUnavailable, and ConcurrentUse while another handle drives the engine.
     """
-    if in_flight not in ("keep", "abort", "wait"):
-        raise InputError(f"in_flight must be 'keep', 'abort' or 'wait', not {in_flight!r}")
-    if not isinstance(store, str):
-        raise InputError(
-            f"the store must be an address, not a {type(store).__name__}", hint="The engine's own processes open it."
-        )
-    info = {
-        "store": store,
-        "stream": stream,
-        "base": base,
-        "trusted_keys": list(trusted_keys) if trusted_keys else None,
-        "identity": identity,
-        "follow_restarts": follow_restarts,
-        "cache": cache,
-        "follow": follow,
-        "audit_every": audit_every,
-    }
-    return EngineHandle._on(transport_to(engine, timeout_seconds), info, in_flight, timeout_seconds)
+    transport = transport_to(engine, timeout_seconds)
+    info = init_info(store, stream, base, trusted_keys, identity, follow_restarts, cache, follow, audit_every)
+    return EngineHandle._on(transport, info, in_flight, timeout_seconds)

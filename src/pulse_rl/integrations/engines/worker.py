@@ -1,0 +1,171 @@
+"""One worker of an engine, as whoever drives the engine knows it: its session, who owns it, its status."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import ConcurrentUse, InputError, PulseError
+from .node import Node
+from .session import Learnt, Session
+from .transport import Status
+
+LEASE_SECONDS = 15.0
+
+
+class Worker:
+    """``open_session`` makes the session for an init_info, with the fields that `Session` asks for and ``owner``, any
+    string that stands for who drives the engine. ``workers``: returns the group for `Node`; called once, by all workers
+    at the same time."""
+
+    def __init__(self, open_session: Callable[[Any, Node, Learnt], Session], workers: Callable[[], Any]) -> None:
+        self._open_session = open_session
+        self._workers = workers
+        self._node: Node | None = None
+        self._session: Session | None = None
+        self._info: Any = None
+        self._learnt = Learnt()
+        self._heard_of_owner = 0.0
+        self._error: PulseError | None = None
+
+    @property
+    def node(self) -> Node:
+        self._node = self._node or Node(self._workers())
+        return self._node
+
+    # -- what the engine calls on all of its workers
+
+    def open(self, info: Any) -> PulseError | None:
+        """Starts a session, or returns why it was not started, on all workers."""
+        failure = self._noting(lambda: self._begin(info))
+        if failure is not None and self._info is info:
+            self.close()
+        return failure
+
+    def begin_update(self) -> None:
+        """Forgets the error of the last update."""
+        self._error = None
+
+    def update(self, version: int | None) -> PulseError | None:
+        """`Session.update`, or why it failed, on all workers."""
+        return self._noting(lambda: self._opened().update(version))
+
+    def close(self) -> None:
+        """Ends the session."""
+        if self._session is not None:
+            self._session.close()
+        self._session = self._info = None
+
+    # -- what a handle asks for
+
+    def answer(self, action: str, owner: str = "", version: int | None = None) -> Status:
+        """One of the actions "hello", "status", "stage", "prepare", "audit" and "close".
+
+        The answer is the status: "failure" is the error of this call, if it has one; "error" that of the last update,
+        or of the last look at the store. They are part of the answer because not every transport carries errors.
+        """
+        actions: dict[str, Callable[[], object]] = {
+            "hello": lambda: _raise(self._refused(owner)),
+            "status": lambda: None,
+            "stage": lambda: self._stage(version),
+            "prepare": lambda: self._opened().prepare(),
+            "audit": lambda: self._opened().audit(),
+            "close": self.close,
+        }
+        try:
+            if action != "hello":
+                self._hear(owner)
+            result = actions[action]()
+        except PulseError as error:
+            return self.status() | {"failure": described(error)}
+        return self.status() | ({"differing": result} if action == "audit" else {})
+
+    def status(self) -> Status:
+        session, error = self._session, self._error
+        status: Status = {"open": session is not None}
+        if session is not None:
+            staging = session.staging
+            prepared = staging.prepared
+            status |= {
+                "store": self._info.store,
+                "stream": self._info.stream,
+                "leader": staging.subscriber is not None,
+                "version": session.live.version,
+                "held": staging.subscriber.version if staging.subscriber is not None else None,
+                "staged": prepared.staged.version if prepared is not None else None,
+                "asked": staging.state.asked,
+                "answered": staging.state.answered,
+                "left": session.left,
+                "derives": session.derives,
+                "report": session.live.report,
+            }
+            error = error or staging.state.error
+        return status | {"error": described(error) if error is not None else None}
+
+    # -- the parts
+
+    def _begin(self, info: Any) -> None:
+        if not info.store or not info.stream:
+            raise InputError("init_info needs a store and a stream")
+        refusal = self.node.common(self._refused(info.owner))  # not each by its own clock
+        if refusal is not None:
+            raise refusal
+        self.close()
+        self._error = None
+        self._info = info
+        self._session = self._open_session(info, self.node, self._learnt)
+        self._heard_of_owner = time.monotonic()
+
+    def _opened(self) -> Session:
+        if self._session is None:
+            raise InputError("the engine follows no stream", hint="Call connect(), or init_weight_transfer_engine.")
+        return self._session
+
+    def _refused(self, owner: str) -> ConcurrentUse | None:
+        """Whoever drives the engine keeps it by being heard of."""
+        if self._info is None or self._info.owner == owner:
+            return None
+        if time.monotonic() - self._heard_of_owner >= LEASE_SECONDS:
+            return None
+        return ConcurrentUse(
+            f"another handle drives this engine along {self._info.stream!r}",
+            hint=f"Close the other handle; one that died is forgotten after {LEASE_SECONDS:.0f} seconds.",
+        )
+
+    def _hear(self, owner: str) -> None:
+        """Raises ConcurrentUse unless ``owner`` drives the engine."""
+        if self._info is not None and self._info.owner != owner:
+            raise ConcurrentUse(
+                "another handle has taken this engine over", hint="One handle drives an engine: close this one."
+            )
+        self._heard_of_owner = time.monotonic()
+
+    def _stage(self, version: int | None) -> None:
+        self._error = None
+        self._opened().staging.ask(version)
+
+    def _noting(self, work: Callable[[], object]) -> PulseError | None:
+        """Runs ``work`` on all workers; where one fails, all note it."""
+        failure = None
+        node = self.node
+        try:
+            work()
+        except PulseError as error:
+            failure = error
+        except Exception as error:  # the other workers must hear of it, or wait for ever
+            failure = PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        failure = node.first_failure(failure)
+        if failure is not None:
+            self._error = failure
+        return failure
+
+
+def described(error: PulseError) -> dict[str, Any]:
+    """What a status says of an error."""
+    return {"kind": error.kind, "message": str(error), "hint": error.hint, "retryable": error.retryable}
+
+
+def _raise(error: PulseError | None) -> None:
+    if error is not None:
+        raise error
