@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     llm = LLM(
         str(folder / "model"),
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        enforce_eager=not torch.cuda.is_available(),  # with CUDA graphs where there are any
         max_model_len=128,
         max_num_seqs=4,
         tensor_parallel_size=arguments.tensor_parallel,
