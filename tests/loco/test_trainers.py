@@ -95,5 +95,6 @@ def test_every_round_equals_the_dense_algorithm(size: int, names: list[str]) -> 
             assert all(before.root != after.root for before, after in pairwise(each[0]))
             assert each[0][1].entries > 0
     assert len({rounds["fp32"][1].entries for rounds in found}) == size, "payloads of unequal lengths"
-    assert found[0]["everything is sent"][1].density > 0.99
-    assert found[0]["bf16 wire"][0].payload_bytes < 0.8 * found[0]["fp32"][0].payload_bytes
+    if "everything is sent" in names:
+        assert found[0]["everything is sent"][1].density > 0.99
+        assert found[0]["bf16 wire"][0].payload_bytes < 0.8 * found[0]["fp32"][0].payload_bytes

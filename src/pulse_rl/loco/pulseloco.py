@@ -287,7 +287,8 @@ class PulseLoCo(OuterLoop):
         return {**super()._settings(), **dtypes, **scales}
 
     def _state_dict(self) -> dict[str, Any]:
-        return {**super()._state_dict(), "started_with": float(self._started_with)}
+        ahead = {"started_with": float(self._started_with)} if self._started_with else {}
+        return {**super()._state_dict(), **ahead}
 
     def _max_message_bytes(self) -> int:
         """No message is longer: an entry takes at most 10 bytes, a block's header less than 4 KiB."""
