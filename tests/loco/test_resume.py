@@ -29,12 +29,13 @@ def whole(job: Job, loop: PulseLoCo) -> list[torch.Tensor]:
     return [job.weights(), torch.cat(moments), *(flat(state[k]) for k in ("theta", "momentum", "residual"))]
 
 
+@pytest.mark.parametrize("lookahead", [0.0, 7.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stop", [3, 4, 5, 6])
-def test_resume_is_exact_at_a_boundary_and_in_mid_round(stop: int, dtype: torch.dtype) -> None:
+def test_resume_is_exact_at_a_boundary_and_in_mid_round(stop: int, dtype: torch.dtype, lookahead: float) -> None:
     def make(seed: int) -> tuple[Job, PulseLoCo]:
         job = Job(seed, dtype=dtype, lr=1e-2)
-        return job, PulseLoCo(job.model, job.optimizer, sync_every=3, wire_dtype=torch.bfloat16)
+        return job, PulseLoCo(job.model, job.optimizer, sync_every=3, wire_dtype=torch.bfloat16, lookahead=lookahead)
 
     job, loop = make(0)
     run(job, loop, 11)

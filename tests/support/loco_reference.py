@@ -38,20 +38,28 @@ class Reference:
         model_dtype: torch.dtype = torch.float32,
         lr: float = 0.7,
         momentum: float = 0.9,
+        lookahead: float = 0.0,
+        gate_scale: float = 1.0,
     ) -> None:
         self.theta = nn.Parameter(theta.clone())
         self.residual = torch.zeros_like(theta)
         self.gate_dtype, self.wire_dtype, self.model_dtype = gate_dtype, wire_dtype, model_dtype
+        self.lookahead, self.gate_scale = torch.tensor(lookahead), torch.tensor(gate_scale)
         self.outer = torch.optim.SGD([self.theta], lr=lr, momentum=momentum, nesterov=True)
 
     @torch.no_grad()
     def select(self, now: Flat) -> tuple[Flat, Flat]:
         """(s, what is sent: zero where the gate is closed) for local weights ``now``; updates the residual."""
-        s = (self.theta.to(self.model_dtype).float() - now) + self.residual
-        before, after = self.theta.to(self.gate_dtype), (self.theta - s).to(self.gate_dtype)
+        s = (self.start().float() - now) + self.residual
+        before, after = self.theta.to(self.gate_dtype), (self.theta - self.gate_scale * s).to(self.gate_dtype)
         sent = torch.where(bits(before) != bits(after), s.to(self.wire_dtype).float(), torch.zeros(()))
         self.residual = s - sent
         return s, sent
+
+    @torch.no_grad()
+    def start(self) -> Flat:
+        """What the inner steps start from, in the model's dtype."""
+        return (self.theta - self.lookahead * self.residual).to(self.model_dtype)
 
     def outer_step(self, sent: list[Flat]) -> None:
         """The outer step along the mean of what all sent, summed in rank order."""
@@ -65,14 +73,16 @@ class Reference:
         return self.outer.state[self.theta]["momentum_buffer"]
 
     def check(self, loop: Any) -> None:
-        """``loop`` holds the same theta, residual and momentum, bit for bit, and its model theta as cast."""
+        """``loop`` holds the same theta, residual and momentum, bit for bit, and its model the start as cast."""
         assert same(flat(loop.theta()), self.theta.data)
         assert same(flat(loop.residual()), self.residual)
         # -0 and 0 are one momentum: torch's first step copies the gradient, others add it to 0.
         torch.testing.assert_close(flat(loop.state_dict()["momentum"]), self.momentum(), rtol=0, atol=0)
-        for name, theta in loop.theta().items():
+        at, start = 0, self.start()
+        for name in loop.theta():
             p = loop.parameters.tensors[name].detach()
-            assert same(p, theta.to(p.dtype))
+            assert same(p.reshape(-1), start[at : at + p.numel()])
+            at += p.numel()
 
 
 class Job:

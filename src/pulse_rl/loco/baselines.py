@@ -28,7 +28,7 @@ class DiLoCo(OuterLoop):
             for block in self.parameters.blocks:
                 out = block.of(total)
                 self.parameters.read_block(block, out)
-                np.subtract(self.parameters.start_block(block, self.theta_flat), out, out=out)
+                np.subtract(self.parameters.as_written(block, block.of(self.theta_flat)), out, out=out)
         with self._phase("exchange"):
             exchange.all_reduce(total)
         # The sum is the same on all trainers, so all of them raise this, and before theta changes.

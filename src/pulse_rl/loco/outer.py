@@ -133,12 +133,12 @@ class OuterLoop(Unique, ABC):
         self._join()
 
     def rewind(self) -> None:
-        """Gives the model theta and the buffers of the last common state, and discards the local steps since."""
+        """Gives the model the start of the round and the last common buffers, and discards the local steps since."""
         self.untrained.require()
 
         def rewind() -> None:
             self.inner_step = 0
-            self.parameters.write(self.theta_flat)
+            self._start_steps()
             self.untrained.restore()
 
         self._serial.run(rewind, whole=True)
@@ -213,10 +213,8 @@ class OuterLoop(Unique, ABC):
             self._catch_up(leader, from_checkpoint)
         self.theta_flat[:], self.momentum_flat[:] = theta, momentum
         self.round, self.inner_step, self._messages = leader.round, 0, list(leader.messages)
-        self.parameters.write(self.theta_flat)
+        self._start_steps()
         self.untrained.restore()
-
-    # -- rounds
 
     def _after_step(self) -> None:
         self.inner_step += 1
@@ -247,7 +245,7 @@ class OuterLoop(Unique, ABC):
                     self._each_block(received.update)
                     received.commit()
                     self.round, self.inner_step = self.round + 1, 0
-                    self.parameters.write(self.theta_flat)
+                    self._start_steps()
                     agreed.commit()
 
             self._serial.run(take_effect, whole=True)
@@ -273,7 +271,13 @@ class OuterLoop(Unique, ABC):
             seconds=dict(self._seconds),
         )
         if self.on_round:
-            self.on_round(self.last_round)
+            self._tell(self.on_round, self.last_round)
+
+    def _start_steps(self) -> None:  # what the next inner steps start from
+        self.parameters.write(self.theta_flat)
+
+    def _tell(self, on_round: Callable[[Round], None], done: Round) -> None:
+        on_round(done)
 
     @abstractmethod
     def _outer_round(self, exchange: Exchange) -> Received:
@@ -346,7 +350,7 @@ class OuterLoop(Unique, ABC):
             (self.round, self.inner_step), self._messages, self._from_checkpoint = counters, list(messages), True
             self.untrained.load(buffers)
             if self.inner_step == 0:
-                self.parameters.write(self.theta_flat)
+                self._start_steps()
                 self.untrained.restore()
 
         self._serial.run(load, whole=True)

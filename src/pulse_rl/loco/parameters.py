@@ -131,11 +131,11 @@ class Parameters:
         for name, view in self.views(flat).items():
             self.tensors[name].copy_(torch.from_numpy(view))
 
-    def start_block(self, block: FlatBlock, theta: Floats) -> Floats:
-        """What `write` made of a block of theta: the values that the inner steps began with, as FP32."""
+    def as_written(self, block: FlatBlock, values: Floats) -> Floats:
+        """What `write` makes of ``values``, those of a block, as FP32."""
         if all(self.tensors[segment.spec.name].dtype == torch.float32 for segment in block.segments):
-            return block.of(theta)
-        start, at = block.of(theta).copy(), 0
+            return values
+        start, at = values.copy(), 0
         for spec, first, last in block.segments:
             piece = torch.from_numpy(start[at : at + last - first])
             piece.copy_(piece.to(self.tensors[spec.name].dtype))

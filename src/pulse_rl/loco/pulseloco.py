@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .._native import add_entries
-from ..errors import CorruptMessage, NonFinite
+from .._util.settings import checked_number
+from ..errors import CorruptMessage, InputError, NonFinite, StateMismatch
 from .exchange import Exchange
 from .gate import Floats, Positions, is_finite, open_entries, rounding_of
 from .membership import Delivery, Handshake, delivery_of
@@ -20,6 +22,7 @@ from .rounds import Received, Round
 from .wire import Entries, Message, Wire, digest_of
 
 _NON_FINITE = b"PLSN"
+_MOST_SCALE = 1024.0
 
 
 class PulseLoCo(OuterLoop):
@@ -29,6 +32,11 @@ class PulseLoCo(OuterLoop):
     ``cast(theta) != cast(theta - s)`` in ``gate_dtype`` are sent and leave the residual; theta takes one Nesterov step
     along the mean over all trainers, summed in rank order; the model gets theta. With ``wire_dtype=torch.bfloat16``
     values are rounded, and what they lose stays in the residual.
+
+    ``lookahead``: the inner steps start from ``theta - lookahead * residual``, so that what was held back is not learnt
+    again in each round; "auto" is ``outer_lr / (1 - outer_momentum)``, what an entry that is sent moves theta by in the
+    end; 0, the default, is the paper's. The model holds theta while ``on_round`` is called and within `at_theta`.
+    ``gate_scale``: the gate asks ``cast(theta) != cast(theta - gate_scale * s)``; 1 is the paper's, less sends less.
 
     The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes per parameter. Raises, from inside
     ``step()`` of the last inner optimizer: TrainerLost and TrainerLeft (see `rejoin`), NonFinite (see `rewind`),
@@ -45,6 +53,8 @@ class PulseLoCo(OuterLoop):
         outer_momentum: float = 0.9,
         gate_dtype: torch.dtype = torch.bfloat16,
         wire_dtype: torch.dtype = torch.float32,
+        lookahead: float | Literal["auto"] = 0.0,
+        gate_scale: float = 1.0,
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 600.0,
         threads: int | None = None,
@@ -53,6 +63,10 @@ class PulseLoCo(OuterLoop):
         self.gate_dtype = gate_dtype
         self._rounding = rounding_of(gate_dtype)
         self._wire = Wire(wire_dtype)
+        if lookahead == "auto":
+            lookahead = outer_lr / (1 - outer_momentum) if outer_momentum < 1 else 0.0  # refused below
+        self.lookahead = np.float32(checked_number("lookahead", lookahead, most=_MOST_SCALE))
+        self.gate_scale = np.float32(checked_number("gate_scale", gate_scale, least=1 / _MOST_SCALE, most=_MOST_SCALE))
         super().__init__(
             model,
             inner_optimizer,
@@ -69,6 +83,31 @@ class PulseLoCo(OuterLoop):
         self._next_residual = np.empty_like(self.theta_flat)
         # The digest of the message that was sent in a round that has not taken effect here.
         self._pending_message: str | None = None
+        # The lookahead with which the inner steps under way have started.
+        self._started_with = np.float32(0)
+
+    @contextmanager
+    def at_theta(self) -> Iterator[None]:
+        """Within, the model holds theta, to be evaluated or published. Between rounds only: raises InputError after the
+        first inner step of one. An inner step that is taken within starts from theta."""
+
+        def give(lookahead: np.float32) -> None:
+            if self.inner_step == 0:
+                self._start_steps(lookahead)
+
+        if self.inner_step:
+            raise InputError(
+                f"{self.inner_step} inner steps of the round are taken: the model is on its way",
+                hint="loco.theta() has theta at any time; on_round is called while the model holds it.",
+            )
+        if not self.lookahead:
+            yield
+            return
+        try:
+            self._serial.run(lambda: give(np.float32(0)), whole=True)
+            yield
+        finally:
+            self._serial.run(lambda: give(self.lookahead), whole=True)
 
     def residual(self) -> dict[str, torch.Tensor]:
         """What the gate has held back so far, by name, FP32 on the host, in this object's memory."""
@@ -110,7 +149,7 @@ class PulseLoCo(OuterLoop):
     def _encode_block(self, block: FlatBlock) -> tuple[bytes, Entries]:
         """The block's payload and the entries in it. Raises NonFinite with the parameter's name alone."""
         theta, momentum = block.of(self.theta_flat), block.of(self.momentum_flat)
-        start, now = self.parameters.start_block(block, self.theta_flat), np.empty_like(theta)
+        start, now = self._start_block(block), np.empty_like(theta)
         self.parameters.read_block(block, now)
         s = block.of(self._next_residual)
         positions = self._select(theta, start, now, block.of(self.residual_flat), s)
@@ -164,6 +203,29 @@ class PulseLoCo(OuterLoop):
 
         return self._each_block(decode)
 
+    # -- where the inner steps start
+
+    def _start_steps(self, lookahead: np.float32 | None = None) -> None:
+        self._started_with = self.lookahead if lookahead is None else lookahead
+        if not self._started_with:
+            self.parameters.write(self.theta_flat)
+            return
+        start = np.empty_like(self.theta_flat)
+        self._each_block(lambda block: np.copyto(block.of(start), self._ahead(block)))
+        self.parameters.write(start)
+
+    def _start_block(self, block: FlatBlock) -> Floats:
+        """The values that a block's inner steps under way started from."""
+        return self.parameters.as_written(block, self._ahead(block))
+
+    def _ahead(self, block: FlatBlock) -> Floats:
+        theta = block.of(self.theta_flat)
+        return theta - self._started_with * block.of(self.residual_flat) if self._started_with else theta
+
+    def _tell(self, on_round: Callable[[Round], None], done: Round) -> None:
+        with self.at_theta():
+            on_round(done)
+
     def _swap_residuals(self) -> None:
         self.residual_flat, self._next_residual = self._next_residual, self.residual_flat
 
@@ -171,7 +233,11 @@ class PulseLoCo(OuterLoop):
 
     def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
         """Fills ``s`` and returns the positions of the entries to send; None if an entry of ``s`` is not finite."""
-        return open_entries(theta, start, now, residual, s, self._rounding)
+        positions = open_entries(theta, start, now, residual, s, self._rounding)
+        if positions is None or self.gate_scale == 1:
+            return positions
+        zero = np.zeros_like(s)
+        return open_entries(theta, self.gate_scale * s, zero, zero, np.empty_like(s), self._rounding)
 
     def _values(self, theta: Floats, s: Floats) -> Floats:
         """The values to send for the selected entries ``s``, before they are rounded to the wire dtype."""
@@ -198,11 +264,16 @@ class PulseLoCo(OuterLoop):
         for block in self.parameters.blocks:
             now, residual = np.empty(block.stop - block.start, np.float32), block.of(self.residual_flat)
             self.parameters.read_block(block, now)
-            s = (self.parameters.start_block(block, self.theta_flat) - now) + residual
+            s = (self._start_block(block) - now) + residual
             np.copyto(residual, s, where=is_finite(s))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        ahead = state.get("started_with", 0.0)
+        if not isinstance(ahead, float) or not 0 <= ahead <= _MOST_SCALE:
+            raise StateMismatch(f"the saved state's steps started with lookahead {ahead!r}")
         super().load_state_dict(state)
+        if self.inner_step:
+            self._started_with = np.float32(ahead)
         self._pending_message = None
 
     # -- state
@@ -212,7 +283,12 @@ class PulseLoCo(OuterLoop):
 
     def _settings(self) -> dict[str, object]:
         dtypes = {"gate_dtype": str(self.gate_dtype), "wire_dtype": str(self._wire.dtype)}
-        return {**super()._settings(), **dtypes}
+        scales = {"lookahead": float(self.lookahead), "gate_scale": float(self.gate_scale)}
+        return {**super()._settings(), **dtypes, **scales}
+
+    def _state_dict(self) -> dict[str, Any]:
+        ahead = {"started_with": float(self._started_with)} if self._started_with else {}
+        return {**super()._state_dict(), **ahead}
 
     def _max_message_bytes(self) -> int:
         """No message is longer: an entry takes at most 10 bytes, a block's header less than 4 KiB."""

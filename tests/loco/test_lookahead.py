@@ -1,0 +1,136 @@
+"""Where the inner steps start, and what the model holds meanwhile; the rounds themselves: test_trainers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from pulse_rl.errors import InputError, StateMismatch
+from pulse_rl.loco import PulseLoCo, Round
+from tests.support.loco_reference import Flat, Job, Reference, flat, same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def made(seed: int = 0, **settings: Any) -> tuple[Job, PulseLoCo]:
+    job = Job(seed, lr=1e-3)
+    return job, PulseLoCo(job.model, job.optimizer, **({"sync_every": 2, "lookahead": 7.0} | settings))
+
+
+def round_of(job: Job) -> None:
+    for _ in range(2):
+        job.step(0)
+
+
+def start(loop: PulseLoCo) -> Flat:
+    return flat(loop.theta()) - torch.tensor(7.0) * flat(loop.residual())
+
+
+def test_the_model_holds_theta_while_it_is_looked_at() -> None:
+    seen: list[bool] = []
+
+    def look(_: Round) -> None:
+        seen.append(same(job.weights(), flat(loop.theta())))
+
+    job, loop = made(on_round=look)
+    with loop:
+        round_of(job)
+        assert seen == [True]
+        assert loop.residual()["0.weight"].any()
+        assert same(job.weights(), start(loop))
+        assert not same(job.weights(), flat(loop.theta()))
+        with loop.at_theta():
+            assert same(job.weights(), flat(loop.theta()))
+        assert same(job.weights(), start(loop))
+        job.step(0)
+        with pytest.raises(InputError, match="1 inner steps"), loop.at_theta():
+            pass
+        loop.rewind()
+        assert same(job.weights(), start(loop))
+
+
+def test_auto_is_what_an_entry_moves_theta_by_in_the_end() -> None:
+    assert made(lookahead="auto", outer_lr=0.7, outer_momentum=0.9)[1].lookahead == pytest.approx(7.0)
+    assert made(lookahead="auto", outer_lr=0.5, outer_momentum=0.0)[1].lookahead == 0.5
+
+
+def followed(job: Job, loop: PulseLoCo, reference: Reference, *, from_theta: bool = False) -> None:
+    """A round, which equals the reference's; ``from_theta``: its steps start there."""
+    sent: list[Flat] = []
+    if from_theta:
+        reference.lookahead = torch.tensor(0.0)
+    hook = job.optimizer.register_step_post_hook(lambda *_: sent.append(job.weights()))
+    job.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # before the loop's own
+    round_of(job)
+    hook.remove()
+    _, values = reference.select(sent[-1])
+    reference.lookahead = torch.tensor(7.0)
+    reference.outer_step([values])
+    reference.check(loop)
+
+
+def test_an_error_of_the_listener_changes_nothing() -> None:
+    def fail(_: Round) -> None:
+        if len(fails):
+            raise fails.pop()
+
+    fails = [KeyboardInterrupt()]
+    job, loop = made(on_round=fail)
+    reference = Reference(flat(loop.theta()), lookahead=7.0)
+    with loop:
+        with pytest.raises(KeyboardInterrupt):
+            followed(job, loop, reference)
+        loop.on_round = None
+        assert same(job.weights(), start(loop))
+        round_of(job)
+        assert loop.round == 2
+
+
+def test_steps_that_start_at_theta_are_counted_from_there() -> None:
+    job, loop = made()
+    reference = Reference(flat(loop.theta()), lookahead=7.0)
+    with loop:
+        followed(job, loop, reference)
+        with loop.at_theta():
+            followed(job, loop, reference, from_theta=True)
+        followed(job, loop, reference)
+
+
+def test_a_round_that_was_begun_with_another_lookahead_is_ended_with_it() -> None:
+    job, loop = made()
+    reference = Reference(flat(loop.theta()), lookahead=7.0)
+    with loop:
+        followed(job, loop, reference)
+        job.step(0)
+        saved = copy.deepcopy((job.state_dict(), loop.state_dict()))
+        job.step(0)
+        theta = flat(loop.theta())
+    for ahead in (0.0, 3.0):
+        other, resumed = made(5, lookahead=ahead)
+        other.load_state_dict(copy.deepcopy(saved[0]))
+        resumed.load_state_dict(saved[1])
+        with resumed:
+            other.step(0)
+            assert same(flat(resumed.theta()), theta)
+    with pytest.raises(StateMismatch, match="lookahead"):
+        loop.load_state_dict({**saved[1], "started_with": "7"})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lookahead": -1.0},
+        {"lookahead": math.nan},
+        {"lookahead": "much"},
+        {"gate_scale": 0.0},
+        {"gate_scale": math.inf},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(settings))):
+        made(**settings)
