@@ -7,11 +7,14 @@ import time
 
 from .._util.units import format_bytes
 from ..errors import ConcurrentUse, InputError, PulseError
-from ..integrations.vllm import EngineHandle, EngineSync, connect
+from ..integrations import sglang, vllm
+from ..integrations.engines.handle import EngineHandle, EngineSync
+from ..integrations.sglang.http import is_sglang
 from . import streams
 from .output import Console
 
 _MOST_WAIT = 30.0
+_LOOK_SECONDS = 30.0
 
 
 def follow(args: argparse.Namespace, console: Console) -> int:
@@ -55,6 +58,7 @@ def _connect(args: argparse.Namespace) -> EngineHandle:
         raise InputError(
             "an engine takes no --identity and no --follow-restarts yet", hint="Leave them out, or follow with --out."
         )
+    connect = sglang.connect if is_sglang(args.engine, _LOOK_SECONDS) else vllm.connect
     return connect(
         args.engine,
         store=args.store,

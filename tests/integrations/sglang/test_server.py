@@ -15,6 +15,7 @@ from pulse_rl.integrations.sglang import EngineHandle, connect
 from pulse_rl.integrations.sglang.http import is_sglang
 from pulse_rl.integrations.sglang.worker import outcome, update
 from tests.integrations.engines.test_session import World
+from tests.support.commands import Pulse
 
 from .stand_in import StandIn, install, serving
 
@@ -210,3 +211,12 @@ def test_a_server_is_told_from_others_by_a_harmless_look(served: Served) -> None
     served.server.model_info = lambda body: (200, ["something else"])  # type: ignore[method-assign]
     assert not is_sglang(served.url, 5)
     assert served.server.calls == []
+
+
+def test_the_command_finds_out_what_it_drives(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    pulse = Pulse(capsys)
+    served.step()
+    arguments = ("follow", served.store, "--stream", "policy", "--engine", served.url, "--once")
+    done = pulse.json(*arguments)
+    assert (done["version"], done["previous"], served.live()) == (1, 0, True)
+    assert "version 1 is live (all weights)" in pulse(*arguments)
