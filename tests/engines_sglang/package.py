@@ -67,6 +67,17 @@ class Runner:
         )
 
 
+def join(checkpoint: str, rank: int, size: int, meeting: str, options: dict[str, Any]) -> ServerArgs:
+    """Makes this process worker ``rank`` of ``size`` that meet in the file ``meeting``."""
+    args = ServerArgs(model_path=checkpoint, device="cpu", tp_size=size, skip_tokenizer_init=True, **options)
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank))
+    init_distributed_environment(
+        world_size=size, rank=rank, local_rank=rank, backend="gloo", distributed_init_method=f"file://{meeting}"
+    )
+    initialize_model_parallel()
+    return args
+
+
 def loaded(config: ModelConfig, checkpoint: str) -> Qwen2ForCausalLM:
     """SGLang's model, with the weights of ``checkpoint`` by its own loader."""
     with set_default_torch_dtype(torch.bfloat16):
@@ -80,14 +91,7 @@ class Worker:
 
     def __init__(self, checkpoint: str, rank: int, size: int, meeting: str, options: dict[str, Any]) -> None:
         load_plugins()
-        self.args = args = ServerArgs(
-            model_path=checkpoint, device="cpu", tp_size=size, skip_tokenizer_init=True, **options
-        )
-        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank))
-        init_distributed_environment(
-            world_size=size, rank=rank, local_rank=rank, backend="gloo", distributed_init_method=f"file://{meeting}"
-        )
-        initialize_model_parallel()
+        self.args = join(checkpoint, rank, size, meeting, options)
         self.runner = Runner(checkpoint)
         self.running, self.paused = 0, ""
         worker = SimpleNamespace(

@@ -114,6 +114,24 @@ def test_requests_in_flight(served: Served, in_flight: Any, first: str) -> None:
         assert ("continue" in served.server.calls) == (in_flight != "wait")
 
 
+def test_a_roll_back_that_fails_as_well_leaves_no_version_until_all_is_written(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(self: LiveWeights, change: Any) -> None:
+        raise RuntimeError("lost")
+
+    with served.connect() as handle:
+        served.step()
+        with monkeypatch.context() as broken:
+            broken.setattr(LiveWeights, "put", lost)
+            with pytest.raises(PulseError, match="RuntimeError: lost"):
+                handle.sync()
+        assert (handle.version, served.server.weight_version, served.server.session) == (None, "default", None)
+        done = handle.sync()
+        assert done is not None
+        assert (done.full, served.live(), handle.audit()) == (True, True, ())
+
+
 def test_a_refused_flush_retracts_what_runs(served: Served) -> None:
     """The update answers with an error though the weights are written."""
     with served.connect(in_flight="wait") as handle:
