@@ -27,6 +27,7 @@ MODULES = (
     "pulse_rl.integrations.torch",
     "pulse_rl.integrations.transformers",
     "pulse_rl.integrations.vllm",
+    "pulse_rl.integrations.sglang",
     "pulse_rl.loco",
     "pulse_rl.metrics",
     "pulse_rl.plan",

@@ -79,7 +79,7 @@ def agreed(
 
 @pytest.mark.parametrize(("size", "names"), [(3, list(VARIANTS)), (5, ["fp32", "lookahead"])])
 def test_every_round_equals_the_dense_algorithm(size: int, names: list[str]) -> None:
-    found = together(agree, size, names)
+    found = together(agree, size, names, seconds=60)
     for name in names:
         each = [rounds[name] for rounds in found]
         for number, seen in enumerate(zip(*each, strict=True)):

@@ -128,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     kept = command.add_mutually_exclusive_group(required=True)
     kept.add_argument("--out", type=_path, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
-    kept.add_argument("--engine", metavar="URL", help="a vLLM server with the weight-transfer backend pulse")
+    kept.add_argument("--engine", metavar="URL", help="a vLLM or SGLang server, started for pulse")
     command.add_argument(
         "--in-flight",
         choices=["keep", "abort", "wait"],

@@ -7,11 +7,14 @@ import time
 
 from .._util.units import format_bytes
 from ..errors import ConcurrentUse, InputError, PulseError
-from ..integrations.vllm import EngineHandle, EngineSync, connect
+from ..integrations import sglang, vllm
+from ..integrations.engines.handle import EngineHandle, EngineSync
+from ..integrations.sglang.http import is_sglang
 from . import streams
 from .output import Console
 
 _MOST_WAIT = 30.0
+_LOOK_SECONDS = 30.0
 
 
 def follow(args: argparse.Namespace, console: Console) -> int:
@@ -51,6 +54,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
 
 
 def _connect(args: argparse.Namespace) -> EngineHandle:
+    connect = sglang.connect if is_sglang(args.engine, _LOOK_SECONDS) else vllm.connect
     return connect(
         args.engine,
         store=args.store,

@@ -15,6 +15,7 @@ from pulse_rl.integrations.sglang import EngineHandle, connect
 from pulse_rl.integrations.sglang.http import is_sglang
 from pulse_rl.integrations.sglang.worker import outcome, update
 from tests.integrations.engines.test_session import World
+from tests.support.commands import Pulse
 
 from .stand_in import StandIn, install, serving
 
@@ -111,6 +112,24 @@ def test_requests_in_flight(served: Served, in_flight: Any, first: str) -> None:
         assert served.server.calls[0] == first
         assert (served.server.paused, served.server.session) == ("", None)
         assert ("continue" in served.server.calls) == (in_flight != "wait")
+
+
+def test_a_roll_back_that_fails_as_well_leaves_no_version_until_all_is_written(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(self: LiveWeights, change: Any) -> None:
+        raise RuntimeError("lost")
+
+    with served.connect() as handle:
+        served.step()
+        with monkeypatch.context() as broken:
+            broken.setattr(LiveWeights, "put", lost)
+            with pytest.raises(PulseError, match="RuntimeError: lost"):
+                handle.sync()
+        assert (handle.version, served.server.weight_version, served.server.session) == (None, "default", None)
+        done = handle.sync()
+        assert done is not None
+        assert (done.full, served.live(), handle.audit()) == (True, True, ())
 
 
 def test_a_refused_flush_retracts_what_runs(served: Served) -> None:
@@ -210,3 +229,12 @@ def test_a_server_is_told_from_others_by_a_harmless_look(served: Served) -> None
     served.server.model_info = lambda body: (200, ["something else"])  # type: ignore[method-assign]
     assert not is_sglang(served.url, 5)
     assert served.server.calls == []
+
+
+def test_the_command_finds_out_what_it_drives(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    pulse = Pulse(capsys)
+    served.step()
+    arguments = ("follow", served.store, "--stream", "policy", "--engine", served.url, "--once")
+    done = pulse.json(*arguments)
+    assert (done["version"], done["previous"], served.live()) == (1, 0, True)
+    assert "version 1 is live (all weights)" in pulse(*arguments)

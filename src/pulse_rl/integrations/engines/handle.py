@@ -1,4 +1,4 @@
-"""The handle: moves a live engine from version to version (docs/vllm.md)."""
+"""The handle: moves a live engine from version to version (docs/vllm.md, docs/sglang.md)."""
 
 from __future__ import annotations
 

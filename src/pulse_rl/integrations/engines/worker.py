@@ -119,7 +119,7 @@ class Worker:
 
     def _opened(self) -> Session:
         if self._session is None:
-            raise InputError("the engine follows no stream", hint="Call connect(), or init_weight_transfer_engine.")
+            raise InputError("the engine follows no stream", hint="Open a session first, as connect() does.")
         return self._session
 
     def _refused(self, owner: str) -> ConcurrentUse | None:

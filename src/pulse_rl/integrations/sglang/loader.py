@@ -12,7 +12,7 @@ def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     """Moves the live parameters of ``model`` to the version that is staged. Called by SGLang, in every worker, for
     ``/update_weights_from_tensor`` with this function's name as ``load_format``; ``named_tensors`` is empty.
 
-    Never raises: an error in a worker ends SGLang's server. The request answers with it instead (`plugin`).
+    Never raises: an error in a worker ends SGLang's server. The plugin lets the request answer with it instead.
     """
     from .worker import update
 

@@ -44,16 +44,15 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
 
 
 def update_weights_from_tensor(
-    original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None
+    original: Callable[..., tuple[bool, str]], updater: Any, *args: Any, **kwargs: Any
 ) -> tuple[bool, str]:
-    """(whether the weights were updated, a message): with what `load` made of it."""
-    if load_format != LOADER:
-        done: tuple[bool, str] = original(updater, named_tensors=named_tensors, load_format=load_format)
-        return done
+    """(whether the weights were updated, a message): with what `load` made of it. Leaves other updates to SGLang."""
+    if LOADER not in (kwargs.get("load_format"), *args[1:]):
+        return original(updater, *args, **kwargs)
     if LOADER not in updater.custom_weight_loaders:  # SGLang would end
         return False, f"start the server with --custom-weight-loader {LOADER}"
     from .worker import outcome
 
-    success, message = original(updater, named_tensors=named_tensors, load_format=load_format)
+    success, message = original(updater, *args, **kwargs)
     failure = outcome(updater.get_model())
-    return (success, message) if failure is None else (False, f"{failure} {failure.hint}".strip())
+    return (success, message) if failure is None else (False, f"{failure} ({failure.hint})")

@@ -1,0 +1,29 @@
+"""Updates through the real SGLang; see `package` for what is real, and `updates` for what is asked of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(module: str, *arguments: object) -> str:
+    """What a module prints, in a process of its own: SGLang's groups and configuration are of the process."""
+    command = [sys.executable, "-m", f"tests.engines_sglang.{module}", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+def test_updates_reach_the_live_model(tmp_path: Path, tied: str, tensor_parallel: int) -> None:
+    assert run("updates", tmp_path, tensor_parallel, tied).endswith("done\n")
+
+
+def test_the_maps_of_sglangs_models_lead_where_their_loaders_do(tmp_path: Path) -> None:
+    names = ["Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Mixtral", "Gemma2", "Glm4", "Olmo2", "Granite"]
+    printed = run("models", tmp_path).splitlines()
+    assert [line for line in printed if line in names] == names

@@ -1,0 +1,77 @@
+"""A worker between its engine and a handle: who owns it, what it says of errors."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pulse_rl import ConcurrentUse, InputError, PulseError
+from pulse_rl.integrations.engines import worker as workers
+from pulse_rl.integrations.engines.node import Node
+from pulse_rl.integrations.engines.session import Learnt, Session
+from pulse_rl.integrations.engines.worker import Worker
+
+from .test_session import World
+
+
+def info(world: World, owner: str, **changes: Any) -> Any:
+    facts = {"store": world.store, "stream": "policy", "cache": None, "trusted_keys": None, "follow": False}
+    return SimpleNamespace(**(facts | {"audit_every": 100, "owner": owner} | changes))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture
+def worker(world: World) -> Any:
+    def open_session(info: Any, node: Node, learnt: Learnt) -> Session:
+        if info.audit_every < 0:
+            raise RuntimeError("no session")
+        return world.session()
+
+    made = Worker(open_session, lambda: None)
+    yield made
+    made.close()
+
+
+def test_an_owner_keeps_the_worker_by_being_heard_of(
+    world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worker.open(info(world, "a")) is None
+    assert isinstance(worker.open(info(world, "b")), ConcurrentUse)
+    assert worker.answer("hello", "b")["failure"]["kind"] == "concurrent_use"
+    assert worker.answer("status", "b")["failure"]["message"] == "another handle has taken this engine over"
+    assert "failure" not in worker.answer("status", "a")
+    now = time.monotonic() + workers.LEASE_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert "failure" not in worker.answer("hello", "b")
+    assert "failure" not in worker.answer("status", "a")
+    assert isinstance(worker.open(info(world, "b")), ConcurrentUse)
+
+
+def test_a_session_that_does_not_open_leaves_none(world: World, worker: Worker) -> None:
+    assert isinstance(worker.open(info(world, "a", store="")), InputError)
+    failure = worker.open(info(world, "a", audit_every=-1))
+    assert str(failure) == "RuntimeError: no session"
+    status = worker.answer("status", "b")
+    assert (status["open"], status["error"]["message"]) == (False, "RuntimeError: no session")
+    assert isinstance(worker.update(None), InputError)
+    assert worker.open(info(world, "b")) is None
+
+
+def test_the_error_of_an_update_is_told_until_the_next(world: World, worker: Worker) -> None:
+    worker.open(info(world, "a"))
+    failure = worker.update(7)
+    assert isinstance(failure, PulseError)
+    assert worker.answer("status", "a")["error"] == workers.described(failure)
+    worker.begin_update()
+    assert worker.answer("status", "a")["error"] is None
+    assert worker.update(None) is None
+    assert worker.answer("audit", "a")["differing"] == []
+    assert worker.answer("close", "a") == {"open": False, "error": None}
