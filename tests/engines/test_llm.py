@@ -62,8 +62,17 @@ def flip_one_bit(worker: Any) -> None:
         weight.view(torch.int16)[3, 5] ^= 1
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-@pytest.mark.parametrize("policy", [True, False], indirect=True, ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("policy", "tensor_parallel"),
+    [
+        pytest.param(True, 1, marks=pytest.mark.slow),
+        (True, 2),
+        (False, 1),
+        pytest.param(False, 2, marks=pytest.mark.slow),
+    ],
+    indirect=["policy"],
+    ids=["tied-1", "tied-2", "untied-1", "untied-2"],
+)
 def test_twenty_updates_a_failed_one_and_thirty_at_once(policy: Policy, tensor_parallel: int) -> None:
     with engine(policy.checkpoint, tensor_parallel=tensor_parallel) as llm:
         with connect(llm, store=policy.store, stream="policy") as handle:

@@ -16,7 +16,7 @@ SCHEME = "fp8_per_channel"
 """The one of vLLM's FP8 schemes whose kernels its CPU build has for every CPU."""
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fp8_weights_are_derived_again_from_the_stream(policy: Policy, tensor_parallel: int) -> None:
     options = {"quantization": SCHEME, "tensor_parallel": tensor_parallel}
     with engine(policy.checkpoint, **options) as llm:
@@ -43,6 +43,7 @@ def test_fp8_weights_are_derived_again_from_the_stream(policy: Policy, tensor_pa
         assert answered[1] == tokens
 
 
+@pytest.mark.slow
 def test_dummy_weights_are_quantised_by_vllm_and_then_proved(policy: Policy) -> None:
     policy.step()
     with engine(policy.checkpoint, quantization=SCHEME, load_format="dummy") as llm:
