@@ -31,7 +31,7 @@ def server(
     dev: bool = True,
     options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """The URL of a server that is up. ``pulse``: with the backend; ``dev``: with the weight routes; ``options``: more."""
+    """The URL of a server that is up. ``pulse``: with the backend; ``dev``: the weight routes; ``options``: more."""
     port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
     command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "128"]

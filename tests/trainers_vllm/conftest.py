@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,17 +18,17 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The policy that all of a module's trainings start from."""
+    """The policy that all trainings start from."""
     from .support import saved
 
     return saved(tmp_path_factory.mktemp("policy") / "checkpoint")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def url(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of the checkpoint that all tests of a module share: each brings a stream of its own."""
+    """A server of the checkpoint that the tests share: each brings a stream of its own."""
     from tests.engines.server import server
 
     log: Path = tmp_path_factory.mktemp("server") / "log"
@@ -39,7 +38,7 @@ def url(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 
 @pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch) -> Any:
+def async_grpo_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's AsyncGRPO on a CPU."""
     from .support import run_on_cpu
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import types
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import trl
 from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
+from pulse_rl.integrations.vllm import connect
+from tests.engines.server import checksums
 from tests.trainers.support import common, tiny
 
 WORDS = 256
@@ -38,23 +42,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def saved(folder: Path) -> str:
     """The checkpoint, in BF16 as most are, with its tokenizer."""
-    model = tiny(torch.bfloat16, vocab_size=WORDS, hidden_size=128)  # vLLM's attention on a CPU takes heads of 32 or more
+    model = tiny(
+        torch.bfloat16, vocab_size=WORDS, hidden_size=128
+    )  # vLLM's attention on a CPU takes heads of 32 or more
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
 
 
-def distinct(completions: list[Any], **_: Any) -> list[float]:
-    """The reward: how many different words there are."""
+def numbers(completions: list[Any], **_: Any) -> list[float]:
+    """The reward: the mean of the words' numbers, which hardly ever is the same for two completions."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [float(len(set(text.split()))) + len(text) / 1000 for text in texts]
+    found = [[int(word[1:]) for word in text.split()] for text in texts]
+    return [sum(row) / max(len(row), 1) for row in found]
 
 
 def grpo(checkpoint: str, folder: Path, rollout_func: Any, **others: Any) -> GRPOTrainer:
     settings = {"num_generations": 2, "max_completion_length": 8, "max_steps": STEPS, **others.pop("config", {})}
     return GRPOTrainer(
         model=checkpoint,
-        reward_funcs=distinct,
+        reward_funcs=numbers,
         args=GRPOConfig(**common(folder, **settings)),
         train_dataset=Dataset.from_list([{"prompt": f"w{n + 3} w{n + 4} w{n + 5}"} for n in range(20)]),
         processing_class=tokenizer(),
@@ -76,7 +83,7 @@ def async_grpo(checkpoint: str, folder: Path, url: str, transfer: Any, **others:
     rows = [{"prompt": [{"role": "user", "content": f"w{n + 3} w{n + 4}"}]} for n in range(20)]
     return AsyncGRPOTrainer(
         model=checkpoint,
-        reward_funcs=distinct,
+        reward_funcs=numbers,
         args=AsyncGRPOConfig(**common(folder, **settings)),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
@@ -115,8 +122,24 @@ def varlen_attention(
         q = query[cu_seqlens_q[number] : cu_seqlens_q[number + 1]].transpose(0, 1)
         k, v = (t[cu_seqlens_k[number] : cu_seqlens_k[number + 1]].transpose(0, 1) for t in (key, value))
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        found = F.scaled_dot_product_attention(
+        found = scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=mask, scale=softmax_scale, enable_gqa=True
         )
         parts.append(found[0].transpose(0, 1))
     return torch.cat(parts)
+
+
+def weight_version(url: str) -> str:
+    """The tag of what the server generates now."""
+    with urllib.request.urlopen(f"{url}/weight_info") as found:
+        return str(json.loads(found.read())["weight_version"])
+
+
+def written_anew(url: str, store: str) -> dict[str, str]:
+    """vLLM's checksums of its live tensors after all of the stream's newest version was written over them."""
+    with connect(url, store=store, stream="policy") as handle:
+        done = handle.sync()
+        assert done is not None
+        assert done.full
+        assert handle.audit() == ()
+    return checksums(url)

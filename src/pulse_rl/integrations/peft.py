@@ -20,7 +20,7 @@ ADAPTER_CONFIG = "adapter_config"
 
 
 def write_adapter(state: State, folder: str | os.PathLike[str], metadata: Metadata) -> Path:
-    """Writes an adapter as PEFT saves it, and returns the folder's absolute path: what
+    """Writes an adapter to ``folder`` as PEFT saves it, and returns the folder's absolute path: what
     ``PeftModel.from_pretrained``, vLLM's ``/v1/load_lora_adapter`` and others load.
 
     ``state`` and ``metadata`` are those of a version that ``PulseCallback(adapter=True)`` has published:

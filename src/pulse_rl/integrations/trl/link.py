@@ -62,8 +62,9 @@ class Link:
         """Finds wrong settings before the first step: opens the store, and waits for the server. Does nothing if it is
         open."""
         if self._publisher is None:
-            self._publisher = Publisher(self._store, **self._settings)
-        self.patiently(self._publisher.head)
+            publisher = Publisher(self._store, **self._settings)
+            self.patiently(publisher.head)
+            self._publisher = publisher
         self.dtype()
         if self._handle is None:
             self._handle = self.patiently(
@@ -77,16 +78,16 @@ class Link:
             self._dtype = (self.patiently(self.server.compute_dtype),)
         return self._dtype[0]
 
-    def push(self, weights: Mapping[str, torch.Tensor], metadata: Metadata) -> str:
+    def push(self, weights: Mapping[str, torch.Tensor], metadata: Metadata, *, patient: bool = True) -> str:
         """Publishes ``weights`` and makes them live, and returns the tag of what is generated then. The server is
-        paused for the write alone, after the upload and its own fetch."""
+        paused for the write alone, after the upload and its own fetch. If not ``patient``, nothing is repeated."""
         self.open()
         publisher, handle = self._publisher, self._handle
         assert publisher is not None
         assert handle is not None
-        done = self.patiently(lambda: publisher.publish(weights, metadata=metadata, dtype=self.dtype()))
+        done = self.patiently(lambda: publisher.publish(weights, metadata=metadata, dtype=self.dtype()), patient)
         self.published = done
-        self._note(self.patiently(handle.sync))
+        self._note(self.patiently(handle.sync, patient))
         moved = self.synced is not None and self.synced.version == done.version
         log.info(
             "stream %s: version %d is live (%d bytes, %.2f%% changed, %.3f s to publish, paused for %.3f s)",
@@ -98,7 +99,7 @@ class Link:
             self.synced.pause_seconds if self.synced and moved else 0.0,
         )
         # Without a move the server was started from these weights, and tags nothing.
-        return str(done.version) if moved else self.patiently(self.server.weight_version)
+        return str(done.version) if moved else self.patiently(self.server.weight_version, patient)
 
     def close(self) -> None:
         """Ends following. The server keeps its weights. `open` begins anew."""
@@ -108,18 +109,18 @@ class Link:
             self._publisher.close()
         self._handle = self._publisher = None
 
-    def patiently(self, call: Callable[[], T]) -> T:
+    def patiently(self, call: Callable[[], T], patient: bool = True) -> T:
         """The result of ``call``, which is repeated for ``retry_seconds`` while a store or a server is away."""
-        began = time.monotonic()
+        until = time.monotonic() + (self._retry_seconds if patient else 0.0)
         wait = _FIRST_WAIT_SECONDS
         said = ""
         while True:
             try:
-                return self._after(call(), said)
+                result = call()
             except PulseError as error:
                 # Whoever was killed while it drove the engine is forgotten after some seconds.
                 passing = error.retryable or isinstance(error, ConcurrentUse)
-                left = began + self._retry_seconds - time.monotonic()
+                left = until - time.monotonic()
                 if not passing or left <= 0:
                     raise
                 if str(error) != said:
@@ -133,15 +134,10 @@ class Link:
                     said = str(error)
                 time.sleep(min(wait, left))
                 wait = min(2 * wait, _MOST_WAIT_SECONDS)
-
-    def impatiently(self) -> None:
-        """From now on nothing is repeated."""
-        self._retry_seconds = 0.0
-
-    def _after(self, result: T, said: str) -> T:
-        if said:
-            log.warning("stream %s: the training goes on", self.stream)
-        return result
+            else:
+                if said:
+                    log.warning("stream %s: the training goes on", self.stream)
+                return result
 
     def _note(self, done: EngineSync | None) -> None:
         if done is not None:

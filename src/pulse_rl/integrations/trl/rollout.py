@@ -40,8 +40,9 @@ def pulse_rollout(
     gets ``pulse/version``, ``pulse/density``, ``pulse/bytes`` (of what the server fetches) and
     ``pulse/pause_seconds``.
 
-    All arguments are those of `PulseWeightTransfer`, and so is what happens while the store or the server is away:
-    the training waits, at most for ``retry_seconds``. A server that was restarted generates nothing for it before it
+    ``server_url``, ``store``, ``stream``, ``on_event``, ``engine`` and all other keywords are those of
+    `PulseWeightTransfer`, and so is what happens while the store or the server is away: the training waits, at most for
+    ``retry_seconds``. A server that was restarted generates nothing for it before it
     has the newest weights again. At the end of the training errors are logged, not raised. Raises InputError.
     """
     link = Link(
@@ -132,9 +133,8 @@ class PulseRollout(TrainerCallback):
         model, first = kwargs["model"], state.is_world_process_zero
         weights = policy_weights(model, self._link.dtype(), keep=first) if first or is_sharded(model) else {}
         if first:
-            self._link.impatiently()
             try:
-                self._link.push(weights, _metadata(state))
+                self._link.push(weights, _metadata(state), patient=False)
             except PulseError as error:
                 log.error(
                     "stream %s: the weights of step %d are not live: %s. %s",

@@ -22,9 +22,9 @@ class PulseWeightTransfer:
     well.
 
     ``server_url`` is that of the trainer's ``vllm_server_base_url``; the server runs with the backend ``pulse``
-    (docs/vllm.md). ``store`` is an address that the server opens as well. ``engine`` are keywords of
-    `pulse_rl.integrations.vllm.connect` (``in_flight``, ``audit_every`` …), all other keywords those of `Publisher`;
-    what ``signer`` signs, the server trusts.
+    (docs/vllm.md). ``store``, an address that the server opens as well, ``stream``, ``on_event`` and all other
+    keywords are those of `Publisher`; what ``signer`` signs, the server trusts. ``engine`` are keywords of
+    `pulse_rl.integrations.vllm.connect` (``in_flight``, ``audit_every`` …).
 
     TRL waits until the weights are live, as it does with its own transfer. The server generates while they are cast to
     its dtype, published, fetched and verified, and is paused for the write of what changed. Every version is tagged
