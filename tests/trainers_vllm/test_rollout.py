@@ -23,7 +23,7 @@ from tests.trainers.support import Witness, cast, followed
 
 from .support import STEPS, grpo, weight_version, written_anew
 
-NOISE = 0.02
+NOISE = 0.01
 """Between vLLM's BF16 and Hugging Face's FP32 arithmetic, in the mean over completions' log-probabilities."""
 
 
@@ -55,7 +55,7 @@ def test_each_step_s_rollouts_come_from_its_own_weights(url: str, checkpoint: st
         before.append(copy.deepcopy(trainer.model))
         return found
 
-    trainer = grpo(checkpoint, tmp_path, compared, callbacks=[witness], config={"learning_rate": 3e-3})
+    trainer = grpo(checkpoint, tmp_path, compared, callbacks=[witness], config={"learning_rate": 1e-2})
     trainer.train()
     assert max(new for new, *_ in errors) < NOISE, errors
     assert min(old for _, old in errors[1:]) > 3 * NOISE, errors

@@ -112,6 +112,8 @@ def test_a_restarted_server_generates_nothing_before_it_has_caught_up(
     assert rollout(["a"], made)["completion_ids"] == [[0, 7]]
     assert len(looks) == 3
     ended(rollout, made)
+    assert rollout.published is not None
+    assert rollout.published.version == 0  # the step's weights were published for its rollouts
 
 
 def test_at_the_end_an_error_is_said_and_nothing_is_lost(

@@ -134,7 +134,8 @@ class PulseRollout(TrainerCallback):
         weights = policy_weights(model, self._link.dtype(), keep=first) if first or is_sharded(model) else {}
         if first:
             try:
-                self._link.push(weights, _metadata(state), patient=False)
+                if self._step != state.global_step:
+                    self._link.push(weights, _metadata(state), patient=False)
             except PulseError as error:
                 log.error(
                     "stream %s: the weights of step %d are not live: %s. %s",
@@ -159,13 +160,13 @@ class PulseRollout(TrainerCallback):
     def _follow(self, trainer: Any) -> None:
         """All ranks: returns when the server generates with the trainer's weights."""
         model, first = trainer.model, trainer.state.is_world_process_zero
-        weights = policy_weights(model, self._link.dtype(), keep=first) if first or is_sharded(model) else {}
         outcome: str | PulseError = ""
-        if first:
-            try:
+        try:
+            weights = policy_weights(model, self._link.dtype(), keep=first) if first or is_sharded(model) else {}
+            if first:
                 outcome = self._link.push(weights, _metadata(trainer.state))
-            except PulseError as error:  # the other ranks wait, and must hear of it
-                outcome = error
+        except PulseError as error:  # the other ranks wait, and must hear of it
+            outcome = error
         outcome = _from_first(outcome, trainer)
         if isinstance(outcome, PulseError):
             raise outcome

@@ -18,8 +18,8 @@ __all__ = ["PulseWeightTransfer"]
 
 class PulseWeightTransfer:
     """Brings each policy to a vLLM server through a stream: ``AsyncGRPOTrainer(..., weight_transfer=
-    PulseWeightTransfer("http://localhost:8000", "s3://bucket/run", "policy"))``. AsyncDistillationTrainer takes it as
-    well.
+    PulseWeightTransfer("http://localhost:8000", "s3://bucket/run", "policy"))``. AsyncDistillationTrainer has the
+    same protocol.
 
     ``server_url`` is that of the trainer's ``vllm_server_base_url``; the server runs with the backend ``pulse``
     (docs/vllm.md). ``store``, an address that the server opens as well, ``stream``, ``on_event`` and all other
