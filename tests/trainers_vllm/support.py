@@ -40,12 +40,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+def untrained(dtype: torch.dtype = torch.float32) -> Any:
+    """230,528 weights. vLLM's attention on a CPU takes heads of 32 or more."""
+    return tiny(dtype, vocab_size=WORDS, hidden_size=128)
+
+
 def saved(folder: Path) -> str:
     """The checkpoint, in BF16 as most are, with its tokenizer."""
-    model = tiny(
-        torch.bfloat16, vocab_size=WORDS, hidden_size=128
-    )  # vLLM's attention on a CPU takes heads of 32 or more
-    model.save_pretrained(folder)
+    untrained(torch.bfloat16).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
 

@@ -14,9 +14,8 @@ from pulse_rl import Subscriber
 from pulse_rl.integrations.peft import write_adapter
 from pulse_rl.integrations.transformers import PulseCallback
 from tests.engines.server import complete, server
-from tests.trainers.support import tiny
 
-from .support import WORDS, grpo
+from .support import grpo, untrained
 from .test_rollout import NOISE, log_probabilities
 
 
@@ -45,9 +44,8 @@ def test_a_server_generates_with_each_version_by_its_name(
             urllib.request.urlopen(request).close()
             choice = complete(url, model=f"policy-v{version}", prompt=prompt)["choices"][0]
             said = torch.tensor(choice["logprobs"]["token_logprobs"])
-            base = tiny(torch.bfloat16, vocab_size=WORDS, hidden_size=128)
-            adapted = PeftModel.from_pretrained(base, folder)
+            adapted = PeftModel.from_pretrained(untrained(torch.bfloat16), folder)
             ours = log_probabilities(adapted, [prompt], [choice["token_ids"]])
-            plain = log_probabilities(tiny(vocab_size=WORDS, hidden_size=128), [prompt], [choice["token_ids"]])
+            plain = log_probabilities(untrained(torch.bfloat16), [prompt], [choice["token_ids"]])
             assert (said - ours).abs().mean() < NOISE
             assert ((said - plain).abs().mean() > 3 * NOISE) == (version == 3)
