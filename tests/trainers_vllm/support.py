@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 import urllib.request
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def saved(folder: Path) -> str:
 def numbers(completions: list[Any], **_: Any) -> list[float]:
     """The reward: the mean of the words' numbers, which hardly ever is the same for two completions."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    found = [[int(word[1:]) for word in text.split()] for text in texts]
+    found = [[int(number) for number in re.findall(r"w(\d+)", text)] for text in texts]
     return [sum(row) / max(len(row), 1) for row in found]
 
 
