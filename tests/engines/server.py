@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ def server(
     port: int | None = None,
     pulse: bool = True,
     dev: bool = True,
+    options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """The URL of a server that is up. ``pulse``: with the backend; ``dev``: with the weight routes."""
+    """The URL of a server that is up. ``pulse``: with the backend; ``dev``: the weight routes; ``options``: more."""
     port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
     command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "128"]
@@ -38,6 +39,7 @@ def server(
     command += ["--tensor-parallel-size", str(tensor_parallel)]
     if pulse:
         command += ["--weight-transfer-config", '{"backend": "pulse"}']
+    command += options
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": str(int(dev))}
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)

@@ -16,14 +16,32 @@ from transformers import Trainer
 from pulse_rl import LocalStore, Publisher, state_root
 from pulse_rl.integrations.transformers import PulseCallback
 from pulse_rl.integrations.weights import is_sharded, policy_weights
-from tests.trainers.support import Witness, arguments, cast, followed, sentences, tiny
+from tests.trainers.support import Witness, arguments, cast, followed, saved, sentences, tiny
+from tests.trainers.test_trl import grpo
 
 
 def ddp(store: LocalStore) -> None:
     """The Trainer under DDP: one publisher, and all ranks hold what the stream has."""
     witness, callback = Witness(), PulseCallback(store, stream="policy", replace=False)
     folder = store.root.parent
-    trainer = Trainer(tiny(), arguments(folder), train_dataset=sentences(), callbacks=[callback, witness])
+    followed_by_all(
+        Trainer(tiny(), arguments(folder), train_dataset=sentences(), callbacks=[callback, witness]),
+        store,
+        callback,
+        witness,
+    )
+
+
+def grpo_ddp(store: LocalStore) -> None:
+    """TRL's GRPOTrainer under DDP."""
+    witness, callback = Witness(), PulseCallback(store, stream="policy", replace=False)
+    folder = store.root.parent
+    checkpoint = saved(folder / "checkpoint")  # which the first rank alone writes
+    dist.barrier()
+    followed_by_all(grpo(folder, [callback, witness], model=checkpoint), store, callback, witness)
+
+
+def followed_by_all(trainer: Trainer, store: LocalStore, callback: PulseCallback, witness: Witness) -> None:
     trainer.train()
     dist.barrier()  # the last version is committed when the first rank is here
     assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
@@ -88,7 +106,7 @@ def fsdp2_lora(store: LocalStore) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for case in (ddp, fsdp2, fsdp2_lora):  # the Trainer of the first makes the process group
+    for case in (ddp, grpo_ddp, fsdp2, fsdp2_lora):  # the Trainer of the first makes the process group
         case(LocalStore(Path(sys.argv[1]) / case.__name__))
     print(f"rank {dist.get_rank()} is content")
     dist.destroy_process_group()

@@ -13,21 +13,21 @@ from pulse_rl import Store, Subscriber, state_root
 WORDS = 64
 
 
-def tiny(dtype: torch.dtype = torch.float32, seed: int = 0) -> Qwen2ForCausalLM:
-    """107,072 weights with tied embeddings."""
+def tiny(dtype: torch.dtype = torch.float32, seed: int = 0, **others: Any) -> Qwen2ForCausalLM:
+    """107,072 weights with tied embeddings; ``others`` of the config make it another model."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return Qwen2ForCausalLM(config).to(dtype)
+    config: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**(config | others))).to(dtype)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -100,8 +100,8 @@ class Witness(TrainerCallback):
         self.note(state.global_step, kwargs["model"])
 
 
-def followed(store: Store | str, stream: str = "policy") -> dict[int, str]:
-    """The root of a follower's own state after each version, by the step in the version's metadata."""
+def followed(store: Store | str, stream: str = "policy", key: str = "step") -> dict[int, str]:
+    """The root of a follower's own state after each version, by the ``key`` in the version's metadata."""
     with Subscriber(store, stream=stream) as newest:
         newest.sync()
         last = newest.version
@@ -112,5 +112,5 @@ def followed(store: Store | str, stream: str = "policy") -> dict[int, str]:
             update = follower.sync(version)
             assert update is not None
             update.acknowledge()
-            roots[update.metadata["step"]] = state_root(follower.state)
+            roots[update.metadata[key]] = state_root(follower.state)
     return roots

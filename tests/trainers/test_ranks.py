@@ -1,4 +1,4 @@
-"""Two ranks: DDP in the Trainer, FSDP2 with and without adapters."""
+"""Two ranks: DDP in the Trainer and in GRPO, FSDP2 with and without adapters."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def longest(completions: list[str], **_: Any) -> list[float]:
 
 
 def grpo(folder: Path, callbacks: list[TrainerCallback], **others: Any) -> Trainer:
-    model = saved(folder / "checkpoint")
+    model = others.pop("model", None) or saved(folder / "checkpoint")
     settings = {"num_generations": 2, "max_completion_length": 8, **others.pop("config", {})}
     return GRPOTrainer(
         model=model,

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 _SAMPLE = 1 << 16  # elements of a tensor
 _MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 _DEFAULT = torch.bfloat16
+_DENSE = 0.5
+
+
+def advice(model: nn.Module, optimizer: Any, lr: float, dtype: str | None) -> list[str]:
+    """Why patches of ``model``, published in ``dtype`` (None: as it is), will not be small. ``lr`` counts where the
+    ``optimizer`` says none."""
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    if dtype is None:
+        if any(p.dtype.itemsize > 2 for p in trained):
+            return [
+                "dtype=None publishes the trained weights in FP32, of which nearly all change at every step. "
+                'Leave dtype at "BF16" unless the workers compute in FP32.'
+            ]
+        return []
+    groups = getattr(optimizer, "param_groups", [])
+    peak = max((float(group.get("initial_lr", group["lr"])) for group in groups), default=lr)
+    density = 0.0 if any(hasattr(m, "base_layer") for m in model.modules()) else expected_density(model, peak)
+    if density <= _DENSE:
+        return []
+    return [
+        f"at the learning rate {peak:g} about {density:.0%} of the BF16 weights change in one step of Adam, so that "
+        "patches save little. RL uses 1e-6 to 1e-5."
+    ]
 
 
 def expected_density(model: nn.Module, lr: float) -> float:

@@ -15,18 +15,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .._util.settings import checked_count
 from ..errors import PulseError
-from ..events import Event, Listener, Metadata, Notice, PathFailed, Published, Resumed, checked_listener
+from ..events import Listener, Metadata, Published, checked_listener
 from ..state.rounding import compute_dtype_named
 from ..store import Store
 from ..sync.publisher import Publisher
 from ..sync.submit import Submission
-from .density import expected_density
-from .weights import is_sharded, policy_weights
+from .density import advice
+from .notices import logged
+from .peft import ADAPTER_CONFIG
+from .weights import adapter_weights, is_sharded, policy_weights
 
 __all__ = ["PulseCallback"]
 
 _log = logging.getLogger(__name__)
-_DENSE = 0.5
 _OURS = "pulse/"
 
 
@@ -37,7 +38,9 @@ class PulseCallback(TrainerCallback):
     ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords (``signer``, ``folds`` …).
     Versions have the Hugging Face names of the base model: DDP's and torch.compile's are taken off, FSDP2's shards are
     gathered by all ranks and published by the first, PEFT adapters are merged into copies. Floats are cast to the
-    compute dtype ``dtype`` as `Publisher.publish` does; None publishes them as they are.
+    compute dtype ``dtype`` as `Publisher.publish` does; None publishes them as they are. With ``adapter`` a version is
+    the PEFT adapter alone, by PEFT's names, with its config in the metadata: `pulse_rl.integrations.peft` makes a
+    folder of it on the other side.
 
     The training is held up for merging, gathering and copying; the rest is done behind it (`Publisher.submit`). Where
     the store is slower than the steps, the newest weights ``replace`` those that still wait, which then get no version;
@@ -61,14 +64,16 @@ class PulseCallback(TrainerCallback):
         dtype: str | None = "BF16",
         every: int = 1,
         replace: bool = True,
+        adapter: bool = False,
         on_event: Listener | None = None,
         **publisher: Any,
     ) -> None:
         self._dtype = None if dtype is None else compute_dtype_named(dtype).name
         self._every = checked_count("every", every)
         self._replace = replace
-        self._listener = checked_listener(on_event)
-        self._publisher = Publisher(store, stream=stream, on_event=self._hear, **publisher)
+        self._adapter = adapter
+        listener = logged(_log, checked_listener(on_event))
+        self._publisher = Publisher(store, stream=stream, on_event=listener, **publisher)
         self._stream = stream
         self._ended: deque[tuple[int, Submission]] = deque()
         self._since_log: list[Published] = []
@@ -99,8 +104,9 @@ class PulseCallback(TrainerCallback):
         """
         self._committed_step = None
         if state.is_world_process_zero:
-            for advice in _advice(kwargs["model"], kwargs.get("optimizer"), args.learning_rate, self._dtype):
-                _log.warning("stream %s: %s", self._stream, advice)
+            if not self._adapter:
+                for words in advice(kwargs["model"], kwargs.get("optimizer"), args.learning_rate, self._dtype):
+                    _log.warning("stream %s: %s", self._stream, words)
             self._publisher.head()
         self._submit(kwargs["model"], state)
 
@@ -137,14 +143,14 @@ class PulseCallback(TrainerCallback):
         """
         first, model = state.is_world_process_zero, kwargs["model"]
         # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
-        weights = policy_weights(model, self._dtype, keep=first) if first or is_sharded(model) else {}
-        if not first:
+        taken = self._take(model, first) if first or is_sharded(model) else None
+        if not first or taken is None:
             return
         try:
             self._publisher.wait()
             self._collect()
             if args.load_best_model_at_end or self._committed_step != state.global_step:
-                self._hand_over(weights, state, replace=False)
+                self._hand_over(*taken, state, replace=False)
                 self._publisher.wait()
                 self._collect()
         except PulseError as error:
@@ -166,14 +172,24 @@ class PulseCallback(TrainerCallback):
         if not (first or is_sharded(model)):
             return
         began = time.perf_counter()
-        weights = policy_weights(model, self._dtype, keep=first)
+        weights, facts = self._take(model, first)
         if first:
-            self._hand_over(weights, state, replace=self._replace)
+            self._hand_over(weights, facts, state, replace=self._replace)
             self._blocked.append(time.perf_counter() - began)
 
-    def _hand_over(self, weights: dict[str, torch.Tensor], state: TrainerState, *, replace: bool) -> None:
+    def _take(self, model: nn.Module, keep: bool) -> tuple[dict[str, torch.Tensor], Metadata]:
+        """What is published, and what its metadata say beside the step. A collective where `is_sharded`."""
+        if not self._adapter:
+            return policy_weights(model, self._dtype, keep=keep), {}
+        weights, config = adapter_weights(model, self._dtype, keep=keep)
+        return weights, {ADAPTER_CONFIG: config}
+
+    def _hand_over(
+        self, weights: dict[str, torch.Tensor], facts: Metadata, state: TrainerState, *, replace: bool
+    ) -> None:
         self._collect()
-        submission = self._publisher.submit(weights, metadata=_metadata(state), dtype=self._dtype, replace=replace)
+        metadata = _metadata(state) | facts
+        submission = self._publisher.submit(weights, metadata=metadata, dtype=self._dtype, replace=replace)
         step = state.global_step
 
         def ended(done: Any) -> None:
@@ -229,14 +245,6 @@ class PulseCallback(TrainerCallback):
         self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
         return {_OURS + name: value for name, value in figures.items()}
 
-    def _hear(self, event: Event) -> None:
-        if isinstance(event, Notice):
-            _log.warning("stream %s: %s. %s", event.stream, event.reason, event.hint)
-        elif isinstance(event, PathFailed | Resumed):
-            _log.info("%s", event)
-        if self._listener:
-            self._listener(event)
-
 
 def _metadata(state: TrainerState) -> Metadata:
     """The step, the epoch, and the numbers of the trainer's last log."""
@@ -252,24 +260,3 @@ def _metadata(state: TrainerState) -> Metadata:
     if state.epoch is not None:
         facts["epoch"] = float(state.epoch)
     return facts
-
-
-def _advice(model: nn.Module, optimizer: Any, lr: float, dtype: str | None) -> list[str]:
-    """Why patches will not be small, known before the first step."""
-    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-    if dtype is None:
-        if any(p.dtype.itemsize > 2 for p in trained):
-            return [
-                "dtype=None publishes the trained weights in FP32, of which nearly all change at every step. "
-                'Leave dtype at "BF16" unless the workers compute in FP32.'
-            ]
-        return []
-    groups = getattr(optimizer, "param_groups", [])
-    peak = max((float(group.get("initial_lr", group["lr"])) for group in groups), default=lr)
-    density = 0.0 if any(hasattr(m, "base_layer") for m in model.modules()) else expected_density(model, peak)
-    if density <= _DENSE:
-        return []
-    return [
-        f"at the learning rate {peak:g} about {density:.0%} of the BF16 weights change in one step of Adam, so that "
-        "patches save little. RL uses 1e-6 to 1e-5."
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from ..errors import UnsupportedTensor
 from ..state.rounding import compute_dtype_named
 from ..state.wrappers import unwrapped
 
-__all__ = ["is_sharded", "policy_weights"]
+__all__ = ["adapter_weights", "cast_to_host", "is_sharded", "policy_weights", "torch_dtype"]
 
 _TORCH = {
     "BF16": torch.bfloat16,
@@ -40,7 +41,7 @@ def policy_weights(model: nn.Module, dtype: str | None = None, *, keep: bool = T
     Raises UnsupportedTensor for FSDP1, DeepSpeed ZeRO-3, quantised layers with adapters, and adapters that cannot be
     merged.
     """
-    target = None if dtype is None else _TORCH[compute_dtype_named(dtype).name]
+    target = torch_dtype(dtype)
     core = _base_model(_without_wrappers(model))
     _refuse_hidden_shards(core)
     adapters = _Adapters(core)
@@ -58,11 +59,47 @@ def policy_weights(model: nn.Module, dtype: str | None = None, *, keep: bool = T
             continue
         if hasattr(tensor, "full_tensor"):
             if id(tensor) not in gathered:
-                whole = tensor.detach().to(_computed(tensor.dtype, target)).full_tensor()
-                gathered[id(tensor)] = whole.cpu() if keep else whole.new_empty(0)
+                gathered[id(tensor)] = cast_to_host(tensor, target, keep=keep)
             tensor = gathered[id(tensor)]
         taken[plain] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
     return unwrapped(taken) if keep else {}
+
+
+def adapter_weights(
+    model: nn.Module, dtype: str | None = None, *, keep: bool = True
+) -> tuple[dict[str, torch.Tensor], str]:
+    """(the weights of the model's PEFT adapter by the names that PEFT saves, its config as JSON).
+
+    ``dtype``, ``keep`` and wrappers are those of `policy_weights`; nothing is merged. Raises UnsupportedTensor where
+    there is no adapter or more than one in use.
+    """
+    core = _without_wrappers(model)
+    peft: Any = sys.modules.get("peft")
+    if peft is None or not isinstance(core, peft.PeftModel):
+        raise UnsupportedTensor("the model has no PEFT adapter", hint="Leave adapter=True out, or give a peft_config.")
+    _refuse_hidden_shards(core)
+    active = core.active_adapters
+    if len(active) != 1:
+        raise UnsupportedTensor(f"{len(active)} adapters are in use, {', '.join(active)}: an engine loads one")
+    tensors = peft.get_peft_model_state_dict(core, adapter_name=active[0], save_embedding_layers=False)
+    target = torch_dtype(dtype)
+    taken = {name: cast_to_host(tensor, target, keep=keep) for name, tensor in tensors.items()}
+    settings = core.peft_config[active[0]].to_dict() | {"inference_mode": True}
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+    return (taken if keep else {}), json.dumps(plain, sort_keys=True)
+
+
+def cast_to_host(tensor: torch.Tensor, target: torch.dtype | None, *, keep: bool = True) -> torch.Tensor:
+    """The whole tensor in host memory, cast to ``target`` if it is wider; itself if there is nothing to do. A
+    collective for DTensors, of which those that do not ``keep`` the result get an empty one."""
+    narrow = tensor.detach().to(_computed(tensor.dtype, target))
+    whole = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
+    return whole.cpu() if keep else whole.new_empty(0)
+
+
+def torch_dtype(dtype: str | None) -> torch.dtype | None:
+    """torch's name of a compute dtype. Raises InputError."""
+    return None if dtype is None else _TORCH[compute_dtype_named(dtype).name]
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

@@ -1,0 +1,12 @@
+"""TRL: a vLLM server that holds the trainer's newest weights (docs/trl.md).
+
+`PulseWeightTransfer` is the ``weight_transfer`` of AsyncGRPOTrainer, `pulse_rollout` makes the ``rollout_func`` of
+GRPOTrainer. Neither imports TRL or vLLM.
+"""
+
+from __future__ import annotations
+
+from .rollout import PulseRollout, pulse_rollout
+from .transfer import PulseWeightTransfer
+
+__all__ = ["PulseRollout", "PulseWeightTransfer", "pulse_rollout"]

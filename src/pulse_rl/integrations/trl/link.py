@@ -1,0 +1,144 @@
+"""A stream and the vLLM server that follows it, for a trainer that goes on when its newest weights are live."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from ..._util.settings import checked_number
+from ...errors import ConcurrentUse, InputError, PulseError
+from ...events import Listener, Metadata, Published, checked_listener
+from ...sync.publisher import Publisher
+from ..notices import logged
+from ..vllm import EngineHandle, EngineSync, connect
+from .server import VllmServer
+
+log = logging.getLogger("pulse_rl.integrations.trl")
+T = TypeVar("T")
+_FIRST_WAIT_SECONDS = 0.5
+_MOST_WAIT_SECONDS = 10.0
+_POLL_SECONDS = 2.0
+
+
+class Link:
+    """The settings of `PulseWeightTransfer` and `pulse_rollout`. Made on every rank; opened and used by the first."""
+
+    def __init__(
+        self,
+        server_url: str,
+        store: str,
+        stream: str,
+        *,
+        retry_seconds: float,
+        on_event: Listener | None,
+        engine: Mapping[str, Any] | None,
+        publisher: dict[str, Any],
+    ) -> None:
+        if not isinstance(server_url, str) or not server_url.startswith(("http://", "https://")):
+            raise InputError(f"{server_url!r} is no URL of a server", hint="Give it as http://host:port.")
+        if not isinstance(store, str):
+            raise InputError(f"the store must be an address, not a {type(store).__name__}: the server opens it as well")
+        self.stream = stream
+        self.published: Published | None = None
+        self.synced: EngineSync | None = None
+        self._retry_seconds = checked_number("retry_seconds", retry_seconds)
+        self._engine = dict(engine or {})
+        self.server = VllmServer(server_url, self._engine.get("timeout_seconds", 600.0))
+        self._store = store
+        self._settings = publisher | {"stream": stream, "on_event": logged(log, checked_listener(on_event))}
+        signer = publisher.get("signer")
+        keys = [*([signer.public_key] if signer else ()), *publisher.get("trusted_keys", ())]
+        if keys:
+            self._engine.setdefault("trusted_keys", keys)
+        self._publisher: Publisher | None = None
+        self._handle: EngineHandle | None = None
+        self._dtype: tuple[str | None] | None = None
+
+    def open(self) -> None:
+        """Finds wrong settings before the first step: opens the store, and waits for the server. Does nothing if it is
+        open."""
+        if self._publisher is None:
+            publisher = Publisher(self._store, **self._settings)
+            self.patiently(publisher.head)
+            self._publisher = publisher
+        self.dtype()
+        if self._handle is None:
+            self._handle = self.patiently(
+                lambda: connect(self.server.url, store=self._store, stream=self.stream, **self._engine)
+            )
+            self._handle.follow(on_sync=self._note, poll_seconds=_POLL_SECONDS)
+
+    def dtype(self) -> str | None:
+        """The server's compute dtype as `Publisher.publish` takes it, asked for once."""
+        if self._dtype is None:
+            self._dtype = (self.patiently(self.server.compute_dtype),)
+        return self._dtype[0]
+
+    def push(self, weights: Mapping[str, torch.Tensor], metadata: Metadata, *, patient: bool = True) -> str:
+        """Publishes ``weights`` and makes them live, and returns the tag of what is generated then. The server is
+        paused for the write alone, after the upload and its own fetch. If not ``patient``, nothing is repeated."""
+        self.open()
+        publisher, handle = self._publisher, self._handle
+        assert publisher is not None
+        assert handle is not None
+        done = self.patiently(lambda: publisher.publish(weights, metadata=metadata, dtype=self.dtype()), patient)
+        self.published = done
+        self._note(self.patiently(handle.sync, patient))
+        moved = self.synced is not None and self.synced.version == done.version
+        log.info(
+            "stream %s: version %d is live (%d bytes, %.2f%% changed, %.3f s to publish, paused for %.3f s)",
+            self.stream,
+            done.version,
+            done.patch_bytes or done.anchor_bytes,
+            100 * done.density,
+            done.seconds,
+            self.synced.pause_seconds if self.synced and moved else 0.0,
+        )
+        # Without a move the server was started from these weights, and tags nothing.
+        return str(done.version) if moved else self.patiently(self.server.weight_version, patient)
+
+    def close(self) -> None:
+        """Ends following. The server keeps its weights. `open` begins anew."""
+        if self._handle is not None:
+            self._handle.close()
+        if self._publisher is not None:
+            self._publisher.close()
+        self._handle = self._publisher = None
+
+    def patiently(self, call: Callable[[], T], patient: bool = True) -> T:
+        """The result of ``call``, which is repeated for ``retry_seconds`` while a store or a server is away."""
+        until = time.monotonic() + (self._retry_seconds if patient else 0.0)
+        wait = _FIRST_WAIT_SECONDS
+        said = ""
+        while True:
+            try:
+                result = call()
+            except PulseError as error:
+                # Whoever was killed while it drove the engine is forgotten after some seconds.
+                passing = error.retryable or isinstance(error, ConcurrentUse)
+                left = until - time.monotonic()
+                if not passing or left <= 0:
+                    raise
+                if str(error) != said:
+                    log.warning(
+                        "stream %s: %s; the training waits, for at most %.0f s more. %s",
+                        self.stream,
+                        error,
+                        left,
+                        error.hint,
+                    )
+                    said = str(error)
+                time.sleep(min(wait, left))
+                wait = min(2 * wait, _MOST_WAIT_SECONDS)
+            else:
+                if said:
+                    log.warning("stream %s: the training goes on", self.stream)
+                return result
+
+    def _note(self, done: EngineSync | None) -> None:
+        if done is not None:
+            self.synced = done

@@ -1,0 +1,98 @@
+"""A vLLM server that plays its part: the routes that a trainer reads, by HTTP, and a handle on it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from pulse_rl import PulseError, Subscriber
+from pulse_rl.integrations.vllm import EngineSync
+
+
+class PretendedServer:
+    """``dtype`` is torch's name of what it computes in; ``tag`` its weight version. ``errors`` are raised one after
+    another by the handle's syncs, ``refusals`` answered by the server, before what is asked is done."""
+
+    def __init__(self) -> None:
+        self.dtype = "torch.bfloat16"
+        self.tag = "default"
+        self.errors: list[PulseError] = []
+        self.refusals: list[int] = []
+        self.requests: list[dict[str, Any]] = []
+        self.handle: Handle | None = None
+        self.url = ""
+
+    def answer(self, route: str, body: dict[str, Any]) -> Any:
+        if route.startswith("server_info"):
+            return {"vllm_config": {"model_config": {"dtype": self.dtype}}}
+        if route == "weight_info":
+            return {"weight_version": self.tag}
+        if route == "v1/models":
+            return {"data": [{"id": "policy"}]}
+        self.requests.append(body)
+        choices = [
+            {"index": n, "token_ids": [n, 7], "logprobs": {"token_logprobs": [-0.5, None]}}
+            for n in range(len(body["prompt"]))
+        ]
+        return {"choices": choices[::-1]}
+
+    def connect(self, url: str, **options: Any) -> Handle:
+        assert url == self.url
+        self.handle = Handle(self, options)
+        return self.handle
+
+
+class Handle:
+    def __init__(self, server: PretendedServer, options: dict[str, Any]) -> None:
+        self.server, self.options = server, options
+        self.subscriber = Subscriber(options["store"], stream=options["stream"])
+        self.followed = self.closed = False
+
+    def follow(self, **_: Any) -> None:
+        self.followed = True
+
+    def sync(self) -> EngineSync | None:
+        if self.server.errors:
+            raise self.server.errors.pop(0)
+        previous = self.subscriber.version
+        update = self.subscriber.sync()
+        if update is None:
+            return None
+        update.acknowledge()
+        self.server.tag = str(update.version)
+        return EngineSync(update.version, previous, update.root, update.metadata, False, 0.1, 0.1, None, 0.0, 0.0, 1)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@contextmanager
+def listening(server: PretendedServer) -> Iterator[PretendedServer]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            refused = server.refusals.pop(0) if server.refusals else 200
+            found = {"error": "no"} if refused != 200 else server.answer(self.path[1:], json.loads(body or b"{}"))
+            self.send_response(refused)
+            self.end_headers()
+            self.wfile.write(json.dumps(found).encode())
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.url = f"http://127.0.0.1:{http.server_address[1]}"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()

@@ -1,0 +1,1 @@
+"""TRL's trainers with a real vLLM server, in vLLM's environment: make test-vllm."""
