@@ -74,7 +74,7 @@ test-verl:
 	@$(MAKE) --no-print-directory $(VERL_ENV)/.verl \
 	  || { echo "make test-verl: skipped, $(VERL) could not be installed here"; exit 0; } \
 	  && $(MAKE) --no-print-directory $(VERL_ENV)/.ready \
-	  && $(VERL_ENV)/bin/python -m pytest --confcutdir tests/verl -o filterwarnings=ignore tests/verl $(ARGS)
+	  && $(VERL_ENV)/bin/python -m pytest --confcutdir tests/verl -o filterwarnings=ignore tests/verl tests/integrations/test_verl.py $(ARGS)
 
 $(VERL_ENV)/.verl: tests/verl/requirements.txt
 	$(PYTHON) -m venv $(VERL_ENV)

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import torch
 import verl
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_dir
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,21 +50,18 @@ def tiny() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def configured(store: str, **engine: Any) -> RolloutConfig:
-    """verl's own configuration of a rollout with the lines that docs/verl.md adds."""
-    own = OmegaConf.load(Path(verl.__file__).parent / "trainer/config/rollout/rollout.yaml")
-    lines = {
-        "name": "vllm",
-        "checkpoint_engine": {
-            "backend": "pulse",
-            "custom_backend_module": "pulse_rl.integrations.verl",
-            "engine_kwargs": {"pulse": {"store": store, "stream": "policy", **engine}},
-        },
-    }
-    own = OmegaConf.merge(own, lines)
-    for interpolated in [key for key in own if OmegaConf.is_interpolation(own, key)]:
-        own.pop(interpolated)
-    made: RolloutConfig = omega_conf_to_dataclass(own)
+def configured(store: str) -> RolloutConfig:
+    """The rollout's part of verl's own configuration, with the lines that docs/verl.md adds."""
+    engine = "actor_rollout_ref.rollout.checkpoint_engine"
+    lines = [
+        f"{engine}.backend=pulse",
+        f"{engine}.custom_backend_module=pulse_rl.integrations.verl",
+        f"+{engine}.engine_kwargs.pulse.store={store}",
+        f"+{engine}.engine_kwargs.pulse.stream=policy",
+        "actor_rollout_ref.rollout.name=vllm",
+    ]
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+        made: RolloutConfig = omega_conf_to_dataclass(compose("ppo_trainer", lines).actor_rollout_ref.rollout)
     return made
 
 
@@ -165,8 +162,8 @@ def group(worker: type, ranks: int, *args: Any) -> RayWorkerGroup:
 class Fleet:
     """An actor of two ranks, rollout replicas, and verl's manager between them."""
 
-    def __init__(self, store: str, replicas: int = 2, **engine: Any) -> None:
-        self.config = configured(store, **engine)
+    def __init__(self, store: str, replicas: int = 2) -> None:
+        self.config = configured(store)
         self.actor = group(Actor, 2, self.config)
         self.manager = CheckpointEngineManager(self.config.checkpoint_engine, self.actor, [])
         self.count = 0

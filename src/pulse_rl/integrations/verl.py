@@ -97,12 +97,16 @@ class PulseCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, str]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Hands the number in ``metadata`` to ``actor_wg_world_size`` + ``rollout_world_size`` ranks."""
-        sync = next(m["sync"] for m in metadata if m)
+        """Hands the number of the update, from the actor's first rank, to all ranks.
+
+        There are ``actor_wg_world_size`` and ``rollout_world_size`` of them; ``metadata`` is what `prepare` has
+        returned on each, the actor's first.
+        """
+        sync = metadata[0]["sync"]
         return {"sync": [sync] * actor_wg_world_size}, {"sync": [sync] * rollout_world_size}
 
     def init_process_group(self, sync: str) -> None:
-        """The update ``sync`` begins; whoever still waits for another one gives up."""
+        """The update of number ``sync`` begins; whoever still waits for another one gives up."""
         self._sync = sync
 
     def finalize(self) -> None:
@@ -155,9 +159,9 @@ class PulseCheckpointEngine(CheckpointEngine):
     # -- a rollout worker
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields all tensors of the version of this update (`global_steps`, verl's count, is not needed to find it).
+        """Yields all tensors of this update's version, whole, as copies in host memory of what was verified.
 
-        They are copies in host memory of what was verified. Raises EngineError when no such version comes within
+        ``global_steps`` is not needed to find it. Raises EngineError when no such version comes within
         ``timeout_seconds`` or another update begins, and what `Subscriber.sync` raises.
         """
         sync = self._sync

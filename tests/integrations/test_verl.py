@@ -1,4 +1,4 @@
-"""The checkpoint engine by itself: an actor's and a worker's, in one process, without Ray."""
+"""verl's checkpoint engine by itself: an actor's and a worker's, in one process, without Ray."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from verl.checkpoint_engine import CheckpointEngineRegistry
 
 import pulse_rl
-from pulse_rl.integrations.verl import PulseCheckpointEngine
+from tests.support.verl_stub import integration
 
+PulseCheckpointEngine = integration().PulseCheckpointEngine
+Registry = integration().CheckpointEngineRegistry
+Engine = Any
 Weights = dict[str, torch.Tensor]
 
 
-def engine(store: Path | str, *, master: bool = False, **others: Any) -> PulseCheckpointEngine:
+def engine(store: Path | str, *, master: bool = False, **others: Any) -> Engine:
     """As verl makes it."""
     role = {"is_master": True} if master else {}
-    made = CheckpointEngineRegistry.new(
-        "pulse", bucket_size=1 << 20, store=str(store), stream="policy", **role, **others
-    )
-    assert isinstance(made, PulseCheckpointEngine)
-    return made
+    return Registry.new("pulse", bucket_size=1 << 20, **role, store=str(store), stream="policy", **others)
 
 
-def connect(actor: PulseCheckpointEngine, *workers: PulseCheckpointEngine) -> None:
+def connect(actor: Engine, *workers: Engine) -> None:
     """What verl's manager does before an update."""
     metadata = [actor.prepare(), *(worker.prepare() for worker in workers)]
     actors, rollouts = PulseCheckpointEngine.build_topology(1, len(workers), metadata)
@@ -37,11 +35,11 @@ def connect(actor: PulseCheckpointEngine, *workers: PulseCheckpointEngine) -> No
         worker.init_process_group(**{key: values[rank] for key, values in rollouts.items()})
 
 
-async def received(worker: PulseCheckpointEngine) -> Weights:
+async def received(worker: Engine) -> Weights:
     return {name: tensor async for name, tensor in worker.receive_weights(global_steps=1)}
 
 
-def update(weights: Weights, actor: PulseCheckpointEngine, *workers: PulseCheckpointEngine) -> list[Weights]:
+def update(weights: Weights, actor: Engine, *workers: Engine) -> list[Weights]:
     async def all_at_once() -> list[Any]:
         sending = actor.send_weights(iter(weights.items()), global_steps=1)
         return await asyncio.gather(*(received(worker) for worker in workers), sending)
@@ -134,6 +132,35 @@ def test_a_worker_waits_for_its_own_update_and_not_for_any(tmp_path: Path) -> No
     assert "all nodes share" in failed.value.hint
 
 
+def test_a_later_update_ends_the_delivery_of_an_earlier_one(tmp_path: Path) -> None:
+    actor, worker = engine(tmp_path, master=True), engine(tmp_path)
+
+    async def program() -> None:
+        connect(actor, worker)
+        await actor.send_weights(iter(WEIGHTS.items()))
+        delivery = worker.receive_weights()
+        await anext(delivery)
+        connect(actor, worker)  # whoever loads the tensors is late: the host state is about to move on
+        with pytest.raises(pulse_rl.EngineError, match="another weight update"):
+            await anext(delivery)
+
+    asyncio.run(program())
+
+
+def test_a_worker_that_cannot_reach_the_version_says_why(tmp_path: Path) -> None:
+    actor, worker = engine(tmp_path, master=True), engine(tmp_path, timeout_seconds=0.3)
+    update(WEIGHTS, actor)
+    stored = set(tmp_path.rglob("*"))
+    connect(actor, worker)
+    asyncio.run(actor.send_weights(iter({**WEIGHTS, "ids": WEIGHTS["ids"] + 1}.items())))
+    patches = [path for path in set(tmp_path.rglob("*")) - stored if path.suffix == ".patch"]
+    assert patches
+    for path in patches:
+        path.unlink()
+    with pytest.raises(pulse_rl.EngineError, match=r"no version for this update.*patch"):
+        asyncio.run(received(worker))
+
+
 def test_signed_updates_are_accepted_and_others_are_not(tmp_path: Path) -> None:
     signer = pulse_rl.Signer.generate()
     signer.save(tmp_path / "key")
@@ -175,5 +202,5 @@ def test_a_stream_that_was_deleted_and_begun_anew_is_followed(tmp_path: Path) ->
 )
 def test_settings_that_cannot_work_are_refused_at_the_start(settings: dict[str, Any], reason: str, hint: str) -> None:
     with pytest.raises(pulse_rl.InputError, match=reason) as refused:
-        CheckpointEngineRegistry.new("pulse", bucket_size=1, is_master=True, **settings)
+        Registry.new("pulse", bucket_size=1, is_master=True, **settings)
     assert hint in refused.value.__notes__[0]
