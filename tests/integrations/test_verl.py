@@ -105,6 +105,13 @@ def test_what_is_received_is_the_callers_own(tmp_path: Path) -> None:
     assert same(got, kept)
 
 
+def test_a_rollout_with_an_accelerator_gets_its_tensors_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = torch.device("meta")  # stands in for one, on any machine
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
+    (got,) = update(WEIGHTS, engine(tmp_path, master=True), engine(tmp_path))
+    assert {tensor.device for tensor in got.values()} == {accelerator}
+
+
 def test_a_later_update_ends_the_wait_for_an_earlier_one(tmp_path: Path) -> None:
     actor, worker = engine(tmp_path, master=True), engine(tmp_path)
 
@@ -124,7 +131,7 @@ def test_a_later_update_ends_the_wait_for_an_earlier_one(tmp_path: Path) -> None
 
 def test_a_worker_waits_for_its_own_update_and_not_for_any(tmp_path: Path) -> None:
     actor, worker = engine(tmp_path, master=True), engine(tmp_path, timeout_seconds=0.2)
-    update(WEIGHTS, actor, worker)
+    update(WEIGHTS, actor)
     connect(actor, worker)
     with pytest.raises(pulse_rl.EngineError, match=r"no version for this update within 0\.2 s") as failed:
         asyncio.run(received(worker))
@@ -166,16 +173,16 @@ def test_signed_updates_are_accepted_and_others_are_not(tmp_path: Path) -> None:
     signer.save(tmp_path / "key")
     keys = {"trusted_keys": [signer.public_key]}
     actor = engine(tmp_path / "s", master=True, signing_key=str(tmp_path / "key"), **keys)
-    worker = engine(tmp_path / "s", cache=str(tmp_path / "cache"), timeout_seconds=0.5, **keys)
+    worker = engine(tmp_path / "s", cache=str(tmp_path / "cache"), **keys)
     (got,) = update(WEIGHTS, actor, worker)
     assert got.keys() == WEIGHTS.keys()
     assert list((tmp_path / "cache").rglob("*"))
 
-    stranger = engine(tmp_path / "s", master=True)
-    connect(stranger, worker)
+    stranger, other = engine(tmp_path / "s", master=True), engine(tmp_path / "s", timeout_seconds=0.2, **keys)
+    connect(stranger, other)
     asyncio.run(stranger.send_weights(iter(WEIGHTS.items())))
     with pytest.raises(pulse_rl.EngineError, match="signed"):
-        asyncio.run(received(worker))
+        asyncio.run(received(other))
 
 
 def test_a_stream_that_was_deleted_and_begun_anew_is_followed(tmp_path: Path) -> None:

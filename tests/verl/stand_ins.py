@@ -36,7 +36,7 @@ LR = 1e-6
 
 
 def tiny() -> Qwen2ForCausalLM:
-    """0.39 million FP32 weights, untied, the same in every process."""
+    """427,136 FP32 weights, untied, the same in every process."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=512,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,13 +28,16 @@ def fleet(cluster: None, store: str) -> Iterator[Fleet]:
 def step(fleet: Fleet, count: int) -> dict[str, float]:
     """One step of the actor and one update; every rollout worker must hold the actor's weights, cast."""
     fleet.actor.train()
+    began = time.perf_counter()
     metrics = fleet.update(count)
+    print(f"update {count}: {time.perf_counter() - began:.3f} s, {metrics}")
     assert fleet.held() == [(fleet.root(), count)] * len(fleet.manager.replicas)
     return metrics
 
 
 def test_every_update_gives_all_workers_the_actors_bits_for_few_bytes(fleet: Fleet, store: str) -> None:
     first = fleet.update(None)
+    print(f"first update: {first}")
     assert fleet.held() == [(fleet.root(), None)] * 2
     roots = {fleet.root()}
     for count in range(1, 5):

@@ -159,7 +159,8 @@ class PulseCheckpointEngine(CheckpointEngine):
     # -- a rollout worker
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields all tensors of this update's version, whole, as copies in host memory of what was verified.
+        """Yields all tensors of this update's version, whole: copies of what was verified, on the accelerator if there
+        is one.
 
         ``global_steps`` is not needed to find it. Raises EngineError when no such version comes within
         ``timeout_seconds`` or another update begins, and what `Subscriber.sync` raises.
@@ -168,9 +169,11 @@ class PulseCheckpointEngine(CheckpointEngine):
         with _hinted():
             async with self._turn:
                 await self._arrive(sync)
-            for named in host_tensors(self._subscriber.state):
+            # vLLM's adapter shares a tensor that is larger than its buffer from the device alone.
+            device = torch.accelerator.current_accelerator(check_available=True)
+            for name, tensor in host_tensors(self._subscriber.state):
                 self._require_current(sync)
-                yield named
+                yield name, tensor if device is None else tensor.to(device)
 
     async def _arrive(self, sync: str) -> None:
         """Follows the stream until its newest version is that of ``sync``."""
