@@ -103,6 +103,27 @@ $(TRAINERS)/.ready: pyproject.toml constraints.txt $(NATIVE)
 bench-adapters: $(TRAINERS)/.packages
 	$(TRAINERS)/bin/python -m benchmarks.adapters $(ARGS)
 
+# verl's own manager and workers, and examples/ray_fleet.py, under a real Ray; an environment of their own: 1.7 GB the first
+# time. verl itself without its dependencies, which are for GPUs. Skipped, and said so, where the wheels cannot be had.
+VERL_ENV := .venv-verl
+VERL := verl==0.9.1
+.PHONY: test-verl
+test-verl:
+	@$(MAKE) --no-print-directory $(VERL_ENV)/.verl \
+	  || { echo "make test-verl: skipped, $(VERL) could not be installed here"; exit 0; } \
+	  && $(MAKE) --no-print-directory $(VERL_ENV)/.ready \
+	  && $(VERL_ENV)/bin/python -m pytest --confcutdir tests/verl -o filterwarnings=ignore tests/verl tests/integrations/test_verl.py $(ARGS)
+
+$(VERL_ENV)/.verl: tests/verl/requirements.txt
+	$(PYTHON) -m venv $(VERL_ENV)
+	$(VERL_ENV)/bin/python -m pip install --quiet -r tests/verl/requirements.txt
+	$(VERL_ENV)/bin/python -m pip install --quiet --no-deps $(VERL)
+	touch $@
+
+$(VERL_ENV)/.ready: $(VERL_ENV)/.verl pyproject.toml $(NATIVE)
+	$(VERL_ENV)/bin/python -m pip install --quiet -e '.[sign]'
+	touch $@
+
 check: lint types imports
 
 # The documentation site, in build/docs/index.html. A broken link or a reference to nothing fails it.
@@ -161,7 +182,7 @@ $(DIST)/.ready: constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(ENGINES) $(SGLANG) build dist runs .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(TRAINERS) $(ENGINES) $(SGLANG) $(VERL_ENV) build dist runs .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # Random sequences of faults against an exact model, and a SIGKILL at every store call of real processes. 100,000 sequences
 # take an hour on two cores. Two more programs run for as long as one likes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -122,13 +122,17 @@ def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, t
         place = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{device!r} is not a device of this torch: {str(error).splitlines()[0]}") from None
-    stored = {}
+    stored = {name: tensor.to(place) for name, tensor in host_tensors(state)}
+    return stored | {alias: stored[name] for alias, name in state.aliases.items()}
+
+
+def host_tensors(state: State) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stored tensors of ``state`` one by one, as `to_torch` makes them on the CPU."""
     for spec in state.specs:
         if spec.dtype.name not in _TORCH:
             raise UnsupportedTensor(f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})")
         ints = _from_numpy(state.read(spec.name), spec.dtype.width)
-        stored[spec.name] = ints.view(_TORCH[spec.dtype.name]).reshape(spec.shape).to(place)
-    return stored | {alias: stored[name] for alias, name in state.aliases.items()}
+        yield spec.name, ints.view(_TORCH[spec.dtype.name]).reshape(spec.shape)
 
 
 def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases: dict[str, str]) -> list[torch.Tensor]:
