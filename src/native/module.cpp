@@ -146,5 +146,6 @@ NB_MODULE(_kernels, m) {
         array("bits"), "rounding"_a, "nan"_a, "width"_a, array("out"),
         "FP32 numbers, given by their bits, rounded to a narrower float; a NaN gets the bits `nan` besides its own.");
 
+    bind_sha256(m);
     bind_loco(m);
 }

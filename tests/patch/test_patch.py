@@ -129,7 +129,8 @@ def test_unchanged_blocks_cost_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch
     """Neither bytes in the patch nor hashing on either side."""
     old = {f"w{k}": weights(rng, MIB + k) for k in range(8)}
     state, digest = digested(old)
-    monkeypatch.setattr("pulse_rl.patch.tree.leaf_digests", lambda bits: pytest.fail("an unchanged block was hashed"))
+    for hashing in ("leaves_of", "changed_leaves_of"):
+        monkeypatch.setattr(f"pulse_rl.patch.tree.{hashing}", lambda *_: pytest.fail("an unchanged block was hashed"))
     made = build_patch(state, State.of(old), digest, block_elements=MIB)
     assert made.nbytes < 400
     assert made.target == digest

@@ -15,6 +15,9 @@ from ._kernels import (
     round_values,
     scan,
     scatter,
+    sha256_changed_leaves,
+    sha256_leaves,
+    sha256_paths,
 )
 
 __all__ = [
@@ -30,4 +33,7 @@ __all__ = [
     "round_values",
     "scan",
     "scatter",
+    "sha256_changed_leaves",
+    "sha256_leaves",
+    "sha256_paths",
 ]

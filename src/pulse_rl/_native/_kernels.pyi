@@ -32,6 +32,16 @@ def scatter(
     base: int,
     values: npt.NDArray[np.uint8],
 ) -> None: ...
+def sha256_paths() -> list[str]: ...
+def sha256_leaves(arrays: list[npt.NDArray[np.uint8]], leaf_bytes: int, path: str = "") -> bytes: ...
+def sha256_changed_leaves(
+    arrays: list[npt.NDArray[np.uint8]],
+    leaf_bytes: int,
+    width: int,
+    positions: npt.NDArray[np.uint32],
+    values: npt.NDArray[np.uint8],
+    path: str = "",
+) -> bytes: ...
 def round_values(
     bits: npt.NDArray[np.uint32],
     rounding: tuple[int, int, int, int],

@@ -108,7 +108,7 @@ def apply_patch(
         # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
         journal[index] = Changes(changes.positions, bits.take(before, changes.positions))
         _scatter(block, state, changes)
-        return changes, block_leaves(block, block.read(state))
+        return changes, block_leaves(block, state)
 
     tree = TreeUpdate(digest)
     per_tensor: dict[str, list[TensorChanges]] = {}
