@@ -33,6 +33,40 @@ std::vector<uint8_t> leaf_digests(const std::vector<Piece>& pieces, size_t leaf,
     return digests;
 }
 
+std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& messages, const Sha256Plan& plan) {
+    constexpr size_t kTile = 16384, kStride = kTile + 64;
+    struct Place {
+        size_t piece = 0, at = 0;
+    };
+    std::vector<Place> places(messages.size());
+    std::vector<size_t> sizes;
+    for (const auto& pieces : messages) {
+        sizes.push_back(0);
+        for (const Piece& piece : pieces) sizes.back() += piece.bytes;
+    }
+    std::vector<uint8_t> digests(kSha256Digest * messages.size()), room(kStride * kMostLanes);
+    sha256_messages(plan, sizes.data(), sizes.size(), kTile, digests.data(),
+                    [&](size_t message, size_t, size_t bytes, int lane) -> const uint8_t* {
+                        const std::vector<Piece>& pieces = messages[message];
+                        Place& place = places[message];
+                        while (place.at == pieces[place.piece].bytes) place = {place.piece + 1, 0};
+                        if (pieces[place.piece].bytes - place.at >= bytes) {
+                            place.at += bytes;
+                            return pieces[place.piece].data + place.at - bytes;
+                        }
+                        uint8_t* tile = room.data() + kStride * size_t(lane);
+                        for (size_t done = 0; done < bytes;) {
+                            while (place.at == pieces[place.piece].bytes) place = {place.piece + 1, 0};
+                            const size_t part = std::min(bytes - done, pieces[place.piece].bytes - place.at);
+                            std::memcpy(tile + done, pieces[place.piece].data + place.at, part);
+                            place.at += part;
+                            done += part;
+                        }
+                        return tile;
+                    });
+    return digests;
+}
+
 std::vector<uint8_t> changed_leaf_digests(const std::vector<Piece>& pieces, size_t leaf, const Patchwork& changes,
                                           const Sha256Plan& plan) {
     // A lane's tile starts at another line of the cache than its neighbour's: equal ones would throw each other out.

@@ -17,6 +17,9 @@ struct Piece {
 // The digests of all leaves of `leaf` bytes, a piece's last one shorter, one after another.
 std::vector<uint8_t> leaf_digests(const std::vector<Piece>& pieces, size_t leaf, const Sha256Plan& plan);
 
+// The digest of each message, whose pieces lie apart.
+std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& messages, const Sha256Plan& plan);
+
 // Changes of elements of `width` bytes; positions are ascending and count over all pieces, which lie one behind the other.
 struct Patchwork {
     int width;

@@ -13,11 +13,15 @@ const pulse::Sha256Plan& checked_plan(const std::string& path) {
     return *plan;
 }
 
-std::vector<pulse::Piece> checked_pieces(const std::vector<Bytes>& arrays, size_t leaf_bytes) {
-    if (leaf_bytes == 0 || leaf_bytes % pulse::kSha256Block != 0) throw nb::value_error("leaf_bytes is out of range");
+std::vector<pulse::Piece> pieces_of(const std::vector<Bytes>& arrays) {
     std::vector<pulse::Piece> pieces;
     for (const Bytes& array : arrays) pieces.push_back({array.data(), array.size()});
     return pieces;
+}
+
+std::vector<pulse::Piece> checked_pieces(const std::vector<Bytes>& arrays, size_t leaf_bytes) {
+    if (leaf_bytes == 0 || leaf_bytes % pulse::kSha256Block != 0) throw nb::value_error("leaf_bytes is out of range");
+    return pieces_of(arrays);
 }
 
 nb::bytes to_bytes(const std::vector<uint8_t>& digests) { return nb::bytes(digests.data(), digests.size()); }
@@ -41,6 +45,20 @@ void bind_sha256(nb::module_& m) {
         },
         "arrays"_a, "leaf_bytes"_a, "path"_a = "",
         "SHA-256 of every leaf_bytes of each array, a rest included; 32 bytes each. path: for tests, \"\" is the fastest.");
+
+    m.def(
+        "sha256_messages",
+        [](const std::vector<std::vector<Bytes>>& messages, const std::string& path) {
+            std::vector<std::vector<pulse::Piece>> pieces;
+            for (const auto& arrays : messages) pieces.push_back(pieces_of(arrays));
+            std::vector<uint8_t> digests;
+            {
+                nb::gil_scoped_release release;
+                digests = pulse::message_digests(pieces, checked_plan(path));
+            }
+            return to_bytes(digests);
+        },
+        "messages"_a, "path"_a = "", "SHA-256 of messages that are given in pieces; 32 bytes each.");
 
     m.def(
         "sha256_changed_leaves",

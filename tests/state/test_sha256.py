@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl._native import sha256_changed_leaves, sha256_leaves, sha256_paths
+from pulse_rl._native import sha256_changed_leaves, sha256_leaves, sha256_messages, sha256_paths
 from pulse_rl.state.digest import changed_leaves_of, leaves_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -105,6 +105,18 @@ def test_any_address(rng: np.random.Generator) -> None:
     for path in PATHS:
         for start in range(1, 70, 7):
             assert sha256_leaves([raw[start:]], LEAF, path) == by_the_book([raw[start:]])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_messages_in_pieces(path: str, data: st.DataObject, seed: int) -> None:
+    """Of any lengths, also beyond the 16 KiB that a lane takes at once."""
+    random = np.random.default_rng(seed)
+    lengths = st.one_of(st.integers(0, 200), st.integers(16_300, 40_000))
+    cut = data.draw(st.lists(st.lists(lengths, max_size=5), max_size=9))
+    messages = [[random.integers(0, 256, n, np.uint8) for n in pieces] for pieces in cut]
+    whole = [b"".join(piece.tobytes() for piece in pieces) for pieces in messages]
+    assert sha256_messages(messages, path) == b"".join(sha256(message).digest() for message in whole)
 
 
 def test_refusals() -> None:

@@ -17,6 +17,7 @@ from ._kernels import (
     scatter,
     sha256_changed_leaves,
     sha256_leaves,
+    sha256_messages,
     sha256_paths,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "scatter",
     "sha256_changed_leaves",
     "sha256_leaves",
+    "sha256_messages",
     "sha256_paths",
 ]

@@ -82,9 +82,17 @@ def root_of(tensor_digests: list[bytes]) -> str:
 
 
 def state_digest(
-    state: State, *, threads: int | None = None, progress: Callable[[int], None] | None = None
+    state: State,
+    *,
+    source: State | None = None,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> StateDigest:
-    """Hashes a whole state in threads. ``progress`` is called with the number of bytes done since the last call."""
+    """Hashes a whole state in threads. ``progress`` is called with the number of bytes done since the last call.
+
+    With a ``source`` of the same tensors, ``state`` is filled from it on the way, each piece hashed while it is in the
+    cache: the digest is that of the copy, whatever becomes of the source.
+    """
     tasks: list[list[tuple[str, int, int]]] = []
     room = 0
     for spec in state.specs:
@@ -99,6 +107,9 @@ def state_digest(
             room -= nbytes
 
     def run(task: list[tuple[str, int, int]]) -> list[bytes]:
+        if source is not None:
+            for piece in task:
+                state.read(*piece)[:] = source.read(*piece)
         return leaves_of([state.read(*piece) for piece in task])
 
     leaves: dict[str, list[bytes]] = {spec.name: [] for spec in state.specs}
