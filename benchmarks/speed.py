@@ -1,12 +1,12 @@
 """Speed and memory of the four ways of a state: first publish, publish, first sync, sync; old beside new.
 
-    python -m benchmarks.speed [--shape 300m] [--times 3] [--beside CHECKOUT] [--json FILE]
+    python -m benchmarks.speed [--shape 300m] [--times 2] [--beside CHECKOUT] [--json FILE]
 
 Through a `MemoryStore`, so that no disk is measured. About 0.9% of the elements change by an update; 10% and 50% by
-one step, at random. Every run is a process of its own; with ``--beside`` each is followed by one of another checkout,
-with the library of its own ``.venv``, on the same data. GB are of model bytes; seconds are the best of all runs: wall
-clock, and CPU of all threads, which other work on the machine disturbs less. Peaks are in states, beyond the caller's
-own copy and the store's.
+one step, at random. Every run is a process of its own, of some rounds; with ``--beside`` each is followed by one of
+another checkout, with the library of its own ``.venv``, on the same data. GB are of model bytes; seconds are the best
+of all runs: wall clock, and CPU of all threads, which other work on the machine disturbs less. Peaks are in states,
+beyond the caller's own copy and the store's.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import numpy as np
 
 from benchmarks.library import Mapping16, _memory, _reset_peak, state_of
 from benchmarks.synthetic import SHAPES, pair
-from pulse_rl import MemoryStore, Publisher, Subscriber, audit
+from pulse_rl import MemoryStore, Publisher, State, Subscriber, audit
 
 ROOT = Path(__file__).parents[1]
+ROUNDS = 3
 DENSITIES = {"0.9%": None, "10%": 0.1, "50%": 0.5}
 
 Figures = dict[str, dict[str, float]]
@@ -56,24 +57,38 @@ def states(shape: str, density: float | None) -> tuple[Mapping16, Mapping16]:
 
 
 def measure(shape: str, density: str) -> Figures:
-    """All four ways once, in this process."""
+    """All ways in this process, the best of some rounds: in the first one the system pays for new memory."""
     old, new = states(shape, DENSITIES[density])
     a, b = state_of(old), state_of(new)
+    rounds = [one_round(a, b) for _ in range(ROUNDS)]
     changed = sum(int(np.count_nonzero(old[name] != new[name])) for name in old)
+    rounds[0]["data"] = {"density": changed / a.elements, "bytes_per_changed": rounds[0]["data"]["bytes"] / changed}
+    data = rounds[0]["data"]
+    figures = best(rounds)
+    for way in figures:  # later rounds find memory that the first one has left
+        figures[way].update({"peak": rounds[0][way]["peak"]} if way != "data" else data)
+    return figures
+
+
+def one_round(a: State, b: State) -> Figures:
     store = MemoryStore()
 
     def held() -> int:
         return sum(info.nbytes for info in store.list("bench"))
 
     figures: Figures = {}
-    publisher, worker = Publisher(store, stream="bench"), Subscriber(store, stream="bench")
-    figures["first publish"], _ = timed(lambda: publisher.publish(a), a.nbytes, held)
-    figures["first sync"], _ = timed(worker.sync, a.nbytes)
-    figures["publish"], published = timed(lambda: publisher.publish(b), a.nbytes, held)
-    figures["sync"], _ = timed(worker.sync, a.nbytes)
-    figures["audit"], report = timed(lambda: audit(b, worker.digest), a.nbytes)
-    assert report.ok, report
-    figures["data"] = {"density": changed / a.elements, "bytes_per_changed": published.patch_bytes / max(1, changed)}
+    with Publisher(store, stream="bench") as publisher, Subscriber(store, stream="bench") as worker:
+
+        def sync() -> None:  # the update is not kept: while one is alive, the state moves in a copy
+            assert worker.sync() is not None
+
+        figures["first publish"], _ = timed(lambda: publisher.publish(a), a.nbytes, held)
+        figures["first sync"], _ = timed(sync, a.nbytes)
+        figures["publish"], published = timed(lambda: publisher.publish(b), a.nbytes, held)
+        figures["sync"], _ = timed(sync, a.nbytes)
+        figures["audit"], report = timed(lambda: audit(b, worker.digest), a.nbytes)
+        assert report.ok, report
+        figures["data"] = {"bytes": published.patch_bytes}
     return figures
 
 
@@ -90,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="time publish and sync through memory")
     parser.add_argument("--shape", choices=list(SHAPES), default="300m")
     parser.add_argument("--density", nargs="+", choices=list(DENSITIES), default=list(DENSITIES))
-    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--beside", type=Path, help="another checkout, whose library is measured as well")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
@@ -102,7 +117,9 @@ def main() -> None:
     if args.beside:
         pythons["beside"] = args.beside.absolute() / ".venv/bin/python"
     report: dict[str, dict[str, Figures]] = {}
-    print(f"{args.shape}; GB/s by the wall clock, CPU seconds per GB, peak in states; best of {args.times}")
+    print(
+        f"{args.shape}; GB/s by the wall clock, CPU seconds per GB, peak in states; best of {args.times} times {ROUNDS}"
+    )
     for density in args.density:
         runs: dict[str, list[Figures]] = {name: [] for name in pythons}
         for _ in range(args.times):

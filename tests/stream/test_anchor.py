@@ -120,7 +120,7 @@ def test_large_tensors_and_headers_are_read_in_pieces(rng: Rng) -> None:
     fresh, _ = whole([(payload, read)], state)
     assert snapshot(fresh) == snapshot(state)
     assert sum(sizes) == len(data)
-    assert max(sizes) <= 16 << 20
+    assert max(sizes) <= 8 << 20
 
 
 def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:

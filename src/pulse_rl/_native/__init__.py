@@ -19,6 +19,7 @@ from ._kernels import (
     sha256_leaves,
     sha256_messages,
     sha256_paths,
+    use_vectors,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "sha256_leaves",
     "sha256_messages",
     "sha256_paths",
+    "use_vectors",
 ]

@@ -24,7 +24,7 @@ from .manifest import Payload
 DEFAULT_SHARD_BYTES = 1 << 27
 """A shard is named by its SHA-256, which is one chain of steps: several small shards are hashed side by side."""
 _SIDE_BY_SIDE = 4
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 8 << 20
 _FIRST_READ = 1 << 16
 
 RangeReader = Callable[[int, int], bytes]
