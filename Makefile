@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-vllm demo-trl demo-loco test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-network bench-loco study faults mutants fuzz dist clean
+.PHONY: demo demo-vllm demo-trl demo-loco test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-network bench-loco study faults mutants fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -146,6 +146,10 @@ imports: $(VENV)/.ready
 bench: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 
+# First publish, publish, first sync, sync; ARGS="--beside CHECKOUT" measures another checkout's library in the same run.
+bench-speed: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.speed $(ARGS)
+
 study: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.study $(ARGS)
 
@@ -200,9 +204,10 @@ mutants: $(VENV)/.ready
 
 # Fuzzes the native codecs under the address and undefined-behaviour sanitizers, each for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60
-fuzz: build/fuzz_context build/fuzz_entries
+fuzz: build/fuzz_context build/fuzz_entries build/fuzz_sha256
 	./build/fuzz_context $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_entries $(FUZZ_SECONDS) $(SEED)
+	./build/fuzz_sha256 $(FUZZ_SECONDS) $(SEED)
 
 build/fuzz_%: tests/fuzz/%.cpp $(wildcard src/native/*.cpp src/native/*.h)
 	mkdir -p build

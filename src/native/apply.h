@@ -14,6 +14,13 @@ inline bool all_within(const uint32_t* positions, size_t n, uint32_t base, size_
     return good;
 }
 
+// Whether the positions ascend strictly and are below `count`.
+inline bool all_ascending(const uint32_t* positions, size_t n, size_t count) {
+    bool good = n == 0 || positions[n - 1] < count;
+    for (size_t i = 1; i < n; i++) good &= positions[i - 1] < positions[i];
+    return good;
+}
+
 // The elements at the positions: the old bits, to be kept until the apply is confirmed.
 template <class U>
 void gather(const U* elements, const uint32_t* positions, size_t n, uint32_t base, U* out) {

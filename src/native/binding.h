@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -81,5 +82,6 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) 
 
 }  // namespace binding
 
-// PULSELoCo's kernels (module_loco.cpp).
+// The leaves' digests (module_sha256.cpp), PULSELoCo's kernels (module_loco.cpp).
+void bind_sha256(nb::module_& m);
 void bind_loco(nb::module_& m);

@@ -85,8 +85,9 @@ BlockChanges<U> compare_block(const U* old, const U* now, uint64_t elements, con
         const size_t end = std::min<size_t>(tile + kTile, elements), known = block.positions.size();
         differing(reinterpret_cast<const uint8_t*>(old + tile), reinterpret_cast<const uint8_t*>(now + tile),
                   (end - tile) * sizeof(U), int(sizeof(U)), uint32_t(tile), block.positions);
+        block.values.resize(block.positions.size());
         for (size_t i = known; i < block.positions.size(); i++) {
-            block.values.push_back(now[block.positions[i]]);
+            block.values[i] = now[block.positions[i]];
             block.statistics.changes[cls(old[block.positions[i]])]++;
         }
         block.statistics.sample(old, tile, end, cls);

@@ -59,7 +59,7 @@ void code_levels(Side& side, Models& models, std::array<uint8_t, kClasses>& leve
 
 // The size of a step, at least 1: its bit length in unary, one modelled bit below the top one, the rest plain.
 template <class Side>
-uint32_t code_size(Side& side, Models& models, int cls, uint32_t size) {
+PULSE_INLINE uint32_t code_size(Side& side, Models& models, int cls, uint32_t size) {
     const int length = 31 - __builtin_clz(size | 1);
     if (side.bit(models.single[cls], length == 0)) return 1;
     int n = 1;
@@ -106,18 +106,19 @@ Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::v
     models.expect(plan.levels);
     const Weights weights(plan.levels, plan.boost);
 
+    Writer coded = std::move(side);  // unlike `side` seen by nobody else, so that it is kept in registers
     PositionWriter<U> writer(old, cls, weights, runs);
     int balance = 0;  // steps up less steps down in this row so far
     for (size_t i = 0; i < positions.size(); i++) {
         const U before = old[positions[i]];
-        if (writer.write(side.coder, positions[i])) balance = 0;
+        if (writer.write(coded.coder, positions[i])) balance = 0;
         const U step = U(ordered(changes.values[i], kind.floating) - ordered(before, kind.floating));
         const bool down = step >> (8 * sizeof(U) - 1);
-        side.bit(models.against[std::min(std::abs(balance), 3)], down != (balance < 0));
+        coded.bit(models.against[std::min(std::abs(balance), 3)], down != (balance < 0));
         balance += down ? -1 : 1;
-        code_size(side, models, int(cls(before)), down ? U(-step) : step);
+        code_size(coded, models, int(cls(before)), down ? U(-step) : step);
     }
-    const std::vector<uint8_t> code = side.coder.finish();
+    const std::vector<uint8_t> code = coded.coder.finish();
     result.payload.insert(result.payload.end(), code.begin(), code.end());
     return result;
 }
@@ -147,20 +148,22 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     Decoded result;
     result.positions.resize(changed);
     result.values.resize(changed * sizeof(U));
+    uint32_t* const found = result.positions.data();
+    U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
+    Reader coded = side;  // unlike `side` seen by nobody else, so that it is kept in registers
     PositionReader<U> reader(old, cls, weights, runs);
     int balance = 0;  // steps up less steps down in this row so far
     for (size_t i = 0; i < changed; i++) {
-        if (reader.read(side)) balance = 0;
+        if (reader.read(coded)) balance = 0;
         const U before = old[reader.position()];
-        const bool down = side.bit(models.against[std::min(std::abs(balance), 3)], false) != (balance < 0);
+        const bool down = coded.bit(models.against[std::min(std::abs(balance), 3)], false) != (balance < 0);
         balance += down ? -1 : 1;
-        const U length = U(code_size(side, models, int(cls(before)), 0)), step = down ? U(-length) : length;
-        const U value = unordered(U(ordered(before, kind.floating) + step), kind.floating);
+        const U length = U(code_size(coded, models, int(cls(before)), 0)), step = down ? U(-length) : length;
         if (length == 0) throw Malformed("a change by nothing");
-        std::memcpy(&result.values[i * sizeof(U)], &value, sizeof(U));
-        result.positions[i] = uint32_t(reader.position());
+        values[i] = unordered(U(ordered(before, kind.floating) + step), kind.floating);
+        found[i] = uint32_t(reader.position());
     }
-    if (!side.coder.finished()) throw Malformed("the code is longer or shorter than its changes");
+    if (!coded.coder.finished()) throw Malformed("the code is longer or shorter than its changes");
     return result;
 }
 

@@ -4,6 +4,7 @@
 #include "context.h"
 #include "rounding.h"
 #include "scan.h"
+#include "weight_sum.h"
 
 using namespace binding;
 
@@ -146,5 +147,15 @@ NB_MODULE(_kernels, m) {
         array("bits"), "rounding"_a, "nan"_a, "width"_a, array("out"),
         "FP32 numbers, given by their bits, rounded to a narrower float; a NaN gets the bits `nan` besides its own.");
 
+    m.def(
+        "use_vectors",
+        [](bool use) {
+            pulse::scan_vectors = use && pulse::has_scan_vectors();
+            pulse::weight_vectors = use && pulse::has_weight_vectors();
+            return nb::make_tuple(pulse::has_scan_vectors(), pulse::has_weight_vectors());
+        },
+        "use"_a, "For tests: whether comparing and weighing use AVX-512; whether this processor can.");
+
+    bind_sha256(m);
     bind_loco(m);
 }

@@ -9,7 +9,7 @@
 
 #include "payload.h"
 #include "waiting_time.h"
-#include "weights.h"
+#include "weight_sum.h"
 
 namespace pulse {
 
@@ -27,7 +27,7 @@ public:
         : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()) {}
 
     // True where `position` is the first one of its row.
-    bool write(RangeEncoder& coder, size_t position) {
+    PULSE_INLINE bool write(RangeEncoder& coder, size_t position) {
         while (position >= base_ + run_->elements) {
             if (live_) pass(row_end_, true);
             pass(run_->elements, false);
@@ -62,7 +62,7 @@ public:
 
 private:
     void pass(size_t to, bool live) {
-        waited_ += weight_sum(elements_ + base_ + at_, to - at_, cls_, weights_.of[live].data());
+        waited_ += weight_sum(elements_ + base_ + at_, to - at_, cls_, weights_, live);
         at_ = to;
     }
 
@@ -88,7 +88,7 @@ public:
     size_t position() const { return position_; }
 
     // Finds the next position; true where it is the first of its row.
-    bool read(Reader& side) {
+    PULSE_INLINE bool read(Reader& side) {
         uint64_t place, escaped = 0;
         while ((place = side.coder.place()) < WaitingTime::escape_top()) {
             side.next_symbol();
@@ -97,20 +97,15 @@ public:
             escaped += waiting_.half();
             waiting_.escaped();
         }
-        const uint64_t target = escaped + waiting_.reach(place);
-        uint64_t waited = 0, weight = 0;
-        // The first element at which the weight that passed, its own included, reaches the target.
+        uint64_t target = escaped + std::max<uint64_t>(waiting_.reach(place), 1);
+        uint64_t waited = 0, weight = 0, low = 0;
+        // The first element at which the survival of the weight that passed, its own included, is no more than the place.
         for (;;) {
             if (run_ == end_) throw Malformed("the block has fewer changes than it claims");
             const U* elements = elements_ + base_;
             const size_t limit = live_ ? row_end_ : size_t(run_->elements);
             const uint32_t* weight_of = weights_.of[live_].data();
-            size_t at = at_;
-            for (; at + 8 <= limit; at += 8) {
-                const uint64_t next = waited + weight8(elements + at, cls_, weight_of);
-                if (next >= target) break;
-                waited = next;
-            }
+            size_t at = at_ + weight_skip(elements + at_, limit - at_, cls_, weights_, live_, waited, target);
             if (at + 8 <= limit) {  // in these eight; counted without branches, which could not be predicted
                 const uint64_t rest = target - waited;
                 uint64_t sum = 0, passed = 0;
@@ -132,17 +127,24 @@ public:
                 }
             }
             at_ = at;
-            if (at < limit) break;
+            if (at < limit) {
+                low = waiting_.survival(waited + weight - escaped);
+                if (low <= place) break;
+                waited += weight;  // the target was a little low
+                target = waited + 1;
+                at_++;
+                if (at_ < limit) continue;
+            }
             live_ = false;
-            if (at == run_->elements) {
+            if (at_ == run_->elements) {
                 base_ += run_->elements;
                 run_++;
                 at_ = row_end_ = 0;
             }
         }
         if (waited < escaped || weight == 0) throw Malformed("a change at an element that cannot change");
-        const uint64_t high = waiting_.survival(waited - escaped), low = waiting_.survival(waited - escaped + weight);
-        if (place < low || place >= high) throw Malformed("a change outside its interval");
+        const uint64_t high = waiting_.survival(waited - escaped);
+        if (place >= high) throw Malformed("a change outside its interval");
         side.next_symbol();
         side.coder.take(low, high);
         waiting_.changed(waited - escaped, weight);

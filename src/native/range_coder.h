@@ -8,6 +8,12 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__GNUC__)
+#define PULSE_INLINE inline __attribute__((always_inline))
+#else
+#define PULSE_INLINE inline
+#endif
+
 namespace pulse {
 
 constexpr int kScaleBits = 40;
@@ -15,26 +21,26 @@ constexpr uint64_t kScale = uint64_t(1) << kScaleBits;
 constexpr uint16_t kLeastP = 32, kMostP = 65504;
 constexpr int kMostSeen = 126;
 
+struct Rates {
+    uint32_t of[kMostSeen + 1];
+    constexpr Rates() : of() {
+        for (int n = 0; n <= kMostSeen; n++) of[n] = uint32_t(65536 * 2 / (2 * n + 3));
+    }
+    constexpr uint32_t operator[](size_t n) const { return of[n]; }
+};
+inline constexpr Rates kRates;
+
 // P(bit = 1) = p / 2^16, moved by 2 / (2 seen + 3) of the error: fast at first, then by 1/128.
 struct AdaptiveBit {
     uint16_t p = 32768;
     uint16_t seen = 0;
 
+    // Without branches: the bits of a code are hard to foresee.
     void adapt(bool bit) {
-        const uint32_t rate = rates()[seen];
-        const uint32_t moved = bit ? p + (((65535u - p) * rate) >> 16) : p - ((p * rate) >> 16);
+        const uint32_t miss = bit ? 65535u - p : p, step = (miss * kRates[seen]) >> 16;
+        const uint32_t moved = bit ? p + step : p - step;
         p = uint16_t(moved < kLeastP ? kLeastP : moved > kMostP ? kMostP : moved);
-        if (seen < kMostSeen) seen++;
-    }
-
-private:
-    static const std::array<uint32_t, kMostSeen + 1>& rates() {
-        static const auto table = [] {
-            std::array<uint32_t, kMostSeen + 1> t{};
-            for (int n = 0; n <= kMostSeen; n++) t[n] = uint32_t(65536 * 2 / (2 * n + 3));
-            return t;
-        }();
-        return table;
+        seen = uint16_t(seen + (seen < kMostSeen));
     }
 };
 
@@ -56,20 +62,28 @@ public:
     // No symbol takes more than this many bytes, nor any group of symbols between two calls of `make_room`.
     static constexpr size_t kRoom = 256;
 
-    RangeEncoder() : buffer_(1 << 12), at_(1) {}  // one byte in front takes a carry
+    RangeEncoder() : begin_(grown(nullptr, 0, 1 << 12)), at_(begin_ + 1), end_(begin_ + (1 << 12)) {}
+    RangeEncoder(RangeEncoder&& other) noexcept
+        : begin_(other.begin_), at_(other.at_), end_(other.end_), low_(other.low_), range_(other.range_) {
+        other.begin_ = nullptr;
+    }
+    RangeEncoder& operator=(RangeEncoder&&) = delete;
+    ~RangeEncoder() { delete[] begin_; }
 
     void make_room() {
-        if (buffer_.size() - at_ < kRoom) buffer_.resize(buffer_.size() * 2);
+        if (size_t(end_ - at_) < kRoom) {
+            const size_t used = size_t(at_ - begin_), size = 2 * size_t(end_ - begin_);
+            begin_ = grown(begin_, used, size);
+            at_ = begin_ + used;
+            end_ = begin_ + size;
+        }
     }
 
     void bit(AdaptiveBit& model, bool value) {
         const uint64_t one = (range_ >> 16) * model.p;
-        if (value) {
-            range_ = one;
-        } else {
-            add(one);
-            range_ -= one;
-        }
+        const uint64_t zero = uint64_t(value) - 1;  // all bits for a 0
+        add(one & zero);
+        range_ = one + ((range_ - 2 * one) & zero);
         model.adapt(value);
         settle();
     }
@@ -106,12 +120,12 @@ public:
             if (value - low_ < range_) {
                 if (value < low_) carry();
                 const uint64_t stored = big_endian(value);
-                std::memcpy(&buffer_[at_], &stored, 8);
+                std::memcpy(at_, &stored, 8);
                 at_ += bytes;
                 break;
             }
         }
-        return std::vector<uint8_t>(buffer_.begin() + 1, buffer_.begin() + ptrdiff_t(at_));
+        return std::vector<uint8_t>(begin_ + 1, at_);
     }
 
 private:
@@ -121,21 +135,28 @@ private:
     }
 
     void carry() {
-        size_t i = at_ - 1;
-        while (++buffer_[i] == 0) i--;
+        uint8_t* last = at_ - 1;
+        while (++*last == 0) last--;
     }
 
     void settle() {
         const int bits = settled_bits(range_);
         const uint64_t stored = big_endian(low_);
-        std::memcpy(&buffer_[at_], &stored, 8);
+        std::memcpy(at_, &stored, 8);
         at_ += size_t(bits) >> 3;
         low_ <<= bits;
         range_ <<= bits;
     }
 
-    std::vector<uint8_t> buffer_;
-    size_t at_;
+    // A larger buffer with the `used` bytes of the one before, which is freed.
+    static uint8_t* grown(uint8_t* before, size_t used, size_t size) {
+        uint8_t* after = new uint8_t[size];
+        if (used) std::memcpy(after, before, used);
+        delete[] before;
+        return after;
+    }
+
+    uint8_t *begin_, *at_, *end_;  // one byte in front takes a carry
     uint64_t low_ = 0, range_ = ~uint64_t(0);
 };
 
@@ -149,12 +170,9 @@ public:
     bool bit(AdaptiveBit& model) {
         const uint64_t one = (range_ >> 16) * model.p;
         const bool value = code_ < one;
-        if (value) {
-            range_ = one;
-        } else {
-            code_ -= one;
-            range_ -= one;
-        }
+        const uint64_t zero = uint64_t(value) - 1;  // all bits for a 0
+        code_ -= one & zero;
+        range_ = one + ((range_ - 2 * one) & zero);
         model.adapt(value);
         settle();
         return value;

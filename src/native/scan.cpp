@@ -2,6 +2,14 @@
 
 #include "clones.h"
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 says so of its own header
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#endif
+
 namespace pulse {
 namespace {
 
@@ -36,10 +44,82 @@ PULSE_CLONES void differing_chunks(const uint8_t* a, const uint8_t* b, size_t by
     }
 }
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#define PULSE_BW __attribute__((target("avx512f,avx512bw,bmi,popcnt")))
+
+template <int kWidth>
+PULSE_BW inline uint64_t lanes_that_differ(const uint8_t* a, const uint8_t* b) {
+    const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+    if constexpr (kWidth == 1) return _mm512_cmpneq_epi8_mask(x, y);
+    if constexpr (kWidth == 2) return _mm512_cmpneq_epi16_mask(x, y);
+    if constexpr (kWidth == 4) return _mm512_cmpneq_epi32_mask(x, y);
+    return _mm512_cmpneq_epi64_mask(x, y);
+}
+
+// 64 elements at a time, whole ones only; returns how many. Up to two positions are written without a branch, since it is
+// hard to foresee where changes are.
+template <int kWidth>
+PULSE_BW size_t differing_vectors(const uint8_t* a, const uint8_t* b, size_t elements, uint32_t base,
+                                  std::vector<uint32_t>& out) {
+    constexpr size_t kStep = 64, kMost = 4096;
+    constexpr int kLanes = 64 / kWidth;
+    uint32_t found[kMost + kStep];
+    size_t count = 0, at = 0;
+    for (; at + kStep <= elements; at += kStep) {
+        uint64_t mask = 0;
+        for (int k = 0; k < kWidth; k++) {
+            const size_t place = at * kWidth + 64 * size_t(k);
+            mask |= lanes_that_differ<kWidth>(a + place, b + place) << (kLanes * k % 64);
+        }
+        const uint32_t start = base + uint32_t(at);
+        const int n = __builtin_popcountll(mask);
+        if (n <= 2) {
+            found[count] = start + uint32_t(_tzcnt_u64(mask));
+            found[count + 1] = start + uint32_t(_tzcnt_u64(_blsr_u64(mask)));
+        } else {
+            uint32_t* next = found + count;
+            for (; mask; mask = _blsr_u64(mask)) *next++ = start + uint32_t(_tzcnt_u64(mask));
+        }
+        count += size_t(n);
+        if (count >= kMost) {
+            out.insert(out.end(), found, found + count);
+            count = 0;
+        }
+    }
+    out.insert(out.end(), found, found + count);
+    return at;
+}
+#endif
+
 }  // namespace
 
+bool has_scan_vectors() {
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("bmi") &&
+           __builtin_cpu_supports("popcnt");
+#else
+    return false;
+#endif
+}
+
+bool scan_vectors = has_scan_vectors();
+
 void differing(const uint8_t* a, const uint8_t* b, size_t bytes, int width, uint32_t base, std::vector<uint32_t>& out) {
-    differing_chunks(a, b, bytes, width, base, out);
+    size_t done = 0;
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (scan_vectors) {
+        const size_t elements = bytes / size_t(width);
+        switch (width) {
+            case 1: done = differing_vectors<1>(a, b, elements, base, out); break;
+            case 2: done = differing_vectors<2>(a, b, elements, base, out); break;
+            case 4: done = differing_vectors<4>(a, b, elements, base, out); break;
+            default: done = differing_vectors<8>(a, b, elements, base, out);
+        }
+    }
+#endif
+    const size_t rest = done * size_t(width);
+    differing_chunks(a + rest, b + rest, bytes - rest, width, base + uint32_t(done), out);
 }
 
 }  // namespace pulse

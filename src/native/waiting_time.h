@@ -32,15 +32,14 @@ public:
         return t.survival[i] - (((t.survival[i] - t.survival[i + 1]) * rest) >> kRestBits);
     }
 
-    // The smallest h with survival(h) <= place, for place >= escape_top().
+    // No more than the smallest h with survival(h) <= place, and seldom less, for place >= escape_top(). No divisions: a
+    // decoder's time is a chain of these steps, and it looks at the survival of what it finds anyway.
     uint64_t reach(uint64_t place) const {
         const Tables& t = tables();
-        size_t i = t.start[size_t(place >> 30)];
+        size_t i = t.start[size_t(place >> kStartShift)];
         while (t.survival[i + 1] > place) i++;
-        const uint64_t missing = t.survival[i] - place, step = t.survival[i] - t.survival[i + 1];
-        const uint64_t rest = ((missing << kRestBits) + step - 1) / step;
-        const uint64_t share = (uint64_t(i) << kRestBits) + rest;
-        return std::min(half(), ((share << kShareShift) + inverse_ - 1) / inverse_);
+        const uint64_t missing = t.survival[i] - place, rest = (missing * t.inverse[i]) >> kInverseShift;
+        return std::min(half(), (((uint64_t(i) << kRestBits) + rest) * beta_) >> (kRestBits + 10));
     }
 
     void escaped() { set(beta_ + (beta_ >> 1)); }
@@ -59,25 +58,31 @@ private:
         inverse_ = kInverseOf / beta_;
     }
 
+    // missing is below 2^34, the longest step, so that its product with an inverse fits.
+    static constexpr int kInverseShift = 29, kStartShift = 28, kStarts = 1 << (kScaleBits - kStartShift);
     struct Tables {
-        std::array<uint64_t, kSteps + 1> survival;  // of H = beta i / 1024
-        std::array<uint16_t, 1024> start;           // where to look for a place, by its top 10 bits
-        Tables() {
+        uint64_t survival[kSteps + 1];  // of H = beta i / 1024
+        uint32_t inverse[kSteps];       // 2^(18 + 29) / the step to the next, rounded down
+        uint16_t start[kStarts];        // where to look for a place, by its top 12 bits
+        constexpr Tables() : survival(), inverse(), start() {
             for (uint64_t i = 0; i <= kSteps; i++) {
                 uint64_t s = kScale;
                 for (int k = 0; k < kAlpha; k++) s = s * 1024 / (1024 + i);
                 survival[i] = s;
             }
-            for (uint64_t g = 0; g < 1024; g++) {
-                const uint64_t top = ((g + 1) << 30) - 1;
-                uint16_t i = 0;
-                while (i < kSteps - 1 && survival[i + 1] > top) i++;
-                start[g] = i;
+            for (int i = 0; i < kSteps; i++) {
+                inverse[i] = uint32_t((uint64_t(1) << (kRestBits + kInverseShift)) / (survival[i] - survival[i + 1]));
+            }
+            int i = kSteps - 1;
+            for (int g = 0; g < kStarts; g++) {
+                const uint64_t top = (uint64_t(g + 1) << kStartShift) - 1;
+                while (i > 0 && survival[i] <= top) i--;
+                start[g] = uint16_t(i);
             }
         }
     };
     static const Tables& tables() {
-        static const Tables t;
+        static constexpr Tables t;
         return t;
     }
 

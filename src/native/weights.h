@@ -35,10 +35,23 @@ struct ClassOf {
 // The weights of the classes, in a row without and with a change so far.
 struct Weights {
     std::array<uint32_t, kClasses> of[2];
+    // The same for vectors, where all classes with a weight are among the 64 from `first` on: byte k of each.
+    bool narrow;
+    uint8_t first = 0;
+    uint8_t planes[2][4][64] = {};
+
     Weights(const std::array<uint8_t, kClasses>& levels, int boost) {
-        for (int c = 0; c < kClasses; c++) {
+        int last = 0;
+        for (int c = kClasses - 1; c >= 0; c--) {
             of[0][c] = weight_of_level(levels[c]);
             of[1][c] = uint32_t(std::min(uint64_t(of[0][c]) << boost, kMostWeight));
+            if (of[0][c]) last = std::max(last, c), first = uint8_t(c);
+        }
+        narrow = last - first < 64;
+        for (int c = first; narrow && c <= last; c++) {
+            for (int live = 0; live < 2; live++) {
+                for (int k = 0; k < 4; k++) planes[live][k][c - first] = uint8_t(of[live][c] >> (8 * k));
+            }
         }
     }
 };
@@ -50,8 +63,9 @@ inline uint32_t weight8(const U* p, ClassOf cls, const uint32_t* weights) {
     return (w(0) + w(1)) + (w(2) + w(3)) + ((w(4) + w(5)) + (w(6) + w(7)));
 }
 
+// The weight of `count` elements.
 template <class U>
-inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const uint32_t* weights) {
+inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const uint32_t* weights) {
     uint64_t sum = 0;
     size_t i = 0;
     for (; i + 8 <= count; i += 8) {
@@ -62,6 +76,19 @@ inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const uint32_t
     }
     for (; i < count; i++) sum += weights[cls(p[i])];
     return sum;
+}
+
+// Passes whole eights of elements as long as `waited` and their weight stay below `target`; how many elements were passed.
+template <class U>
+inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uint32_t* weights, uint64_t& waited,
+                                uint64_t target) {
+    size_t at = 0;
+    for (; at + 8 <= count; at += 8) {
+        const uint64_t next = waited + weight8(p + at, cls, weights);
+        if (next >= target) break;
+        waited = next;
+    }
+    return at;
 }
 
 }  // namespace pulse

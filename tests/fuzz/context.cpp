@@ -13,6 +13,8 @@
 #include <random>
 
 #include "../../src/native/context.h"
+#include "../../src/native/scan.h"
+#include "../../src/native/weight_sum.h"
 
 using namespace pulse;
 using Random = std::mt19937_64;
@@ -86,7 +88,17 @@ int main(int argc, char** argv) {
         Random r(seed);
         const Block b = random_block(r);
         const std::vector<uint8_t> old = b.bf16(b.old), now = b.bf16(b.now);
+        const auto use_vectors = [](bool use) {
+            scan_vectors = use && has_scan_vectors();
+            weight_vectors = use && has_weight_vectors();
+        };
+        use_vectors(false);
         const Encoded encoded = encode_block(old.data(), now.data(), b.kind, b.runs);
+        use_vectors(true);
+        if (encode_block(old.data(), now.data(), b.kind, b.runs).payload != encoded.payload) {
+            fail("vectors make other bytes", seed);
+        }
+        use_vectors(below(r, 2));
         if (encoded.changed) {
             const Decoded d = decode_block(encoded.payload.data(), encoded.payload.size(), old.data(), b.kind, b.runs);
             check_decoded(d, b, seed);

@@ -143,10 +143,10 @@ STATE = [
         "    if False:\n",
     ),
     one(
-        "an anchor's shard is not hashed",
+        "an anchor's root is not compared",
         "stream.anchor",
-        "        if digest.hexdigest() != payload.sha256:\n            raise DigestMismatch(",
-        "        if False:\n            raise DigestMismatch(",
+        "    if tree.root != root:\n",
+        "    if False:\n",
     ),
     one(
         "a payload is not hashed",

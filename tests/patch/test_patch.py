@@ -125,11 +125,31 @@ def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
     assert len(making) == len(made.header.blocks) > 3
 
 
+@pytest.mark.parametrize("codec_name", codec.names())
+@pytest.mark.parametrize("density", [0.001, 0.3, 1.0])
+def test_a_baseline_is_advanced_without_decoding(
+    codec_name: str, density: float, rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What proved the patch leads there, at any density, and back."""
+    old = {"big": weights(rng, MIB + 5), "small": weights(rng, 70), "wide": bits(rng, "F64", 300)}
+    state, digest = digested(old)
+    new = mutated(rng, old, density)
+    made = build_patch(state, State.of(new), digest, codec=codec_name, block_elements=MIB)
+    for kind in codec.names():
+        monkeypatch.setattr(type(codec.by_name(kind)), "decode", lambda *_: pytest.fail("decoded again"))
+    undo = patch.advance_state(made, state, threads=2)
+    assert snapshot(state) == snapshot(new)
+    blocks = made.header.cut()
+    for index, changes in undo.items():
+        np.testing.assert_array_equal(changes.values, blocks[index].read(State.of(old))[changes.positions])
+
+
 def test_unchanged_blocks_cost_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither bytes in the patch nor hashing on either side."""
     old = {f"w{k}": weights(rng, MIB + k) for k in range(8)}
     state, digest = digested(old)
-    monkeypatch.setattr("pulse_rl.patch.tree.leaf_digests", lambda bits: pytest.fail("an unchanged block was hashed"))
+    for hashing in ("leaves_of", "changed_leaves_of"):
+        monkeypatch.setattr(f"pulse_rl.patch.tree.{hashing}", lambda *_: pytest.fail("an unchanged block was hashed"))
     made = build_patch(state, State.of(old), digest, block_elements=MIB)
     assert made.nbytes < 400
     assert made.target == digest

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from pulse_rl import CorruptCheckpoint, DigestMismatch, FormatError, State
-from pulse_rl.state.checkpoint import serialize
-from pulse_rl.state.digest import state_digest
-from pulse_rl.stream.anchor import RangeReader, plan_shards, restore
+from pulse_rl.state.checkpoint import file_bytes, serialize
+from pulse_rl.state.digest import StateDigest, state_digest
+from pulse_rl.stream.anchor import RangeReader, Shard, cut_shards, hashed_shards, restore
 from pulse_rl.stream.manifest import Payload
 from tests.support.checkpoints import HOSTILE
 from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, bits, policy, run_python, snapshot, weights
 
 
+def planned(state: State, shard_bytes: int = 1 << 30, threads: int | None = None, own: bool = False) -> list[Shard]:
+    return list(hashed_shards(state, state_digest(state), cut_shards(state.specs, shard_bytes), threads, own=own))
+
+
 def shards_of(state: State, shard_bytes: int = 1 << 30) -> list[tuple[Payload, bytes]]:
-    planned = plan_shards(state, state_digest(state), shard_bytes)
-    return [(s.payload, b"".join(map(bytes, serialize(state, s.specs)))) for s in planned]
+    return [(s.payload, b"".join(map(bytes, serialize(state, s.specs)))) for s in planned(state, shard_bytes)]
 
 
 def reader(data: bytes) -> RangeReader:
@@ -33,7 +37,14 @@ def reader(data: bytes) -> RangeReader:
 
 def restored(shards: list[tuple[Payload, bytes]], state: State, threads: int | None = None) -> State:
     readers = [(payload, reader(data)) for payload, data in shards]
-    return restore(readers, elements=state.elements, dense_bytes=state.nbytes, threads=threads)
+    return whole(readers, state, threads)[0]
+
+
+def whole(
+    readers: list[tuple[Payload, RangeReader]], state: State, threads: int | None = None, **more: Any
+) -> tuple[State, StateDigest]:
+    root = state_digest(state).root
+    return restore(readers, root=root, elements=state.elements, dense_bytes=state.nbytes, threads=threads, **more)
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 300, 1 << 30])
@@ -43,14 +54,40 @@ def test_a_restored_anchor_is_the_state(shard_bytes: int, threads: int, rng: Rng
     assert snapshot(restored(shards_of(state, shard_bytes), state, threads)) == snapshot(state)
 
 
-def test_payloads_tell_digest_and_length_before_they_are_stored(rng: Rng) -> None:
-    for payload, data in shards_of(State.of(policy(rng)), 3000):
-        assert payload == Payload(sha256(data).hexdigest(), len(data))
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("shard_bytes", [1, 3000, 1 << 20, 1 << 30])
+def test_payloads_tell_digest_and_length_before_they_are_stored(
+    shard_bytes: int, threads: int, own: bool, rng: Rng
+) -> None:
+    state = State.of(policy(rng) | {"big": weights(rng, 1 << 20), "empty": weights(rng, 0)})
+    shards = planned(state, shard_bytes, threads, own)
+    assert [spec for shard in shards for spec in shard.specs] == list(state.specs)
+    for shard in shards:
+        data = b"".join(serialize(state, shard.specs))
+        assert shard.payload == Payload(sha256(data).hexdigest(), len(data))
+        assert file_bytes(shard.specs) == len(data)
+
+
+def test_the_tree_comes_with_the_state(rng: Rng) -> None:
+    state = State.of({f"w{k}": weights(rng, (9 << 19) + k) for k in range(3)} | policy(rng))
+    for size in (1 << 20, 1 << 30):
+        readers = [(payload, reader(data)) for payload, data in shards_of(state, size)]
+        fresh, tree = whole(readers, state)
+        assert tree == state_digest(state)
+        assert snapshot(fresh) == snapshot(state)
+
+
+def test_another_root_is_refused(rng: Rng) -> None:
+    state = State.of(policy(rng))
+    readers = [(payload, reader(data)) for payload, data in shards_of(state)]
+    with pytest.raises(DigestMismatch, match="root is not its manifest's"):
+        restore(readers, root="0" * 64, elements=state.elements, dense_bytes=state.nbytes)
 
 
 def test_shards_hold_whole_tensors_of_about_the_size_asked_for(rng: Rng) -> None:
     state = State.of({f"w{k}": weights(rng, 500) for k in range(10)} | {"w5.large": weights(rng, 5000)})
-    groups = [s.specs for s in plan_shards(state, state_digest(state), 3000)]
+    groups = [s.specs for s in planned(state, 3000)]
     assert [spec for group in groups for spec in group] == list(state.specs)
     assert [[s.name for s in g] for g in groups] == [
         ["w0", "w1", "w2"],
@@ -80,17 +117,17 @@ def test_large_tensors_and_headers_are_read_in_pieces(rng: Rng) -> None:
         sizes.append(stop - start)
         return data[start:stop]
 
-    fresh = restore([(payload, read)], elements=state.elements, dense_bytes=state.nbytes)
+    fresh, _ = whole([(payload, read)], state)
     assert snapshot(fresh) == snapshot(state)
     assert sum(sizes) == len(data)
-    assert max(sizes) <= 16 << 20
+    assert max(sizes) <= 8 << 20
 
 
 def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
     state = State.of(policy(rng))
     seen: list[int] = []
     readers = [(payload, reader(data)) for payload, data in shards_of(state, 3000)]
-    restore(readers, elements=state.elements, dense_bytes=state.nbytes, threads=1, progress=seen.append)
+    whole(readers, state, 1, progress=seen.append)
     assert sum(seen) == state.nbytes
 
 
@@ -129,17 +166,14 @@ def test_a_tensor_in_two_shards_is_refused(rng: Rng) -> None:
         restored([*twice, *twice], state)
 
 
-def test_swapped_shards_are_noticed(rng: Rng) -> None:
-    state = State.of({"a": weights(rng, 10), "b": weights(rng, 10)})
+def test_a_shard_of_another_state_is_noticed(rng: Rng) -> None:
+    """With the same names and shapes, so that only the root tells."""
+    state, other = (State.of({"a": weights(rng, 10), "b": weights(rng, 10)}) for _ in range(2))
     (first, one), (second, two) = shards_of(state, 1)
-    with pytest.raises((FormatError, DigestMismatch)):
-        restored([(first, two), (second, one)], state)
-    with pytest.raises((FormatError, DigestMismatch)):
-        restored([(first, one), (replace_digest(second, first), two)], state)
-
-
-def replace_digest(payload: Payload, other: Payload) -> Payload:
-    return Payload(other.sha256, payload.bytes)
+    (_, wrong), _ = shards_of(other, 1)
+    assert snapshot(restored([(first, two), (second, one)], state)) == snapshot(state)  # whichever holds which
+    with pytest.raises(DigestMismatch, match=f"shard {first.sha256[:16]}"):
+        restored([(first, wrong), (second, two)], state)
 
 
 @pytest.mark.slow
@@ -156,7 +190,7 @@ text = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, siz
 head = len(text).to_bytes(8, "little") + text
 limit_memory(64 << 20)
 try:
-    restore([(Payload("0" * 64, len(head) + size), lambda a, b: head[a:b])], elements=10, dense_bytes=20)
+    restore([(Payload("0" * 64, len(head) + size), lambda a, b: head[a:b])], root='', elements=10, dense_bytes=20)
 except CorruptCheckpoint:
     print("refused")
 """
@@ -183,4 +217,4 @@ def test_a_header_that_arrives_without_its_last_spaces_is_damage(missing: int) -
         return data[start : min(stop, end - missing) if start < end else stop]
 
     with pytest.raises(CorruptCheckpoint, match="header ends too early"):
-        restore([(payload, read)], elements=state.elements, dense_bytes=state.nbytes, threads=1)
+        whole([(payload, read)], state, 1)

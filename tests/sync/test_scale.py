@@ -118,7 +118,8 @@ def long_stream(versions: int) -> CountingStore:
             stream.put_payload(payload, PATCH, data)
             patch_ref = PatchRef(version - 1, roots[at - 1], 1, (payload,))
         if version % ANCHOR_EVERY == 0:
-            (shard,) = anchor.plan_shards(states[at], state_digest(states[at]), threads=1)
+            groups = anchor.cut_shards(states[at].specs)
+            (shard,) = anchor.hashed_shards(states[at], state_digest(states[at]), groups, threads=1)
             stream.put_payload(shard.payload, SHARD, anchor.verified_chunks(states[at], shard))
             anchor_ref = AnchorRef((shard.payload,))
             stream.put_anchor_link(version, shard.payload.bytes)

@@ -15,6 +15,11 @@ from ._kernels import (
     round_values,
     scan,
     scatter,
+    sha256_changed_leaves,
+    sha256_leaves,
+    sha256_messages,
+    sha256_paths,
+    use_vectors,
 )
 
 __all__ = [
@@ -30,4 +35,9 @@ __all__ = [
     "round_values",
     "scan",
     "scatter",
+    "sha256_changed_leaves",
+    "sha256_leaves",
+    "sha256_messages",
+    "sha256_paths",
+    "use_vectors",
 ]

@@ -54,22 +54,24 @@ class AppliedPatch:
 def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None) -> dict[int, Changes]:
     """Turns the state that a patch was built from into its target; returns the old bits by block index.
 
-    Nothing is hashed: `build_patch` has proved each block and knows the target's tree. A state in which this was
-    interrupted must be given up.
+    Nothing is decoded or hashed: `build_patch` has proved each block and knows the target's tree. The memory of the
+    patch's changes becomes that of the old bits: a patch can be taken over once. A state in which this was interrupted
+    must be given up.
     """
     blocks = built.header.cut()
     undo: dict[int, Changes] = {}
 
     def run(index: int) -> None:
-        block, entry, changes = blocks[index], built.header.blocks[index], built.changes[index]
-        if entry.codec_id == codecs.SAME:
-            return
-        before = block.read(state)
+        block, changes = blocks[index], built.changes[index]
         if changes is None:
-            payload = memoryview(built.chunks[1 + index])
-            changes = codecs.by_id(entry.codec_id).decode(payload, before, block.layout)
-        undo[index] = Changes(changes.positions, bits.take(before, changes.positions))
+            return
+        old = bits.take(block.read(state), changes.positions)
         _scatter(block, state, changes)
+        if changes.values.flags.writeable:
+            changes.values[:] = old
+            undo[index] = changes
+        else:
+            undo[index] = Changes(changes.positions, old)
 
     for _ in ordered_map(run, range(len(blocks)), threads):
         pass
@@ -108,7 +110,7 @@ def apply_patch(
         # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
         journal[index] = Changes(changes.positions, bits.take(before, changes.positions))
         _scatter(block, state, changes)
-        return changes, block_leaves(block, block.read(state))
+        return changes, block_leaves(block, state)
 
     tree = TreeUpdate(digest)
     per_tensor: dict[str, list[TensorChanges]] = {}

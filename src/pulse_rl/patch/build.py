@@ -22,15 +22,11 @@ from .undo import UndoLog
 
 DEFAULT_BLOCK_ELEMENTS = 1 << 22
 
-# Changes of a built patch are kept for `advance_state` up to this density; above it they would outweigh the saving and
-# are decoded again.
-_KEPT_DENSITY = 1 / 32
-
 
 @dataclass(frozen=True, slots=True)
 class BuiltPatch:
     """A patch as chunks of bytes in file order (header, then a payload a block), and the digest tree of the state that
-    it produces. ``changes`` holds the decoded blocks, None where they were too many to keep."""
+    it produces. ``changes`` holds the decoded blocks, for `advance_state`; None where nothing changed."""
 
     header: PatchHeader
     chunks: tuple[bytes, ...]
@@ -71,9 +67,8 @@ def build_patch(
         encoded, changes = _encode(chosen, block, before, block.read(new))
         if changes is None:
             return encoded, None, None
-        few = encoded.changed <= _KEPT_DENSITY * block.elements
         # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
-        return encoded, changes if few else None, changed_leaves(block, before, changes)
+        return encoded, changes, changed_leaves(block, before, changes)
 
     blocks = cut(old.specs, block_elements)
     tree = TreeUpdate(old_digest)

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import accumulate, pairwise
 
 from ..codec import Changes
-from ..state import bits
-from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests
-from ..state.tensors import UIntArray
+from ..state.digest import LEAF_BYTES, StateDigest, changed_leaves_of, leaves_of
+from ..state.tensors import State, UIntArray
 from .blocks import Block
 
 
-def block_leaves(block: Block, elements: UIntArray) -> list[bytes]:
-    """Leaf digests per segment of a block whose elements are given one segment after another."""
-    leaves, at = [], 0
-    for segment in block.segments:
-        length = segment.stop - segment.start
-        leaves.append(leaf_digests(elements[at : at + length]))
-        at += length
-    return leaves
+def block_leaves(block: Block, state: State) -> list[bytes]:
+    """Leaf digests per segment of a block as it is in ``state``."""
+    return leaves_of([state.read(*segment.place) for segment in block.segments])
 
 
 def changed_leaves(block: Block, before: UIntArray, changes: Changes) -> list[bytes]:
-    """Leaf digests per segment of a block with elements ``before`` and ``changes`` made to them, which is done leaf by
-    leaf, in memory that stays in the cache."""
-    per_leaf = LEAF_BYTES // block.dtype.width
-    room = np.empty(min(per_leaf, block.elements), before.dtype)
-    leaves, base = [], 0
-    for segment in block.segments:
-        end = base + segment.stop - segment.start
-        starts = [*range(base, end, per_leaf), end]
-        bounds = np.searchsorted(changes.positions, starts)
-        digests = []
-        for k in range(len(starts) - 1):
-            leaf = room[: starts[k + 1] - starts[k]]
-            leaf[:] = before[starts[k] : starts[k + 1]]
-            own = slice(int(bounds[k]), int(bounds[k + 1]))
-            bits.put(leaf, changes.positions[own], changes.values[own], starts[k])
-            digests.append(leaf_digests(leaf))
-        leaves.append(b"".join(digests))
-        base = end
-    return leaves
+    """Leaf digests per segment of a block with elements ``before`` once ``changes`` are made to them."""
+    ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
+    arrays = [before[start:end] for start, end in pairwise([0, *ends])]
+    return changed_leaves_of(arrays, changes.positions, changes.values)
 
 
 class TreeUpdate:

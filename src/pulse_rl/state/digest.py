@@ -7,12 +7,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import accumulate, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
+from .._native import sha256_changed_leaves, sha256_leaves
 from .._util.threads import ordered_map
 from .tensors import State, TensorSpec, UIntArray
 
@@ -20,8 +23,8 @@ LEAF_BYTES = 1 << 20
 _TENSOR_TAG = b"pulse.tensor.1\0"
 _STATE_TAG = b"pulse.state.1\0"
 
-# Small tensors are hashed together in one task: a thread switch per layer norm costs more than its hash.
-_TASK_BYTES = 8 * LEAF_BYTES
+# Leaves are hashed side by side, at most 16. Small tensors share a task: a thread switch costs more than their hashes.
+_TASK_BYTES = 16 * LEAF_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,26 @@ class StateDigest:
 
 def leaf_digests(bits: UIntArray) -> bytes:
     """The leaf digests of a flat array, 32 bytes each, one after another; empty for an empty array."""
-    raw = bits.view(np.uint8).data
-    return b"".join(sha256(raw[i : i + LEAF_BYTES]).digest() for i in range(0, len(raw), LEAF_BYTES))
+    return sha256_leaves([bits.view(np.uint8)], LEAF_BYTES)
+
+
+def leaves_of(arrays: Sequence[UIntArray]) -> list[bytes]:
+    """The leaf digests of each array, hashed side by side."""
+    return _split(sha256_leaves([a.view(np.uint8) for a in arrays], LEAF_BYTES), arrays)
+
+
+def changed_leaves_of(arrays: Sequence[UIntArray], positions: npt.NDArray[np.uint32], values: UIntArray) -> list[bytes]:
+    """The leaf digests that arrays of one dtype would have with ``values`` at ``positions``, which ascend and count the
+    elements of all. Writes nothing. Raises IndexError."""
+    raw = [a.view(np.uint8) for a in arrays]
+    digests = sha256_changed_leaves(raw, LEAF_BYTES, values.dtype.itemsize, positions, values.view(np.uint8))
+    return _split(digests, arrays)
+
+
+def _split(digests: bytes, arrays: Sequence[UIntArray]) -> list[bytes]:
+    ends = accumulate(32 * -(-a.nbytes // LEAF_BYTES) for a in arrays)
+    starts = [0, *ends]
+    return [digests[start:end] for start, end in pairwise(starts)]
 
 
 def tensor_digest(spec: TensorSpec, leaves: bytes) -> bytes:
@@ -61,9 +82,17 @@ def root_of(tensor_digests: list[bytes]) -> str:
 
 
 def state_digest(
-    state: State, *, threads: int | None = None, progress: Callable[[int], None] | None = None
+    state: State,
+    *,
+    source: State | None = None,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> StateDigest:
-    """Hashes a whole state in threads. ``progress`` is called with the number of bytes done since the last call."""
+    """Hashes a whole state in threads. ``progress`` is called with the number of bytes done since the last call.
+
+    With a ``source`` of the same tensors, ``state`` is filled from it on the way, each piece hashed while it is in the
+    cache: the digest is that of the copy, whatever becomes of the source.
+    """
     tasks: list[list[tuple[str, int, int]]] = []
     room = 0
     for spec in state.specs:
@@ -78,7 +107,10 @@ def state_digest(
             room -= nbytes
 
     def run(task: list[tuple[str, int, int]]) -> list[bytes]:
-        return [leaf_digests(state.read(*piece)) for piece in task]
+        if source is not None:
+            for piece in task:
+                state.read(*piece)[:] = source.read(*piece)
+        return leaves_of([state.read(*piece) for piece in task])
 
     leaves: dict[str, list[bytes]] = {spec.name: [] for spec in state.specs}
     for task, digests in zip(tasks, ordered_map(run, tasks, threads), strict=True):

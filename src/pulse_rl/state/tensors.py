@@ -1,8 +1,7 @@
 """Names, dtypes, shapes, and the bits of tensors as flat little-endian unsigned integers.
 
 Everything above this module sees a tensor as `TensorSpec` plus a flat unsigned array: comparisons are made on bits, so
-that NaN payloads, -0.0 and Inf survive and every dtype works alike. torch is never imported here: a torch tensor can
-only arrive from a program that has imported torch itself.
+that NaN payloads, -0.0 and Inf survive and every dtype works alike. torch is never imported here.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
+from .memory import in_one_piece
 
 UIntArray = npt.NDArray[Any]
 """A flat numpy array of uint8, uint16, uint32 or uint64."""
@@ -239,7 +239,8 @@ class State:
     @classmethod
     def empty(cls, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> Self:
         """A state of ``specs`` and ``aliases`` in new memory with uninitialised values."""
-        return cls(specs, {s.name: np.empty(s.elements, s.dtype.uint) for s in specs}, aliases)
+        memory = in_one_piece([s.nbytes for s in specs])
+        return cls(specs, {s.name: m.view(s.dtype.uint) for s, m in zip(specs, memory, strict=True)}, aliases)
 
     @property
     def elements(self) -> int:

@@ -7,20 +7,24 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
+import numpy as np
+
 from ..errors import AlreadyExists, NotFound
 from .base import Data, ObjectInfo, check_name, check_range, joined
+
+_LARGE = 4 << 20  # from here on numpy asks the system for large pages, which makes new memory cheaper
 
 
 class MemoryStore:
     """A `Store` in the memory of the process, empty when created. Thread-safe."""
 
     def __init__(self) -> None:
-        self._objects: dict[str, tuple[bytes, float]] = {}
+        self._objects: dict[str, tuple[bytes | memoryview, float]] = {}
         self._names: list[str] = []  # in order, so that a list costs what it yields
         self._lock = threading.Lock()
 
     def put(self, name: str, data: Data) -> None:
-        entry = (joined(data), time.time())
+        entry = (_joined(data), time.time())
         with self._lock:
             self._set(check_name(name), entry)
 
@@ -33,7 +37,7 @@ class MemoryStore:
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         data, _ = self._entry(name)
         start, stop = check_range(name, len(data), start, stop)
-        return data[start:stop]
+        return bytes(data[start:stop])
 
     def head(self, name: str) -> ObjectInfo:
         data, modified = self._entry(name)
@@ -53,13 +57,27 @@ class MemoryStore:
             if self._objects.pop(check_name(name), None):
                 del self._names[bisect_left(self._names, name)]
 
-    def _set(self, name: str, entry: tuple[bytes, float]) -> None:
+    def _set(self, name: str, entry: tuple[bytes | memoryview, float]) -> None:
         if name not in self._objects:
             insort(self._names, name)
         self._objects[name] = entry
 
-    def _entry(self, name: str) -> tuple[bytes, float]:
+    def _entry(self, name: str) -> tuple[bytes | memoryview, float]:
         with self._lock:
             if check_name(name) not in self._objects:
                 raise NotFound(f"{name} is not in the store")
             return self._objects[name]
+
+
+def _joined(data: Data) -> bytes | memoryview:
+    if isinstance(data, bytes):
+        return data
+    chunks = [chunk for chunk in data if len(chunk)]
+    nbytes = sum(map(len, chunks))
+    if nbytes < _LARGE:
+        return joined(chunks)
+    whole, at = np.empty(nbytes, np.uint8), 0
+    for chunk in chunks:
+        whole[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+        at += len(chunk)
+    return whole.data

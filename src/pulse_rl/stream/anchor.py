@@ -5,22 +5,26 @@ Every tensor is whole in one shard, so that any engine loads a shard as an ordin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 
-from .._util.threads import ordered_map
+from .._native import sha256_messages
+from .._util.threads import default_threads, ordered_map
 from ..errors import CorruptCheckpoint, DigestMismatch, IntegrityError, PulseError, StoreError
 from ..state.checkpoint import header_length, parse_header, serialize
-from ..state.digest import StateDigest, leaf_digests
-from ..state.tensors import State, TensorSpec
+from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests, leaves_of
+from ..state.tensors import State, TensorSpec, UIntArray
 from .manifest import Payload
 
-DEFAULT_SHARD_BYTES = 1 << 30
-_CHUNK_BYTES = 16 << 20
+DEFAULT_SHARD_BYTES = 1 << 27
+"""A shard is named by its SHA-256, which is one chain of steps: several small shards are hashed side by side."""
+_SIDE_BY_SIDE = 4
+_CHUNK_BYTES = 8 << 20
 _FIRST_READ = 1 << 16
 
 RangeReader = Callable[[int, int], bytes]
@@ -35,34 +39,58 @@ class Shard:
     payload: Payload
 
 
-def plan_shards(
-    state: State, digest: StateDigest, shard_bytes: int = DEFAULT_SHARD_BYTES, threads: int | None = None
-) -> list[Shard]:
-    """Cuts a state into shards of about ``shard_bytes`` (a larger tensor has one to itself) and hashes them.
-
-    ``digest`` is what the state's tree must be: an anchor that is read later than its root was computed would be
-    useless if a trainer had written to the tensors in between (IntegrityError).
-    """
+def cut_shards(specs: tuple[TensorSpec, ...], shard_bytes: int = DEFAULT_SHARD_BYTES) -> list[tuple[TensorSpec, ...]]:
+    """The tensors of each shard: about ``shard_bytes`` of them; a larger tensor has a shard to itself."""
     groups: list[list[TensorSpec]] = [[]]
     room = shard_bytes
-    for spec in state.specs:
+    for spec in specs:
         if spec.nbytes > room and groups[-1]:
             groups.append([])
             room = shard_bytes
         groups[-1].append(spec)
         room -= spec.nbytes
+    return [tuple(group) for group in groups]
 
-    def run(group: list[TensorSpec]) -> Shard:
+
+def hashed_shards(
+    state: State,
+    digest: StateDigest,
+    groups: list[tuple[TensorSpec, ...]],
+    threads: int | None = None,
+    *,
+    own: bool = False,
+) -> Generator[Shard, None, None]:
+    """The shards of ``groups`` in order, some hashed ahead of their use.
+
+    ``digest`` is what the state's tree must be: an anchor that is read later than its root was computed would be
+    useless if a trainer had written to the tensors in between (IntegrityError). A host state that is the caller's
+    ``own``, and was hashed before, is not compared again, and several of its shards are hashed side by side.
+    """
+    if own:
+        side_by_side = min(_SIDE_BY_SIDE, -(-len(groups) // (threads or default_threads())))
+        tasks = [groups[i : i + side_by_side] for i in range(0, len(groups), side_by_side)]
+    else:
+        tasks = [[group] for group in groups]
+
+    def one(group: tuple[TensorSpec, ...]) -> Shard:
         for spec in group:
             if leaf_digests(state.read(spec.name)) != digest.leaves[spec.name]:
                 raise _changed(spec.name)
         running, length = sha256(), 0
-        for chunk in serialize(state, tuple(group)):
+        for chunk in serialize(state, group):
             running.update(chunk)
             length += len(chunk)
-        return Shard(tuple(group), Payload(running.hexdigest(), length))
+        return Shard(group, Payload(running.hexdigest(), length))
 
-    return list(ordered_map(run, groups, threads))
+    def several(task: list[tuple[TensorSpec, ...]]) -> list[Shard]:
+        files = [[np.frombuffer(chunk, np.uint8) for chunk in serialize(state, group)] for group in task]
+        digests = sha256_messages(files)
+        payloads = [Payload(digests[32 * k :][:32].hex(), sum(map(len, file))) for k, file in enumerate(files)]
+        return [Shard(group, payload) for group, payload in zip(task, payloads, strict=True)]
+
+    with closing(ordered_map(several if own else lambda task: [one(task[0])], tasks, threads)) as hashed:
+        for shards in hashed:
+            yield from shards
 
 
 def verified_chunks(state: State, shard: Shard) -> Iterator[bytes | memoryview]:
@@ -82,15 +110,17 @@ def _changed(name: str) -> IntegrityError:
 def restore(
     shards: Sequence[tuple[Payload, RangeReader]],
     *,
+    root: str,
     elements: int,
     dense_bytes: int,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> State:
-    """The state of an anchor, read in ranges into its final place.
+) -> tuple[State, StateDigest]:
+    """The state of an anchor and its tree, verified by its ``root``: read in ranges, each put into its final place and
+    hashed there while others are on their way.
 
-    ``elements`` and ``dense_bytes`` are what the manifest promises; memory is only allocated for that much. Every
-    shard's SHA-256 is checked (DigestMismatch); the caller still has to compare the state's root.
+    ``elements`` and ``dense_bytes`` are what the manifest promises; memory is only allocated for that much. The root
+    proves names, dtypes, shapes and bits (DigestMismatch), so that the shards' own digests need not be computed.
     Raises CorruptCheckpoint.
     """
     headers = list(ordered_map(_read_header, shards, threads))
@@ -101,28 +131,56 @@ def restore(
         raise CorruptCheckpoint(f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors")
     state = State.empty(tuple(specs))
 
-    def fill(shard: tuple[tuple[Payload, RangeReader], _ShardHeader]) -> None:
-        (payload, read), header = shard
-        tensors = _Buffers(state.read(spec.name).view(np.uint8).data for spec in header.specs)
-        digest = sha256(header.data)
-        for chunk in _chunks(payload, read, len(header.data)):
-            digest.update(chunk)
-            tensors.write(chunk)
-            if progress:
-                progress(len(chunk))
-        if digest.hexdigest() != payload.sha256:
-            raise DigestMismatch(f"the anchor's shard {payload.sha256[:16]}… does not match its SHA-256")
+    def fill(part: _Range) -> list[bytes]:
+        chunk = np.frombuffer(part.read(part.start, part.stop), np.uint8)
+        if len(chunk) != part.stop - part.start:
+            raise CorruptCheckpoint(f"the anchor's shard {part.shard[:16]}… ends too early")
+        placed, at = [], 0
+        for piece in part.pieces:
+            placed.append(state.read(*piece).view(np.uint8))
+            placed[-1][:] = chunk[at : at + len(placed[-1])]
+            at += len(placed[-1])
+        return leaves_of(placed)
 
-    for _ in ordered_map(fill, list(zip(shards, headers, strict=True)), threads):
-        pass
-    return state
+    ranges = [part for shard, header in zip(shards, headers, strict=True) for part in _ranges(*shard, header)]
+    leaves: dict[str, list[bytes]] = {spec.name: [] for spec in specs}
+    with closing(ordered_map(fill, ranges, threads)) as filled:
+        for part, digests in zip(ranges, filled, strict=True):
+            for (name, _, _), digest in zip(part.pieces, digests, strict=True):
+                leaves[name].append(digest)
+            if progress:
+                progress(part.stop - part.start)
+    tree = StateDigest(state.specs, {name: b"".join(digests) for name, digests in leaves.items()})
+    if tree.root != root:
+        raise _mismatch(state, [payload for payload, _ in shards], headers)
+    return state, tree
+
+
+def _mismatch(state: State, payloads: list[Payload], headers: list[_ShardHeader]) -> DigestMismatch:
+    """The error that names the damaged shard, of a state that has another root than its manifest says."""
+    for payload, header in zip(payloads, headers, strict=True):
+        read = [header.data, *(state.read(spec.name).view(np.uint8) for spec in header.specs)]
+        if sha256_messages([read]).hex() != payload.sha256:
+            return DigestMismatch(f"the anchor's shard {payload.sha256[:16]}… does not match its SHA-256")
+    return DigestMismatch("the anchor's root is not its manifest's, though its shards are those that it names")
 
 
 class _ShardHeader(NamedTuple):
     """``specs`` in the order in which their bytes tile the shard behind the header, whose own bytes are ``data``."""
 
     specs: list[TensorSpec]
-    data: bytes
+    data: UIntArray
+
+
+class _Range(NamedTuple):
+    """Bytes [``start``, ``stop``) of a shard: those of ``pieces``, whole leaves of tensors as arguments of
+    `State.read`."""
+
+    shard: str
+    read: RangeReader
+    start: int
+    stop: int
+    pieces: list[tuple[str, int, int]]
 
 
 def _read_header(shard: tuple[Payload, RangeReader]) -> _ShardHeader:
@@ -139,31 +197,25 @@ def _read_header(shard: tuple[Payload, RangeReader]) -> _ShardHeader:
         raise
     except PulseError as error:
         raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}…: {error}") from error
-    return _ShardHeader([spec for spec, _ in placed], head[:start])
+    return _ShardHeader([spec for spec, _ in placed], np.frombuffer(head[:start], np.uint8))
 
 
-def _chunks(payload: Payload, read: RangeReader, start: int) -> Iterator[memoryview]:
-    """The shard's bytes from ``start`` on, in ranges over many tensors: one request per tensor would cost more time
+def _ranges(payload: Payload, read: RangeReader, header: _ShardHeader) -> Iterator[_Range]:
+    """The shard's bytes behind the header, in ranges over many tensors: one request per tensor would cost more time
     than its bytes on most networks."""
-    for at in range(start, payload.bytes, _CHUNK_BYTES):
-        stop = min(at + _CHUNK_BYTES, payload.bytes)
-        chunk = memoryview(read(at, stop))
-        if len(chunk) != stop - at:
-            raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}… ends too early")
-        yield chunk
-
-
-class _Buffers:
-    """Buffers that are filled one after another from chunks of any size, which together have their length."""
-
-    def __init__(self, buffers: Iterator[memoryview]) -> None:
-        self._buffers = buffers
-        self._room = memoryview(b"")
-
-    def write(self, chunk: memoryview) -> None:
-        while len(chunk):
-            if not len(self._room):
-                self._room = next(self._buffers)
-            nbytes = min(len(chunk), len(self._room))
-            self._room[:nbytes] = chunk[:nbytes]
-            self._room, chunk = self._room[nbytes:], chunk[nbytes:]
+    start = at = len(header.data)
+    pieces: list[tuple[str, int, int]] = []
+    for spec in header.specs:
+        done = 0
+        while done < spec.nbytes:
+            room = start + _CHUNK_BYTES - at
+            nbytes = min(spec.nbytes - done, room if spec.nbytes - done <= room else room // LEAF_BYTES * LEAF_BYTES)
+            if nbytes == 0:
+                yield _Range(payload.sha256, read, start, at, pieces)
+                start, pieces = at, []
+                continue
+            pieces.append((spec.name, done // spec.dtype.width, (done + nbytes) // spec.dtype.width))
+            done += nbytes
+            at += nbytes
+    if pieces:
+        yield _Range(payload.sha256, read, start, at, pieces)

@@ -8,7 +8,6 @@ from ..errors import StateMismatch
 from ..events import PhaseTimer, progress_to
 from ..patch import BuiltPatch, build_patch
 from ..state.digest import StateDigest, state_digest
-from ..state.snapshot import snapshot
 from ..state.tensors import State
 from ..stream.manifest import Manifest
 from .host_state import HostState
@@ -82,9 +81,13 @@ def make_draft(
             )
             timer.end("build")
             return PatchDraft(state, baseline.version, built, reason)
-    own = state if owned else snapshot(state, threads=baseline.threads)
-    progress = progress_to(baseline.listener, "digest", state.nbytes)
-    target = state_digest(own, threads=baseline.threads, progress=progress)
+    own = state if owned else State.empty(state.specs, state.aliases)
+    target = state_digest(
+        own,
+        source=None if owned else state,
+        threads=baseline.threads,
+        progress=progress_to(baseline.listener, "digest", state.nbytes),
+    )
     timer.end("build")
     return FullDraft(own, target, reason)
 

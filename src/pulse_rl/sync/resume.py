@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..errors import ChainGap
 from ..events import Resumed
 from ..state.digest import state_digest
-from ..state.snapshot import snapshot
 from ..state.tensors import State
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
@@ -27,10 +26,12 @@ def resume(
     try:
         since_anchor = _bytes_since_anchor(stream, version, anchor_ratio)
         state = state.stored_as(set(head.aliases.values()))
-        digest = state_digest(state, threads=baseline.threads)
+        own = State.empty(state.specs, state.aliases)
+        digest = state_digest(own, source=state, threads=baseline.threads)
         if digest.root == head.root:
-            baseline.adopt(version, snapshot(state, threads=baseline.threads), digest)
+            baseline.adopt(version, own, digest)
             return Resumed(stream.name, version, "matched"), since_anchor
+        del own  # before another state is restored
         catch_up(baseline, stream, version)
         baseline.acknowledge()
     except (ChainGap, *UNREADABLE) as error:

@@ -275,7 +275,8 @@ class Subscriber(Unique):
         if not versions:
             return False
         state = as_state(base)
-        digest = state_digest(state, threads=self._threads)
+        own = State.empty(state.specs, state.aliases)
+        digest = state_digest(own, source=state, threads=self._threads)
         for version in reversed(versions[-_SEARCHED_FOR_BASE:]):
             try:
                 manifest = self.stream.manifest(version)
@@ -284,6 +285,6 @@ class Subscriber(Unique):
             if manifest.root == digest.root:
                 # What the worker has is what it loaded, under the names that it knows: aliases that the version adds
                 # are delivered with the next update.
-                self._host.adopt(version, state.copy(), digest)
+                self._host.adopt(version, own, digest)
                 break
         return True

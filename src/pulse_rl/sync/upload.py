@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from hashlib import sha256
 from typing import NamedTuple
 
 from ..events import Listener, progress_to
+from ..state.checkpoint import file_bytes, serialize
 from ..stream import anchor
 from ..stream.manifest import AnchorRef, PatchRef, Payload
 from ..stream.names import PATCH, SHARD
 from ..stream.stream import Stream
-from .draft import Draft, PatchDraft
+from .draft import Draft, FullDraft, PatchDraft
 
 
 class Uploaded(NamedTuple):
@@ -52,10 +54,15 @@ def _upload_patch(stream: Stream, draft: PatchDraft) -> PatchRef:
 def _upload_anchor(
     stream: Stream, draft: Draft, shard_bytes: int, threads: int | None, listener: Listener | None
 ) -> AnchorRef:
-    shards = anchor.plan_shards(draft.state, draft.target, shard_bytes, threads)
-    progress = progress_to(listener, "upload", sum(s.payload.bytes for s in shards))
-    for shard in shards:
-        stream.put_payload(shard.payload, SHARD, anchor.verified_chunks(draft.state, shard))
-        if progress:
-            progress(shard.payload.bytes)
-    return AnchorRef(tuple(shard.payload for shard in shards))
+    own = isinstance(draft, FullDraft)  # a copy that nobody else writes to was hashed for good when it was made
+    groups = anchor.cut_shards(draft.state.specs, shard_bytes)
+    progress = progress_to(listener, "upload", sum(map(file_bytes, groups)))
+    payloads = []
+    with closing(anchor.hashed_shards(draft.state, draft.target, groups, threads, own=own)) as shards:
+        for shard in shards:
+            chunks = serialize(draft.state, shard.specs) if own else anchor.verified_chunks(draft.state, shard)
+            stream.put_payload(shard.payload, SHARD, chunks)
+            payloads.append(shard.payload)
+            if progress:
+                progress(shard.payload.bytes)
+    return AnchorRef(tuple(payloads))

@@ -1,0 +1,89 @@
+// Python bindings of the leaves' digests.
+#include "apply.h"
+#include "binding.h"
+#include "leaves.h"
+
+using namespace binding;
+
+namespace {
+
+const pulse::Sha256Plan& checked_plan(const std::string& path) {
+    const pulse::Sha256Plan* plan = pulse::sha256_plan(path);
+    if (!plan) throw nb::value_error(("this processor has no path " + path).c_str());
+    return *plan;
+}
+
+std::vector<pulse::Piece> pieces_of(const std::vector<Bytes>& arrays) {
+    std::vector<pulse::Piece> pieces;
+    for (const Bytes& array : arrays) pieces.push_back({array.data(), array.size()});
+    return pieces;
+}
+
+std::vector<pulse::Piece> checked_pieces(const std::vector<Bytes>& arrays, size_t leaf_bytes) {
+    if (leaf_bytes == 0 || leaf_bytes % pulse::kSha256Block != 0) throw nb::value_error("leaf_bytes is out of range");
+    return pieces_of(arrays);
+}
+
+nb::bytes to_bytes(const std::vector<uint8_t>& digests) { return nb::bytes(digests.data(), digests.size()); }
+
+}  // namespace
+
+void bind_sha256(nb::module_& m) {
+    m.def("sha256_paths", &pulse::sha256_paths,
+          "The instruction sets with which this processor can hash; the kernels choose among them by speed.");
+
+    m.def(
+        "sha256_leaves",
+        [](const std::vector<Bytes>& arrays, size_t leaf_bytes, const std::string& path) {
+            const auto pieces = checked_pieces(arrays, leaf_bytes);
+            std::vector<uint8_t> digests;
+            {
+                nb::gil_scoped_release release;
+                digests = pulse::leaf_digests(pieces, leaf_bytes, checked_plan(path));
+            }
+            return to_bytes(digests);
+        },
+        "arrays"_a, "leaf_bytes"_a, "path"_a = "",
+        "SHA-256 of every leaf_bytes of each array, a rest included; 32 bytes each. path: for tests, \"\" is the fastest.");
+
+    m.def(
+        "sha256_messages",
+        [](const std::vector<std::vector<Bytes>>& messages, const std::string& path) {
+            std::vector<std::vector<pulse::Piece>> pieces;
+            for (const auto& arrays : messages) pieces.push_back(pieces_of(arrays));
+            std::vector<uint8_t> digests;
+            {
+                nb::gil_scoped_release release;
+                digests = pulse::message_digests(pieces, checked_plan(path));
+            }
+            return to_bytes(digests);
+        },
+        "messages"_a, "path"_a = "", "SHA-256 of messages that are given in pieces; 32 bytes each.");
+
+    m.def(
+        "sha256_changed_leaves",
+        [](const std::vector<Bytes>& arrays, size_t leaf_bytes, int width, Positions positions, Bytes values,
+           const std::string& path) {
+            const auto pieces = checked_pieces(arrays, leaf_bytes);
+            if (width != 1 && width != 2 && width != 4 && width != 8) throw nb::value_error("width is out of range");
+            size_t total = 0;
+            for (const Bytes& array : arrays) {
+                if (array.size() % size_t(width)) throw nb::value_error("an array is no whole number of elements");
+                total += array.size();
+            }
+            check_elements(positions, "positions");
+            if (values.size() != positions.size() * size_t(width)) throw nb::value_error("values and positions differ");
+            std::vector<uint8_t> digests;
+            {
+                nb::gil_scoped_release release;
+                if (!pulse::all_ascending(positions.data(), positions.size(), total / size_t(width))) {
+                    throw nb::index_error("the positions are not ascending or not inside the arrays");
+                }
+                digests = pulse::changed_leaf_digests(
+                    pieces, leaf_bytes, {width, positions.data(), values.data(), positions.size()}, checked_plan(path));
+            }
+            return to_bytes(digests);
+        },
+        "arrays"_a, "leaf_bytes"_a, "width"_a, array("positions"), array("values"), "path"_a = "",
+        "The same with values at the positions, which count elements over all arrays and are ascending.");
+}

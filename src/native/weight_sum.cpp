@@ -1,0 +1,137 @@
+#include "weight_sum.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 says so of its own header
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#define PULSE_VBMI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi")))
+#define PULSE_VBMI_INLINE inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,avx512vbmi")))
+
+namespace pulse {
+namespace {
+
+// The lowest byte of (x >> shift) of 64 elements; zeros, whatever their class, behind the `count` that there are.
+PULSE_VBMI_INLINE __m512i classes(const uint16_t* p, size_t count, __m128i shift) {
+    const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+    const __m512i low = _mm512_maskz_loadu_epi16(__mmask32(there), p);
+    const __m512i high = _mm512_maskz_loadu_epi16(__mmask32(there >> 32), p + 32);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(_mm512_srl_epi16(low, shift))),
+                              _mm512_cvtepi16_epi8(_mm512_srl_epi16(high, shift)), 1);
+}
+PULSE_VBMI_INLINE __m512i classes(const uint32_t* p, size_t count, __m128i shift) {
+    const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+    __m128i quarters[4];
+    for (int k = 0; k < 4; k++) {
+        const __m512i x = _mm512_maskz_loadu_epi32(__mmask16(there >> (16 * k)), p + 16 * k);
+        quarters[k] = _mm512_cvtepi32_epi8(_mm512_srl_epi32(x, shift));
+    }
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(quarters[1], quarters[0])),
+                              _mm256_set_m128i(quarters[3], quarters[2]), 1);
+}
+
+// The weights of eight eights of elements, `count` of which are there.
+template <class U>
+PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
+    const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+    const __m512i found =
+        _mm512_and_si512(classes(p, count, _mm_cvtsi32_si128(cls.shift)), _mm512_set1_epi8(char(cls.mask)));
+    const __m512i index = _mm512_sub_epi8(found, _mm512_set1_epi8(char(weights.first)));
+    const __mmask64 known = _mm512_cmplt_epu8_mask(index, _mm512_set1_epi8(64)) & there;
+    __m512i sum = _mm512_setzero_si512();
+    for (int k = 0; k < 4; k++) {
+        const __m512i plane = _mm512_loadu_si512(weights.planes[live][k]);
+        const __m512i bytes = _mm512_maskz_permutexvar_epi8(known, index, plane);
+        sum = _mm512_add_epi64(sum, _mm512_slli_epi64(_mm512_sad_epu8(bytes, _mm512_setzero_si512()), unsigned(8 * k)));
+    }
+    return sum;
+}
+
+template <class U>
+PULSE_VBMI_INLINE uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
+    __m512i sum = _mm512_setzero_si512();
+    for (size_t at = 0; at < count; at += 64) {
+        sum = _mm512_add_epi64(sum, eights(p + at, count - at, cls, weights, live));
+    }
+    return uint64_t(_mm512_reduce_add_epi64(sum));
+}
+
+template <class U>
+PULSE_VBMI_INLINE size_t skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                              uint64_t& waited, uint64_t target) {
+    const __m512i zero = _mm512_setzero_si512();
+    size_t at = 0;
+    while (at + 8 <= count) {
+        const size_t here = count - at < 64 ? (count - at) & ~size_t(7) : 64;
+        __m512i passed = eights(p + at, here, cls, weights, live);  // becomes the sums up to each eight
+        passed = _mm512_add_epi64(passed, _mm512_alignr_epi64(passed, zero, 7));
+        passed = _mm512_add_epi64(passed, _mm512_alignr_epi64(passed, zero, 6));
+        passed = _mm512_add_epi64(passed, _mm512_alignr_epi64(passed, zero, 4));
+        const __mmask8 reached = _mm512_cmpge_epu64_mask(passed, _mm512_set1_epi64(int64_t(target - waited)));
+        alignas(64) uint64_t sums[8];
+        _mm512_store_si512(sums, passed);
+        if (reached) {
+            const size_t first = size_t(__builtin_ctz(reached));
+            if (8 * first >= here) return at + here;
+            waited += first ? sums[first - 1] : 0;
+            return at + 8 * first;
+        }
+        waited += sums[7];
+        at += here;
+    }
+    return at;
+}
+
+}  // namespace
+
+bool has_weight_vectors() {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi");
+}
+
+PULSE_VBMI uint64_t vector_weight_sum(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
+    return sum_of(p, count, cls, weights, live);
+}
+PULSE_VBMI uint64_t vector_weight_sum(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
+    return sum_of(p, count, cls, weights, live);
+}
+PULSE_VBMI size_t vector_weight_skip(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                                     uint64_t& waited, uint64_t target) {
+    return skip(p, count, cls, weights, live, waited, target);
+}
+PULSE_VBMI size_t vector_weight_skip(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                                     uint64_t& waited, uint64_t target) {
+    return skip(p, count, cls, weights, live, waited, target);
+}
+
+}  // namespace pulse
+#else
+namespace pulse {
+
+bool has_weight_vectors() { return false; }
+
+uint64_t vector_weight_sum(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
+    return plain_weight_sum(p, count, cls, weights.of[live].data());
+}
+uint64_t vector_weight_sum(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
+    return plain_weight_sum(p, count, cls, weights.of[live].data());
+}
+size_t vector_weight_skip(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                          uint64_t& waited, uint64_t target) {
+    return plain_weight_skip(p, count, cls, weights.of[live].data(), waited, target);
+}
+size_t vector_weight_skip(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                          uint64_t& waited, uint64_t target) {
+    return plain_weight_skip(p, count, cls, weights.of[live].data(), waited, target);
+}
+
+}  // namespace pulse
+#endif
+
+namespace pulse {
+
+bool weight_vectors = has_weight_vectors();
+
+}  // namespace pulse

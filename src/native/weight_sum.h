@@ -1,0 +1,42 @@
+// The weight of many elements: the plain loops of weights.h, or vectors that look 64 classes up at once.
+#pragma once
+
+#include "weights.h"
+
+namespace pulse {
+
+// Whether this processor has vectors for it (AVX-512 VBMI), and whether they are used.
+bool has_weight_vectors();
+extern bool weight_vectors;
+
+// For elements of 2 and 4 bytes and `narrow` weights.
+uint64_t vector_weight_sum(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live);
+uint64_t vector_weight_sum(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live);
+size_t vector_weight_skip(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                          uint64_t& waited, uint64_t target);
+size_t vector_weight_skip(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                          uint64_t& waited, uint64_t target);
+
+template <class U>
+inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
+    if constexpr (sizeof(U) == 2 || sizeof(U) == 4) {
+        if (count > 16 && weight_vectors && weights.narrow) return vector_weight_sum(p, count, cls, weights, live);
+    }
+    return plain_weight_sum(p, count, cls, weights.of[live].data());
+}
+
+// The first eights one at a time: where changes are many, the next one is there.
+template <class U>
+inline size_t weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, uint64_t& waited,
+                          uint64_t target) {
+    const uint32_t* of = weights.of[live].data();
+    if constexpr (sizeof(U) == 2 || sizeof(U) == 4) {
+        if (weight_vectors && weights.narrow && count > 16) {
+            const size_t at = plain_weight_skip(p, 16, cls, of, waited, target);
+            return at < 16 ? at : at + vector_weight_skip(p + at, count - at, cls, weights, live, waited, target);
+        }
+    }
+    return plain_weight_skip(p, count, cls, of, waited, target);
+}
+
+}  // namespace pulse
