@@ -12,6 +12,7 @@ import torch
 
 from pulse_rl import (
     ConcurrentUse,
+    EmptyStream,
     EngineError,
     EngineUnavailable,
     InputError,
@@ -109,6 +110,21 @@ def test_what_stays_away_is_an_error_after_retry_seconds(server: PretendedServer
     with pytest.raises(EngineUnavailable, match="gone"):
         synced(transfer)
     assert len(server.errors) < 999
+    transfer.destroy()
+
+
+def test_a_folder_means_the_same_to_a_server_that_runs_elsewhere(
+    server: PretendedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    transfer = PulseWeightTransfer(server.url, "run", "policy", retry_seconds=0.1)
+    synced(transfer)
+    assert server.handle is not None
+    assert server.handle.options["store"] == str(tmp_path / "run")
+    server.errors = [EmptyStream("nothing was synced")] * 1000
+    with pytest.raises(EngineUnavailable, match="finds no version") as refusal:
+        synced(transfer)
+    assert "same store" in refusal.value.hint
     transfer.destroy()
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from ..._util.settings import checked_number
-from ...errors import ConcurrentUse, InputError, PulseError
+from ...errors import ConcurrentUse, EmptyStream, EngineUnavailable, InputError, PulseError
 from ...events import Listener, Metadata, Published, checked_listener
 from ...sync.publisher import Publisher
 from ..notices import logged
@@ -48,7 +49,7 @@ class Link:
         self._retry_seconds = checked_number("retry_seconds", retry_seconds)
         self._engine = dict(engine or {})
         self.server = VllmServer(server_url, self._engine.get("timeout_seconds", 600.0))
-        self._store = store
+        self._store = store if "://" in store else str(Path(store).absolute())  # the server runs in another folder
         self._settings = publisher | {"stream": stream, "on_event": logged(log, checked_listener(on_event))}
         signer = publisher.get("signer")
         keys = [*([signer.public_key] if signer else ()), *publisher.get("trusted_keys", ())]
@@ -87,7 +88,7 @@ class Link:
         assert handle is not None
         done = self.patiently(lambda: publisher.publish(weights, metadata=metadata, dtype=self.dtype()), patient)
         self.published = done
-        self._note(self.patiently(handle.sync, patient))
+        self._note(self.patiently(lambda: self._moved(handle), patient))
         moved = self.synced is not None and self.synced.version == done.version
         log.info(
             "stream %s: version %d is live (%d bytes, %.2f%% changed, %.3f s to publish, paused for %.3f s)",
@@ -138,6 +139,15 @@ class Link:
                 if said:
                     log.warning("stream %s: the training goes on", self.stream)
                 return result
+
+    def _moved(self, handle: EngineHandle) -> EngineSync | None:
+        try:
+            return handle.sync()
+        except EmptyStream:
+            raise EngineUnavailable(
+                f"the server finds no version of {self.stream!r} in {self._store}, where the trainer has published",
+                hint="Both must open the same store: give an address that means the same on both machines.",
+            ) from None
 
     def _note(self, done: EngineSync | None) -> None:
         if done is not None:
