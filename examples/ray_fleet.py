@@ -207,7 +207,7 @@ def run(
     for name, answer in held.items():
         print(f"{name:9}  " + ("version {:3}  root {}".format(*answer) if answer else "has no place: see `ray status`"))
     same = len(set(held.values())) == 1
-    print("the same bits everywhere" if same else "the bits DIFFER")
+    print("the same bits everywhere" if same else "NOT the same bits everywhere")
     return same
 
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(Path(__file__).parents[2]),  # for the workers of Ray
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +16,9 @@ def cluster() -> Iterator[None]:
     """A real Ray on this machine; the CPUs are slots for processes, of which most wait at any time."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the workers, which import the stand-ins
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+        yield
+        ray.shutdown()
