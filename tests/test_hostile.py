@@ -55,7 +55,9 @@ def through_patch(path: Path) -> None:
 def through_anchor(path: Path) -> None:
     data = path.read_bytes()
     payload = Payload(sha256(data).hexdigest(), len(data))
-    restore([(payload, lambda start, stop: data[start:stop])], elements=2064, dense_bytes=4512, threads=1)
+    restore(
+        [(payload, lambda start, stop: data[start:stop])], root="0" * 64, elements=2064, dense_bytes=4512, threads=1
+    )
 
 
 def stream(head: int = 0) -> MemoryStore:
