@@ -67,6 +67,8 @@ def test_interrupted_publishes_and_syncs_that_are_retried_at_once(rng: Rng, inte
     state, store, live = policy(rng, 60_000), MemoryStore(), Live()
     publisher = Publisher(store, stream="policy", threads=2, folds=(2, 4))
     subscriber = Subscriber(store, stream="policy", threads=2)
+    publisher.publish(state)
+    follow(subscriber, live)  # nobody can tell that an update was lost by one who has never acknowledged any
     while interrupter.count < 1500:
         state = mutated(rng, state, 0.05)
         interrupter(lambda: publisher.publish(state))  # noqa: B023
