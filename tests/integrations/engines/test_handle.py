@@ -9,6 +9,7 @@ import pytest
 
 from pulse_rl import ConcurrentUse, EngineError, InputError, StateMismatch, StoreUnavailable
 from pulse_rl.integrations.engines.handle import EngineHandle, EngineSync
+from pulse_rl.integrations.engines.transport import InitInfo
 
 REPORT = {
     "previous": 0,
@@ -84,7 +85,7 @@ class Engine:
 
 
 def handle_on(engine: Engine) -> EngineHandle:
-    return EngineHandle._on(engine, {"store": "s", "stream": "policy"}, "keep", 5.0)
+    return EngineHandle._on(engine, InitInfo("s", "policy"), "keep", 5.0)
 
 
 def test_a_sync_pauses_once_and_tags_what_follows() -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from pulse_rl import State
 from pulse_rl.integrations.engines.derived import LoadedForms
 from pulse_rl.integrations.engines.node import Node
 from pulse_rl.integrations.engines.session import Learnt, Session
+from pulse_rl.integrations.engines.transport import InitInfo
 from pulse_rl.state.checkpoint import save
 
 SHAPES = {"gate": (4, 6), "up": (4, 6), "embed": (7, 6)}
@@ -72,9 +72,7 @@ class World:
         return self.publish()
 
     def session(self, *, follow: bool = False, audit_every: int = 100, **settings: Any) -> Session:
-        facts = {"cache": None, "trusted_keys": None, "identity": None, "follow_restarts": False}
-        facts |= {"store": self.store, "stream": "policy", "follow": follow, "audit_every": audit_every}
-        info: Any = SimpleNamespace(**(facts | settings))
+        info = InitInfo(self.store, "policy", follow=follow, audit_every=audit_every, **settings)
         session = Session(self.model, info, Node(None), self.learnt, str(self.base), nullcontext, self.model.forms())
         self.sessions.append(session)
         stage(session)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from ...errors import EmptyStream, EngineError, InputError, PulseError
 from ...events import Metadata
-from .transport import Status, Transport, raise_told
+from .transport import InitInfo, Status, Transport, raise_told
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
@@ -44,40 +44,11 @@ class EngineSync:
     fetched_bytes: int
 
 
-def init_info(
-    store: str,
-    stream: str,
-    base: str | None,
-    trusted_keys: Collection[str] | None,
-    identity: str | None,
-    follow_restarts: bool,
-    cache: str | None,
-    follow: bool,
-    audit_every: int,
-) -> dict[str, Any]:
-    """The arguments of `connect` as an engine's workers take them. Raises InputError."""
-    if not isinstance(store, str):
-        raise InputError(
-            f"the store must be an address, not a {type(store).__name__}", hint="The engine's own processes open it."
-        )
-    return {
-        "store": store,
-        "stream": stream,
-        "base": base,
-        "trusted_keys": list(trusted_keys) if trusted_keys else None,
-        "identity": identity,
-        "follow_restarts": follow_restarts,
-        "cache": cache,
-        "follow": follow,
-        "audit_every": audit_every,
-    }
-
-
 class EngineHandle:
     """Made by `connect`. A context manager; see `close`. May be used by several threads, one call at a time."""
 
     _transport: Transport
-    _info: dict[str, Any]
+    _info: InitInfo
     _in_flight: str
     _timeout: float
     _owner: str
@@ -87,16 +58,21 @@ class EngineHandle:
     _stale: bool
 
     @classmethod
-    def _on(cls, transport: Transport, info: dict[str, Any], in_flight: str, timeout_seconds: float) -> Self:
-        """A handle that has opened a session in the engine; ``info`` is its init_info but for the owner."""
+    def _on(cls, transport: Transport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
+        """A handle that has opened a session in the engine as its owner. Raises InputError."""
+        if not isinstance(info.store, str):
+            raise InputError(
+                f"the store must be an address, not a {type(info.store).__name__}",
+                hint="The engine's own processes open it.",
+            )
         if in_flight not in ("keep", "abort", "wait"):
             raise InputError(f"in_flight must be 'keep', 'abort' or 'wait', not {in_flight!r}")
         self = cls.__new__(cls)
         self._transport = transport
-        self._info = info
+        self._owner = uuid.uuid4().hex
+        self._info = replace(info, owner=self._owner)
         self._in_flight = in_flight
         self._timeout = timeout_seconds
-        self._owner = uuid.uuid4().hex
         self._lock = threading.RLock()
         self._follower = None
         self._closing = threading.Event()
@@ -193,7 +169,7 @@ class EngineHandle:
         """Starts a session in the engine, unless another handle has one."""
         self._ask("hello")
         try:
-            self._transport.init({**self._info, "owner": self._owner})
+            self._transport.init(asdict(self._info))
         except Exception as error:
             raise self._reason(error) from error
 
@@ -207,7 +183,7 @@ class EngineHandle:
             if leader["answered"] >= asked:
                 raise_told("error", statuses)
                 if leader["held"] is None:
-                    raise EmptyStream(f"nothing was synced from {self._info['stream']!r} yet")
+                    raise EmptyStream(f"nothing was synced from {self._info.stream!r} yet")
                 if all(status["staged"] == leader["staged"] for status in statuses):
                     return leader
             if time.monotonic() > deadline:

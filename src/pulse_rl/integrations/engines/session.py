@@ -28,6 +28,7 @@ from .proof import differing, load_all, write_all
 from .staged import Staged
 from .staging import Prepared, Staging
 from .trace import TensorMap, learn
+from .transport import InitInfo
 
 T = TypeVar("T")
 
@@ -71,15 +72,13 @@ class Live:
 
 
 class Session:
-    """``info`` has the fields store, stream, cache, trusted_keys, identity, follow_restarts, follow and
-    audit_every; ``base``: the path of the
-    checkpoint that the engine loaded, None if unknown; ``reloading``: see `proof.load_all`; ``forms``: the layers that
-    compute with what they derive from the checkpoint."""
+    """``base``: the path of the checkpoint that the engine loaded, None if unknown; ``reloading``: see
+    `proof.load_all`; ``forms``: the layers that compute with what they derive from the checkpoint."""
 
     def __init__(
         self,
         model: torch.nn.Module,
-        info: Any,
+        info: InitInfo,
         node: Node,
         learnt: Learnt,
         base: str | None,

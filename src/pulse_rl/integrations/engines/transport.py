@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ... import errors
@@ -9,6 +10,25 @@ from ...errors import PulseError
 
 Status = dict[str, Any]
 """What a worker says of itself; see `worker.Worker.answer`."""
+
+
+@dataclass
+class InitInfo:
+    """What a handle tells an engine's workers. ``store``: its address; ``stream``: its name; ``base``: a checkpoint's
+    path (None: the one that the engine was started from); ``trusted_keys``, ``identity``, ``follow_restarts`` and
+    ``cache`` as those of `pulse_rl.Subscriber`; ``follow``: whether new versions are staged without being asked for;
+    ``audit_every``: updates from one audit to the next; ``owner``: any string that stands for who drives the engine."""
+
+    store: str
+    stream: str
+    base: str | None = None
+    trusted_keys: list[str] | None = None
+    identity: str | None = None
+    follow_restarts: bool = False
+    cache: str | None = None
+    follow: bool = True
+    audit_every: int = 100
+    owner: str = ""
 
 
 class Transport(Protocol):

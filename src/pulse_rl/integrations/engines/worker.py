@@ -9,22 +9,21 @@ from typing import Any
 from ...errors import ConcurrentUse, InputError, PulseError
 from .node import Node
 from .session import Learnt, Session
-from .transport import Status
+from .transport import InitInfo, Status
 
 LEASE_SECONDS = 15.0
 
 
 class Worker:
-    """``open_session`` makes the session for an init_info, with the fields that `Session` asks for and ``owner``, any
-    string that stands for who drives the engine. ``workers``: returns the group for `Node`; called once, by all workers
-    at the same time."""
+    """``open_session`` makes the session for an `InitInfo`. ``workers``: returns the group for `Node`; called once, by
+    all workers at the same time."""
 
-    def __init__(self, open_session: Callable[[Any, Node, Learnt], Session], workers: Callable[[], Any]) -> None:
+    def __init__(self, open_session: Callable[[InitInfo, Node, Learnt], Session], workers: Callable[[], Any]) -> None:
         self._open_session = open_session
         self._workers = workers
         self._node: Node | None = None
         self._session: Session | None = None
-        self._info: Any = None
+        self._info: InitInfo | None = None
         self._learnt = Learnt()
         self._heard_of_owner = 0.0
         self._error: PulseError | None = None
@@ -36,7 +35,7 @@ class Worker:
 
     # -- what the engine calls on all of its workers
 
-    def open(self, info: Any) -> PulseError | None:
+    def open(self, info: InitInfo) -> PulseError | None:
         """Starts a session, or returns why it was not started, on all workers."""
         failure = self._noting(lambda: self._begin(info))
         if failure is not None and self._info is info:
@@ -84,7 +83,7 @@ class Worker:
     def status(self) -> Status:
         session, error = self._session, self._error
         status: Status = {"open": session is not None}
-        if session is not None:
+        if session is not None and self._info is not None:
             staging = session.staging
             prepared = staging.prepared
             status |= {
@@ -105,7 +104,7 @@ class Worker:
 
     # -- the parts
 
-    def _begin(self, info: Any) -> None:
+    def _begin(self, info: InitInfo) -> None:
         if not info.store or not info.stream:
             raise InputError("init_info needs a store and a stream")
         refusal = self.node.common(self._refused(info.owner))  # not each by its own clock

@@ -12,30 +12,10 @@ import torch
 from ...errors import EngineError, InputError, PulseError, UnsupportedTensor
 from ..engines.node import Node
 from ..engines.session import Learnt, Session, local_checkpoint
-from ..engines.transport import Status
+from ..engines.transport import InitInfo, Status
 from ..engines.worker import Worker, described
 
 _DERIVED = ("w_kc", "w_vc")
-
-
-@dataclass(frozen=True, slots=True)
-class InitInfo:
-    """``store``: its address; ``stream``: its name; ``base``: a checkpoint's path (None: the one that the server was
-    started from); ``trusted_keys``, ``identity``, ``follow_restarts`` and ``cache`` as those of `pulse_rl.Subscriber`;
-    ``follow``: whether new versions are staged without being asked for; ``audit_every``: updates from one audit to the
-    next; ``owner``: any string that stands for who drives the engine.
-    """
-
-    store: str
-    stream: str
-    base: str | None = None
-    trusted_keys: list[str] | None = None
-    identity: str | None = None
-    follow_restarts: bool = False
-    cache: str | None = None
-    follow: bool = True
-    audit_every: int = 100
-    owner: str = ""
 
 
 @dataclass(slots=True)

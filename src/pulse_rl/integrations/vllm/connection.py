@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ..engines.handle import EngineHandle, InFlight, init_info
+from ..engines.handle import EngineHandle, InFlight
+from ..engines.transport import InitInfo
 from .transport import transport_to
 
 
@@ -37,5 +38,6 @@ def connect(
     Raises InputError, EngineError, EngineUnavailable, and ConcurrentUse while another handle drives the engine.
     """
     transport = transport_to(engine, timeout_seconds)
-    info = init_info(store, stream, base, trusted_keys, identity, follow_restarts, cache, follow, audit_every)
+    keys = None if trusted_keys is None else list(trusted_keys)
+    info = InitInfo(store, stream, base, keys, identity, follow_restarts, cache, follow, audit_every)
     return EngineHandle._on(transport, info, in_flight, timeout_seconds)

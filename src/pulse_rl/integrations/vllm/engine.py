@@ -20,6 +20,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from ...errors import PulseError
 from ..engines.node import Node
 from ..engines.session import Learnt, Session, local_checkpoint
+from ..engines.transport import InitInfo
 from ..engines.worker import Worker
 from .contract import require_known
 from .plain import require_no_derived_weights, require_plain_weights
@@ -30,23 +31,8 @@ require_known(WeightTransferEngine, vllm.__version__)
 
 
 @dataclass
-class PulseInitInfo(WeightTransferInitInfo):
-    """``store``: its address; ``stream``: its name; ``base``: a checkpoint's path (None: the one that the engine was
-    started from); ``trusted_keys``, ``identity``, ``follow_restarts`` and ``cache`` as those of `pulse_rl.Subscriber`;
-    ``follow``: whether new versions are staged without being asked for; ``audit_every``: updates from one audit to the
-    next; ``owner``: any string that stands for who drives the engine.
-    """
-
-    store: str
-    stream: str
-    base: str | None = None
-    trusted_keys: list[str] | None = None
-    identity: str | None = None
-    follow_restarts: bool = False
-    cache: str | None = None
-    follow: bool = True
-    audit_every: int = 100
-    owner: str = ""
+class PulseInitInfo(InitInfo, WeightTransferInitInfo):
+    """`InitInfo`, as vLLM parses it."""
 
 
 @dataclass
@@ -90,7 +76,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
 
     # -- the parts
 
-    def _open_session(self, info: PulseInitInfo, node: Node, learnt: Learnt) -> Session:
+    def _open_session(self, info: InitInfo, node: Node, learnt: Learnt) -> Session:
         require_plain_weights(self.model)
         require_no_derived_weights(self.model)
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
