@@ -36,8 +36,8 @@ def fold_stream(
     gets the events of folding and replay. ``signer`` signs the folds' links: workers with trusted keys use no others;
     its key and ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) are those whose versions are folded.
     ``identity``: the stream's, where it is known. Versions that cannot be read are passed over. Restores the stream at
-    the base of the first missing fold and replays it. Raises InputError, EmptyStream, and ChainGap if a version is
-    unreachable.
+    the base of the first missing fold and replays it. Raises InputError; while it yields EmptyStream, and ChainGap if a
+    version is unreachable.
     """
     checked_threads(threads)
     checked_listener(on_event)
@@ -45,10 +45,16 @@ def fold_stream(
     codecs.by_name(codec)
     keys = [*([signer.public_key] if signer else ()), *(trusted_keys or ())]
     where = Stream(open_store(store), stream, TrustedKeys(keys) if keys else None, signer=signer, identity=identity)
+    return _fold(where, spans, codec, threads, on_event)
+
+
+def _fold(
+    where: Stream, spans: list[int], codec: str, threads: int | None, on_event: Listener | None
+) -> Iterator[tuple[int, int]]:
     listed = {(link.base, link.version) for link in where.links()}
     head = where.newest().manifest
     if head is None:
-        raise EmptyStream(f"stream {stream!r} has no versions")
+        raise EmptyStream(f"stream {where.name!r} has no versions")
     where.identity = where.identity or head.identity or None
     versions = [version for version in where.versions() if version <= head.version]
     there = set(versions)

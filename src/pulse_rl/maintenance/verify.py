@@ -46,17 +46,21 @@ def verify_stream(
 
     Every patch is applied to its base version and every anchor is restored on its own; with ``trusted_keys`` (Ed25519
     public keys, 64 hexadecimal digits each) every manifest must be signed by one of them, and all must be of the stream
-    ``identity``, or of the newest one's where that is not given. ``threads``: the maximum
-    number (None: one per core); ``on_event`` gets the events of the replay. Raises EmptyStream and StoreUnavailable;
-    problems with a version are in its report.
+    ``identity``, or of the newest one's where that is not given. ``threads``: the maximum number (None: one per core);
+    ``on_event`` gets the events of the replay. Raises InputError; while it yields EmptyStream and StoreUnavailable.
+    Problems with a version are in its report.
     """
     checked_threads(threads)
     checked_listener(on_event)
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
+    return _verify(where, threads, on_event)
+
+
+def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> Iterator[VersionReport]:
     where.identity = where.identity or _identity(where)
     versions = where.versions()
     if not versions:
-        raise EmptyStream(f"stream {stream!r} has no versions")
+        raise EmptyStream(f"stream {where.name!r} has no versions")
     listed = set(versions)
 
     def reached_by(link: Link, chain: HostState) -> HostState:
