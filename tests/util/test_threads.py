@@ -76,3 +76,8 @@ def test_nothing_runs_after_it_was_closed(threads: int | None) -> None:
 
 def test_one_worker_is_the_callers_thread() -> None:
     assert set(ordered_map(lambda k: threading.current_thread(), range(3), 1)) == {threading.current_thread()}
+
+
+def test_a_single_item_needs_no_thread() -> None:
+    assert list(ordered_map(lambda _: threading.get_ident(), [0])) == [threading.get_ident()]
+    assert threading.get_ident() not in list(ordered_map(lambda _: threading.get_ident(), [0, 1], 2))

@@ -12,7 +12,7 @@ import os
 import threading
 from _thread import allocate_lock, start_new_thread
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -113,14 +113,15 @@ class Call(Generic[R]):
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Generator[R, None, None]:
-    """``function`` over ``items`` in threads; results in order, at most one item more than threads in flight.
+    """``function`` over ``items`` in threads; results in order, at most one item more than threads in flight. A single
+    item needs no thread.
 
     The bound keeps peak memory at "blocks in flight" however long ``items`` is. An exception of any item is raised at
     its place. When this ends, in whatever way, no call is running any more and none begins: a caller that undoes what
     they did never races with one. Raises InputError for less than one worker.
     """
     threads = checked_threads(threads) or default_threads()
-    if threads == 1:
+    if threads == 1 or (isinstance(items, Sequence) and len(items) < 2):
         for item in items:
             checkpoint()
             yield function(item)

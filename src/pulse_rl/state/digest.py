@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate, pairwise
 
@@ -27,14 +28,15 @@ _STATE_TAG = b"pulse.state.1\0"
 _TASK_BYTES = 16 * LEAF_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateDigest:
-    """The SHA-256 tree of a state with ``specs``. ``leaves[name]`` holds a tensor's 32-byte leaf digests, in order."""
+    """The SHA-256 tree of a state with ``specs``. ``leaves[name]`` holds a tensor's 32-byte leaf digests, in order; the
+    dictionary must not change."""
 
     specs: tuple[TensorSpec, ...]
     leaves: dict[str, bytes]
 
-    @property
+    @cached_property
     def root(self) -> str:
         """The root as 64 hexadecimal digits."""
         return root_of([self.tensor(spec) for spec in self.specs])
