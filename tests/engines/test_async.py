@@ -6,14 +6,15 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from pulse_rl import InputError
-from pulse_rl.integrations.vllm import connect
+from pulse_rl.integrations.engines.handle import InFlight
+from pulse_rl.integrations.vllm import EngineHandle, connect
 
 from .policy import PROMPT, Policy
 
@@ -49,28 +50,36 @@ async def generated(engine: AsyncLLM, name: str, started: threading.Event, token
     return output
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_requests_in_flight_are_kept_awaited_or_aborted(policy: Policy, mode: Any) -> None:
+def test_requests_in_flight_are_kept_awaited_or_aborted(policy: Policy) -> None:
     with loop_in_a_thread() as loop:
         engine = asyncio.run_coroutine_threadsafe(made(policy.checkpoint), loop).result()
-        with connect(engine, store=policy.store, stream="policy", in_flight=mode) as handle:
-            policy.step()
-            started = threading.Event()
-            running = asyncio.run_coroutine_threadsafe(generated(engine, "first", started, 150), loop)
-            assert started.wait(60)
-            done = handle.sync()
-            assert done is not None
-            assert done.version == 1
-            first = running.result(60).outputs[0]
-            after = asyncio.run_coroutine_threadsafe(generated(engine, "second", started, 4), loop).result(60)
-            assert [span.version for span in after.outputs[0].weight_versions] == ["1"]
-            assert (len(first.token_ids) == 150) == (mode != "abort")
-            spans = ["default", "1"] if mode == "keep" else ["default"]
-            assert [span.version for span in first.weight_versions] == spans
-
-            async def from_the_loop() -> None:
-                handle.sync()
-
-            with pytest.raises(InputError, match="event loop"):
-                asyncio.run_coroutine_threadsafe(from_the_loop(), loop).result()
+        before = "default"
+        for mode in get_args(InFlight):
+            with connect(engine, store=policy.store, stream="policy", in_flight=mode) as handle:
+                one_update(policy, engine, loop, handle, mode, before)
+            before = str(policy.version)
         loop.call_soon_threadsafe(engine.shutdown)
+
+
+def one_update(
+    policy: Policy, engine: AsyncLLM, loop: asyncio.AbstractEventLoop, handle: EngineHandle, mode: InFlight, before: str
+) -> None:
+    """``before``: the tag of what is generated until then."""
+    now = str(policy.step())
+    started = threading.Event()
+    running = asyncio.run_coroutine_threadsafe(generated(engine, f"{mode}, first", started, 150), loop)
+    assert started.wait(60)
+    done = handle.sync()
+    assert done is not None
+    assert str(done.version) == now
+    first = running.result(60).outputs[0]
+    after = asyncio.run_coroutine_threadsafe(generated(engine, f"{mode}, second", started, 4), loop).result(60)
+    assert [span.version for span in after.outputs[0].weight_versions] == [now]
+    assert (len(first.token_ids) == 150) == (mode != "abort")
+    assert [span.version for span in first.weight_versions] == ([before, now] if mode == "keep" else [before])
+
+    async def from_the_loop() -> None:
+        handle.sync()
+
+    with pytest.raises(InputError, match="event loop"):
+        asyncio.run_coroutine_threadsafe(from_the_loop(), loop).result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -147,31 +148,6 @@ def a_flipped_bit_is_found_and_repaired(policy: Policy, llm: Any, handle: Engine
     assert checksums(llm) == bits
 
 
-def test_a_slow_link_does_not_lengthen_the_pause(policy: Policy) -> None:
-    with engine(policy.checkpoint) as llm, connect(llm, store=policy.store, stream="policy", follow=False) as handle:
-        policy.step()
-        assert handle.sync() is not None
-        llm.collective_rpc(slow_down, args=(1e6 / 8,))
-        policy.step(density=0.9)
-        report = handle.sync()
-        assert report is not None
-        assert report.fetch_seconds > 7 * report.fetched_bytes / 1e6
-        assert report.pause_seconds < report.fetch_seconds / 2
-
-
-def test_the_prefix_cache_never_answers_with_old_weights(policy: Policy) -> None:
-    with engine(policy.checkpoint) as llm, connect(llm, store=policy.store, stream="policy") as handle:
-        for _ in range(3):
-            continuation(llm)
-            policy.step(density=0.3)
-            assert handle.sync() is not None
-            cached = continuation(llm)
-            llm.reset_prefix_cache()
-            computed = continuation(llm)
-            assert cached[1] == computed[1]
-            assert torch.allclose(cached[0], computed[0], atol=NOISE, rtol=0)
-
-
 def test_weights_of_no_checkpoint_are_loaded_by_vllm_and_then_proved(policy: Policy) -> None:
     """Dummy weights: neither the live version nor the map can be proved by what the engine has loaded."""
     policy.step()
@@ -194,3 +170,39 @@ def test_weights_of_no_checkpoint_are_loaded_by_vllm_and_then_proved(policy: Pol
         log_probabilities, tokens = answer(fresh)
         assert torch.allclose(answered[0], log_probabilities, atol=NOISE, rtol=0)
         assert answered[1] == tokens
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Policy, Any]]:
+    """A policy and an engine for tests that ask little of them, each with a handle of its own."""
+    policy = Policy(tmp_path_factory.mktemp("shared"))
+    with engine(policy.checkpoint) as llm:
+        yield policy, llm
+
+
+def test_the_prefix_cache_never_answers_with_old_weights(shared: tuple[Policy, Any]) -> None:
+    policy, llm = shared
+    with connect(llm, store=policy.store, stream="policy") as handle:
+        for _ in range(3):
+            continuation(llm)
+            policy.step(density=0.3)
+            assert handle.sync() is not None
+            cached = continuation(llm)
+            llm.reset_prefix_cache()
+            computed = continuation(llm)
+            assert cached[1] == computed[1]
+            assert torch.allclose(cached[0], computed[0], atol=NOISE, rtol=0)
+
+
+def test_a_slow_link_does_not_lengthen_the_pause(shared: tuple[Policy, Any]) -> None:
+    """The link stays slow: the last of those that share the engine."""
+    policy, llm = shared
+    with connect(llm, store=policy.store, stream="policy", follow=False) as handle:
+        policy.step()
+        assert handle.sync() is not None
+        llm.collective_rpc(slow_down, args=(1e6 / 8,))
+        policy.step(density=0.9)
+        report = handle.sync()
+        assert report is not None
+        assert report.fetch_seconds > 7 * report.fetched_bytes / 1e6
+        assert report.pause_seconds < report.fetch_seconds / 2

@@ -54,10 +54,14 @@ def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_p
                 assert len(running.result()["choices"][0]["token_ids"]) == 60
             assert str(urllib.request.urlopen(f"{url}/weight_info").read()).count("1") == 1
             assert handle.audit() == ()
-            live = checksums(url)
         follow_by_command(policy, url)
-    with server(policy.save("last"), tmp_path / "fresh.log") as url:
-        assert checksums(url) != live
+        followed = checksums(url)
+        with connect(url, store=policy.store, stream="policy") as handle:
+            report = handle.sync()
+            assert report is not None
+            assert (report.version, report.full) == (policy.version, True), "what another session left is not believed"
+            assert handle.audit() == ()
+            assert checksums(url) == followed
 
 
 def follow_by_command(policy: Policy, url: str) -> None:

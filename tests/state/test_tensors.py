@@ -18,7 +18,7 @@ from pulse_rl import (
     UnsupportedTensor,
     state_root,
 )
-from pulse_rl.state import tensors
+from pulse_rl.state.device import DeviceTensor
 from pulse_rl.state.tensors import DTYPES, DType, TensorSpec
 from tests.support.states import SPECIAL_BITS, all_dtypes, bits, snapshot
 
@@ -278,7 +278,7 @@ def test_device_tensors_are_copied_by_slices() -> None:
     """What is not in host memory is read piece by piece; a CPU tensor stands in for the device here."""
     values = torch.arange(10, dtype=torch.int16)
     spec = TensorSpec("w", DTYPES["I16"], (10,))
-    state = State((spec,), {"w": tensors._DeviceTensor(values.view(torch.uint8), 2)})
+    state = State((spec,), {"w": DeviceTensor(values.view(torch.uint8), 2)})
     assert state.read("w", 3, 6).tolist() == [3, 4, 5]
     assert snapshot(state) == snapshot({"w": values}) == snapshot(state.copy())
     assert state_root(state) == state_root({"w": values})

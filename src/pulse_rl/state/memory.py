@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-_LINE = 64  # bytes of a cache line
+LINE = 64
+"""Bytes of a cache line."""
 
 
-def in_one_piece(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-    """Arrays of so many bytes, uninitialised, each at a cache line of one allocation.
+def _pageable(nbytes: int) -> npt.NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)
+
+
+def in_one_piece(
+    sizes: Sequence[int], allocate: Callable[[int], npt.NDArray[np.uint8]] = _pageable
+) -> list[npt.NDArray[np.uint8]]:
+    """Arrays of so many bytes, uninitialised, each at a cache line of one allocation, which ``allocate`` makes.
 
     The system gives large pages to large allocations (numpy asks for them): tensors of a megabyte each would cost a
     page fault for every 4 KiB. The memory is freed with the last of the arrays.
     """
-    places = list(accumulate((size + -size % _LINE for size in sizes), initial=0))
-    memory = np.empty(places[-1] + _LINE, np.uint8)
-    memory = memory[-memory.ctypes.data % _LINE :]
+    places = list(accumulate((size + -size % LINE for size in sizes), initial=0))
+    memory = allocate(places[-1] + LINE)
+    memory = memory[-memory.ctypes.data % LINE :]
     return [memory[start : start + size] for (start, _), size in zip(pairwise(places), sizes, strict=True)]

@@ -1,24 +1,44 @@
-"""Copies of states, made by several threads."""
+"""Copies of states: of host memory by several threads, of CUDA memory by the device, beside the host's work."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from .._util.threads import ordered_map
-from .tensors import State
+from .device import DeviceCopies, DeviceTensor, pinned
+from .tensors import State, TensorSpec, stored_tensor
 
 _PIECE_ELEMENTS = 1 << 22
 
 
-def snapshot(state: State, into: State | None = None, *, threads: int | None = None) -> State:
+class Snapshot(NamedTuple):
+    """``state`` is in host memory of its own, and holds its values once ``copies`` were waited for."""
+
+    state: State
+    copies: DeviceCopies
+
+
+def on_cuda(state: State) -> bool:
+    """Whether a tensor of it is in the memory of a CUDA device."""
+    return any(_cuda_tensor(state, spec) for spec in state.specs)
+
+
+def snapshot(state: State, into: State | None = None, *, threads: int | None = None) -> Snapshot:
     """``state`` in host memory of its own: that of ``into``, which nobody needs any more, if it has the same tensors.
 
-    New memory costs as much again as the copy: the system hands it out page by page.
+    New memory costs as much again as the copy: the system hands it out page by page. That of a state with CUDA tensors
+    is page-locked, so that this returns before they are copied (`DeviceCopies`).
     """
+    cuda = {spec.name: tensor for spec in state.specs if (tensor := _cuda_tensor(state, spec))}
     if into is None or into.specs != state.specs:
-        into = State.empty(state.specs)
-    copied = into.with_aliases(state.aliases)
+        into = _page_locked(state.specs) if cuda else State.empty(state.specs)
+    copied, copies = into.with_aliases(state.aliases), DeviceCopies()
+    if cuda:
+        copies.start((tensor, copied.read(name)) for name, tensor in cuda.items())
     pieces = [
         (spec.name, start, min(start + _PIECE_ELEMENTS, spec.elements))
         for spec in state.specs
+        if spec.name not in cuda
         for start in range(0, spec.elements, _PIECE_ELEMENTS)
     ]
 
@@ -27,4 +47,14 @@ def snapshot(state: State, into: State | None = None, *, threads: int | None = N
 
     for _ in ordered_map(copy, pieces, threads):
         pass
-    return copied
+    return Snapshot(copied, copies)
+
+
+def _page_locked(specs: tuple[TensorSpec, ...]) -> State:
+    arrays = pinned([s.nbytes for s in specs])
+    return State(specs, {s.name: a.view(s.dtype.uint) for s, a in zip(specs, arrays, strict=True)})
+
+
+def _cuda_tensor(state: State, spec: TensorSpec) -> DeviceTensor | None:
+    tensor = stored_tensor(state, spec.name)
+    return tensor if isinstance(tensor, DeviceTensor) and tensor.is_cuda else None

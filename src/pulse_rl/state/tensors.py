@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
+from .device import DeviceTensor
 from .memory import in_one_piece
 
 UIntArray = npt.NDArray[Any]
@@ -167,18 +168,6 @@ class Readable(Protocol):
 
     def read(self, start: int, stop: int) -> UIntArray:
         """Elements [``start``, ``stop``) of the flattened tensor, in new host memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceTensor:
-    """A flat torch tensor that is not in host memory; slices of it are copied on demand."""
-
-    flat: Any  # torch.Tensor [elements * width] of torch.uint8
-    width: int
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        host: UIntArray = self.flat[start * self.width : stop * self.width].cpu().numpy()
-        return host.view(_UINT[self.width])
 
 
 class State:
@@ -334,7 +323,13 @@ class State:
         raise StateMismatch(f"tensor {next(iter(theirs))!r} of {what} is missing")
 
 
-def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | _DeviceTensor, object]:
+def stored_tensor(state: State, name: str) -> UIntArray | Readable:
+    """The flat elements of the tensor ``name``, as the state holds them. Raises KeyError."""
+    tensor: UIntArray | Readable = state._data[name]
+    return tensor
+
+
+def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | DeviceTensor, object]:
     """(dtype, shape, flat data, storage identity or None) of one tensor-like value."""
     if type(value).__module__.partition(".")[0] == "torch" or hasattr(value, "untyped_storage"):
         return _ingest_torch(name, value)
@@ -357,7 +352,7 @@ def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | 
     return dtype, array.shape, _aligned(little.reshape(-1).view(dtype.uint)), storage
 
 
-def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | _DeviceTensor, object]:
+def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | DeviceTensor, object]:
     torch: Any = sys.modules["torch"]
     if not isinstance(value, torch.Tensor) or hasattr(value, "full_tensor"):
         raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__}, not a plain torch.Tensor")
@@ -379,7 +374,7 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
         raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__} without plain storage: {error}") from None
     shape = tuple(value.shape)
     if host is None:
-        return dtype, shape, _DeviceTensor(flat, dtype.width), storage
+        return dtype, shape, DeviceTensor(flat, dtype.width), storage
     return dtype, shape, _aligned(host.view(dtype.uint)), storage
 
 

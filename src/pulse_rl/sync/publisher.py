@@ -27,15 +27,13 @@ from ..events import (
     checked_listener,
     failures_to,
 )
-from ..state.cast import CastState
-from ..state.checkpoint import StateSource, as_state
-from ..state.rounding import compute_dtype_named
-from ..state.snapshot import snapshot
+from ..state.checkpoint import StateSource
+from ..state.device import DeviceCopies
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
-from ..stream.manifest import MAX_NUMBER, Manifest, checked_metadata
+from ..stream.manifest import MAX_NUMBER, Manifest
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from .commit import Committer
@@ -44,21 +42,13 @@ from .folds import FoldMaker
 from .host_state import HostState
 from .mode import ModeSelector
 from .notices import Notices
+from .order import Order
 from .resume import resume
 from .submit import Submission, Submissions
 from .upload import upload
 
 _MAX_STALE_COMMITS = 8
 _LATEST_COMMIT_SECONDS = 600.0
-
-
-class _Order(NamedTuple):
-    """What is to be published; ``owned`` is a state that nobody else uses."""
-
-    state: State
-    metadata: Metadata
-    anchor: bool
-    owned: bool = False
 
 
 class _Pending(NamedTuple):
@@ -168,7 +158,7 @@ class Publisher(Unique):
         """
         self._submissions.raise_unasked()
         with failures_to(self._listener, self._stream.name, "publish"):
-            order = _order(source, metadata, dtype, anchor)
+            order = Order.of(source, metadata, dtype, anchor)
             return self._serial.run(lambda: self._publish(order, PhaseTimer()))[0]
 
     def submit(
@@ -184,25 +174,30 @@ class Publisher(Unique):
 
         ``source``, ``metadata``, ``dtype`` and ``anchor`` are those of `publish`; the state may change as soon as this
         returns. One version is in flight and one may wait; for another one this waits for room, or, to ``replace``,
-        cancels the one that waits. Needs the
-        memory of a state for each. An error that nobody has asked the `Submission` for is raised by the next call,
-        which then does nothing else; `close` waits for all. ``Published.blocked_seconds`` tells how long this took.
+        cancels the one that waits. Needs the memory of a state for each. An error that nobody has asked the
+        `Submission` for is raised by the next call, which then does nothing else; `close` waits for all.
+        ``Published.blocked_seconds`` tells how long this took.
+
+        CUDA tensors are copied into page-locked memory (as they are: they are cast behind) by a stream of their own,
+        after the work that the caller's current stream has been given; what it is given later waits on the device for
+        the copy, and the host for neither. Where no memory can be page-locked, this returns after the copy.
         """
         self._submissions.raise_unasked()
         began = time.perf_counter()
         blocked = 0.0
 
-        def take(spare: State | None) -> _Order:
+        def take(spare: State | None) -> tuple[Order, DeviceCopies]:
             nonlocal blocked
-            order = _order(source, metadata, dtype, anchor)
-            order = order._replace(state=snapshot(order.state, spare, threads=self._threads), owned=True)
+            taken = Order.of(source, metadata, dtype, anchor).taken(spare, self._threads)
             blocked = time.perf_counter() - began
-            return order
+            return taken
 
-        def publish(order: _Order) -> tuple[Published, State | None]:
+        def publish(taken: tuple[Order, DeviceCopies]) -> tuple[Published, State | None]:
+            order, copies = taken
             with failures_to(self._listener, self._stream.name, "publish"):
+                copies.wait()
                 published, draft = self._publish(order, PhaseTimer(), blocked)
-            return published, None if isinstance(draft, FullDraft) else order.state
+            return published, None if order.owned and isinstance(draft, FullDraft) else order.source
 
         return self._submissions.submit(take, publish, replace)
 
@@ -258,7 +253,7 @@ class Publisher(Unique):
     # -- in the order of a publish
 
     def _publish(
-        self, order: _Order, timer: PhaseTimer, blocked_seconds: float | None = None
+        self, order: Order, timer: PhaseTimer, blocked_seconds: float | None = None
     ) -> tuple[Published, Draft]:
         state = order.state
         for _ in range(_MAX_STALE_COMMITS):
@@ -380,10 +375,3 @@ class Publisher(Unique):
 
     def _new_baseline(self) -> HostState:
         return HostState(threads=self._threads, listener=self._listener, watcher=self._folds)
-
-
-def _order(source: StateSource, metadata: Metadata | None, dtype: str | None, anchor: bool) -> _Order:
-    facts = checked_metadata({} if metadata is None else metadata)
-    compute = None if dtype is None else compute_dtype_named(dtype)
-    state = as_state(source)
-    return _Order(state if compute is None else CastState(state, compute), facts, anchor)

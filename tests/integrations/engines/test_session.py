@@ -38,6 +38,19 @@ def test_updates_are_sparse_from_the_checkpoint_on(world: World) -> None:
     assert session.audit() == []
 
 
+def test_the_first_update_is_sparse_for_tied_tensors_too(world: World) -> None:
+    """The checkpoint does not have their other names; the stream does."""
+    session = world.session()
+    world.step()
+    stage(session)
+    prepared = session.staging.prepared
+    assert prepared is not None
+    assert sorted(prepared.staged.changes) == ["embed", "gate", "up"]
+    assert all(indices is not None for indices, _ in prepared.staged.changes.values())
+    session.update(None)
+    assert world.live()
+
+
 def test_many_versions_are_one_update(world: World) -> None:
     session = world.session()
     for _ in range(5):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from pulse_rl import MemoryStore, Publisher, Subscriber
-from pulse_rl.integrations.engines.staged import Staged, newest
+from pulse_rl import MemoryStore, Publisher, State, Subscriber
+from pulse_rl.integrations.engines import staged
+from pulse_rl.integrations.engines.staged import Staged, newest, show
 
 
 def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:
@@ -18,7 +20,7 @@ def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:
     subscriber = Subscriber(store, stream="policy")
     first = subscriber.sync()
     assert first is not None
-    Staged.of(first, 1).save(tmp_path)
+    show(Staged.of(first, 1).write(tmp_path))
     whole = newest(tmp_path)
     assert whole is not None
     assert (whole.sequence, whole.version, whole.previous, whole.changes) == (1, 0, None, {})
@@ -27,7 +29,11 @@ def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:
     publisher.publish(state)
     update = subscriber.sync()
     assert update is not None
-    Staged.of(update, 2).save(tmp_path)
+    file = Staged.of(update, 2).write(tmp_path)
+    before, aside = newest(tmp_path), Staged.load(file)
+    assert before is not None
+    assert (before.sequence, aside.sequence) == (1, 2)
+    show(file)
     read = newest(tmp_path)
     assert read is not None
     assert (read.sequence, read.version, read.previous) == (2, 1, 0)
@@ -48,11 +54,33 @@ def test_whole_tensors_are_copied_because_the_host_state_moves_on(tmp_path: Path
     publisher.publish({"a": weight, "b": weight, "c": np.ones(2)})
     update = subscriber.sync()
     assert update is not None
-    staged = Staged.of(update, 1)
-    assert staged.changes["a"][0] is None
-    staged.save(tmp_path)
+    whole = Staged.of(update, 1)
+    assert whole.changes["a"][0] is None
+    show(whole.write(tmp_path))
     read = newest(tmp_path)
     assert read is not None
     assert read.changes["a"][0] is None
     assert read.changes["a"][1].tolist() == [0, 1, 2, 3, 4, 5]
-    assert not np.shares_memory(staged.changes["a"][1], subscriber.state.read("a"))
+    assert not np.shares_memory(whole.changes["a"][1], subscriber.state.read("a"))
+
+
+def test_of_a_tensor_with_a_new_name_what_differs_from_the_checkpoint_is_staged(monkeypatch: Any) -> None:
+    """Checkpoints have tied tensors under one name; the trainer's states have them under all."""
+    monkeypatch.setattr(staged, "_PIECE_ELEMENTS", 4)
+    store = MemoryStore()
+    weight = np.arange(11, dtype=np.uint16)
+    base = {"a": weight.copy(), "other": weight[:5].copy()}
+    publisher = Publisher(store, stream="policy")
+    publisher.publish(base)
+    subscriber = Subscriber(store, stream="policy", base=base)
+    now = weight.copy()
+    now[[0, 3, 4, 10]] += 7
+    publisher.publish({"a": now, "tied": now, "other": weight[:5]})
+    update = subscriber.sync()
+    assert update is not None
+    assert update.tensors[0].indices is None
+    found = Staged.of(update, 1, State.of(base))
+    ((name, (indices, values)),) = found.changes.items()
+    assert indices is not None
+    assert (name, indices.tolist(), values.tolist()) == ("a", [0, 3, 4, 10], now[[0, 3, 4, 10]].tolist())
+    assert Staged.of(update, 1, State.of({"a": weight[:3]})).changes["a"][0] is None, "it is another tensor"

@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ...state.tensors import UIntArray
-from ...sync.update import Update
+from ...state.bits import differing
+from ...state.tensors import State, UIntArray
+from ...sync.update import TensorUpdate, Update
+
+_PIECE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +30,23 @@ class Staged:
     changes: dict[str, tuple[npt.NDArray[np.int64] | None, UIntArray]]
 
     @classmethod
-    def of(cls, update: Update, sequence: int) -> Staged:
+    def of(cls, update: Update, sequence: int, before: State | None = None) -> Staged:
+        """``before``: the state that the update starts from, where it is at hand. Of a tensor that has got another name
+        since, which an update has as a whole, only what differs is staged then."""
         changes: dict[str, tuple[npt.NDArray[np.int64] | None, UIntArray]] = {}
-        if not update.full:
-            for tensor in update.tensors:
-                # Without indices the values are views of the host state, which moves on.
-                values = tensor.values.copy() if tensor.indices is None else tensor.values
-                changes[tensor.spec.name] = (tensor.indices, values)
+        for tensor in update.tensors if not update.full else ():
+            name, indices, values = tensor.spec.name, tensor.indices, tensor.values
+            if indices is None and before is not None and name in before and before.spec(name) == tensor.spec:
+                indices = _differing(before, tensor)
+                values = values[indices]
+            elif indices is None:
+                values = values.copy()  # a view of the host state, which moves on
+            if len(values):
+                changes[name] = (indices, values)
         return cls(sequence, update.version, update.previous, changes)
 
-    def save(self, folder: Path) -> None:
-        """Writes the file that `newest` finds, and removes older ones."""
+    def write(self, folder: Path) -> Path:
+        """Writes the file for `show` and returns it."""
         parts: list[npt.NDArray[np.uint8]] = []
         entries = []
         offset = 0
@@ -57,9 +66,7 @@ class Staged:
             file.write(len(header).to_bytes(8, "little") + header)
             for part in parts:
                 file.write(part.data)
-        aside.rename(folder / f"staged-{self.sequence:012d}")
-        for old in sorted(folder.glob("staged-*"))[:-1]:
-            old.unlink(missing_ok=True)
+        return aside
 
     @classmethod
     def load(cls, file: Path) -> Staged:
@@ -75,6 +82,13 @@ class Staged:
         return cls(sequence, version, previous, changes)
 
 
+def show(file: Path) -> None:
+    """Lets `newest` find what was written, and removes older ones; what is mapped stays so."""
+    file.rename(file.with_name(f"staged-{file.name[1:]}"))
+    for old in sorted(file.parent.glob("staged-*"))[:-1]:
+        old.unlink(missing_ok=True)
+
+
 def newest(folder: Path) -> Staged | None:
     """The update that was staged last."""
     for file in sorted(folder.glob("staged-*"), reverse=True):
@@ -83,3 +97,12 @@ def newest(folder: Path) -> Staged | None:
         except FileNotFoundError:
             continue  # replaced by a newer one since
     return None
+
+
+def _differing(before: State, tensor: TensorUpdate) -> npt.NDArray[np.int64]:
+    pieces = [np.empty(0, np.int64)]
+    for start in range(0, tensor.values.size, _PIECE_ELEMENTS):
+        now = tensor.values[start : start + _PIECE_ELEMENTS]
+        found = differing(before.read(tensor.spec.name, start, start + now.size), now)
+        pieces.append(found.astype(np.int64) + start)
+    return np.concatenate(pieces)

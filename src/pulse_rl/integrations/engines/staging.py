@@ -17,7 +17,7 @@ from ...sync.subscriber import Subscriber
 from ...sync.update import Receipt, Update
 from .live import Change
 from .node import Node
-from .staged import Staged, newest
+from .staged import Staged, newest, show
 
 POLL_SECONDS = 1.0
 _LOCAL_POLL_SECONDS = 0.02
@@ -189,18 +189,32 @@ class Staging:
     def _stage(self, update: Update) -> None:
         assert self.subscriber is not None
         self._sequence += 1
-        staged = Staged.of(update, self._sequence)
         update._receipt.begun = True  # or the next sync would take it for granted
         started = time.perf_counter()
+        staged, file = Staged.of(update, self._sequence, self._base_at(update.previous)), None
+        if self._node.folder is not None:
+            file = staged.write(self._node.folder)
+            staged = Staged.load(file)  # so that all workers hold one copy
         prepared = Prepared(staged, self._lay_out(staged), self.subscriber.digest, update.metadata)
         with self.gate:
-            if self._node.folder is not None:
-                staged.save(self._node.folder)
+            if file is not None:
+                show(file)
             self.prepared = prepared
             # Not the update: while it is alive, the host state would move in a copy.
             self._receipt = update._receipt
         self._cost.verify_seconds += time.perf_counter() - started
         self.state.cost, self._cost = self._cost, Cost()
+
+    def _base_at(self, version: int | None) -> State | None:
+        """The checkpoint that the engine loaded, if it is ``version``."""
+        assert self.subscriber is not None
+        if version is None or self.base_digest is None:
+            return None
+        try:
+            known = self.subscriber.stream.manifest(version).root == self.base_digest.root
+        except PulseError:
+            return None
+        return self.base_state() if known else None
 
     def _take_over(self) -> None:
         if self._node.folder is None:

@@ -1,0 +1,107 @@
+"""Tensors on devices, seen through torch, and their copies in host memory. torch is never imported here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .memory import LINE, in_one_piece
+
+_PIECE = 1 << 30  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTensor:
+    """A torch tensor that is not in host memory; slices of it are copied on demand.
+
+    ``flat``: torch.uint8 [elements * width] on its device. ``width``: bytes of an element.
+    """
+
+    flat: Any
+    width: int
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is in the memory of a CUDA (or ROCm) device."""
+        return bool(self.flat.device.type == "cuda")
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Elements [``start``, ``stop``) in new host memory, unsigned, once they are there."""
+        host: npt.NDArray[np.uint8] = self.flat[start * self.width : stop * self.width].cpu().numpy()
+        return host.view(np.dtype(f"<u{self.width}"))
+
+
+class DeviceCopies:
+    """Copies of CUDA tensors into host memory that are under way on streams of their own.
+
+    A copy begins after all work that the caller's current stream has been given; what that stream is given later, such
+    as an optimizer's update in place, waits on the device for the copy's end. The host waits in `wait` alone. Both ends
+    of a copy are kept in memory until it is done.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[Any] = []
+        self._ends: list[Any] = []
+
+    def start(self, tensors: Iterable[tuple[DeviceTensor, npt.NDArray[Any]]]) -> None:
+        """Enqueues the copy of each CUDA tensor into the array [elements] beside it. Returns before they are made if
+        the arrays are page-locked (`pinned`), else after."""
+        torch: Any = sys.modules["torch"]
+        devices: dict[Any, list[tuple[Any, Any]]] = {}
+        for tensor, array in tensors:
+            host = torch.from_numpy(array.view(np.uint8))
+            devices.setdefault(tensor.flat.device, []).append((tensor.flat, host))
+        for device, pairs in devices.items():
+            current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+            self._streams.append(side)
+            self._ends.append(pairs)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for flat, host in pairs:
+                    host.copy_(flat, non_blocking=True)
+            current.wait_stream(side)
+
+    def wait(self) -> None:
+        """Returns once all is copied. Raises what the device reports."""
+        for stream in self._streams:
+            stream.synchronize()
+        self._streams, self._ends = [], []
+
+    def __del__(self) -> None:
+        # Whoever lost interest, by an interrupt or a cancelled submission: the device still writes into the memory.
+        with suppress(Exception):
+            self.wait()
+
+
+def pinned(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+    """Arrays of so many bytes, uninitialised, page-locked by torch, so that a device copies into them while the host
+    goes on; ordinary memory where none can be locked.
+
+    torch rounds each allocation up to a power of two: arrays share pieces of 1 GiB, only larger ones have their own.
+    """
+    arrays: list[npt.NDArray[np.uint8]] = []
+    group: list[int] = []
+    filled = LINE
+    for size in sizes:
+        padded = size + -size % LINE
+        if group and filled + padded > _PIECE:
+            arrays += in_one_piece(group, _pinned)
+            group, filled = [], LINE
+        group.append(size)
+        filled += padded
+    return arrays + in_one_piece(group, _pinned)
+
+
+def _pinned(nbytes: int) -> npt.NDArray[np.uint8]:
+    torch: Any = sys.modules["torch"]
+    try:
+        locked: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError:  # no device, or the system's limit of locked memory
+        return np.empty(nbytes, np.uint8)
+    return locked

@@ -1,0 +1,144 @@
+"""CUDA tensors are taken without the host's waiting, and the device's streams keep their order.
+
+Without a GPU a stand-in for torch's streams and tensors shows what is asked of them (`tests.support.cuda`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from pulse_rl import MemoryStore, Publisher, state_root, verify_stream
+from pulse_rl.state import device
+from pulse_rl.state.device import DeviceCopies, DeviceTensor, pinned
+from tests.support.cuda import Stream, on_device, stand_in
+
+Device = tuple[Stream, list[int]]
+SIZE = 5000
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    with stand_in(monkeypatch) as found:
+        yield found
+
+
+def step(weight: torch.Tensor) -> None:
+    """A fiftieth of the weights changes, in place."""
+    weight.view(torch.int16 if weight.dtype == torch.bfloat16 else torch.int32)[::50] ^= 1 << 5
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("first", ["host", "device"])
+def test_each_version_has_the_weights_between_two_steps(cuda: Device, given: torch.dtype, first: str) -> None:
+    current, _ = cuda
+    weight = torch.randn(SIZE).to(given)
+    copy = weight.clone()
+    expected: list[str] = []
+    store, before = MemoryStore(), 0
+    with Publisher(store, stream="policy") as publisher:
+        for _ in range(4):
+            Stream.gate.clear()
+            current.work.append(lambda: step(weight))
+            step(copy)
+            expected.append(state_root({"host": copy[:7].clone().bfloat16(), "weight": copy.bfloat16()}))
+            tensors = {"host": copy[:7].clone(), "weight": on_device(weight)}
+            submission = publisher.submit(tensors, dtype="BF16")
+            assert sum(stream.done for stream in Stream.made) == before, "the host has waited"
+            current.work.append(lambda: step(weight))
+            step(copy)
+            if first == "device":  # it comes to the next step before the host asks for the copy
+                current.run()
+            Stream.gate.set()
+            assert submission.result(20).root == expected[-1]
+            before = sum(stream.done for stream in Stream.made)
+    assert [report.root for report in verify_stream(store, "policy")] == expected
+    assert all(report.ok for report in verify_stream(store, "policy"))
+
+
+def test_page_locked_memory_is_used_again(cuda: Device) -> None:
+    """One becomes the baseline, one is in flight, and one may wait."""
+    _, locked = cuda
+    weight = torch.randn(SIZE).bfloat16()
+    with Publisher(MemoryStore(), stream="policy") as publisher:
+        Stream.gate.set()
+        for _ in range(6):
+            step(weight)
+            publisher.submit({"weight": on_device(weight)}).result(20)
+    assert len(locked) == 2
+    assert min(locked) >= 2 * SIZE
+
+
+def test_memory_that_the_device_still_writes_into_is_kept(cuda: Device) -> None:
+    """After an interrupt, or where a submission was replaced, nobody waits for the copy but its own end."""
+    weight, array = torch.randn(SIZE).bfloat16(), np.empty(SIZE, np.uint16)
+    copies = DeviceCopies()
+    copies.start([(DeviceTensor(on_device(weight).view(torch.uint8), 2), array)])
+    side = Stream.made[-1]
+    Stream.gate.set()
+    assert side.done == 0
+    del copies
+    gc.collect()
+    assert side.done == len(side.work)
+    assert array.tolist() == weight.view(torch.uint16).tolist()
+
+
+def test_an_error_of_the_device_is_the_submission_s(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Stream) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    weight = torch.randn(SIZE).bfloat16()
+    publisher = Publisher(MemoryStore(), stream="policy")
+    with monkeypatch.context() as broken:
+        broken.setattr(Stream, "synchronize", lost)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            publisher.submit({"weight": on_device(weight)}).result(20)
+    Stream.gate.set()
+    assert publisher.submit({"weight": on_device(weight)}).result(20).version == 0
+    publisher.close()
+
+
+def test_page_locked_memory_is_asked_for_in_pieces(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds up to a power of two: 3 GiB in one would be 4."""
+    _, locked = cuda
+    monkeypatch.setattr(device, "_PIECE", 1024)
+    sizes = [0, 400, 400, 400, 5000, 1, 64]
+    arrays = pinned(sizes)
+    assert [a.size for a in arrays] == sizes
+    assert locked == [64 + 448 * 2, 64 + 448, 64 + 5056, 64 + 64 + 64]
+    for k, array in enumerate(arrays):
+        assert array.ctypes.data % 64 == 0 or not array.size
+        array[:] = k
+    for k, array in enumerate(arrays):
+        assert (array == k).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can lock pages for a device")
+def test_without_page_locked_memory_it_is_ordinary() -> None:
+    assert [a.size for a in pinned([3, 0, 100])] == [3, 0, 100]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+def test_a_real_device_keeps_the_order(given: torch.dtype) -> None:
+    """Long work before the copy, and updates in place right after it."""
+    weight = torch.randn(1 << 24, device="cuda").to(given)
+    busy = torch.randn(4096, 4096, device="cuda")
+    expected = []
+    store = MemoryStore()
+    with Publisher(store, stream="policy") as publisher:
+        for _ in range(5):
+            for _ in range(20):
+                busy = (busy @ busy).clamp(-1, 1)
+            step(weight)
+            taken = weight.clone()
+            submission = publisher.submit({"weight": weight}, dtype="BF16")
+            step(weight)
+            expected.append(state_root({"weight": taken.cpu().bfloat16()}))
+            submission.result(60)
+    assert torch.from_numpy(pinned([100])[0]).is_pinned()
+    assert [report.root for report in verify_stream(store, "policy")] == expected
