@@ -40,6 +40,8 @@ def follow(args: argparse.Namespace, console: Console) -> int:
                 # Whoever was killed while it drove the engine is forgotten after some seconds.
                 if args.once or not (error.retryable or isinstance(error, ConcurrentUse)):
                     raise
+                if isinstance(error, ConcurrentUse):
+                    handle = None  # taken over: once the other is silent, another session is begun
                 console.note(f"{error}; retrying")
                 wait = min(2 * max(wait, 0.1), _MOST_WAIT)
             else:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import ConcurrentUse, EngineError, InputError, StateMismatch, StoreUnavailable
+from pulse_rl import (
+    ConcurrentUse,
+    EngineError,
+    EngineUnavailable,
+    InputError,
+    PulseError,
+    StateMismatch,
+    StoreUnavailable,
+)
 from pulse_rl.integrations.engines.handle import EngineHandle, EngineSync
 from pulse_rl.integrations.engines.transport import InitInfo
 
@@ -34,6 +42,7 @@ class Engine:
         self.asked = 0
         self.error: dict[str, Any] | None = None
         self.failing = ""
+        self.lost = ""
         self.cache_refuses = 0
 
     def init(self, init_info: dict[str, Any]) -> None:
@@ -60,8 +69,11 @@ class Engine:
         }
         return [status | facts | {"asked": self.asked, "answered": self.asked, "report": REPORT, "differing": ["a"]}]
 
+    def recover(self) -> None:
+        self.calls.append("recover")
+
     def pause(self, mode: str) -> None:
-        self.calls.append(f"pause {mode}")
+        self._called(f"pause {mode}")
 
     def resume(self) -> None:
         self.calls.append("resume")
@@ -69,19 +81,28 @@ class Engine:
     def start(self) -> None:
         self.calls.append("start")
 
-    def update(self, version: int | None) -> None:
+    def update(self, version: int | None, owner: str = "") -> None:
         self.calls.append("update")
         if self.failing:
             raise RuntimeError(self.failing)
         self.live = self.newest
+        self._called("")
 
     def finish(self, weight_version: str) -> None:
-        self.calls.append(f"finish {weight_version}")
+        self._called(f"finish {weight_version}")
 
     def reset_prefix_cache(self, running: bool) -> bool:
         self.calls.append(f"reset {running}")
         self.cache_refuses -= 1
         return self.cache_refuses < 0
+
+    def _called(self, call: str) -> None:
+        """Notes the call; its answer is ``lost`` where that is what the call begins with, "update" for an update."""
+        if call:
+            self.calls.append(call)
+        if self.lost and (call or "update").startswith(self.lost):
+            self.lost = ""
+            raise EngineUnavailable("no answer")
 
 
 def handle_on(engine: Engine) -> EngineHandle:
@@ -173,3 +194,75 @@ def test_following_goes_on_after_errors_that_pass() -> None:
     assert arrived.wait(5)
     assert [done.version for done in seen] == [1]
     handle.close()
+
+
+def test_an_engine_that_did_not_answer_to_the_pause_is_resumed() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    engine.newest, engine.lost = 1, "pause"
+    with pytest.raises(EngineUnavailable):
+        handle.sync()
+    assert engine.calls[-2:] == ["pause keep", "resume"]
+    assert handle.sync() is not None
+
+
+@pytest.mark.parametrize("lost", ["update", "finish"])
+def test_an_update_whose_answer_was_lost_is_tagged_and_its_cache_emptied_by_the_next_sync(lost: str) -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    engine.newest, engine.lost = 1, lost
+    with pytest.raises(EngineUnavailable):
+        handle.sync()
+    engine.calls.clear()
+    assert handle.sync() is None
+    assert engine.calls == ["pause keep", "finish 1", "reset False", "resume"]
+    engine.calls.clear()
+    assert handle.sync() is None
+    assert engine.calls == []
+
+
+def test_what_a_dead_handle_left_is_ended_by_the_next() -> None:
+    engine = Engine()
+    handle_on(engine)._owner = "dead"
+    owner, engine.owner = engine.owner, None
+    pulse = engine.pulse
+
+    def open_still(action: str, who: str, version: int | None = None) -> list[dict[str, Any]]:
+        return [status | {"open": True} for status in pulse(action, who, version)]
+
+    engine.pulse = open_still  # type: ignore[method-assign]
+    handle_on(engine)
+    assert owner is not None
+    assert engine.calls == ["init", "recover", "init"]
+
+
+def test_an_earlier_version_is_refused_before_the_pause() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    engine.newest = 7
+    assert handle.sync(7) is not None
+    engine.calls.clear()
+    assert handle.sync(7) is None
+    with pytest.raises(StateMismatch, match="version 7 is staged, not 3"):
+        handle.sync(3)
+    assert engine.calls == []
+
+
+def test_following_ends_with_a_word_whatever_the_engine_raises() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    told: list[PulseError] = []
+
+    def broken(action: str, owner: str, version: int | None = None) -> list[dict[str, Any]]:
+        raise ValueError("not an answer")
+
+    pulse, engine.pulse = engine.pulse, broken  # type: ignore[method-assign]
+    handle.follow(on_error=told.append, poll_seconds=0.01)
+    assert handle._follower is not None
+    handle._follower.join(5)
+    assert [str(error) for error in told] == ["ValueError: not an answer"]
+    engine.pulse = pulse  # type: ignore[method-assign]
+    handle.follow(poll_seconds=0.01)
+    handle.close()
+    with pytest.raises(InputError, match="closed"):
+        handle.follow()

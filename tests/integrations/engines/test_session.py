@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 import pulse_rl
 from pulse_rl import InputError, PulseError, StateMismatch, StreamReplaced, Untrusted
-from pulse_rl.integrations.engines.live import LiveWeights
+from pulse_rl.integrations.engines.live import Journal, LiveWeights
 
 from .world import World, stage
 
@@ -113,6 +115,9 @@ def test_an_update_that_does_not_lead_to_the_version_is_undone(world: World) -> 
     with pytest.raises(StateMismatch, match="1 live tensors are not those of version 2: embed"):
         session.update(None)
     assert all(torch.equal(a, b) for a, b in zip(before, world.model.parameters(), strict=True))
+    session.update(None)
+    assert session.live.report["full"]
+    assert (session.live.version, world.live()) == (2, True)
 
 
 def test_a_second_session_does_not_believe_the_checkpoint(world: World) -> None:
@@ -169,3 +174,42 @@ def test_another_version_than_the_staged_one_is_refused(world: World) -> None:
     stage(session, 2)
     session.update(2)
     assert world.live()
+
+
+def test_a_stream_begun_anew_is_another_one_where_its_numbers_meet(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The live version has a number that the new stream has as well; an update that fails leaves it that way."""
+    session = world.session(follow_restarts=True)
+    world.step()
+    stage(session)
+    session.update(None)
+    world.begin_anew()
+    world.step()
+    stage(session)
+    assert session.staging.held is not None
+    assert session.staging.held.version == 1
+    assert session.live_version is None
+    with pytest.raises(InputError, match="no version is live"):
+        session.audit()
+    monkeypatch.setattr(Journal, "write", lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+    with pytest.raises(PulseError, match="lost"):
+        session.update(None)
+    monkeypatch.undo()
+    assert session.live_version is None
+    session.update(None)
+    assert (session.live_version, session.live.report["previous"], world.live()) == (1, None, True)
+
+
+def test_closing_waits_for_no_store(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = world.session()
+    gate = threading.Event()
+    subscriber = session.staging.subscriber
+    assert subscriber is not None
+    monkeypatch.setattr(subscriber, "sync", lambda *_: gate.wait(30))
+    session.staging.ask(None)
+    time.sleep(0.05)
+    begun = time.monotonic()
+    session.close()
+    assert time.monotonic() - begun < 5
+    gate.set()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pulse_rl import MemoryStore, Publisher, State, Subscriber
 from pulse_rl.integrations.engines import staged
@@ -84,3 +85,29 @@ def test_of_a_tensor_with_a_new_name_what_differs_from_the_checkpoint_is_staged(
     assert indices is not None
     assert (name, indices.tolist(), values.tolist()) == ("a", [0, 3, 4, 10], now[[0, 3, 4, 10]].tolist())
     assert Staged.of(update, 1, State.of({"a": weight[:3]})).changes["a"][0] is None, "it is another tensor"
+
+
+def test_a_full_memory_is_not_filled_by_what_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Staged(1, 1, 0, {"w": (np.arange(4), np.zeros(4, np.uint16))})
+
+    real = Path.open
+
+    class Full:
+        def __init__(self, path: Path, mode: str) -> None:
+            self.file = real(path, mode)
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: Full(path, mode))
+    with pytest.raises(OSError, match="No space left"):
+        update.write(tmp_path)
+    assert list(tmp_path.iterdir()) == []

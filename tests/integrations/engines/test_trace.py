@@ -11,6 +11,7 @@ import torch
 
 from pulse_rl import State, StateMismatch, UnsupportedTensor
 from pulse_rl.integrations.engines.live import Journal, LiveWeights, located
+from pulse_rl.integrations.engines.proof import require_whole
 from pulse_rl.integrations.engines.trace import TensorMap, learn
 
 Tensors = dict[str, torch.Tensor]
@@ -154,3 +155,30 @@ def test_parameters_that_a_loader_replaces_are_put_back() -> None:
     with pytest.raises(StateMismatch):
         refused(checkpoint(), model)
     assert (model.embed == 7).all()
+
+
+def test_a_buffer_that_the_loader_computes_is_refused() -> None:
+    """It would be stale after the first update, and no audit reads it."""
+
+    class Scaled(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scaled", torch.zeros(5, 3, dtype=torch.bfloat16))
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, weight in weights:
+                super().load_weights([(name, weight)])
+                if name == "side":
+                    self.get_buffer("scaled").copy_(weight * 2)
+
+    with pytest.raises(UnsupportedTensor, match="'scaled' but computes it"):
+        learn(Scaled(), State.of(checkpoint()))
+
+
+def test_a_node_that_holds_a_part_of_a_tensor_is_refused() -> None:
+    state = State.of(checkpoint())
+    ranks = [learn(Model(rank), state).boxes for rank in range(2)]
+    require_whole(state.specs, ranks)
+    require_whole(state.specs, [{"embed": ranks[0]["embed"]}])
+    with pytest.raises(UnsupportedTensor, match="only a part of 'down'"):
+        require_whole(state.specs, ranks[:1])

@@ -75,3 +75,23 @@ def test_the_error_of_an_update_is_told_until_the_next(world: World, worker: Wor
     assert worker.update(None) is None
     assert worker.answer("audit", "a")["differing"] == []
     assert worker.answer("close", "a") == {"open": False, "error": None}
+
+
+def test_an_update_is_made_for_its_owner_alone(world: World, worker: Worker) -> None:
+    worker.open(info(world, "a"))
+    world.step()
+    assert isinstance(worker.update(None, "b"), ConcurrentUse)
+    assert worker.update(None, "a") is None
+
+
+def test_a_long_call_keeps_the_lease(world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for it cannot be heard of meanwhile."""
+    worker.open(info(world, "a"))
+    later = time.monotonic() + 2 * workers.LEASE_SECONDS
+
+    def long(*_: object) -> None:
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+
+    monkeypatch.setattr(Session, "update", long)
+    assert worker.update(None, "a") is None
+    assert isinstance(worker.open(info(world, "b")), ConcurrentUse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -70,6 +71,13 @@ class World:
             chosen.view(-1)[0] = True
             self.tensors[name] = torch.where(chosen, weight + 1, weight)
         return self.publish()
+
+    def begin_anew(self) -> None:
+        """The stream is deleted, and another one of its name begins with what the trainer has now."""
+        self.publisher.close()
+        shutil.rmtree(self.store)
+        self.publisher = pulse_rl.Publisher(self.store, stream="policy", threads=1)
+        self.publish()
 
     def session(self, *, follow: bool = False, audit_every: int = 100, **settings: Any) -> Session:
         info = InitInfo(self.store, "policy", follow=follow, audit_every=audit_every, **settings)

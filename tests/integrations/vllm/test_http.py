@@ -52,7 +52,7 @@ def test_the_calls_are_those_of_the_routes(handler: tuple[type[Handler], Server]
     assert server.pulse("stage", "me", 3) == [{"open": True}]
     server.pause("keep")
     server.start()
-    server.update(None)
+    server.update(None, "me")
     server.finish("3")
     assert server.reset_prefix_cache(True) is False
     server.resume()
@@ -61,7 +61,7 @@ def test_the_calls_are_those_of_the_routes(handler: tuple[type[Handler], Server]
         ("/collective_rpc", {"method": "pulse", "args": ["stage", "me", 3]}),
         ("/pause?mode=keep&clear_cache=true", None),
         ("/start_weight_update", None),
-        ("/update_weights", {"update_info": {"version": None}}),
+        ("/update_weights", {"update_info": {"version": None, "owner": "me"}}),
         ("/finish_weight_update", {"weight_version": "3"}),
         ("/reset_prefix_cache?reset_running_requests=true&reset_external=true", None),
         ("/resume", None),
@@ -92,3 +92,14 @@ def test_a_server_that_is_not_there_may_come_back() -> None:
     with pytest.raises(EngineUnavailable, match="no answer") as refusal:
         Server("http://127.0.0.1:1", 1.0).resume()
     assert refusal.value.retryable
+
+
+def test_a_server_that_sends_elsewhere_or_speaks_no_json_is_told(handler: tuple[type[Handler], Server]) -> None:
+    """A redirected POST would arrive as a GET, and look like a route that is missing."""
+    kind, server = handler
+    kind.answers["/resume"] = (307, {"location": "elsewhere"})
+    with pytest.raises(EngineError, match=r"refused /resume \(307\)"):
+        server.resume()
+    kind.answers["/resume"] = (200, b"<html>")
+    with pytest.raises(EngineError, match="something else than JSON: '<html>'"):
+        server.resume()

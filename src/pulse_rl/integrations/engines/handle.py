@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
 
-from ...errors import EmptyStream, EngineError, InputError, PulseError
+from ...errors import EmptyStream, EngineError, InputError, PulseError, StateMismatch
 from ...events import Metadata
 from .transport import InitInfo, Status, Transport, raise_told
 
@@ -56,6 +56,8 @@ class EngineHandle:
     _follower: threading.Thread | None
     _closing: threading.Event
     _stale: bool
+    _untagged: bool
+    _paused: bool
 
     @classmethod
     def _on(cls, transport: Transport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
@@ -76,7 +78,7 @@ class EngineHandle:
         self._lock = threading.RLock()
         self._follower = None
         self._closing = threading.Event()
-        self._stale = False
+        self._stale = self._untagged = self._paused = False
         self._open()
         return self
 
@@ -99,11 +101,15 @@ class EngineHandle:
         with self._lock:
             if not any(status["open"] for status in self._ask("status")):
                 self._open()  # the server was restarted
-            if self._stale:
-                self._empty_cache()
+            self._settle()
             leader = self._stage(version)
-            if leader["version"] is not None and leader["version"] in (version, leader["staged"], leader["held"]):
+            live, newest = leader["version"], leader["held"]
+            if live is not None and live in (version, None if version is not None else newest):
                 return None
+            if version is not None and version != newest:
+                raise StateMismatch(
+                    f"version {newest} is staged, not {version}", hint="An engine does not go back: ask for the newest."
+                )
             deadline = time.monotonic() + self._timeout
             while leader["left"]:
                 before, leader = leader, self._leader(self._ask("prepare"))
@@ -139,7 +145,9 @@ class EngineHandle:
         ``on_sync`` is called after each step, ``on_error`` with errors; the thread goes on after those that may pass
         (`PulseError.retryable`), and ends with any other.
         """
-        if self._follower is not None:
+        if self._closing.is_set():
+            raise InputError("the handle was closed")
+        if self._follower is not None and self._follower.is_alive():
             raise InputError("the handle follows already")
         if poll_seconds <= 0:
             raise InputError(f"poll_seconds must be more than 0, not {poll_seconds}")
@@ -167,7 +175,9 @@ class EngineHandle:
 
     def _open(self) -> None:
         """Starts a session in the engine, unless another handle has one."""
-        self._ask("hello")
+        if any(status["open"] for status in self._ask("hello")):
+            with suppress(PulseError):  # there may be nothing to end
+                self._transport.recover()
         try:
             self._transport.init(asdict(self._info))
         except Exception as error:
@@ -193,19 +203,17 @@ class EngineHandle:
     def _switch(self, version: int | None) -> EngineSync | None:
         transport = self._transport
         started = time.perf_counter()
-        transport.pause(self._in_flight)
-        try:
+        with self._pause():
             try:
                 transport.start()
-                transport.update(version)
+                self._stale = self._untagged = True  # from here on, whatever becomes of the answers
+                transport.update(version, self._owner)
             except Exception as error:
                 raise self._reason(error) from error
             status = self._leader(self._ask("status"))
-            self._stale = True
             transport.finish(str(status["version"]))
+            self._untagged = False
             self._reset_cache()
-        finally:
-            transport.resume()
         report = status["report"]
         pause = time.perf_counter() - started
         names = ("previous", "root", "metadata", "full", "apply_seconds", "audit_seconds")
@@ -216,12 +224,43 @@ class EngineHandle:
             **{name: report[name] for name in (*names, *costs)},
         )
 
-    def _empty_cache(self) -> None:
-        self._transport.pause(self._in_flight)
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Nothing is generated within. An engine that could not be resumed is by the next sync."""
+        self._paused = True
         try:
-            self._reset_cache()
-        finally:
-            self._transport.resume()
+            self._transport.pause(self._in_flight)
+            yield
+        except BaseException:
+            with suppress(PulseError):  # the first error is the one to tell
+                self._resume()
+            raise
+        self._resume()
+
+    def _resume(self) -> None:
+        self._transport.resume()
+        self._paused = False
+
+    def _settle(self) -> None:
+        """Does what calls that failed have left: the tag of what is live, the prefix cache, the end of a pause."""
+        if self._stale or self._untagged:
+            with self._pause():
+                if self._untagged:
+                    self._tag()
+                self._reset_cache()
+        elif self._paused:
+            self._resume()
+
+    def _tag(self) -> None:
+        """Ends an update of which it is not known whether it was made, with the version that is live."""
+        live = self._leader(self._ask("status"))["version"]
+        if live is not None:
+            try:
+                self._transport.finish(str(live))
+            except EngineError:  # it has ended; another one ends with the tag
+                self._transport.start()
+                self._transport.finish(str(live))
+        self._untagged = False
 
     def _reset_cache(self) -> None:
         if not self._transport.reset_prefix_cache(False) and not self._transport.reset_prefix_cache(True):
@@ -234,7 +273,7 @@ class EngineHandle:
     def _reason(self, error: Exception) -> PulseError:
         """What the workers say of a call that failed; the error itself if they say nothing."""
         try:
-            raise_told("error", self._ask("status"))
+            raise_told("error", [status for status in self._ask("status") if status.get("failed", True)])
         except PulseError as known:
             return known
         return error if isinstance(error, PulseError) else EngineError(f"{type(error).__name__}: {error}")
@@ -260,13 +299,14 @@ class EngineHandle:
         while not self._closing.wait(wait):
             try:
                 done = self.sync()
-                wait = poll_seconds
-            except PulseError as error:
+            except Exception as error:  # of the engine as well: a thread that ends in silence would go unnoticed
+                known = error if isinstance(error, PulseError) else EngineError(f"{type(error).__name__}: {error}")
                 if on_error is not None:
-                    on_error(error)
-                if not error.retryable:
+                    on_error(known)
+                if not known.retryable:
                     return
                 wait = min(2 * wait, _MOST_WAIT_SECONDS)
             else:
+                wait = poll_seconds
                 if done is not None and on_sync is not None:
                     on_sync(done)

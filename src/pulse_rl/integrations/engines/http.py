@@ -6,10 +6,10 @@ import json
 import urllib.error
 import urllib.request
 from http.client import HTTPException
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ...errors import EngineUnavailable, InputError
+from ...errors import EngineError, EngineUnavailable, InputError
 
 _MOST_WORDS = 400
 
@@ -19,6 +19,13 @@ class Answer(NamedTuple):
 
     status: int
     body: bytes
+
+    def json(self) -> Any:
+        """The answer. Raises EngineError where it is no JSON."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            raise EngineError(f"the engine answered with something else than JSON: {self.words!r}") from None
 
     @property
     def words(self) -> str:
@@ -53,14 +60,23 @@ class Client:
 
     def _ask(self, request: urllib.request.Request) -> Answer:
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
-                return Answer(answer.status, answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return Answer(error.code, error.read())
+            try:
+                with _OPENER.open(request, timeout=self._timeout) as answer:
+                    return Answer(answer.status, answer.read())
+            except urllib.error.HTTPError as error:
+                with error:
+                    return Answer(error.code, error.read())
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             raise EngineUnavailable(f"no answer from {self.address}: {reason}") from None
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A POST that is sent elsewhere would arrive there as a GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 _JSON = {"Content-Type": "application/json"}

@@ -107,13 +107,13 @@ class Journal:
         view = self._live.view(box)
         value = source.to(view.device)
         if not torch.equal(view, value):
-            self._copies.append((box, view.clone()))
+            self._copies.append((box, view.to("cpu", copy=True)))
             view.copy_(value)
 
     @torch.no_grad()
     def keep_all(self) -> None:
-        """Copies all live parameters."""
-        self._whole = {name: flat.clone() for name, flat in self._live.flat.items()}
+        """Copies all live parameters, to the host: a device has no room for them beside the keys of its requests."""
+        self._whole = {name: flat.to("cpu", copy=True) for name, flat in self._live.flat.items()}
 
     @torch.no_grad()
     def roll_back(self) -> None:

@@ -6,11 +6,14 @@ fetches, verifies and decodes each version once and holds one host state.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +25,9 @@ from ...errors import PulseError
 
 T = TypeVar("T")
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "pulse-engine-"
+_OWNER = "owner"
+_ABANDONED_SECONDS = 60.0
 
 
 class Node:
@@ -35,6 +41,7 @@ class Node:
     def __init__(self, world: Any) -> None:
         self.rank, self.size, self._group = 0, 1, None
         self.folder: Path | None = None
+        self._owned: int | None = None
         self._everyone: Any = None
         self._workers = 1
         if world is not None and world.world_size > 1:
@@ -43,6 +50,11 @@ class Node:
     @property
     def leader(self) -> bool:
         return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether all workers of the engine are on this node."""
+        return self.size == self._workers
 
     @property
     def last(self) -> bool:
@@ -63,8 +75,12 @@ class Node:
     def open_folder(self) -> None:
         """Makes ``folder``, in shared memory, where several workers share it."""
         if self.size > 1:
-            parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-            made = tempfile.mkdtemp(prefix="pulse-", dir=parent) if self.leader else ""
+            made = ""
+            if self.leader:
+                parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+                _remove_abandoned(parent)
+                made = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+                self._owned = _locked(Path(made))
             self.folder = Path(self.shared(made))
 
     def shared(self, value: T) -> T:
@@ -91,6 +107,14 @@ class Node:
         torch.distributed.all_gather_object(found, value, group=self._everyone)
         return found
 
+    def on_node(self, value: T) -> list[T]:
+        """What each worker of the node gives."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, value, group=self._group)
+        return found
+
     def barrier(self) -> None:
         """Returns when all workers of the node have called it."""
         if self.size > 1:
@@ -101,10 +125,10 @@ class Node:
         if self.folder is None:
             return np.empty(nbytes, np.uint8)
         file = self.folder / "window"
-        if self.leader:
-            with file.open("wb") as handle:
-                handle.truncate(nbytes)
-        self.barrier()
+        failure = _reserve(file, nbytes) if self.leader else None
+        failure = self.shared(failure)
+        if failure is not None:
+            raise PulseError(failure, hint="Give the container more shared memory (docker: --shm-size).")
         view = np.memmap(file, np.uint8, "r+", shape=(nbytes,))
         self.barrier()
         if self.leader:
@@ -137,7 +161,43 @@ class Node:
         """Removes what was shared. Not collective."""
         if self.leader and self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder = None
+        if self._owned is not None:
+            os.close(self._owned)
+        self.folder = self._owned = None
+
+
+def _reserve(file: Path, nbytes: int) -> str | None:
+    """Makes a file of that size; why not, if there is no room: writing to what is not there would kill the process."""
+    try:
+        with file.open("wb") as handle:
+            handle.truncate(nbytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle.fileno(), 0, nbytes)
+    except OSError as error:
+        file.unlink(missing_ok=True)
+        return f"no room for {nbytes} bytes in {file.parent.parent}: {error.strerror}"
+    return None
+
+
+def _locked(folder: Path) -> int:
+    """A lock on ``folder`` for as long as this process lives, or until it is closed."""
+    lock = os.open(folder / _OWNER, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes the folders of workers that were killed."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS:
+                continue  # perhaps it was just made
+            lock = os.open(folder / _OWNER, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _boot() -> str:

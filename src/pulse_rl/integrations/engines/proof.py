@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
 from ..._util.threads import ordered_map
-from ...errors import PulseError
+from ...errors import PulseError, UnsupportedTensor
 from ...state.digest import LEAF_BYTES, StateDigest, leaf_digests
 from ...state.tensors import State, TensorSpec
 from ..torch import _INTS
@@ -30,7 +30,7 @@ def differing(node: Node, live: LiveWeights, tensor_map: TensorMap, digest: Stat
     Collective.
     """
     specs = node.shared(digest.specs if digest else ())
-    held = {name for names in node.gathered(list(tensor_map.boxes)) for name in names}
+    held = {name for names in node.on_node(list(tensor_map.boxes)) for name in names}
     window = node.window(_WINDOW_BYTES)
     wrong: set[str] = set()
     failure: Exception | None = None
@@ -43,19 +43,35 @@ def differing(node: Node, live: LiveWeights, tensor_map: TensorMap, digest: Stat
         except Exception as error:  # raised below, when the other workers do not wait any more
             failure = failure or error
         node.barrier()
-        shared = node.size > 1 or len(parts) > 1
-        if shared and any(not torch.equal(_in_window(here, part, start), live.view(part).cpu()) for part in parts):
-            wrong.add(spec.name)
-        if digest is not None and node.leader:
-            first = start * spec.dtype.width // LEAF_BYTES
-            raw = window[: (stop - start) * spec.dtype.width]
-            tasks = [raw[at : at + _TASK_BYTES] for at in range(0, len(raw), _TASK_BYTES)]
-            found = b"".join(ordered_map(leaf_digests, tasks))
-            if found != digest.leaves[spec.name][32 * first :][: len(found)]:
+        try:
+            shared = node.size > 1 or len(parts) > 1
+            if shared and any(not torch.equal(_in_window(here, part, start), live.view(part).cpu()) for part in parts):
                 wrong.add(spec.name)
+            if digest is not None and node.leader:
+                first = start * spec.dtype.width // LEAF_BYTES
+                raw = window[: (stop - start) * spec.dtype.width]
+                tasks = [raw[at : at + _TASK_BYTES] for at in range(0, len(raw), _TASK_BYTES)]
+                found = b"".join(ordered_map(leaf_digests, tasks))
+                if found != digest.leaves[spec.name][32 * first :][: len(found)]:
+                    wrong.add(spec.name)
+        except Exception as error:
+            failure = failure or error
         node.barrier()
     raise_first(node, failure)
     return sorted({name for names in node.gathered(sorted(wrong)) for name in names})
+
+
+def require_whole(specs: tuple[TensorSpec, ...], workers: Sequence[Mapping[str, tuple[Box, ...]]]) -> None:
+    """Raises UnsupportedTensor where the ``workers`` of a node, given by their boxes, hold a part of a tensor only: no
+    digest of it could be computed there."""
+    for spec in specs:
+        boxes = {box for boxes in workers for box in boxes.get(spec.name, ())}
+        parts = {(box.source, *((axis.size, axis.source) for axis in box.axes)): box.elements for box in boxes}
+        if parts and sum(parts.values()) < spec.elements:
+            raise UnsupportedTensor(
+                f"the workers of this node hold only a part of {spec.name!r}",
+                hint="Keep tensor parallelism within a node; pipeline stages and replicas may be on several.",
+            )
 
 
 def write_all(node: Node, journal: Journal, tensor_map: TensorMap, state: State | None) -> None:
@@ -72,7 +88,7 @@ def hand_out(
     """Calls ``write`` on each worker for all parts of its ``boxes``, by the checkpoint tensor's name, with their bits
     in the leader's ``state`` as integers. Collective."""
     specs = node.shared(state.specs if state is not None else ())
-    held = {name for names in node.gathered(list(boxes)) for name in names}
+    held = {name for names in node.on_node(list(boxes)) for name in names}
     window = node.window(_WINDOW_BYTES) if node.size > 1 else None
     failure: Exception | None = None
     for spec, start, stop in _pieces(specs, held):
@@ -105,7 +121,7 @@ def load_all(
     """Lets the model load the leader's ``state`` as it would load a checkpoint, within ``reloading``, which does what
     the engine does around that. For live weights that are not those of a known checkpoint. Collective."""
     named = node.shared([(name, state.spec(name)) for name in state] if state is not None else [])
-    journal.keep_all()
+    node.together(journal.keep_all)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, spec in named:

@@ -24,13 +24,14 @@ from ...sync.subscriber import Subscriber
 from .derived import DerivedLayers, LoadedForms
 from .live import Change, Journal, LiveWeights, located
 from .node import Node
-from .proof import differing, load_all, write_all
+from .proof import differing, load_all, require_whole, write_all
 from .staged import Staged
 from .staging import Prepared, Staging
 from .trace import TensorMap, learn
 from .transport import InitInfo
 
 T = TypeVar("T")
+_TAKE_OVER_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -47,22 +48,24 @@ class _Version(NamedTuple):
     """What the live parameters were moved to; the leader alone has more than the number."""
 
     number: int
-    digest: StateDigest | None
-    metadata: Metadata | None
+    digest: StateDigest | None = None
+    metadata: Metadata | None = None
+    identity: str | None = None
 
 
 class Step(NamedTuple):
-    """What the leader decided: ``kind`` is "none", "sparse" or "full"."""
+    """What the leader decided: ``kind`` is "none", "sparse" or "full", from the ``live`` version to ``version``."""
 
     kind: str
     version: int
+    live: int | None = None
     sequence: int = 0
 
 
 @dataclass(slots=True)
 class Live:
     """``version`` is None while the live parameters are not proved to be one. The leader alone has ``digest``, of that
-    version, and ``identity``, of its stream."""
+    version, and ``identity``, of its stream. See `Session.live_version`."""
 
     version: int | None = None
     identity: str | None = None
@@ -107,8 +110,21 @@ class Session:
                 on_event=listener,
             )
 
-        self.staging = Staging(node, make, base=base, follow=info.follow, lay_out=self._lay_out)
+        try:
+            self.staging = Staging(node, make, base=base, follow=info.follow, lay_out=self._lay_out)
+        except BaseException:
+            node.close_folder()
+            raise
         self._derived = DerivedLayers(self._forms, node, self.staging)
+
+    @property
+    def live_version(self) -> int | None:
+        """The version that is live, None while none is proved to be. To the leader, a version of another stream of the
+        name, which was begun anew since, is none."""
+        subscriber = self.staging.subscriber
+        if subscriber is not None and self.live.identity not in (None, subscriber.identity):
+            return None
+        return self.live.version
 
     @property
     def derives(self) -> bool:
@@ -120,7 +136,7 @@ class Session:
         """How much `prepare` has still to do before the pause; of meaning on the leader."""
         if self._learnt.tensor_map is None:
             return 1
-        return self._derived.left(self.live.version) if self._learnt.proved else 0
+        return self._derived.left(self.live_version) if self._learnt.proved else 0
 
     def close(self) -> None:
         self.staging.close()
@@ -133,7 +149,7 @@ class Session:
         something `left`. Collective."""
         self._learn_map()
         if self._learnt.tensor_map is not None and self._learnt.proved:
-            self._derived.advance(self._learnt.tensor_map, self.live.version)
+            self._derived.advance(self._learnt.tensor_map, self._node.common(self.live_version))
 
     def _learn_map(self) -> None:
         """Once for the tensors of the stream; and proves the map by the checkpoint that the engine loaded. Without
@@ -142,13 +158,16 @@ class Session:
         if self._learnt.specs == specs:
             return
         tensor_map = self._node.together(lambda: self._learn(State(specs[0], {}, specs[1])))
+        if not self._node.alone:
+            boxes = self._node.on_node(tensor_map.boxes | tensor_map.derived)
+            self._node.together(lambda: require_whole(specs[0], boxes))
         self._learnt.tensor_map, self._learnt.specs, self._learnt.proved = tensor_map, specs, False
         base = self.staging.base_digest
         known = [has for leader, has in self._node.gathered((self._node.leader, base is not None)) if leader]
         if all(known) and not self._differing(base, self.staging.base_state):
             self._learnt.proved = True
             self.live.version = self._node.shared(self._base_version())
-            self.live.digest = base
+            self.live.digest, self.live.identity = base, self._identity()
 
     def _learn(self, state: State) -> TensorMap:
         with self._forms.within():
@@ -209,14 +228,14 @@ class Session:
             prepared = self._node.together(lambda: self._awaited(step))
         if step.kind == "none":
             return
-        derived = self._derived_changes(step.version)
+        derived = self._derived_changes(step)
         journal = Journal(self._weights)
         before, self.live.version = self.live.version, None
         begun = time.perf_counter()
         try:
             if prepared is not None:
                 self._scatter(journal, prepared)
-                now = _Version(step.version, prepared.digest, prepared.metadata)
+                now = _Version(step.version, prepared.digest, prepared.metadata, prepared.identity)
             else:
                 now = self._write_all(journal)
             self._node.together(lambda: journal.apply(derived))
@@ -224,20 +243,23 @@ class Session:
             written = time.perf_counter()
             due = prepared is None or self.live.updates % self._audit_every == 0
             if due:
-                self._require_equal(now)
+                wrong = self._differing(now.digest, self.staging.host_state)
+                if wrong:
+                    before = None  # nobody knows since when: the next update writes everything
+                    raise _not_equal(now, wrong)
                 self._learnt.proved = True
         except BaseException:
             journal.roll_back()
             self.live.version = before
             raise
         self._derived.forget()
-        self.live.version, self.live.digest = now.number, now.digest
+        self.live.version, self.live.digest, self.live.identity = now.number, now.digest, now.identity
         self.live.updates += 1
         self.staging.acknowledge(now.number)
         cost = self.staging.state.cost
         self.live.report = {
             "version": now.number,
-            "previous": before,
+            "previous": step.live,
             "root": now.digest.root if now.digest else "",
             "metadata": dict(now.metadata or {}),
             "full": prepared is None,
@@ -252,20 +274,24 @@ class Session:
     def audit(self) -> list[str]:
         """The names of tensors whose live elements are not those of the live version. Collective; raises InputError
         while no version is live."""
-        if self.live.version is None:
+        live = self._node.common(self.live_version)
+        if live is None:
             raise InputError("no version is live yet", hint="Call sync() first.")
         with self._steady():
-            self._require_host_at(self.live.version)
+            self._require_host_at(live)
             wrong = self._differing(self.live.digest, self.staging.host_state)
         if wrong:
             self.live.version = None
         return wrong
 
-    def _derived_changes(self, target: int) -> list[Change]:
+    def _identity(self) -> str | None:
+        return self.staging.subscriber.identity if self.staging.subscriber is not None else None
+
+    def _derived_changes(self, step: Step) -> list[Change]:
         tensor_map = self._learnt.tensor_map
         if not self._forms.layers or tensor_map is None or not self._learnt.proved:
             return []
-        return self._derived.changes(tensor_map, self.live.version, target)
+        return self._derived.changes(tensor_map, step.live, step.version)
 
     def _require_host_at(self, live: int) -> None:
         """What is derived can be compared with what the host state derives to, and so for the host's version only."""
@@ -279,12 +305,9 @@ class Session:
 
     def _decide(self, version: int | None) -> Step:
         """What to do, on the leader; nothing on the others."""
-        staging, live = self.staging, self.live.version
+        staging, live = self.staging, self.live_version
         if staging.subscriber is None:
             return Step("none", 0)
-        if self.live.identity not in (None, staging.subscriber.identity):
-            live = None  # the stream was begun anew, and its versions count from 0 again
-        self.live.identity = staging.subscriber.identity
         prepared = staging.prepared
         staged = prepared.staged if prepared is not None else None
         newest = staged.version if staged is not None else staging.subscriber.version
@@ -295,23 +318,29 @@ class Session:
                 hint="Stage a version before the update to it; an engine does not go back.",
             )
         if live is not None and (live == version or live >= newest):
-            return Step("none", live)
+            return Step("none", live, live)
         if staged is not None and staged.previous is not None and live is not None and staged.previous <= live:
-            return Step("sparse", staged.version, staged.sequence)
-        return Step("full", newest)
+            return Step("sparse", staged.version, live, staged.sequence)
+        return Step("full", newest, live)
 
     def _awaited(self, step: Step) -> Prepared | None:
         """The staged update that the leader decided on: this worker's thread is about to take it over."""
+        deadline = time.monotonic() + _TAKE_OVER_SECONDS
         while step.kind == "sparse":
             prepared = self.staging.prepared
             if prepared is not None and prepared.staged.sequence == step.sequence:
                 return prepared
+            if time.monotonic() > deadline:
+                raise self.staging.state.error or StateMismatch("a worker did not take over what its node has staged")
             time.sleep(0.001)
         return None
 
     def _scatter(self, journal: Journal, prepared: Prepared) -> None:
-        changes = prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)
-        self._node.together(lambda: journal.apply(changes or []))
+        def write() -> None:
+            changes = prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)
+            journal.apply(changes or [])
+
+        self._node.together(write)
 
     def _write_all(self, journal: Journal) -> _Version:
         """Writes the whole host state: through the map if it is proved; else the model's loader does, and the audit
@@ -325,17 +354,10 @@ class Session:
             else:
                 load_all(self._node, journal, self._model, self._reloading, state)
             if follower is None:
-                return _Version(self._node.shared(0), None, None)
+                return _Version(self._node.shared(0))
             assert follower.version is not None
-            return _Version(self._node.shared(follower.version), follower.digest, follower.manifest.metadata)
-
-    def _require_equal(self, now: _Version) -> None:
-        wrong = self._differing(now.digest, self.staging.host_state)
-        if wrong:
-            raise StateMismatch(
-                f"{len(wrong)} live tensors are not those of version {now.number}: {', '.join(wrong[:3])}",
-                hint="The update was rolled back. If no one else writes to the engine's weights, please report this.",
-            )
+            number = self._node.shared(follower.version)
+            return _Version(number, follower.digest, follower.manifest.metadata, follower.identity)
 
     def _differing(self, digest: StateDigest | None, state: Callable[[], State | None]) -> list[str]:
         """The tensors that are not those of the version with ``digest``, of which ``state`` is; leader only."""
@@ -345,6 +367,14 @@ class Session:
         if self._forms.layers:
             wrong += self._derived.differing(tensor_map, state())
         return wrong
+
+
+def _not_equal(now: _Version, wrong: list[str]) -> StateMismatch:
+    return StateMismatch(
+        f"{len(wrong)} live tensors are not those of version {now.number}: {', '.join(wrong[:3])}",
+        hint="The update was rolled back, and the next one writes all weights. If no one else writes to the engine's "
+        "weights, please report this.",
+    )
 
 
 def local_checkpoint(model: str, revision: str | None) -> str | None:

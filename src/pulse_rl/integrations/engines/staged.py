@@ -62,10 +62,14 @@ class Staged:
         header = json.dumps((self.sequence, self.version, self.previous, entries)).encode()
         header += b" " * (-len(header) % 8)
         aside = folder / f".{self.sequence:012d}"
-        with aside.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for part in parts:
-                file.write(part.data)
+        try:
+            with aside.open("wb") as file:
+                file.write(len(header).to_bytes(8, "little") + header)
+                for part in parts:
+                    file.write(part.data)
+        except BaseException:
+            aside.unlink(missing_ok=True)  # shared memory that is full must not stay so
+            raise
         return aside
 
     @classmethod

@@ -22,17 +22,19 @@ from .staged import Staged, newest, show
 POLL_SECONDS = 1.0
 _LOCAL_POLL_SECONDS = 0.02
 _HOLD_SECONDS = 30.0
+_CLOSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A staged update and, on this worker, where its changes go; ``changes`` is None until the map is known.
-    ``digest`` and ``metadata``, of the version that it leads to, has the leader alone."""
+    ``digest``, ``metadata`` and stream's ``identity`` of the version that it leads to has the leader alone."""
 
     staged: Staged
     changes: list[Change] | None
     digest: StateDigest | None = None
     metadata: Metadata | None = None
+    identity: str | None = None
 
 
 class Held(NamedTuple):
@@ -137,11 +139,10 @@ class Staging:
             receipt.acknowledged = True
 
     def close(self) -> None:
+        """Ends the thread, which may be waiting for a store: what it fetches then goes nowhere."""
         self._closed = True
         self._wake.set()
-        self._thread.join()
-        if self.subscriber is not None:
-            self.subscriber.close()
+        self._thread.join(_CLOSE_SECONDS)
 
     # -- the thread
 
@@ -155,6 +156,8 @@ class Staging:
                     self.state.answered = asked
             self._wake.wait(_LOCAL_POLL_SECONDS if self.subscriber is None else POLL_SECONDS)
             self._wake.clear()
+        if self.subscriber is not None:
+            self.subscriber.close()
 
     def _look(self, version: int | None) -> bool:
         """Whether the thread has looked: the host state may be held."""
@@ -184,7 +187,9 @@ class Staging:
 
     def _has(self, update: Update) -> bool:
         prepared = self.prepared
-        return prepared is not None and prepared.staged.version == update.version
+        if prepared is None or prepared.digest is None or prepared.staged.version != update.version:
+            return False
+        return prepared.digest.root == update.root  # a stream that was begun anew counts from 0 again
 
     def _stage(self, update: Update) -> None:
         assert self.subscriber is not None
@@ -195,7 +200,8 @@ class Staging:
         if self._node.folder is not None:
             file = staged.write(self._node.folder)
             staged = Staged.load(file)  # so that all workers hold one copy
-        prepared = Prepared(staged, self._lay_out(staged), self.subscriber.digest, update.metadata)
+        subscriber = self.subscriber
+        prepared = Prepared(staged, self._lay_out(staged), subscriber.digest, update.metadata, subscriber.identity)
         with self.gate:
             if file is not None:
                 show(file)
@@ -220,9 +226,13 @@ class Staging:
         if self._node.folder is None:
             return
         known = self.prepared.staged.sequence if self.prepared else 0
-        staged = newest(self._node.folder)
-        if staged is not None and staged.sequence > known:
-            self.prepared = Prepared(staged, self._lay_out(staged))
+        try:
+            staged = newest(self._node.folder)
+            if staged is not None and staged.sequence > known:
+                self.prepared = Prepared(staged, self._lay_out(staged))
+            self.state.error = None
+        except Exception as error:  # told when the update waits for it
+            self.state.error = PulseError(f"{type(error).__name__}: {error}")
 
     def _heard(self, event: Any) -> None:
         if isinstance(event, Synced):

@@ -180,16 +180,17 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         plain: dict[str, list[Box]] = {}
         into_derived: dict[str, list[Box]] = {}
         missing = []
-        for name, parameter in model.named_parameters():
-            stored = self._name(parameter)
-            if stored is None or stored != name:
-                continue
-            written = self._written.get(name, _Written())
+        for name, written in self._written.items():
             if written.odd:
                 raise UnsupportedTensor(
                     f"the loader does not copy into the engine's {name!r} but computes it: {written.odd}",
                     hint="Packed and quantised parameters cannot follow a stream yet; load the model unquantised.",
                 )
+        for name, parameter in model.named_parameters():
+            stored = self._name(parameter)
+            if stored is None or stored != name:
+                continue
+            written = self._written.get(name, _Written())
             filled = sum(box.elements for box in written.boxes) + written.padding
             if filled != parameter.numel():
                 missing.append(f"{name!r} ({filled} of {parameter.numel()} elements)")

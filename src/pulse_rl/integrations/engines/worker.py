@@ -46,9 +46,16 @@ class Worker:
         """Forgets the error of the last update."""
         self._error = None
 
-    def update(self, version: int | None) -> PulseError | None:
-        """`Session.update`, or why it failed, on all workers."""
-        return self._noting(lambda: self._opened().update(version))
+    def update(self, version: int | None, owner: str = "") -> PulseError | None:
+        """`Session.update`, or why it failed, on all workers. ``owner``: of the handle that asks, if one does."""
+
+        def work() -> None:
+            if owner:
+                self._hear(owner)
+            self._opened().update(version)
+            self._heard_of_owner = time.monotonic()  # who waited for it could not be heard
+
+        return self._noting(work)
 
     def close(self) -> None:
         """Ends the session."""
@@ -76,6 +83,8 @@ class Worker:
             if action != "hello":
                 self._hear(owner)
             result = actions[action]()
+            if action not in ("hello", "close"):
+                self._heard_of_owner = time.monotonic()
         except PulseError as error:
             return self.status() | {"failure": described(error)}
         return self.status() | ({"differing": result} if action == "audit" else {})
@@ -90,7 +99,7 @@ class Worker:
                 "store": self._info.store,
                 "stream": self._info.stream,
                 "leader": staging.subscriber is not None,
-                "version": session.live.version,
+                "version": session.live_version,
                 "held": staging.subscriber.version if staging.subscriber is not None else None,
                 "staged": prepared.staged.version if prepared is not None else None,
                 "asked": staging.state.asked,
@@ -99,6 +108,7 @@ class Worker:
                 "derives": session.derives,
                 "report": session.live.report,
             }
+            status["failed"] = error is not None
             error = error or staging.state.error
         return status | {"error": described(error) if error is not None else None}
 

@@ -37,6 +37,12 @@ class Server:
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
         return self._control({"action": action, "owner": owner, "version": version})
 
+    def recover(self) -> None:
+        with suppress(EngineError):
+            self._post("end_weight_update", {})
+        self._paused = True
+        self.resume()
+
     def pause(self, mode: str) -> None:
         if mode in _MODES:  # else each call for an update waits for the requests in flight
             self._pause(_MODES[mode])
@@ -54,7 +60,7 @@ class Server:
             self._post("end_weight_update", {})
             self._post("begin_weight_update", body)
 
-    def update(self, version: int | None) -> None:
+    def update(self, version: int | None, owner: str) -> None:
         body = {
             "serialized_named_tensors": [_NO_TENSORS] * self._workers,
             "load_format": LOADER,
@@ -66,7 +72,7 @@ class Server:
             self._post("update_weights_from_tensor", body)
             self._flushed = True
         except EngineError:
-            failed = any(status["error"] for status in self.pulse("status", self._owner))
+            failed = any(status.get("failed") for status in self.pulse("status", self._owner))
             if failed or self._live == before:
                 with suppress(EngineError):
                     self._post("end_weight_update", {})
@@ -90,18 +96,20 @@ class Server:
         self._post("pause_generation", {"mode": mode})
 
     def _control(self, asked: dict[str, Any]) -> list[Status]:
-        statuses: list[Status] = json.loads(
-            self._post("weights_checker", {"action": ACTION, "skip_tensor_list": [json.dumps(asked)]})["message"]
-        )
+        answer = self._post("weights_checker", {"action": ACTION, "skip_tensor_list": [json.dumps(asked)]})
+        try:
+            statuses: list[Status] = json.loads(answer["message"])
+        except (ValueError, KeyError, TypeError):
+            raise EngineError(f"{self._client.address} answered without a status", hint=_START) from None
         self._workers = len(statuses)
         self._live = next((status["version"] for status in statuses if status.get("leader")), None)
         return statuses
 
     def _post(self, route: str, body: object) -> Any:
         answer = self._client.post(route, body)
-        if answer.status >= 400:
+        if answer.status >= 300:
             raise _refused(self._client.address, route, answer)
-        return json.loads(answer.body)
+        return answer.json()
 
 
 def is_sglang(address: str, timeout_seconds: float) -> bool:

@@ -23,7 +23,7 @@ from ..engines.session import Learnt, Session, local_checkpoint
 from ..engines.transport import InitInfo
 from ..engines.worker import Worker
 from .contract import require_known
-from .plain import require_no_derived_weights, require_plain_weights
+from .plain import require_fixed_places, require_no_derived_weights, require_plain_weights
 from .quantised import loaded_forms
 from .reload import reloading
 
@@ -37,9 +37,10 @@ class PulseInitInfo(InitInfo, WeightTransferInitInfo):
 
 @dataclass
 class PulseUpdateInfo(WeightTransferUpdateInfo):
-    """``version``: which to go to; None: the newest that is staged."""
+    """``version``: which to go to; None: the newest that is staged. ``owner``: of the handle that asks, if one does."""
 
     version: int | None = None
+    owner: str = ""
 
 
 class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateInfo]):
@@ -66,7 +67,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PulseUpdateInfo) -> None:
-        self._raise_on_the_last(self.worker.update(update_info.version))
+        self._raise_on_the_last(self.worker.update(update_info.version, update_info.owner))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: `update_weights` returns when the device has the bits."""
@@ -79,6 +80,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
     def _open_session(self, info: InitInfo, node: Node, learnt: Learnt) -> Session:
         require_plain_weights(self.model)
         require_no_derived_weights(self.model)
+        require_fixed_places(self.vllm_config)
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
         around = partial(reloading, self.model, self.model_config)
         context = partial(set_current_vllm_config, self.vllm_config)
@@ -107,7 +109,10 @@ def _pulse(self: Any, action: str, owner: str = "", version: int | None = None) 
     engine: PulseWeightTransferEngine = self.weight_transfer_engine
     if engine.left_open:
         engine.left_open = self._weight_update_active = False
-    return engine.worker.answer(action, owner, version)
+    status = engine.worker.answer(action, owner, version)
+    if action == "hello" and "failure" not in status:
+        self._weight_update_active = False  # left open by a handle that died
+    return status
 
 
 WorkerBase.pulse = _pulse  # how `collective_rpc` reaches the engine, over HTTP as well

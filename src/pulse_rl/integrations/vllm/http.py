@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 from urllib.parse import urlencode
 
@@ -30,6 +29,9 @@ class Server:
         answers: list[Status] = self._post("collective_rpc", body)["results"]
         return answers
 
+    def recover(self) -> None:
+        self.resume()
+
     def pause(self, mode: str) -> None:
         self._post("pause", query={"mode": mode, "clear_cache": "true"})
 
@@ -39,8 +41,8 @@ class Server:
     def start(self) -> None:
         self._post("start_weight_update")
 
-    def update(self, version: int | None) -> None:
-        self._post("update_weights", {"update_info": {"version": version}})
+    def update(self, version: int | None, owner: str) -> None:
+        self._post("update_weights", {"update_info": {"version": version, "owner": owner}})
 
     def finish(self, weight_version: str) -> None:
         self._post("finish_weight_update", {"weight_version": weight_version})
@@ -51,9 +53,9 @@ class Server:
 
     def _post(self, route: str, body: object = None, query: dict[str, str] | None = None) -> Any:
         answer = self._client.post(route + (f"?{urlencode(query)}" if query else ""), body)
-        if answer.status >= 400:
+        if answer.status >= 300:
             raise _refused(self._client.address, route, answer)
-        return json.loads(answer.body) if answer.body else None
+        return answer.json() if answer.body else None
 
 
 def _refused(address: str, route: str, answer: Answer) -> EngineError:

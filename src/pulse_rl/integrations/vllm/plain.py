@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedTensor
+from ...errors import EngineError, UnsupportedTensor
 
 BACKEND = "pulse"
 _LINEAR = "cpu_linear"
@@ -72,3 +72,12 @@ def _for_pulse() -> bool:
 
     transfer = get_current_vllm_config().weight_transfer_config
     return transfer is not None and transfer.backend == BACKEND
+
+
+def require_fixed_places(config: Any) -> None:
+    """Raises EngineError where vLLM moves experts between ranks while it runs: the map would lead to others."""
+    if getattr(config.parallel_config, "enable_eplb", False):
+        raise EngineError(
+            "the engine moves experts between its workers (--enable-eplb)",
+            hint="Start it without: a map is learnt once.",
+        )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from ...errors import EngineError, InputError
+from ...errors import EngineError, EngineUnavailable, InputError
 from ..engines.transport import Status, Transport
 
 T = TypeVar("T")
@@ -26,6 +27,9 @@ class Offline:
         answers: list[Status] = self._llm.collective_rpc("pulse", args=(action, owner, version))
         return answers
 
+    def recover(self) -> None:
+        pass
+
     def pause(self, mode: str) -> None:
         pass
 
@@ -35,26 +39,30 @@ class Offline:
     def start(self) -> None:
         self._llm.start_weight_update()
 
-    def update(self, version: int | None) -> None:
-        self._llm.update_weights({"update_info": {"version": version}})
+    def update(self, version: int | None, owner: str) -> None:
+        self._llm.update_weights({"update_info": {"version": version, "owner": owner}})
 
     def finish(self, weight_version: str) -> None:
         self._llm.finish_weight_update(*_tag(self._llm, weight_version))
 
     def reset_prefix_cache(self, running: bool) -> bool:
+        engine: Any = getattr(self._llm, "llm_engine", None)
+        if hasattr(engine, "reset_encoder_cache"):
+            engine.reset_encoder_cache()  # the other forms of the engine do it in their pause
         return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
 
 
 class Async:
     """A `vllm.AsyncLLM`, whose event loop runs in another thread than the caller's."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, timeout_seconds: float) -> None:
         handler = getattr(engine, "output_handler", None)
         if handler is None:
             raise InputError(
                 "the AsyncLLM has no event loop yet", hint="Make it inside of the running loop that it shall use."
             )
         self._engine = engine
+        self._timeout = timeout_seconds
         self._loop: asyncio.AbstractEventLoop = handler.get_loop()
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -67,7 +75,10 @@ class Async:
                 "the handle was called from the event loop that it waits for",
                 hint="Call it in a thread: await asyncio.to_thread(handle.sync).",
             )
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(call(), self._loop).result(self._timeout)
+        except concurrent.futures.TimeoutError:
+            raise EngineUnavailable(f"the AsyncLLM did not answer in {self._timeout:.0f} seconds") from None
 
     def init(self, init_info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -76,6 +87,9 @@ class Async:
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
         return self._wait(lambda: self._engine.collective_rpc("pulse", args=(action, owner, version)))
+
+    def recover(self) -> None:
+        self.resume()
 
     def pause(self, mode: str) -> None:
         self._wait(lambda: self._engine.pause_generation(mode=mode, clear_cache=True))
@@ -86,10 +100,10 @@ class Async:
     def start(self) -> None:
         self._wait(lambda: self._engine.start_weight_update())
 
-    def update(self, version: int | None) -> None:
+    def update(self, version: int | None, owner: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        request = WeightTransferUpdateRequest(update_info={"version": version})
+        request = WeightTransferUpdateRequest(update_info={"version": version, "owner": owner})
         self._wait(lambda: self._engine.update_weights(request))
 
     def finish(self, weight_version: str) -> None:
@@ -111,7 +125,7 @@ def transport_to(engine: Any, timeout_seconds: float) -> Transport:
 
         return Server(engine, timeout_seconds)
     if hasattr(engine, "pause_generation"):
-        return Async(engine)
+        return Async(engine, timeout_seconds)
     if hasattr(engine, "init_weight_transfer_engine") and hasattr(engine, "collective_rpc"):
         return Offline(engine)
     if hasattr(engine, "generate"):
