@@ -135,6 +135,29 @@ def test_a_failed_update_resumes_and_tells_the_workers_reason() -> None:
     assert refusal.value.hint == "compare"
 
 
+def test_an_update_that_the_workers_have_undone_leaves_nothing_to_do() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    engine.newest, engine.failing = 1, "500"
+    real = engine.pulse
+
+    def failed(action: str, owner: str, version: int | None = None) -> list[dict[str, Any]]:
+        told = {"kind": "state_mismatch", "message": "undone", "hint": ""}
+        return [status | {"failed": True, "error": told} for status in real(action, owner, version)]
+
+    def update(version: int | None, owner: str) -> None:
+        engine.pulse = failed  # type: ignore[method-assign]
+        raise RuntimeError("500")
+
+    engine.update = update  # type: ignore[method-assign]
+    with pytest.raises(StateMismatch, match="undone"):
+        handle.sync()
+    engine.pulse, engine.newest = real, 0  # type: ignore[method-assign]
+    engine.calls.clear()
+    assert handle.sync() is None
+    assert engine.calls == []
+
+
 def test_an_error_of_the_store_is_raised_without_a_pause() -> None:
     engine = Engine()
     handle = handle_on(engine)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
 
-from ...errors import EmptyStream, EngineError, InputError, PulseError, StateMismatch
+from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
 from ...events import Metadata
 from .transport import InitInfo, Status, Transport, raise_told
 
@@ -257,7 +257,9 @@ class EngineHandle:
         if live is not None:
             try:
                 self._transport.finish(str(live))
-            except EngineError:  # it has ended; another one ends with the tag
+            except EngineUnavailable:
+                raise
+            except Exception:  # it has ended; another one ends with the tag
                 self._transport.start()
                 self._transport.finish(str(live))
         self._untagged = False
@@ -271,10 +273,14 @@ class EngineHandle:
         self._stale = False
 
     def _reason(self, error: Exception) -> PulseError:
-        """What the workers say of a call that failed; the error itself if they say nothing."""
+        """What the workers say of a call that failed, and have undone then; the error itself if they say nothing."""
+        statuses: list[Status] = []
         try:
-            raise_told("error", [status for status in self._ask("status") if status.get("failed", True)])
+            statuses = self._ask("status")
+            raise_told("error", [status for status in statuses if status.get("failed", True)])
         except PulseError as known:
+            if any(status.get("failed") for status in statuses):
+                self._stale = self._untagged = False
             return known
         return error if isinstance(error, PulseError) else EngineError(f"{type(error).__name__}: {error}")
 
