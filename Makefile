@@ -23,8 +23,9 @@ demo-trl:
 demo-loco: $(VENV)/.ready
 	$(BIN)/python -m examples.loco $(ARGS)
 
+# ARGS="-n 0" keeps it in one process.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # Against the real vLLM on this CPU, in an environment of its own: 3.7 GB the first time, TRL's trainers included. Skipped,
 # and said so, where wheels are not to be had. torchvision and torchaudio come with vLLM, built for another torch, and

@@ -101,6 +101,7 @@ def test_late_restarted_and_away_servers_catch_up(policy: Policy, tmp_path: Path
     assert {name: live[name] for name in fresh if "norm" in name} == {n: s for n, s in fresh.items() if "norm" in n}
 
 
+@pytest.mark.slow
 def test_a_server_without_the_routes_says_so(policy: Policy, tmp_path: Path) -> None:
     with server(policy.checkpoint, tmp_path / "server.log", dev=False) as url:
         with pytest.raises(EngineError, match="no route") as refusal:

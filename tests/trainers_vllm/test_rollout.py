@@ -145,6 +145,7 @@ class Replaced(TrainerCallback):
             self.starting.start()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_replaced_is_waited_for_and_brought_up_to_date(
     checkpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
