@@ -22,6 +22,7 @@ from ..sync.notes import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0
 _LONGEST_GRACE = 1e9
+Folds = dict[int, list[tuple[int, Payload]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def plan_gc(
     """
     found = [(info, names.parse(info.name)) for info in objects]
     stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
-    kept = _kept(manifests, keep, stored, also)
+    kept = _kept(manifests, keep, stored, _folds_of(found), also)
     if not kept:
         raise EmptyStream("the stream has no version that can be read")
     oldest = min(manifest.version for manifest in kept)
@@ -84,7 +85,18 @@ def plan_gc(
     return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), sum(info.nbytes for info in doomed))
 
 
-def _kept(manifests: Iterable[Manifest], keep: int, stored: set[Payload], also: Collection[int] = ()) -> list[Manifest]:
+def _folds_of(found: list[tuple[ObjectInfo, ObjectName | None]]) -> Folds:
+    """The listed folds to each version, from the nearest base on: (base, payload)."""
+    folds: Folds = {}
+    for _, name in found:
+        if isinstance(name, FoldName) and name.base < name.version:
+            folds.setdefault(name.version, []).append((name.base, Payload(name.sha256, name.nbytes)))
+    return {version: sorted(bases, key=lambda fold: -fold[0]) for version, bases in folds.items()}
+
+
+def _kept(
+    manifests: Iterable[Manifest], keep: int, stored: set[Payload], folds: Folds, also: Collection[int] = ()
+) -> list[Manifest]:
     """The last ``keep`` manifests and those of the versions in ``also``, with those down to the anchors from which
     their versions are restored.
     """
@@ -95,7 +107,7 @@ def _kept(manifests: Iterable[Manifest], keep: int, stored: set[Payload], also: 
             break
         kept.append(manifest)
         if len(kept) <= keep or manifest.version in needed:
-            needed |= {manifest.version} | _bases(manifest, stored)
+            needed |= {manifest.version} | _bases(manifest, stored, folds)
     lost = needed - {manifest.version for manifest in kept}
     if lost:
         raise ChainGap(f"version {max(lost)} is missing or damaged, so nothing was deleted", hint=_DAMAGED_HINT)
@@ -111,12 +123,16 @@ def _before_unread(found: list[tuple[ObjectInfo, ObjectName | None]], kept: set[
     return commits.get(oldest, 0.0) if unread else math.inf
 
 
-def _bases(manifest: Manifest, stored: set[Payload]) -> set[int]:
-    """The versions from which this one is restored: none where its anchor is stored, else its patch's base."""
+def _bases(manifest: Manifest, stored: set[Payload], folds: Folds) -> set[int]:
+    """The versions from which this one is restored: none where its anchor is stored, else its patch's base; and that of
+    a fold where the patch is not stored, as in a relay's target."""
     if manifest.anchor and stored.issuperset(manifest.anchor.shards):
         return set()
     if manifest.patch and stored.issuperset(manifest.patch.parts):
         return {manifest.patch.base}
+    for base, payload in folds.get(manifest.version, ()):
+        if payload in stored:
+            return {base}
     raise ChainGap(f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT)
 
 
@@ -191,10 +207,11 @@ def _versions_of_groups(where: Stream, objects: list[ObjectInfo], since: float) 
     found = [(info, where.names.parse(info.name)) for info in objects]
     stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
     versions = [manifest.version for manifest in _readable(where)]
+    folds = _folds_of(found)
     restorable = []
     for version in sorted(versions_of_groups(where.store, where.names, versions, since=since)):
         with suppress(ChainGap):
-            _kept((manifest for manifest in _readable(where) if manifest.version <= version), 1, stored)
+            _kept((manifest for manifest in _readable(where) if manifest.version <= version), 1, stored, folds)
             restorable.append(version)
     return restorable
 
