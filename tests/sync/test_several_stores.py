@@ -134,7 +134,11 @@ def test_a_stale_near_store_is_passed_over(rng: Rng, clock: Clock) -> None:
         assert clock.now - started <= 30 * 2.25 + 1, "the bound that the documents give"
     assert clock.now - started >= 30
     assert worker.root == root
-    forget_calls(fleet.origin)
+    root = fleet.publish(relayed=False)
+    assert worker.sync() is not None, "the near store is known to be late"
+    assert worker.root == root
+    fleet.relay.sync()
+    assert worker.sync() is None
     root = fleet.publish()
     forget_calls(fleet.origin)
     assert worker.sync() is not None
@@ -227,7 +231,7 @@ def test_a_target_version_is_found_where_it_is(rng: Rng) -> None:
 def test_a_base_is_found_in_the_store_that_has_versions(rng: Rng) -> None:
     fleet = Fleet(rng)
     fleet.publish(2, relayed=False)
-    worker = fleet.worker(base=fleet.states[0], patience_seconds=0)
+    worker = fleet.worker(base=fleet.states[0])
     update = worker.sync()
     assert update is not None
     assert update.previous == 0

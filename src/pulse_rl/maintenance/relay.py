@@ -31,6 +31,7 @@ from ..stream.manifest import Manifest, Payload
 from ..stream.names import PATCH, SHARD, StreamNames
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
+from ..stream.trees import copy_trees
 from ..sync.newest import check_identity
 from ..sync.route import BROKEN_LINK, Route
 from .gc import gc_stream
@@ -194,6 +195,7 @@ class Relay:
         if link.base is None:
             for payload in link.payloads or ():
                 self._copy_payload(payload, SHARD)
+            copy_trees(self._source, self._target, manifest, leaves=True)
             self._show(manifest)
             self._target.put_anchor_link(link.version, link.nbytes)
             return
@@ -230,6 +232,7 @@ class Relay:
     def _show(self, manifest: Manifest) -> None:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for it: the target is the
         relay's. Raises PublisherConflict where another version of the stream stands there."""
+        copy_trees(self._source, self._target, manifest, leaves=False)
         for _ in range(_TRIES):
             if self._target.commit(manifest):
                 return
@@ -291,6 +294,7 @@ class Relay:
         self._anchor = copy._replace(done=copy.done + 1)
         if self._anchor.done == len(copy.manifest.anchor.shards):
             self._anchor = None
+            copy_trees(self._source, self._target, copy.manifest, leaves=True)
             self._target.put_anchor_link(link.version, link.nbytes)
             self._collect()
 
@@ -348,7 +352,7 @@ _ANOTHER_TARGET = "Give the relay a target, or a stream's name, to which nobody 
 
 
 def _folders(names: StreamNames) -> tuple[str, ...]:
-    return names.links, names.versions, names.payloads
+    return names.links, names.versions, names.payloads, names.trees
 
 
 def _chunks(store: Store, name: str, nbytes: int, threads: int | None) -> Iterator[bytes]:

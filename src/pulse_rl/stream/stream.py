@@ -253,6 +253,13 @@ class Stream:
         patch = self.manifest(link.version).patch
         return patch is not None and (patch.base, patch.parts) == (link.base, link.payloads)
 
+    def part_reader(self, payload: Payload, kind: str) -> RangeReader:
+        """Reads ranges of a payload. Raises NotFound, and DigestMismatch where it has another length."""
+        name = self.names.payload(payload.sha256, kind)
+        if self.store.head(name).nbytes != payload.bytes:
+            raise DigestMismatch(f"{name} does not have the {payload.bytes} bytes that it should have")
+        return partial(self.store.get, name)
+
     def shard_reader(self, payload: Payload) -> RangeReader:
         """Reads ranges of an anchor's shard. Raises NotFound, and CorruptCheckpoint where it has another length."""
         name = self.names.payload(payload.sha256, SHARD)

@@ -14,7 +14,7 @@ from .._util.threads import checked_threads
 from ..errors import EmptyStream, InputError, PulseError, StreamReplaced, SubscriberPoisoned
 from ..events import Listener, PathFailed, Synced, checked_listener, failures_to
 from ..state.checkpoint import StateSource, as_state
-from ..state.digest import StateDigest, state_digest
+from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State
 from ..store import CachedStore, Store, open_store
 from ..stream.doubts import UNREADABLE
@@ -25,6 +25,7 @@ from ..stream.stream import Stream
 from .delivery import Step
 from .host_state import HostState
 from .nearest import DEFAULT_PATIENCE_SECONDS, Nearest
+from .selection import Selection
 from .update import Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
@@ -44,8 +45,10 @@ class Subscriber(Unique):
     only manifests that one of them has signed are accepted. ``identity``: the stream's (`Manifest.identity`); without
     it the first version decides, and later ones of another stream of this name are passed over. If the stream is
     deleted and begun anew, `sync` raises StreamReplaced; with ``follow_restarts`` it starts over with the new one
-    instead. ``threads``: the maximum number of threads (None: one per core). ``on_event`` gets the events of
-    `pulse_rl.events`. Raises InputError, InvalidName and StoreError.
+    instead. ``select``: names of tensors, or patterns such as ``"layers.0.*"``, where the stream is published with
+    ``selectable``: only these are fetched, held, verified and shown (None: all). ``threads``: the maximum number of
+    threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises InputError, InvalidName and
+    StoreError.
 
     Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves at a verified
     version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by
@@ -63,6 +66,7 @@ class Subscriber(Unique):
         identity: str | None = None,
         follow_restarts: bool = False,
         patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+        select: str | Collection[str] | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
@@ -91,7 +95,8 @@ class Subscriber(Unique):
         self._pinned = identity is not None
         self._follow_restarts = follow_restarts
         self._serial = SerialThread("Subscriber")
-        self._host = HostState(threads=threads, listener=on_event)
+        self._selection = None if select is None else Selection(select)
+        self._host = HostState(threads=threads, listener=on_event, selection=self._selection)
         self._base = base
         self._threads = threads
         self._listener = on_event
@@ -125,7 +130,7 @@ class Subscriber(Unique):
     @property
     def digest(self) -> StateDigest:
         """The digest tree of `state`, with which `pulse_rl.audit` compares a live model."""
-        return self._serial.run(lambda: self._ready().digest)
+        return self._serial.run(self._digest)
 
     @property
     def manifest(self) -> Manifest:
@@ -138,7 +143,7 @@ class Subscriber(Unique):
 
         Raises EmptyStream before the first sync and SubscriberPoisoned after an interrupted one.
         """
-        return self._serial.run(lambda: self._ready().state.readonly())
+        return self._serial.run(self._state)
 
     def sync(self, target: int | None = None) -> Update | None:
         """Moves to version ``target`` and returns what changed; None if there is nothing newer. Without a ``target``,
@@ -264,8 +269,18 @@ class Subscriber(Unique):
         return self._nearest.manifest(version)
 
     def _forget(self) -> None:
-        self._host = HostState(threads=self._threads, listener=self._listener)
+        self._host = HostState(threads=self._threads, listener=self._listener, selection=self._selection)
         self._delivered = []
+
+    def _state(self) -> State:
+        state = self._ready().state
+        return (self._selection.shown(state) if self._selection else state).readonly()
+
+    def _digest(self) -> StateDigest:
+        host = self._ready()
+        if isinstance(host.digest, PartDigest):
+            return host.digest.of(self._state().specs)
+        return host.digest
 
     def _ready(self) -> HostState:
         if self._host.poisoned:
@@ -277,7 +292,7 @@ class Subscriber(Unique):
     def _update(self, step: Step, started: float) -> Update:
         host = self._ready()
         manifest = self._nearest.manifest(step.version)
-        update = make_update(step, host.state.readonly(), manifest, started, self._serial)
+        update = make_update(step, self._state(), manifest, started, self._serial)
         self._delivered = [r for r in self._delivered if r.version == step.version][-_KEPT_RECEIPTS:]
         self._delivered.append(update._receipt)
         self._in_doubt = False
@@ -291,8 +306,8 @@ class Subscriber(Unique):
         if not versions:
             return False
         state = as_state(base)
-        own = State.empty(state.specs, state.aliases)
-        digest = state_digest(own, source=state, threads=self._threads)
+        own = state if self._selection else State.empty(state.specs, state.aliases)
+        digest = state_digest(own, source=None if own is state else state, threads=self._threads)
         for version in reversed(versions[-_SEARCHED_FOR_BASE:]):
             try:
                 manifest = stream.manifest(version)
@@ -301,6 +316,8 @@ class Subscriber(Unique):
             if manifest.root == digest.root:
                 # What the worker has is what it loaded, under the names that it knows: aliases that the version adds
                 # are delivered with the next update.
+                if self._selection:
+                    own, digest = self._selection.part_of(own, digest, manifest.aliases)
                 self._host.adopt(version, own, digest)
                 break
         return True
