@@ -46,8 +46,8 @@ def relay(args: argparse.Namespace, console: Console) -> int:
                     console.result(facts, [f"version {each.version} of {stream} is the newest"])
             except PulseError as error:
                 failed.append(error)
-        for error in sorted(failed, key=lambda e: e.retryable):
-            raise error
+        if failed:
+            raise min(failed, key=lambda error: error.retryable)
 
     return keep_on(sync, args, console)
 
