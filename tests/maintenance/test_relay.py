@@ -110,6 +110,29 @@ def test_what_a_relay_skipped_can_be_collected_around() -> None:
     assert_whole(target, "s")
 
 
+def test_a_fold_with_the_bytes_of_a_patch_can_be_collected_around(rng: Rng) -> None:
+    """Nothing changed in version 1, so that the fold 0->2 is the patch 1->2; the relay has not copied version 1."""
+    source, target = MemoryStore(), MemoryStore()
+    first, second = history(rng, 2)
+    publisher = Publisher(source, stream="policy", threads=1, anchor_ratio=1e9)
+    publisher.publish(first)
+    Relay(source, target, stream="policy", threads=1).sync()
+    for state in (first, second):
+        publisher.publish(state)
+    manifests = Subscriber(source, stream="policy").stream
+    unchanged, patch = manifests.manifest(1).patch, manifests.manifest(2).patch
+    assert patch is not None
+    assert unchanged is not None
+    source.delete(f"policy/payloads/{unchanged.parts[0].sha256}.patch")
+    source.put(f"policy/links/{2:012d}-{0:012d}-{patch.parts[0].bytes:015d}-{patch.parts[0].sha256}", b"")
+    done = Relay(source, target, stream="policy", threads=1).sync()
+    assert done is not None
+    assert done.links == ("the fold 0->2",)
+    assert gc_stream(target, "policy", keep=5, grace_seconds=0).oldest == 0
+    assert newest_root(target) == roots([second])[0]
+    assert_whole(target)
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_a_relay_that_stops_at_any_call_goes_on(after: bool, rng: Rng) -> None:
     """And shows nothing meanwhile that is not whole."""

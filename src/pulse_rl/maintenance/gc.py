@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .._util.settings import checked_count, checked_number
 from ..errors import ChainGap, EmptyStream, NotFound
@@ -22,7 +23,6 @@ from ..sync.notes import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0
 _LONGEST_GRACE = 1e9
-Folds = dict[int, list[tuple[int, Payload]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,7 @@ def plan_gc(
     misses payloads already: what would have to stay instead is not for a deletion to guess.
     """
     found = [(info, names.parse(info.name)) for info in objects]
-    stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
-    kept = _kept(manifests, keep, stored, _folds_of(found), also)
+    kept = _kept(manifests, keep, _stored(found), also)
     if not kept:
         raise EmptyStream("the stream has no version that can be read")
     oldest = min(manifest.version for manifest in kept)
@@ -89,18 +88,31 @@ def plan_gc(
     return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), sum(info.nbytes for info in doomed))
 
 
-def _folds_of(found: list[tuple[ObjectInfo, ObjectName | None]]) -> Folds:
-    """The listed folds to each version, from the nearest base on: (base, payload)."""
-    folds: Folds = {}
-    for _, name in found:
-        if isinstance(name, FoldName) and name.base < name.version:
-            folds.setdefault(name.version, []).append((name.base, Payload(name.sha256, name.nbytes)))
-    return {version: sorted(bases, key=lambda fold: -fold[0]) for version, bases in folds.items()}
+class _Stored(NamedTuple):
+    """The payloads and manifests that are there, readable or not, and the folds to each version, as (base, payload)
+    from the nearest base on."""
+
+    payloads: set[Payload]
+    versions: set[int]
+    folds: dict[int, list[tuple[int, Payload]]]
 
 
-def _kept(
-    manifests: Iterable[Manifest], keep: int, stored: set[Payload], folds: Folds, also: Collection[int] = ()
-) -> list[Manifest]:
+def _stored(found: list[tuple[ObjectInfo, ObjectName | None]]) -> _Stored:
+    stored = _Stored(set(), set(), {})
+    for info, name in found:
+        match name:
+            case PayloadName(digest):
+                stored.payloads.add(Payload(digest, info.nbytes))
+            case VersionName(version):
+                stored.versions.add(version)
+            case FoldName(version, base, nbytes, digest) if base < version:
+                stored.folds.setdefault(version, []).append((base, Payload(digest, nbytes)))
+    for folds in stored.folds.values():
+        folds.sort(key=lambda fold: -fold[0])
+    return stored
+
+
+def _kept(manifests: Iterable[Manifest], keep: int, stored: _Stored, also: Collection[int] = ()) -> list[Manifest]:
     """The last ``keep`` manifests and those of the versions in ``also``, with those down to the anchors from which
     their versions are restored.
     """
@@ -111,7 +123,7 @@ def _kept(
             break
         kept.append(manifest)
         if len(kept) <= keep or manifest.version in needed:
-            needed |= {manifest.version} | _bases(manifest, stored, folds)
+            needed |= {manifest.version} | _bases(manifest, stored)
     lost = needed - {manifest.version for manifest in kept}
     if lost:
         raise ChainGap(f"version {max(lost)} is missing or damaged, so nothing was deleted", hint=_DAMAGED_HINT)
@@ -127,17 +139,17 @@ def _before_unread(found: list[tuple[ObjectInfo, ObjectName | None]], kept: set[
     return commits.get(oldest, 0.0) if unread else math.inf
 
 
-def _bases(manifest: Manifest, stored: set[Payload], folds: Folds) -> set[int]:
+def _bases(manifest: Manifest, stored: _Stored) -> set[int]:
     """The versions from which this one is restored: none where its anchor is stored, else its patch's base; and that of
-    a fold where the patch is not stored, as in a relay's target."""
-    if manifest.anchor and stored.issuperset(manifest.anchor.shards):
+    a fold where the patch or its base is not stored, as in a relay's target."""
+    if manifest.anchor and stored.payloads.issuperset(manifest.anchor.shards):
         return set()
-    if manifest.patch and stored.issuperset(manifest.patch.parts):
-        return {manifest.patch.base}
-    for base, payload in folds.get(manifest.version, ()):
-        if payload in stored:
-            return {base}
-    raise ChainGap(f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT)
+    bases = [base for base, payload in stored.folds.get(manifest.version, ()) if payload in stored.payloads]
+    if manifest.patch and stored.payloads.issuperset(manifest.patch.parts):
+        bases.insert(0, manifest.patch.base)
+    if not bases:
+        raise ChainGap(f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT)
+    return {next((base for base in bases if base in stored.versions), bases[0])}
 
 
 def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
@@ -209,13 +221,12 @@ def _versions_of_groups(where: Stream, objects: list[ObjectInfo], since: float) 
     if not any(where.store.list(where.names.groups)):
         return []
     found = [(info, where.names.parse(info.name)) for info in objects]
-    stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
+    stored = _stored(found)
     versions = [manifest.version for manifest in _readable(where)]
-    folds = _folds_of(found)
     restorable = []
     for version in sorted(versions_of_groups(where.store, where.names, versions, since=since)):
         with suppress(ChainGap):
-            _kept((manifest for manifest in _readable(where) if manifest.version <= version), 1, stored, folds)
+            _kept((manifest for manifest in _readable(where) if manifest.version <= version), 1, stored)
             restorable.append(version)
     return restorable
 
