@@ -22,12 +22,12 @@ index. `python docs/make_commands.py` generates this page.
 | 2 | usage error |
 | 130 | interrupted (Ctrl-C), at any time from the start on |
 
-`pulse follow` without `--once` goes on for ever. At an error that may pass although nobody changes the command it says
-once what for it waits and tries again, after a time that grows to a minute. Such errors are `retryable` in
-[errors](reference/errors.md): a stream or a store's folder that is not there yet (`empty_stream`, `not_found`), a
-store that is away (`store_unavailable`), a full disk (`store_full`), a version that cannot be reached (`chain_gap`).
-All others, such as a store that refuses access (`store`), a manifest that no trusted key has signed (`untrusted`) or a
-setting that makes no sense (`input`), end it with exit status 1.
+`pulse follow` and `pulse relay` without `--once` go on for ever. At an error that may pass although nobody changes
+the command they say once what for they wait and try again, after a time that grows to a minute. Such errors are
+`retryable` in [errors](reference/errors.md): a stream or a store's folder that is not there yet (`empty_stream`,
+`not_found`), a store that is away (`store_unavailable`), a full disk (`store_full`), a version that cannot be reached
+(`chain_gap`). All others, such as a store that refuses access (`store`), a manifest that no trusted key has signed
+(`untrusted`) or a setting that makes no sense (`input`), end them with exit status 1.
 """
 
 

@@ -58,6 +58,7 @@ from .events import (
     PathFailed,
     Progress,
     Published,
+    Relayed,
     Resumed,
     Synced,
 )
@@ -65,6 +66,7 @@ from .maintenance.anchor import anchor_stream
 from .maintenance.audit import AuditReport, Module, audit
 from .maintenance.fold import fold_stream
 from .maintenance.gc import GcPlan, gc_stream
+from .maintenance.relay import Relay
 from .maintenance.verify import VersionReport, verify_stream
 from .state.checkpoint import StateSource, as_state
 from .state.digest import StateDigest, state_digest
@@ -138,6 +140,8 @@ __all__ = [
     "Publisher",
     "PublisherConflict",
     "PulseError",
+    "Relay",
+    "Relayed",
     "Resumed",
     "Signature",
     "Signer",

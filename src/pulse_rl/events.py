@@ -139,7 +139,8 @@ class PathFailed:
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
-    """A ``call``, "publish" or "sync", raised an error; ``kind`` is the error's stable name (`pulse_rl.errors`)."""
+    """A ``call`` ("publish", "sync", "relay", or "gc" of a relay's target) raised an error; ``kind`` is the error's
+    stable name (`pulse_rl.errors`)."""
 
     stream: str
     call: str
@@ -187,6 +188,19 @@ class FoldFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Relayed:
+    """A relay's target is now at ``version``; it was at ``previous`` (None: it had none). ``links`` are the roles of
+    what was copied, ``nbytes`` the bytes of payloads that were fetched for it."""
+
+    stream: str
+    version: int
+    previous: int | None
+    links: tuple[str, ...]
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class DensityDrift:
     """``density`` was outside its usual band, ``low`` to ``high``, for several versions
     (`pulse_rl.metrics.DriftWatch`)."""
@@ -209,6 +223,7 @@ Event = (
     | Notice
     | Folded
     | FoldFailed
+    | Relayed
     | DensityDrift
 )
 """All that a listener may be handed."""

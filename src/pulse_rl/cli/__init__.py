@@ -19,7 +19,7 @@ from ..errors import PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
 from ..state.rounding import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
-from . import engines, files, plan, report, streams, study
+from . import engines, files, plan, relay, report, streams, study
 from .output import Console
 
 _MOST_SECONDS = 1e9
@@ -60,9 +60,10 @@ def make_parser() -> argparse.ArgumentParser:
         default=codecs.DEFAULT,
         help=f"codec for the changes (default: {codecs.DEFAULT})",
     )
-    stream = argparse.ArgumentParser(add_help=False)
+    named = argparse.ArgumentParser(add_help=False)
+    named.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
+    stream = argparse.ArgumentParser(add_help=False, parents=[named])
     stream.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
-    stream.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
     trust = argparse.ArgumentParser(add_help=False)
     trust.add_argument(
         "--trust",
@@ -124,7 +125,13 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=streams.anchor)
 
     command = commands.add_parser(
-        "follow", parents=[common, stream, trust], help="keep a checkpoint or a live engine up to date with a stream"
+        "follow", parents=[common, named, trust], help="keep a checkpoint or a live engine up to date with a stream"
+    )
+    command.add_argument(
+        "store",
+        metavar="STORE",
+        nargs="+",
+        help="a folder, or a file://, s3://, gs:// or az:// URL; several in order of preference, the stream's own last",
     )
     kept = command.add_mutually_exclusive_group(required=True)
     kept.add_argument("--out", type=_path, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
@@ -176,6 +183,26 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
     command.set_defaults(run=streams.gc)
+
+    command = commands.add_parser(
+        "relay", parents=[common, trust], help="mirror streams into another store, for the workers near that one"
+    )
+    command.add_argument("source", metavar="SOURCE", help="the store to copy from: a folder, or a URL as for STORE")
+    command.add_argument("target", metavar="TARGET", help="the store to copy to, to which nobody else publishes")
+    command.add_argument(
+        "--stream", required=True, action="append", metavar="S", help="a stream's name; may be repeated"
+    )
+    command.add_argument(
+        "--keep", type=_count, metavar="N", help="keep the newest N versions of the target restorable (default: all)"
+    )
+    command.add_argument("--once", action="store_true", help="copy what is there, then exit")
+    command.add_argument(
+        "--follow-restarts", action="store_true", help="if a stream is deleted and begun anew, copy the new one instead"
+    )
+    command.add_argument(
+        "--poll", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between polls of the source (default: 1)"
+    )
+    command.set_defaults(run=relay.relay)
 
     command = commands.add_parser("keygen", parents=[common], help="make a private key and print its public key")
     command.add_argument("file", metavar="FILE", help="file to write the private key to; must not exist")

@@ -20,7 +20,9 @@ _LOOK_SECONDS = 30.0
 def follow(args: argparse.Namespace, console: Console) -> int:
     if args.engine is None:
         return streams.follow(args, console)
-    if args.store.startswith("memory:"):
+    if len(args.store) > 1:
+        raise InputError("an engine follows one store", hint="Give the nearest one.")
+    if args.store[0].startswith("memory:"):
         raise InputError("an engine cannot open a memory:// store", hint="Give a folder or an object store.")
     handle: EngineHandle | None = None
     wait = args.poll
@@ -59,7 +61,7 @@ def _connect(args: argparse.Namespace) -> EngineHandle:
     connect = sglang.connect if is_sglang(args.engine, _LOOK_SECONDS) else vllm.connect
     return connect(
         args.engine,
-        store=args.store,
+        store=args.store[0],
         stream=args.stream,
         trusted_keys=args.trust,
         identity=args.identity,

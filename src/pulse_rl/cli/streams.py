@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from .._util.units import format_bytes
@@ -30,7 +31,7 @@ _MOST_WAIT = 60.0
 def publish(args: argparse.Namespace, console: Console) -> int:
     state, _ = load(args.checkpoint)
     publisher = Publisher(
-        _store(args.store),
+        open_lasting(args.store),
         stream=args.stream,
         codec=args.codec,
         signer=_signer(args),
@@ -49,7 +50,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
 
 def anchor(args: argparse.Namespace, console: Console) -> int:
     done = anchor_stream(
-        _store(args.store),
+        open_lasting(args.store),
         args.stream,
         signer=_signer(args),
         trusted_keys=args.trust or (),
@@ -66,7 +67,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
     if (out / INDEX_NAME).exists():
         raise InputError(f"{out} holds a sharded checkpoint", hint="Give --out a separate folder.")
     subscriber = Subscriber(
-        _store(args.store),
+        [open_lasting(store) for store in args.store],
         stream=args.stream,
         base=_own_checkpoint(out / FILE_NAME),
         cache=args.cache,
@@ -78,18 +79,28 @@ def follow(args: argparse.Namespace, console: Console) -> int:
     )
     for left in out.glob(f".{FILE_NAME}.*"):  # of an earlier run that was killed while it wrote
         left.unlink(missing_ok=True)
+
+    def sync() -> None:
+        update = subscriber.sync()
+        if update is not None:
+            _write_out(out, subscriber, update, console)
+            update.acknowledge()
+        elif subscriber.version is None:
+            raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store[0]}")
+        elif args.once:
+            facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
+            console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
+
+    return keep_on(sync, args, console)
+
+
+def keep_on(work: Callable[[], None], args: argparse.Namespace, console: Console) -> int:
+    """Does ``work`` once, or every ``args.poll`` seconds. At an error that may pass it says so once, and tries again
+    after ever longer."""
     wait = args.poll
     while True:
         try:
-            update = subscriber.sync()
-            if update is not None:
-                _write_out(out, subscriber, update, console)
-                update.acknowledge()
-            elif subscriber.version is None:
-                raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store}")
-            elif args.once:
-                facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
-                console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
+            work()
         except PulseError as error:
             if args.once or not error.retryable:
                 raise
@@ -107,7 +118,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
 def verify(args: argparse.Namespace, console: Console) -> int:
     versions, problems = 0, []
     reports = verify_stream(
-        _store(args.store),
+        open_lasting(args.store),
         args.stream,
         trusted_keys=args.trust,
         identity=args.identity,
@@ -126,7 +137,7 @@ def verify(args: argparse.Namespace, console: Console) -> int:
 
 def fold(args: argparse.Namespace, console: Console) -> int:
     folds = fold_stream(
-        _store(args.store),
+        open_lasting(args.store),
         args.stream,
         tuple(args.folds),
         signer=_signer(args),
@@ -146,7 +157,7 @@ def fold(args: argparse.Namespace, console: Console) -> int:
 
 def gc(args: argparse.Namespace, console: Console) -> int:
     plan = gc_stream(
-        _store(args.store),
+        open_lasting(args.store),
         args.stream,
         keep=args.keep,
         grace_seconds=args.grace,
@@ -219,7 +230,8 @@ def _signer(args: argparse.Namespace) -> Signer | None:
     return Signer.load(args.sign_key) if args.sign_key else None
 
 
-def _store(address: str) -> Store:
+def open_lasting(address: str) -> Store:
+    """The store at an address that outlives the command; raises InputError for another."""
     if address.startswith("memory:"):
         raise InputError("a memory:// store is lost when the command ends", hint="Give a folder or an object store.")
     return open_store(address)

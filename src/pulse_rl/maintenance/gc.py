@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .._util.settings import checked_count, checked_number
 from ..errors import ChainGap, EmptyStream, NotFound
@@ -14,7 +15,7 @@ from ..store import Store, open_store
 from ..store.base import ObjectInfo
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest, Payload
-from ..stream.names import AnchorName, FoldName, ObjectName, PayloadName, StreamNames, VersionName
+from ..stream.names import AnchorName, FoldName, ObjectName, PayloadName, StreamNames, TreeName, VersionName
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..sync.notes import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
@@ -55,15 +56,16 @@ def plan_gc(
     misses payloads already: what would have to stay instead is not for a deletion to guess.
     """
     found = [(info, names.parse(info.name)) for info in objects]
-    stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
-    kept = _kept(manifests, keep, stored, also)
+    kept = _kept(manifests, keep, _stored(found), also)
     if not kept:
         raise EmptyStream("the stream has no version that can be read")
     oldest = min(manifest.version for manifest in kept)
     before = min(before, _before_unread(found, {manifest.version for manifest in kept}))
     named = {payload.sha256 for manifest in kept for payload in _payloads(manifest, oldest)}
 
-    links, old, payloads = [], [], []
+    roots = {manifest.root for manifest in kept}
+
+    links, old, payloads, trees = [], [], [], []
     for info, name in found:
         match name:
             case FoldName(version, base) if min(version, base) < oldest:
@@ -76,15 +78,41 @@ def plan_gc(
                 old.append(info)
             case PayloadName(digest):
                 payloads.append((info, digest))
+            case TreeName(root) if root not in roots and info.modified < before:
+                trees.append(info)
     unnamed = [info for info, digest in payloads if digest not in named and info.modified < before]
     # Links before manifests before payloads: whoever stops in between leaves nothing that names what is gone. Manifests
     # from the newest down, so that those that are left still lead from their anchor on.
-    doomed = [*links, *sorted(old, reverse=True), *unnamed]
+    doomed = [*links, *sorted(old, reverse=True), *unnamed, *trees]
     gone = sorted(name.version for _, name in found if isinstance(name, VersionName) and name.version < oldest)
     return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), sum(info.nbytes for info in doomed))
 
 
-def _kept(manifests: Iterable[Manifest], keep: int, stored: set[Payload], also: Collection[int] = ()) -> list[Manifest]:
+class _Stored(NamedTuple):
+    """The payloads and manifests that are there, readable or not, and the folds to each version, as (base, payload)
+    from the nearest base on."""
+
+    payloads: set[Payload]
+    versions: set[int]
+    folds: dict[int, list[tuple[int, Payload]]]
+
+
+def _stored(found: list[tuple[ObjectInfo, ObjectName | None]]) -> _Stored:
+    stored = _Stored(set(), set(), {})
+    for info, name in found:
+        match name:
+            case PayloadName(digest):
+                stored.payloads.add(Payload(digest, info.nbytes))
+            case VersionName(version):
+                stored.versions.add(version)
+            case FoldName(version, base, nbytes, digest) if base < version:
+                stored.folds.setdefault(version, []).append((base, Payload(digest, nbytes)))
+    for folds in stored.folds.values():
+        folds.sort(key=lambda fold: -fold[0])
+    return stored
+
+
+def _kept(manifests: Iterable[Manifest], keep: int, stored: _Stored, also: Collection[int] = ()) -> list[Manifest]:
     """The last ``keep`` manifests and those of the versions in ``also``, with those down to the anchors from which
     their versions are restored.
     """
@@ -111,13 +139,17 @@ def _before_unread(found: list[tuple[ObjectInfo, ObjectName | None]], kept: set[
     return commits.get(oldest, 0.0) if unread else math.inf
 
 
-def _bases(manifest: Manifest, stored: set[Payload]) -> set[int]:
-    """The versions from which this one is restored: none where its anchor is stored, else its patch's base."""
-    if manifest.anchor and stored.issuperset(manifest.anchor.shards):
+def _bases(manifest: Manifest, stored: _Stored) -> set[int]:
+    """The versions from which this one is restored: none where its anchor is stored, else its patch's base; and that of
+    a fold where the patch or its base is not stored, as in a relay's target."""
+    if manifest.anchor and stored.payloads.issuperset(manifest.anchor.shards):
         return set()
-    if manifest.patch and stored.issuperset(manifest.patch.parts):
-        return {manifest.patch.base}
-    raise ChainGap(f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT)
+    bases = [base for base, payload in stored.folds.get(manifest.version, ()) if payload in stored.payloads]
+    if manifest.patch and stored.payloads.issuperset(manifest.patch.parts):
+        bases.insert(0, manifest.patch.base)
+    if not bases:
+        raise ChainGap(f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT)
+    return {next((base for base in bases if base in stored.versions), bases[0])}
 
 
 def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
@@ -151,7 +183,7 @@ def gc_stream(
     checked_count("keep", keep)
     checked_number("grace_seconds", grace_seconds, most=_LONGEST_GRACE)
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
-    folders = (where.names.links, where.names.versions, where.names.payloads)
+    folders = (where.names.links, where.names.versions, where.names.payloads, where.names.trees)
     objects = [info for folder in folders for info in where.store.list(folder)]
     # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.
     newest = max((info.modified for info in objects), default=0.0) + 1
@@ -168,7 +200,7 @@ def gc_stream(
         seen = {info.name: info.modified for info in objects}
         for name in found.names:
             # A payload that was written again since: a publisher has stored the same bytes and is about to name them.
-            payload = isinstance(where.names.parse(name), PayloadName)
+            payload = isinstance(where.names.parse(name), PayloadName | TreeName)
             if not payload or _modified(where.store, name) == seen[name]:
                 where.store.delete(name)
     return found
@@ -189,7 +221,7 @@ def _versions_of_groups(where: Stream, objects: list[ObjectInfo], since: float) 
     if not any(where.store.list(where.names.groups)):
         return []
     found = [(info, where.names.parse(info.name)) for info in objects]
-    stored = {Payload(name.sha256, info.nbytes) for info, name in found if isinstance(name, PayloadName)}
+    stored = _stored(found)
     versions = [manifest.version for manifest in _readable(where)]
     restorable = []
     for version in sorted(versions_of_groups(where.store, where.names, versions, since=since)):

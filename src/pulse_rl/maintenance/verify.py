@@ -62,6 +62,7 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
     if not versions:
         raise EmptyStream(f"stream {where.name!r} has no versions")
     listed = set(versions)
+    folds = [link for link in where.links() if link.base in listed]
 
     def reached_by(link: Link, chain: HostState) -> HostState:
         """A host state at the link's version: ``chain`` itself where it can be led on."""
@@ -84,9 +85,12 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
             continue
         good: list[str] = []
         problems: list[str] = []
-        for link in links_of(manifest):
-            if link.base is not None and link.base not in listed and manifest.anchor:
-                continue  # the base was collected as garbage; the anchor leads here
+        named = links_of(manifest)
+        if manifest.patch and manifest.patch.base not in listed:
+            # The base was collected as garbage, and the anchor leads here; or a relay took a fold in the patch's place.
+            folded = [link for link in folds if link.version == version]
+            named = [*(link for link in named if link.base is None), *folded] or named
+        for link in named:
             try:
                 host = reached_by(link, chain)
             except StoreUnavailable:

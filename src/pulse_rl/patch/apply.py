@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from .blocks import Block, Segment
 from .build import BuiltPatch
 from .changes import StateChanges, TensorChanges
 from .header import BlockEntry, PatchHeader, parse_header
+from .part import PartPatch
 from .tree import TreeUpdate, block_leaves
 
 
@@ -39,6 +41,20 @@ class Patch:
         if size + header.body_bytes != len(view):
             raise CorruptPatch(f"the patch has {len(view)} bytes, its header implies {size + header.body_bytes}")
         return cls(header, view[size:])
+
+    @property
+    def tensors(self) -> bytes:
+        """No digests: the receiver computes all of them."""
+        return b""
+
+    def payloads(self) -> dict[int, memoryview]:
+        """The blocks' bytes by index."""
+        ends = np.cumsum([0, *(entry.length for entry in self.header.blocks)], dtype=np.int64).tolist()
+        return {k: self.body[start:end] for k, (start, end) in enumerate(pairwise(ends))}
+
+    def require(self, state: State, digest: StateDigest) -> None:
+        """Raises StateMismatch unless the patch is for the tensors of ``state``, with the tree ``digest``."""
+        state.require_specs(self.header.specs, "the patch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +95,7 @@ def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None
 
 
 def apply_patch(
-    patch: Patch,
+    patch: Patch | PartPatch,
     state: State,
     digest: StateDigest,
     *,
@@ -95,16 +111,14 @@ def apply_patch(
     header = patch.header
     if header.base_root != digest.root:
         raise WrongBase(f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…")
-    state.require_specs(header.specs, "the patch")
-    blocks = header.cut()
-    offsets = np.concatenate([[0], np.cumsum([e.length for e in header.blocks], dtype=np.int64)])
+    patch.require(state, digest)
+    blocks, payloads = header.cut(), patch.payloads()
     journal: dict[int, Changes] = {}
 
     def run(index: int) -> tuple[Changes, list[bytes] | None]:
         block, entry = blocks[index], header.blocks[index]
-        payload = patch.body[int(offsets[index]) : int(offsets[index + 1])]
         before = block.read(state)
-        changes = _decode(index, block, entry, payload, before)
+        changes = _decode(index, block, entry, payloads[index], before)
         if entry.codec_id == codecs.SAME:
             return changes, None
         # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
@@ -116,13 +130,13 @@ def apply_patch(
     per_tensor: dict[str, list[TensorChanges]] = {}
     try:
         # closing() ends the calls in flight before the undo below, so that none writes after it.
-        with closing(ordered_map(run, range(len(blocks)), threads)) as results:
-            for index, (changes, leaves) in enumerate(results):
+        with closing(ordered_map(run, payloads, threads)) as results:
+            for index, (changes, leaves) in zip(payloads, results, strict=True):
                 tree.add(blocks[index], leaves)
                 _collect(blocks[index], changes, per_tensor)
                 if progress:
                     progress(blocks[index].nbytes)
-        target = tree.finish()
+        target = tree.finish(patch.tensors)
         if target.root != header.target_root:
             raise DigestMismatch(
                 f"the patched state has root {target.root[:16]}…, the patch promises {header.target_root[:16]}…"

@@ -146,6 +146,16 @@ def parse_header(data: memoryview, specs: Sequence[TensorSpec] | None = None) ->
     return header, PRELUDE_BYTES + stored
 
 
+def header_end(prelude: bytes) -> int:
+    """Bytes of prelude and header of a patch file, of which ``prelude`` are the first; raises CorruptPatch."""
+    if len(prelude) < PRELUDE_BYTES:
+        raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this one has {len(prelude)}")
+    stored: int = _PRELUDE.unpack_from(prelude)[3]
+    if stored > MAX_HEADER_BYTES:
+        raise CorruptPatch(f"the header claims {stored} bytes, more than {MAX_HEADER_BYTES}")
+    return PRELUDE_BYTES + stored
+
+
 def _most_bytes(specs: Sequence[TensorSpec]) -> int:
     """An upper bound of the plain header of a patch for these tensors."""
     names = sum(len(spec.name.encode()) + _NUMBER_BYTES * (3 + len(spec.shape)) + 1 for spec in specs)

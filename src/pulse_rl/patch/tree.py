@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from ..codec import Changes
-from ..state.digest import LEAF_BYTES, StateDigest, changed_leaves_of, leaves_of
+from ..state.digest import LEAF_BYTES, PartDigest, StateDigest, changed_leaves_of, leaves_of
 from ..state.tensors import State, UIntArray
 from .blocks import Block
 
@@ -39,6 +39,9 @@ class TreeUpdate:
                 piece = old[segment.start // per_leaf * 32 : -(-segment.stop // per_leaf) * 32]
             self._pieces.setdefault(segment.spec.name, []).append(piece)
 
-    def finish(self) -> StateDigest:
+    def finish(self, tensors: bytes = b"") -> StateDigest:
+        """The new tree; of a state that is held in part with the new digests of all ``tensors``."""
         leaves = {spec.name: b"".join(self._pieces.get(spec.name, ())) for spec in self._old.specs}
+        if isinstance(self._old, PartDigest):
+            return PartDigest(self._old.specs, leaves, self._old.whole, tensors)
         return StateDigest(self._old.specs, leaves)

@@ -46,6 +46,25 @@ class StateDigest:
         return tensor_digest(spec, self.leaves[spec.name])
 
 
+@dataclass(frozen=True, slots=True)
+class PartDigest(StateDigest):
+    """The tree of a state of which only ``specs`` are held, with their ``leaves``. ``whole`` are the specs of all its
+    tensors in the order of the names, ``tensors`` their 32-byte digests, one after another."""
+
+    whole: tuple[TensorSpec, ...]
+    tensors: bytes
+
+    @property
+    def root(self) -> str:
+        """The root of the whole state as 64 hexadecimal digits, of what is held and the digests of the rest."""
+        own = {spec.name: self.tensor(spec) for spec in self.specs}
+        return root_of([own.get(s.name) or self.tensors[32 * k : 32 * k + 32] for k, s in enumerate(self.whole)])
+
+    def of(self, specs: tuple[TensorSpec, ...]) -> PartDigest:
+        """The same tree, with the leaves of ``specs`` only."""
+        return PartDigest(specs, {spec.name: self.leaves[spec.name] for spec in specs}, self.whole, self.tensors)
+
+
 def leaf_digests(bits: UIntArray) -> bytes:
     """The leaf digests of a flat array, 32 bytes each, one after another; empty for an empty array."""
     return sha256_leaves([bits.view(np.uint8)], LEAF_BYTES)
@@ -81,6 +100,11 @@ def tensor_digest(spec: TensorSpec, leaves: bytes) -> bytes:
 def root_of(tensor_digests: list[bytes]) -> str:
     """The root (64 hexadecimal digits) over tensor digests in the order of the sorted names."""
     return sha256(_STATE_TAG + b"".join(tensor_digests)).hexdigest()
+
+
+def is_root_of(root: str, tensors: bytes) -> bool:
+    """Whether ``tensors``, 32-byte digests one after another, have this root."""
+    return sha256(_STATE_TAG + tensors).hexdigest() == root
 
 
 def state_digest(

@@ -5,7 +5,7 @@ Every tensor is whole in one shard, so that any engine loads a shard as an ordin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
@@ -26,6 +26,7 @@ DEFAULT_SHARD_BYTES = 1 << 27
 _SIDE_BY_SIDE = 4
 _CHUNK_BYTES = 8 << 20
 _FIRST_READ = 1 << 16
+_FIRST_READ_OF_A_PART = 1 << 12
 
 RangeReader = Callable[[int, int], bytes]
 """Returns bytes [start, stop) of one shard."""
@@ -156,6 +157,45 @@ def restore(
     return state, tree
 
 
+def restore_part(
+    shards: Sequence[tuple[Payload, RangeReader]],
+    tree: StateDigest,
+    held: tuple[TensorSpec, ...],
+    *,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> State:
+    """The tensors ``held`` of an anchor, of which nothing else is read but the shards' headers. ``tree`` is the whole
+    state's, proved by its root; each leaf is compared with it (DigestMismatch). Raises CorruptCheckpoint."""
+    headers = list(ordered_map(lambda shard: _read_header(shard, _FIRST_READ_OF_A_PART), shards, threads))
+    specs = sorted((spec for header in headers for spec in header.specs), key=lambda s: s.name.encode())
+    if tuple(specs) != tree.specs:
+        raise CorruptCheckpoint("the anchor's shards do not hold the tensors of the version's digest tree")
+    state, names = State.empty(held), {spec.name for spec in held}
+
+    def fill(part: _Range) -> int:
+        chunk = np.frombuffer(part.read(part.start, part.stop), np.uint8)
+        if len(chunk) != part.stop - part.start:
+            raise CorruptCheckpoint(f"the anchor's shard {part.shard[:16]}… ends too early")
+        at = 0
+        for name, start, stop in part.pieces:
+            placed = state.read(name, start, stop).view(np.uint8)
+            placed[:] = chunk[at : at + len(placed)]
+            at += len(placed)
+            first = start * state.spec(name).dtype.width // LEAF_BYTES
+            found = leaves_of([placed])[0]
+            if found != tree.leaves[name][32 * first :][: len(found)]:
+                raise DigestMismatch(f"tensor {name!r} of the anchor's shard {part.shard[:16]}… is not the version's")
+        return len(chunk)
+
+    parts = [part for shard, header in zip(shards, headers, strict=True) for part in _ranges(*shard, header, names)]
+    with closing(ordered_map(fill, parts, threads)) as filled:
+        for nbytes in filled:
+            if progress:
+                progress(nbytes)
+    return state
+
+
 def _mismatch(state: State, payloads: list[Payload], headers: list[_ShardHeader]) -> DigestMismatch:
     """The error that names the damaged shard, of a state that has another root than its manifest says."""
     for payload, header in zip(payloads, headers, strict=True):
@@ -183,10 +223,10 @@ class _Range(NamedTuple):
     pieces: list[tuple[str, int, int]]
 
 
-def _read_header(shard: tuple[Payload, RangeReader]) -> _ShardHeader:
+def _read_header(shard: tuple[Payload, RangeReader], first_read: int = _FIRST_READ) -> _ShardHeader:
     payload, read = shard
     try:
-        head = read(0, min(_FIRST_READ, payload.bytes))
+        head = read(0, min(first_read, payload.bytes))
         end = 8 + header_length(head, payload.bytes)
         if end > len(head):
             head += read(len(head), end)
@@ -200,13 +240,21 @@ def _read_header(shard: tuple[Payload, RangeReader]) -> _ShardHeader:
     return _ShardHeader([spec for spec, _ in placed], np.frombuffer(head[:start], np.uint8))
 
 
-def _ranges(payload: Payload, read: RangeReader, header: _ShardHeader) -> Iterator[_Range]:
-    """The shard's bytes behind the header, in ranges over many tensors: one request per tensor would cost more time
-    than its bytes on most networks."""
+def _ranges(
+    payload: Payload, read: RangeReader, header: _ShardHeader, names: Collection[str] | None = None
+) -> Iterator[_Range]:
+    """The shard's bytes behind the header, or those of the tensors ``names``, in ranges over many tensors: one request
+    per tensor would cost more time than its bytes on most networks."""
     start = at = len(header.data)
     pieces: list[tuple[str, int, int]] = []
     for spec in header.specs:
         done = 0
+        if names is not None and spec.name not in names:
+            if pieces:
+                yield _Range(payload.sha256, read, start, at, pieces)
+            at += spec.nbytes
+            start, pieces = at, []
+            continue
         while done < spec.nbytes:
             room = start + _CHUNK_BYTES - at
             nbytes = min(spec.nbytes - done, room if spec.nbytes - done <= room else room // LEAF_BYTES * LEAF_BYTES)

@@ -7,7 +7,16 @@ from functools import partial
 from hashlib import sha256
 from typing import NamedTuple
 
-from ..errors import CorruptCheckpoint, CorruptManifest, DigestMismatch, InputError, NotFound, PulseError, Untrusted
+from ..errors import (
+    CorruptCheckpoint,
+    CorruptManifest,
+    DigestMismatch,
+    FormatError,
+    InputError,
+    NotFound,
+    PulseError,
+    Untrusted,
+)
 from ..store.base import Data, ObjectInfo, Store, create_or_confirm
 from . import manifest as manifests
 from .anchor import RangeReader
@@ -116,6 +125,10 @@ class Stream:
         except NotFound:
             return False
 
+    def shows(self, version: int) -> bool:
+        """Whether the last listing of versions had this one."""
+        return version in self._listed
+
     def lists(self, version: int) -> bool:
         """Whether the store has a manifest of this version."""
         return self._has(self.names.version(version))
@@ -156,14 +169,33 @@ class Stream:
 
     def check_link(self, link: Link) -> None:
         """Raises Untrusted for a fold that no trusted key has signed: before anything is done for it."""
-        if self._trusted and link.base is not None and link.payloads and not self._names_patch(link):
-            fold = FoldName(link.version, link.base, link.nbytes, link.payloads[0].sha256)
-            data = self.store.get(self.names.fold(fold))
+        if self._trusted:
+            self.fold_statement(link)
+
+    def fold_statement(self, link: Link) -> bytes | None:
+        """The content of the link of a fold, None for a patch. Raises NotFound, FormatError for one of more than 512
+        bytes, and Untrusted for one that no trusted key has signed."""
+        if link.base is None or not link.payloads or self._names_patch(link):
+            return None
+        fold = FoldName(link.version, link.base, link.nbytes, link.payloads[0].sha256)
+        name = self.names.fold(fold)
+        if not self._trusted and self.store.head(name).nbytes > MAX_BYTES:
+            raise FormatError(f"{name} has more than {MAX_BYTES} bytes")
+        data = self.store.get(name)
+        if self._trusted:
             check_fold(data, self.name, self.identity or "", fold, self._trusted)
+        return data
 
     def put_fold_link(self, base: int, version: int, payload: Payload) -> None:
         fold = FoldName(version, base, payload.bytes, payload.sha256)
         self.store.put(self.names.fold(fold), fold_statement(self.name, self.identity or "", fold, self._signer))
+
+    def put_fold_link_as(self, link: Link, statement: bytes) -> None:
+        """Lists a fold as another store does, whose `fold_statement` this is."""
+        assert link.base is not None
+        assert link.payloads
+        fold = FoldName(link.version, link.base, link.nbytes, link.payloads[0].sha256)
+        self.store.put(self.names.fold(fold), statement)
 
     def put_anchor_link(self, version: int, nbytes: int) -> None:
         self.store.put(self.names.anchor(version, nbytes), b"")
@@ -220,6 +252,13 @@ class Stream:
         """Whether the version's manifest names the link itself, as it does its patch."""
         patch = self.manifest(link.version).patch
         return patch is not None and (patch.base, patch.parts) == (link.base, link.payloads)
+
+    def part_reader(self, payload: Payload, kind: str) -> RangeReader:
+        """Reads ranges of a payload. Raises NotFound, and DigestMismatch where it has another length."""
+        name = self.names.payload(payload.sha256, kind)
+        if self.store.head(name).nbytes != payload.bytes:
+            raise DigestMismatch(f"{name} does not have the {payload.bytes} bytes that it should have")
+        return partial(self.store.get, name)
 
     def shard_reader(self, payload: Payload) -> RangeReader:
         """Reads ranges of an anchor's shard. Raises NotFound, and CorruptCheckpoint where it has another length."""

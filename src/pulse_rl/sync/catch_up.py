@@ -11,8 +11,9 @@ from ..errors import ChainGap, CorruptManifest, DigestMismatch, FormatError, Inp
 from ..events import PathFailed, PhaseTimer, progress_to
 from ..patch import Patch
 from ..patch.header import MAX_HEADER_BYTES
+from ..patch.part import PartPatch
 from ..state.digest import StateDigest
-from ..state.tensors import State, check_tensor_name
+from ..state.tensors import State, TensorSpec, check_tensor_name
 from ..stream import anchor
 from ..stream.chain import Link, resolved
 from ..stream.manifest import Manifest
@@ -20,6 +21,7 @@ from ..stream.names import PATCH
 from ..stream.stream import Stream
 from .host_state import HostState
 from .route import BROKEN_LINK, Route
+from .selection import Selection
 
 _PREFETCH = 4
 
@@ -33,7 +35,7 @@ class _Fetched(NamedTuple):
     planned: Link
     link: Link
     manifest: Manifest | None = None
-    payload: bytes | None = None
+    payload: bytes | PartPatch | None = None
     error: Exception | None = None
 
 
@@ -58,13 +60,12 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
             continue
         timer.end("plan")
         if host.version is not None and path[0].base is None:
-            beside, passed = HostState(threads=host.threads, listener=host.listener), []
-        with closing(_fetch_ahead(stream, path)) as fetched:
+            beside, passed = HostState(threads=host.threads, listener=host.listener, selection=host.selection), []
+        with closing(_fetch_ahead(stream, path, host.selection)) as fetched:
             for item in fetched:
                 timer.end("fetch")
                 try:
-                    _follow(beside or host, stream, item)
-                    passed.append(item.link)
+                    passed.append(_follow(beside or host, stream, item))
                 except BROKEN_LINK as error:
                     route.avoid(item.planned, item.link, error)
                     if host.listener:
@@ -80,12 +81,12 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
 
 def follow_link(host: HostState, stream: Stream, link: Link) -> None:
     """Follows this one link only; raises its error."""
-    with closing(_fetch_ahead(stream, [link])) as fetched:
+    with closing(_fetch_ahead(stream, [link], host.selection)) as fetched:
         for item in fetched:
             _follow(host, stream, item)
 
 
-def _fetch_ahead(stream: Stream, path: list[Link]) -> Generator[_Fetched, None, None]:
+def _fetch_ahead(stream: Stream, path: list[Link], selection: Selection | None) -> Generator[_Fetched, None, None]:
     """The path's links with the bytes of their patches, a few ahead of their use."""
 
     def fetch(planned: Link) -> _Fetched:
@@ -93,14 +94,19 @@ def _fetch_ahead(stream: Stream, path: list[Link]) -> Generator[_Fetched, None, 
         try:
             manifest = stream.manifest(planned.version)
             link = resolved(planned, manifest)
-            return _Fetched(planned, link, manifest, _payload_of(stream, link, manifest))
+            payload = _payload_of(stream, link, manifest, selection)
+            if isinstance(payload, PartPatch):
+                link = link._replace(nbytes=payload.read)
+            return _Fetched(planned, link, manifest, payload)
         except BROKEN_LINK as error:
             return _Fetched(planned, link, error=error)
 
     return ordered_map(fetch, path, _PREFETCH)
 
 
-def _payload_of(stream: Stream, link: Link, manifest: Manifest) -> bytes | None:
+def _payload_of(
+    stream: Stream, link: Link, manifest: Manifest, selection: Selection | None
+) -> bytes | PartPatch | None:
     if link.base is None:
         return None
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
@@ -109,29 +115,39 @@ def _payload_of(stream: Stream, link: Link, manifest: Manifest) -> bytes | None:
     parts = link.payloads or ()
     if len(parts) != 1:
         raise FormatError(f"{link} has {len(parts)} parts", hint="Upgrade pulse-rl to read it.")
-    return stream.fetch(parts[0], PATCH)
+    return selection.fetch(stream, link, manifest) if selection else stream.fetch(parts[0], PATCH)
 
 
-def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> None:
+def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
+    """Follows a link, and returns it with the number of bytes that were fetched for it."""
     if fetched.error:
         raise fetched.error
     link, manifest = fetched.link, fetched.manifest
     assert manifest is not None
     if fetched.payload is None:
-        host.replace([link], *_restored(host, stream, manifest))
-        return
+        state, digest, nbytes = _restored(host, stream, manifest)
+        link = link._replace(nbytes=nbytes)
+        host.replace([link], state, digest)
+        return link
     if link.base != host.version:
         raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
-    patch = Patch.parse(fetched.payload, host.state.specs)
+    payload = fetched.payload
+    patch = payload if isinstance(payload, PartPatch) else Patch.parse(payload, host.state.specs)
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
-    _check_aliases(manifest, host.state)
-    host.apply(link, patch, manifest.aliases)
+    _check_aliases(manifest, patch.header.specs)
+    held = {spec.name for spec in host.state.specs}
+    host.apply(link, patch, {alias: name for alias, name in manifest.aliases.items() if name in held})
+    return link
 
 
-def _restored(host: HostState, stream: Stream, manifest: Manifest) -> tuple[State, StateDigest]:
-    """The state of an anchor and its digest tree, verified against the manifest."""
+def _restored(host: HostState, stream: Stream, manifest: Manifest) -> tuple[State, StateDigest, int]:
+    """The state of an anchor and its digest tree, verified against the manifest, and the bytes fetched."""
     assert manifest.anchor is not None
+    if host.selection:
+        part, tree, nbytes = host.selection.restore(stream, manifest, threads=host.threads, listener=host.listener)
+        _check_aliases(manifest, tree.whole)
+        return part, tree, nbytes
     state, digest = anchor.restore(
         [(payload, stream.shard_reader(payload)) for payload in manifest.anchor.shards],
         root=manifest.root,
@@ -140,13 +156,13 @@ def _restored(host: HostState, stream: Stream, manifest: Manifest) -> tuple[Stat
         threads=host.threads,
         progress=progress_to(host.listener, "restore", manifest.dense_bytes),
     )
-    _check_aliases(manifest, state)
-    return state.with_aliases(manifest.aliases), digest
+    _check_aliases(manifest, state.specs)
+    return state.with_aliases(manifest.aliases), digest, sum(payload.bytes for payload in manifest.anchor.shards)
 
 
-def _check_aliases(manifest: Manifest, state: State) -> None:
+def _check_aliases(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> None:
     """Raises CorruptManifest unless the aliases fit the tensors."""
-    stored = {spec.name for spec in state.specs}
+    stored = {spec.name for spec in specs}
     for alias, name in manifest.aliases.items():
         try:
             check_tensor_name(alias)

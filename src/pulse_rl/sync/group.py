@@ -186,7 +186,7 @@ class Member(Unique):
 
     def _stage(self, version: int) -> None:
         """Stages ``version``; the newest one where that does not exist, or not any more, or cannot be reached."""
-        if version not in self._subscriber.stream.versions(self._staged.version):
+        if not self._subscriber._nearest.lists(version, self._staged.version):
             self._sync(None)
             return
         try:

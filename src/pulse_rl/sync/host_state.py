@@ -15,10 +15,12 @@ from ..codec import Changes
 from ..errors import FormatError, IntegrityError, StateMismatch
 from ..events import Listener, progress_to
 from ..patch import DEFAULT_BLOCK_ELEMENTS, BuiltPatch, Patch, advance_state, apply_patch
+from ..patch.part import PartPatch
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..stream.chain import Link
 from .delivery import Delivery, Step
+from .selection import Selection
 from .update import Update
 
 
@@ -50,12 +52,19 @@ class _Position:
 
 
 class HostState:
-    """``poisoned`` is set while the state in memory may be half-way between two versions."""
+    """``poisoned`` is set while the state in memory may be half-way between two versions. With a ``selection`` only
+    that part of a state is held."""
 
     def __init__(
-        self, *, threads: int | None = None, listener: Listener | None = None, watcher: Watcher | None = None
+        self,
+        *,
+        threads: int | None = None,
+        listener: Listener | None = None,
+        watcher: Watcher | None = None,
+        selection: Selection | None = None,
     ) -> None:
         self.poisoned = False
+        self.selection = selection
         self.threads = threads
         self.listener = listener
         self._watcher = watcher
@@ -84,7 +93,7 @@ class HostState:
     def recover(self) -> None:
         """Ends `poisoned`: hashes the state, and drops it unless it is still its version."""
         at = self._at
-        if self.poisoned and at and state_digest(at.state, threads=self.threads).root != at.digest.root:
+        if self.poisoned and at and state_digest(at.state, threads=self.threads).leaves != at.digest.leaves:
             self._at = None
         self.poisoned = False
 
@@ -104,7 +113,7 @@ class HostState:
             link = Link(at.version, version, built.nbytes)
             self._watcher.advanced(link, at.digest.root, undo, state, built.target)
 
-    def apply(self, link: Link, patch: Patch, aliases: Mapping[str, str]) -> None:
+    def apply(self, link: Link, patch: Patch | PartPatch, aliases: Mapping[str, str]) -> None:
         """Moves along ``link``, whose payload is ``patch``, or stays as it is, to the last bit.
 
         Raises what `apply_patch` raises.

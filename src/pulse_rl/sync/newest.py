@@ -24,7 +24,7 @@ def move_to_newest(host: HostState, stream: Stream) -> dict[str, float]:
     if found.manifest and found.manifest.version != host.version:
         return move_to(host, stream, found.manifest.version)
     if host.version is not None:
-        _check_identity(host.version, stream, found)
+        check_identity(host.version, stream, found)
     elif found.error:
         raise found.error
     return {}
@@ -43,9 +43,10 @@ def move_to(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         raise
 
 
-def _check_identity(version: int, stream: Stream, found: Head) -> None:
-    """Raises StreamReplaced if another stream stands where ours was. Only looks where something speaks for it: our own
-    version is gone from the listing, or is not listed as it was, or others are listed above it."""
+def check_identity(version: int, stream: Stream, found: Head) -> None:
+    """Raises StreamReplaced if another stream stands where ours was, of which ``version`` is held. Only looks where
+    something speaks for it: that version is gone from the listing, or is not listed as it was, or others are above it.
+    """
     holds = stream.still_holds if found.listed[-1:] == [version] else stream.holds
     if stream.identity is None or (found.manifest and holds(found.manifest)):
         return

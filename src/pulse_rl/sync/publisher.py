@@ -67,9 +67,10 @@ class Publisher(Unique):
     patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``shard_bytes``: the size at which an
     anchor's file is followed by another. ``folds``: the spans, in versions, over which folds are made in the
     background, for about 6 bytes of memory for every BF16 weight that changed within a span (``pulse fold`` makes them
-    on any machine). ``signer`` signs every manifest, claim and fold; then only what is signed by its key or by one of
-    ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``identity``: the stream's (`Manifest.identity`)
-    where the caller knows it; versions of another stream of this name are then passed over.
+    on any machine). ``selectable``: store the digests, too, with which subscribers follow some tensors only, 32 bytes
+    for each tensor of the state. ``signer`` signs every manifest, claim and fold; then only what is signed by its key
+    or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``identity``: the stream's
+    (`Manifest.identity`) where the caller knows it; versions of another stream of this name are then passed over.
 
     ``mode``: "patch"; "anchor", each version as an anchor alone; or "auto", which takes for each version what needs
     less time from trainer to worker over a link of ``bandwidth`` (bit/s, or text such as "50Mbit"), by the model of
@@ -92,6 +93,7 @@ class Publisher(Unique):
         anchor_ratio: float = 1.0,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         folds: Collection[int] = (),
+        selectable: bool = False,
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
         identity: str | None = None,
@@ -123,6 +125,7 @@ class Publisher(Unique):
         self._signer = signer
         self._anchor_ratio = anchor_ratio
         self._shard_bytes = shard_bytes
+        self._selectable = selectable
         self._threads = threads
         self._listener = on_event
         self._folds = FoldMaker(self._stream, folds, codec=codec, threads=threads, listener=on_event)
@@ -267,6 +270,7 @@ class Publisher(Unique):
                 draft,
                 with_anchor=order.anchor or long or self._anchor_due,
                 shard_bytes=self._shard_bytes,
+                selectable=self._selectable,
                 threads=self._threads,
                 listener=self._listener,
             )

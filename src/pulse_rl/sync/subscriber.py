@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from .._util.serial import SerialThread, Unique
 from .._util.settings import checked_number, checked_path
@@ -14,7 +14,7 @@ from .._util.threads import checked_threads
 from ..errors import EmptyStream, InputError, PulseError, StreamReplaced, SubscriberPoisoned
 from ..events import Listener, PathFailed, Synced, checked_listener, failures_to
 from ..state.checkpoint import StateSource, as_state
-from ..state.digest import StateDigest, state_digest
+from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State
 from ..store import CachedStore, Store, open_store
 from ..stream.doubts import UNREADABLE
@@ -24,7 +24,8 @@ from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from .delivery import Step
 from .host_state import HostState
-from .newest import move_to, move_to_newest
+from .nearest import DEFAULT_PATIENCE_SECONDS, Nearest
+from .selection import Selection
 from .update import Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
@@ -35,15 +36,19 @@ _LONGEST_POLL = 1e6
 class Subscriber(Unique):
     """Holds one version of a stream in host memory and moves it forward on `sync`. A context manager; see `close`.
 
-    ``store``: a store, or its address (see `open_store`). ``stream``: its name. ``base``: a state that the worker has
-    already, such as its checkpoint's path: where its root is that of a version of the stream, syncing starts there
-    instead of from an anchor. ``cache``: a folder in which payloads are kept, not to be downloaded again after a
-    restart. ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each; extra ``[sign]``); then only manifests
-    that one of them has signed are accepted. ``identity``: the stream's (`Manifest.identity`); without it the first
-    version decides, and later ones of another stream of this name are passed over. If the stream is deleted and begun
-    anew, `sync` raises StreamReplaced; with ``follow_restarts`` it starts over with the new one instead. ``threads``:
-    the maximum number of threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises
-    InputError, InvalidName and StoreError.
+    ``store``: a store, or its address (see `open_store`); or several in order of preference, the stream's own last,
+    such as ``[near, origin]`` where a `Relay` keeps ``near``. A nearer one decides what is newest, unless it is away or
+    damaged, or a farther one has had a newer version for ``patience_seconds``. ``stream``: its name. ``base``: a state
+    that the worker has already, such as its checkpoint's path: where its root is that of a version of the stream,
+    syncing starts there instead of from an anchor. ``cache``: a folder in which payloads are kept, not to be downloaded
+    again after a restart. ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each; extra ``[sign]``); then
+    only manifests that one of them has signed are accepted. ``identity``: the stream's (`Manifest.identity`); without
+    it the first version decides, and later ones of another stream of this name are passed over. If the stream is
+    deleted and begun anew, `sync` raises StreamReplaced; with ``follow_restarts`` it starts over with the new one
+    instead. ``select``: names of tensors, or patterns such as ``"layers.0.*"``, where the stream is published with
+    ``selectable``: only these are fetched, held, verified and shown (None: all). ``threads``: the maximum number of
+    threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises InputError, InvalidName and
+    StoreError.
 
     Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves at a verified
     version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by
@@ -52,7 +57,7 @@ class Subscriber(Unique):
 
     def __init__(
         self,
-        store: Store | str,
+        store: Store | str | Sequence[Store | str],
         *,
         stream: str,
         base: StateSource | None = None,
@@ -60,6 +65,8 @@ class Subscriber(Unique):
         trusted_keys: Collection[str] | None = None,
         identity: str | None = None,
         follow_restarts: bool = False,
+        patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+        select: str | Collection[str] | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
@@ -67,17 +74,29 @@ class Subscriber(Unique):
         checked_listener(on_event)
         if follow_restarts and identity is not None:
             raise InputError("follow_restarts contradicts a fixed identity", hint="Give one of the two.")
-        opened = open_store(store)
-        self.stream = Stream(
-            opened if cache is None else CachedStore(opened, checked_path(cache), payload_digest),
-            stream,
-            trusted_by(trusted_keys),
-            identity=identity,
-            on_refused=self._refused,
-        )
+        checked_number("patience_seconds", patience_seconds)
+        given: Sequence[Any] = store if isinstance(store, list | tuple) else [store]
+        opened = [open_store(each) for each in given]
+        if not opened:
+            raise InputError("no store was given", hint="Give a store, or several in order of preference.")
+        trusted = trusted_by(trusted_keys)
+        streams = [
+            Stream(
+                each if cache is None else CachedStore(each, checked_path(cache), payload_digest),
+                stream,
+                trusted,
+                identity=identity,
+                on_refused=self._refused,
+            )
+            for each in opened
+        ]
+        self.stream = streams[0]
+        self._nearest = Nearest(streams, patience_seconds, on_event)
+        self._pinned = identity is not None
         self._follow_restarts = follow_restarts
         self._serial = SerialThread("Subscriber")
-        self._host = HostState(threads=threads, listener=on_event)
+        self._selection = None if select is None else Selection(select)
+        self._host = HostState(threads=threads, listener=on_event, selection=self._selection)
         self._base = base
         self._threads = threads
         self._listener = on_event
@@ -111,7 +130,7 @@ class Subscriber(Unique):
     @property
     def digest(self) -> StateDigest:
         """The digest tree of `state`, with which `pulse_rl.audit` compares a live model."""
-        return self._serial.run(lambda: self._ready().digest)
+        return self._serial.run(self._digest)
 
     @property
     def manifest(self) -> Manifest:
@@ -124,7 +143,7 @@ class Subscriber(Unique):
 
         Raises EmptyStream before the first sync and SubscriberPoisoned after an interrupted one.
         """
-        return self._serial.run(lambda: self._ready().state.readonly())
+        return self._serial.run(self._state)
 
     def sync(self, target: int | None = None) -> Update | None:
         """Moves to version ``target`` and returns what changed; None if there is nothing newer. Without a ``target``,
@@ -196,7 +215,7 @@ class Subscriber(Unique):
         if target is None:
             phases = self._follow()
         elif host.version is None or host.version < target:
-            phases = move_to(host, self.stream, target)
+            phases = self._nearest.move_to(host, target)
         host = self._host
         if host.version is None or (target is not None and target != host.version) or host.acknowledged:
             return None
@@ -212,21 +231,22 @@ class Subscriber(Unique):
                     links=tuple(str(link) for link in step.links),
                     fetched_bytes=update.payload_bytes,
                     seconds=update.seconds,
-                    lag_seconds=time.time() - self.stream.manifest(step.version).created,
+                    lag_seconds=time.time() - self._nearest.manifest(step.version).created,
                     phases=phases | {"plan": looked + phases.get("plan", 0.0)},
                 )
             )
         return update
 
     def _follow(self) -> dict[str, float]:
+        newcomer = self._host.version is None and not self._pinned
         try:
-            return move_to_newest(self._host, self.stream)
+            return self._nearest.move_to_newest(self._host)
         except StreamReplaced:
-            if not self._follow_restarts:
+            if not self._follow_restarts and not newcomer:
                 raise
             self._forget()
-            self.stream.forget()
-            return move_to_newest(self._host, self.stream)
+            self._nearest.begin_anew()
+            return self._nearest.move_to_newest(self._host)
 
     def _refused(self, version: int, error: PulseError) -> None:
         if self._listener:
@@ -246,11 +266,21 @@ class Subscriber(Unique):
     def _manifest(self) -> Manifest:
         version = self._ready().version
         assert version is not None
-        return self.stream.manifest(version)
+        return self._nearest.manifest(version)
 
     def _forget(self) -> None:
-        self._host = HostState(threads=self._threads, listener=self._listener)
+        self._host = HostState(threads=self._threads, listener=self._listener, selection=self._selection)
         self._delivered = []
+
+    def _state(self) -> State:
+        state = self._ready().state
+        return (self._selection.shown(state) if self._selection else state).readonly()
+
+    def _digest(self) -> StateDigest:
+        host = self._ready()
+        if isinstance(host.digest, PartDigest):
+            return host.digest.of(self._state().specs)
+        return host.digest
 
     def _ready(self) -> HostState:
         if self._host.poisoned:
@@ -261,7 +291,8 @@ class Subscriber(Unique):
 
     def _update(self, step: Step, started: float) -> Update:
         host = self._ready()
-        update = make_update(step, host.state.readonly(), self.stream.manifest(step.version), started, self._serial)
+        manifest = self._nearest.manifest(step.version)
+        update = make_update(step, self._state(), manifest, started, self._serial)
         self._delivered = [r for r in self._delivered if r.version == step.version][-_KEPT_RECEIPTS:]
         self._delivered.append(update._receipt)
         self._in_doubt = False
@@ -271,20 +302,22 @@ class Subscriber(Unique):
 
     def _adopt_base(self, base: StateSource) -> bool:
         """Starts from the caller's state where its root is that of a recent version. False while there are none."""
-        versions = self.stream.versions()
+        stream, versions = self._nearest.versions()
         if not versions:
             return False
         state = as_state(base)
-        own = State.empty(state.specs, state.aliases)
-        digest = state_digest(own, source=state, threads=self._threads)
+        own = state if self._selection else State.empty(state.specs, state.aliases)
+        digest = state_digest(own, source=None if own is state else state, threads=self._threads)
         for version in reversed(versions[-_SEARCHED_FOR_BASE:]):
             try:
-                manifest = self.stream.manifest(version)
+                manifest = stream.manifest(version)
             except UNREADABLE:
                 continue
             if manifest.root == digest.root:
                 # What the worker has is what it loaded, under the names that it knows: aliases that the version adds
                 # are delivered with the next update.
+                if self._selection:
+                    own, digest = self._selection.part_of(own, digest, manifest.aliases)
                 self._host.adopt(version, own, digest)
                 break
         return True

@@ -83,8 +83,8 @@ class Update:
 
 
 def make_update(step: Step, state: State, manifest: Manifest, started: float, source: object = None) -> Update:
-    """The update along ``step``, to the version of ``manifest``, whose verified ``state`` is read-only. ``source``
-    stands for who delivers it.
+    """The update along ``step``, to the version of ``manifest``, whose verified ``state``, or the part of it that the
+    owner wants, is read-only. ``source`` stands for who delivers it.
     """
     if step.changes is None:
         tensors = [TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs]
@@ -92,9 +92,10 @@ def make_update(step: Step, state: State, manifest: Manifest, started: float, so
         tensors = [
             TensorUpdate(state.spec(name), changed.indices, changed.values)
             for name, changed in step.changes.items()
-            if name not in step.renamed
+            if name not in step.renamed and name in state
         ]
-        tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in sorted(step.renamed)]
+        renamed = [name for name in sorted(step.renamed) if name in state]
+        tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in renamed]
     update = Update(
         version=step.version,
         previous=step.previous,

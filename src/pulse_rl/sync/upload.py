@@ -12,6 +12,7 @@ from ..stream import anchor
 from ..stream.manifest import AnchorRef, PatchRef, Payload
 from ..stream.names import PATCH, SHARD
 from ..stream.stream import Stream
+from ..stream.trees import put_trees
 from .draft import Draft, FullDraft, PatchDraft
 
 
@@ -28,14 +29,18 @@ def upload(
     *,
     with_anchor: bool,
     shard_bytes: int,
+    selectable: bool = False,
     threads: int | None = None,
     listener: Listener | None = None,
 ) -> Uploaded:
-    """Stores the draft's patch, if it has one, and its anchor, if it has no patch or is to be stored ``with_anchor``.
+    """Stores the draft's patch, if it has one, and its anchor, if it has no patch or is to be stored ``with_anchor``;
+    with ``selectable`` also the digest tree.
 
     Raises IntegrityError if the draft's state no longer matches its digest tree, and StoreError.
     """
     patch = _upload_patch(stream, draft) if isinstance(draft, PatchDraft) else None
+    if selectable:
+        put_trees(stream, draft.target, leaves=patch is None or with_anchor)
     if patch and not with_anchor:
         return Uploaded(patch, None)
     return Uploaded(patch, _upload_anchor(stream, draft, shard_bytes, threads, listener))

@@ -1,0 +1,378 @@
+"""A relay: mirrors a stream into another store, for the workers near that one (docs/protocol.md, section 8)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from contextlib import closing, suppress
+from hashlib import sha256
+from typing import NamedTuple
+
+from .._util.settings import checked_count
+from .._util.threads import checked_threads, ordered_map
+from ..errors import (
+    ChainGap,
+    CorruptManifest,
+    DigestMismatch,
+    FormatError,
+    InputError,
+    NotFound,
+    PublisherConflict,
+    PulseError,
+    StoreError,
+    StreamReplaced,
+)
+from ..events import CallFailed, Listener, PathFailed, Relayed, checked_listener, failures_to
+from ..patch.header import MAX_HEADER_BYTES, PRELUDE_BYTES, header_end, parse_header
+from ..store import Store, open_store
+from ..stream.chain import Link, resolved
+from ..stream.doubts import UNREADABLE
+from ..stream.manifest import Manifest, Payload
+from ..stream.names import PATCH, SHARD, StreamNames
+from ..stream.signing import trusted_by
+from ..stream.stream import Stream
+from ..stream.trees import copy_trees
+from ..sync.newest import check_identity
+from ..sync.route import BROKEN_LINK, Route
+from .gc import gc_stream
+
+_CHUNK_BYTES = 8 << 20
+_TRIES = 2
+_SEARCHED_ANCHORS = 16
+
+
+class _AnchorCopy(NamedTuple):
+    """The anchor of ``manifest``'s version, of whose shards the first ``done`` are in the target."""
+
+    manifest: Manifest
+    done: int = 0
+
+
+class Relay:
+    """Keeps the stream ``stream`` of the store ``source`` in the store ``target``, each payload fetched once.
+
+    ``source`` and ``target``: stores, or their addresses (see `open_store`). The target is the relay's: nobody
+    publishes there. ``keep``: the newest versions that the target keeps restorable, as `gc_stream` does (None: all).
+    ``trusted_keys``, ``identity`` and ``follow_restarts`` are those of `Subscriber`; where the stream is begun anew, a
+    relay that follows restarts empties the target's copy first. ``threads``: the most requests to the source at a time
+    (None: one per core), with up to 8 MiB in memory for each. ``on_event`` gets `Relayed`, `PathFailed` and
+    `CallFailed`. Raises InputError, InvalidName and StoreError.
+
+    It holds nothing that is not in the stores: one that is killed goes on where it was, and one thread uses it at a
+    time.
+    """
+
+    def __init__(
+        self,
+        source: Store | str,
+        target: Store | str,
+        *,
+        stream: str,
+        keep: int | None = None,
+        trusted_keys: Collection[str] | None = None,
+        identity: str | None = None,
+        follow_restarts: bool = False,
+        threads: int | None = None,
+        on_event: Listener | None = None,
+    ) -> None:
+        if follow_restarts and identity is not None:
+            raise InputError("follow_restarts contradicts a fixed identity", hint="Give one of the two.")
+        trusted = trusted_by(trusted_keys)
+        self._keep = None if keep is None else checked_count("keep", keep)
+        self._threads = checked_threads(threads)
+        self._listener = checked_listener(on_event)
+        self._trusted_keys = trusted_keys
+        self._follow_restarts = follow_restarts
+        self._source = Stream(open_store(source), stream, trusted, identity=identity, on_refused=self._refused)
+        self._target = Stream(open_store(target), stream, trusted, identity=identity)
+        self._have: int | None = None
+        self._anchor: _AnchorCopy | None = None
+        self._searched = False
+        self._links: list[Link] = []
+        self._nbytes = 0
+
+    @property
+    def version(self) -> int | None:
+        """The newest version in the target when it was last looked at, None while there is none."""
+        return self._have
+
+    def sync(self) -> Relayed | None:
+        """Copies what is new; None if nothing is. The newest version comes first, by the cheapest path from what the
+        target has; then the newest anchor, piece by piece, between which newer versions still come first.
+
+        A version is shown in the target once all is there that leads to it. Payloads are checked against their SHA-256
+        before they are stored, manifests and folds' links as a subscriber checks them. Raises StreamReplaced,
+        PublisherConflict where somebody publishes to the target, ChainGap where nothing leads to the newest version,
+        and StoreError; a repeated call goes on where this one stopped.
+        """
+        with failures_to(self._listener, self._source.name, "relay"):
+            return self._sync()
+
+    def _sync(self) -> Relayed | None:
+        started = time.perf_counter()
+        self._links, self._nbytes = [], 0
+        previous = self._find_held()
+        if not self._searched:
+            self._anchor, self._searched = self._unfinished_anchor(), True
+        self._follow()
+        while self._anchor is not None:
+            self._copy_shard(self._anchor)
+            self._follow()
+        if not self._links:
+            return None
+        assert self._have is not None
+        links = tuple(dict.fromkeys(map(str, self._links)))
+        seconds = time.perf_counter() - started
+        relayed = Relayed(self._source.name, self._have, previous, links, self._nbytes, seconds)
+        if self._listener:
+            self._listener(relayed)
+        return relayed
+
+    # -- the newest version
+
+    def _find_held(self) -> int | None:
+        """The newest version in the target, whose identity is the one that is followed."""
+        found = self._target.newest(self._have - 1 if self._have else None).manifest
+        if found is None and self._have is not None:
+            found = self._target.newest().manifest
+        if found is not None:
+            self._identify(found.identity)
+        self._have = found.version if found else None
+        return self._have
+
+    def _identify(self, identity: str) -> None:
+        self._source.identity = self._target.identity = self._source.identity or identity or None
+
+    def _follow(self) -> None:
+        try:
+            self._reach_newest()
+        except StreamReplaced:
+            if not self._follow_restarts:
+                raise
+            self._begin_anew()
+            self._reach_newest()
+
+    def _reach_newest(self) -> None:
+        found = self._source.newest(self._have - 1 if self._have else None)
+        newest = found.manifest
+        if newest is not None and (self._have is None or newest.version > self._have):
+            self._require_no_publisher()
+            self._identify(newest.identity)
+            self._reach(newest.version)
+        elif self._have is not None:
+            check_identity(self._have, self._source, found)
+        elif found.error:
+            raise found.error
+
+    def _reach(self, version: int) -> None:
+        """Copies the cheapest working path of links to ``version``, link by link; avoids one that cannot be used."""
+        route, at = Route(self._source, version), self._have
+        while self._have != version:
+            try:
+                path = route.plan(at)
+            except ChainGap:
+                if at == self._have:
+                    raise
+                at = self._have  # a path from an anchor broke
+                continue
+            for planned in path:
+                link = planned
+                try:
+                    manifest = self._source.manifest(planned.version)
+                    link = resolved(planned, manifest)
+                    self._copy(link, manifest)
+                except BROKEN_LINK as error:
+                    route.avoid(planned, link, error)
+                    self._tell(link, error)
+                    break
+                at = link.version
+                self._links.append(link)
+                if self._have is None or at > self._have:
+                    self._have = at
+
+    def _copy(self, link: Link, manifest: Manifest) -> None:
+        """All that leads along ``link``, then the manifest of its version."""
+        if link.base is None:
+            for payload in link.payloads or ():
+                self._copy_payload(payload, SHARD)
+            copy_trees(self._source, self._target, manifest, leaves=True)
+            self._show(manifest)
+            self._target.put_anchor_link(link.version, link.nbytes)
+            return
+        if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
+            raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
+        statement = self._source.fold_statement(link)
+        for payload in link.payloads or ():
+            new = self._copy_payload(payload, PATCH)
+            if statement is not None:
+                self._check_fold(link, manifest, payload, new)
+        if statement is not None:
+            self._target.put_fold_link_as(link, statement)
+        self._show(manifest)
+        if manifest.anchor:
+            self._anchor = _AnchorCopy(manifest)
+
+    def _check_fold(self, link: Link, manifest: Manifest, payload: Payload, new: bool) -> None:
+        """Raises DigestMismatch, and takes back what is ``new``, unless the fold is one from its base to its version:
+        anybody may have listed it."""
+        assert link.base is not None
+        name = self._target.names.payload(payload.sha256, PATCH)
+        try:
+            prelude = self._target.store.get(name, 0, min(PRELUDE_BYTES, payload.bytes))
+            end = min(header_end(prelude), payload.bytes)
+            header, _ = parse_header(memoryview(self._target.store.get(name, 0, end)))
+            base_root = self._target.manifest(link.base).root
+            if (header.base_root, header.target_root) != (base_root, manifest.root):
+                raise DigestMismatch(f"{link} does not lead from one version to the other")
+        except BROKEN_LINK:
+            if new:
+                self._target.store.delete(name)
+            raise
+
+    def _show(self, manifest: Manifest) -> None:
+        """Creates the manifest in the target. What cannot be read or trusted there makes room for it: the target is the
+        relay's. Raises PublisherConflict where another version of the stream stands there."""
+        copy_trees(self._source, self._target, manifest, leaves=False)
+        for _ in range(_TRIES):
+            if self._target.commit(manifest):
+                return
+            with suppress(*UNREADABLE):
+                there = self._target.manifest(manifest.version)
+                if there == manifest:  # a reply was damaged
+                    return
+                raise PublisherConflict(
+                    f"the target has another version {there.version} of {there.stream!r}", hint=_ANOTHER_TARGET
+                )
+            self._target.store.delete(self._target.names.version(manifest.version))
+        raise CorruptManifest(f"version {manifest.version} cannot be shown: the target's object is written by others")
+
+    def _require_no_publisher(self) -> None:
+        if self._target.claims.after(0, "", ""):
+            raise PublisherConflict(f"somebody publishes {self._target.name!r} to the target", hint=_ANOTHER_TARGET)
+
+    # -- payloads
+
+    def _copy_payload(self, payload: Payload, kind: str) -> bool:
+        """Copies a payload unless it is in the target, whole; returns whether it was not. Raises NotFound and
+        DigestMismatch; a damaged reply is asked for once more."""
+        name = self._source.names.payload(payload.sha256, kind)
+        if _holds(self._target.store, name, payload, self._threads):
+            return False
+        for again in reversed(range(_TRIES)):
+            try:
+                if self._source.store.head(name).nbytes != payload.bytes:
+                    raise DigestMismatch(f"{name} does not have the {payload.bytes} bytes that it should have")
+                self._target.put_payload(payload, kind, self._fetched(name, payload))
+                break
+            except DigestMismatch:
+                if not again:
+                    raise
+        return True
+
+    def _fetched(self, name: str, payload: Payload) -> Iterator[bytes]:
+        """The chunks of a payload. Raises DigestMismatch in place of their end, so that no store keeps wrong ones."""
+        running = sha256()
+        for chunk in _chunks(self._source.store, name, payload.bytes, self._threads):
+            self._nbytes += len(chunk)
+            running.update(chunk)
+            yield chunk
+        if running.hexdigest() != payload.sha256:
+            raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
+
+    # -- anchors, and what they make superfluous
+
+    def _copy_shard(self, copy: _AnchorCopy) -> None:
+        """Copies one more shard; with the last one the anchor is listed. An anchor that is damaged in the source is
+        given up: another one comes."""
+        assert copy.manifest.anchor is not None
+        link = Link(None, copy.manifest.version, sum(p.bytes for p in copy.manifest.anchor.shards))
+        try:
+            self._copy_payload(copy.manifest.anchor.shards[copy.done], SHARD)
+        except BROKEN_LINK as error:
+            self._anchor = None
+            self._tell(link, error)
+            return
+        self._links.append(link)
+        self._anchor = copy._replace(done=copy.done + 1)
+        if self._anchor.done == len(copy.manifest.anchor.shards):
+            self._anchor = None
+            copy_trees(self._source, self._target, copy.manifest, leaves=True)
+            self._target.put_anchor_link(link.version, link.nbytes)
+            self._collect()
+
+    def _unfinished_anchor(self) -> _AnchorCopy | None:
+        """The newest anchor whose version the target shows, unless it is listed there: what another process left."""
+        if self._have is None:
+            return None
+        listed = {link.version for link in self._target.links() if link.base is None}
+        there = sorted({link.version for link in self._source.links() if link.base is None}, reverse=True)
+        for version in [v for v in there if v <= self._have][:_SEARCHED_ANCHORS]:
+            with suppress(*UNREADABLE):
+                manifest = self._target.manifest(version)
+                if manifest.anchor:
+                    return None if version in listed else _AnchorCopy(manifest)
+        return None
+
+    def _collect(self) -> None:
+        if self._keep is None:
+            return
+        try:
+            gc_stream(
+                self._target.store,
+                self._target.name,
+                keep=self._keep,
+                trusted_keys=self._trusted_keys,
+                identity=self._target.identity,
+            )
+        except StoreError:
+            raise
+        except PulseError as error:  # what is kept for longer harms nobody
+            if self._listener:
+                self._listener(CallFailed(self._target.name, "gc", error.kind, str(error)))
+
+    def _begin_anew(self) -> None:
+        """Empties the target's copy, in the order of garbage collection, and forgets whose stream it was."""
+        self._require_no_publisher()
+        names = self._target.names
+        for folder in _folders(names):
+            found = [info.name for info in self._target.store.list(folder) if names.parse(info.name)]
+            for name in reversed(found):
+                self._target.store.delete(name)
+        self._source.forget()
+        self._target.forget()
+        self._have, self._anchor = None, None
+
+    def _refused(self, version: int, error: PulseError) -> None:
+        self._tell(f"version {version}", error)
+
+    def _tell(self, link: Link | str, error: PulseError) -> None:
+        if self._listener:
+            self._listener(PathFailed(self._source.name, str(link), str(error), error.kind))
+
+
+_ANOTHER_TARGET = "Give the relay a target, or a stream's name, to which nobody else writes versions."
+
+
+def _folders(names: StreamNames) -> tuple[str, ...]:
+    return names.links, names.versions, names.payloads, names.trees
+
+
+def _chunks(store: Store, name: str, nbytes: int, threads: int | None) -> Iterator[bytes]:
+    starts = range(0, nbytes, _CHUNK_BYTES)
+    with closing(
+        ordered_map(lambda at: store.get(name, at, min(at + _CHUNK_BYTES, nbytes)), starts, threads)
+    ) as chunks:
+        yield from chunks
+
+
+def _holds(store: Store, name: str, payload: Payload, threads: int | None) -> bool:
+    """Whether the payload is in the store, whole: what a killed relay left, or somebody else's junk."""
+    try:
+        if store.head(name).nbytes != payload.bytes:
+            return False
+        running = sha256()
+        for chunk in _chunks(store, name, payload.bytes, threads):
+            running.update(chunk)
+    except NotFound:
+        return False
+    return running.hexdigest() == payload.sha256

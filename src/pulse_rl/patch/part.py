@@ -1,0 +1,113 @@
+"""Part of a patch: the blocks of some tensors, for a receiver that holds no others (docs/format.md, section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import accumulate
+
+from .. import codec as codecs
+from ..errors import CorruptPatch, StateMismatch
+from ..state.digest import PartDigest, StateDigest
+from ..state.tensors import State, TensorSpec
+from .blocks import cut
+from .header import PatchHeader, header_end, parse_header
+
+_FIRST_READ = 1 << 12
+_GAP_BYTES = 1 << 12
+_MOST_AT_ONCE = 8 << 20
+_TRIES = 2
+
+Read = Callable[[int, int], bytes]
+"""Returns bytes [start, stop) of a patch file."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartPatch:
+    """The whole ``header`` of a patch, the bytes of ``held`` blocks by index (empty where nothing changed), the digests
+    of all ``tensors`` of the target, 32 bytes each, and the number of bytes that were ``read``."""
+
+    header: PatchHeader
+    held: dict[int, memoryview]
+    tensors: bytes
+    read: int
+
+    def payloads(self) -> dict[int, memoryview]:
+        """The held blocks' bytes by index."""
+        return self.held
+
+    def require(self, state: State, digest: StateDigest) -> None:
+        """Raises StateMismatch unless the patch is for the tensors of which ``state`` is a part, and has all blocks of
+        that part."""
+        whole = digest.whole if isinstance(digest, PartDigest) else digest.specs
+        blocks = self.header.cut()
+        covered = {segment.spec for index in self.held for segment in blocks[index].segments}
+        if whole != self.header.specs or covered != {spec for spec in state.specs if spec.elements}:
+            raise StateMismatch("the patch is for other tensors, or cut in another way, than the part that is held")
+
+
+def widened(specs: tuple[TensorSpec, ...], names: Collection[str], block_elements: int) -> tuple[TensorSpec, ...]:
+    """The tensors ``names``, and the small ones that share a block with one of them: a block is decoded as a whole."""
+    held = set(names)
+    for block in cut(specs, block_elements):
+        together = {segment.spec.name for segment in block.segments}
+        if held & together:
+            held |= together
+    return tuple(spec for spec in specs if spec.name in held)
+
+
+def read_header(read: Read, nbytes: int) -> tuple[PatchHeader, int, int]:
+    """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes``. Raises CorruptPatch."""
+    head = read(0, min(_FIRST_READ, nbytes))
+    end = header_end(head)
+    if end > nbytes:
+        raise CorruptPatch(f"the header ends at byte {end} of {nbytes}")
+    if end > len(head):
+        head += read(len(head), end)
+    header, end = parse_header(memoryview(head))
+    if end + header.body_bytes != nbytes:
+        raise CorruptPatch(f"the patch has {nbytes} bytes, its header implies {end + header.body_bytes}")
+    return header, end, len(head)
+
+
+def read_blocks(
+    read: Read, header: PatchHeader, start: int, held: Collection[str]
+) -> tuple[dict[int, memoryview], int]:
+    """The bytes of the blocks of the tensors ``held``, which begin at byte ``start`` of the file, and the number of
+    bytes read for them. Raises CorruptPatch; what is damaged is asked for once more."""
+    held = set(held)
+    blocks = header.cut()
+    chosen = [k for k, block in enumerate(blocks) if any(s.spec.name in held for s in block.segments)]
+    places = list(accumulate((entry.length for entry in header.blocks), initial=start))
+    found = {k: memoryview(b"") for k in chosen}
+    total = 0
+    for run in _runs([k for k in chosen if header.blocks[k].codec_id != codecs.SAME], header, places):
+        begin, end = places[run[0]], places[run[-1]] + header.blocks[run[-1]].length
+        for again in reversed(range(_TRIES)):
+            data = memoryview(read(begin, end))
+            total += len(data)
+            pieces = {k: data[places[k] - begin :][: header.blocks[k].length] for k in run}
+            bad = [k for k, piece in pieces.items() if sha256(piece).digest() != header.blocks[k].sha256]
+            if not bad:
+                found |= pieces
+                break
+            if not again:
+                raise CorruptPatch(f"block {bad[0]} ({blocks[bad[0]]}) does not match its SHA-256")
+    return found, total
+
+
+def _runs(chosen: list[int], header: PatchHeader, places: list[int]) -> Iterator[list[int]]:
+    """The blocks that are read together: what lies between them is less than another request costs."""
+    run: list[int] = []
+    for k in chosen:
+        end = places[k] + header.blocks[k].length
+        if run and (
+            places[k] - places[run[-1]] - header.blocks[run[-1]].length > _GAP_BYTES
+            or end - places[run[0]] > _MOST_AT_ONCE
+        ):
+            yield run
+            run = []
+        run.append(k)
+    if run:
+        yield run

@@ -1,0 +1,121 @@
+"""Digest trees in the store, for subscribers that hold some tensors only (docs/format.md, section 7).
+
+Both objects are named by the root that they prove, so that nothing has to vouch for them.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ..errors import (
+    CorruptCheckpoint,
+    DigestMismatch,
+    FormatError,
+    IntegrityError,
+    NotFound,
+    PulseError,
+    StoreError,
+    StoreUnavailable,
+)
+from ..state.checkpoint import MAX_HEADER_BYTES, header_bytes, header_length, parse_header
+from ..state.digest import LEAF_BYTES, StateDigest, is_root_of
+from ..state.tensors import MAX_TENSORS
+from ..store.base import Store
+from .manifest import Manifest
+from .names import LEAVES, TENSORS
+from .stream import Stream
+
+_TRIES = 2
+_HINT = "Publish with selectable=True, and a version with an anchor."
+
+
+def put_trees(stream: Stream, tree: StateDigest, *, leaves: bool) -> None:
+    """Stores the tensors' digests of a version, and for one with an anchor also the ``leaves``."""
+    stream.store.put(stream.names.tree(tree.root, TENSORS), tensors_of(tree))
+    if leaves:
+        data = header_bytes(tree.specs) + b"".join(tree.leaves[spec.name] for spec in tree.specs)
+        stream.store.put(stream.names.tree(tree.root, LEAVES), data)
+
+
+def tensors_of(tree: StateDigest) -> bytes:
+    """The digests of all tensors, 32 bytes each, in the order of the names."""
+    return b"".join(tree.tensor(spec) for spec in tree.specs)
+
+
+def read_tensors(stream: Stream, root: str, count: int) -> bytes:
+    """The digests of the ``count`` tensors of the state with this root. Raises NotFound and DigestMismatch."""
+    name = stream.names.tree(root, TENSORS)
+    for _ in range(_TRIES):
+        data = _at_most(stream.store, name, 32 * count)
+        if is_root_of(root, data):
+            return data
+    raise DigestMismatch(f"{name} does not hold the digests of {count} tensors with the root in its name")
+
+
+def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
+    """The whole digest tree of a version, proved by its root, and its length in bytes. Raises NotFound,
+    CorruptCheckpoint and DigestMismatch."""
+    name = stream.names.tree(manifest.root, LEAVES)
+    most = MAX_HEADER_BYTES + 32 * (manifest.dense_bytes // LEAF_BYTES + MAX_TENSORS)
+    for again in reversed(range(_TRIES)):
+        try:
+            nbytes = _length(stream.store, name)
+            if nbytes > most:
+                raise CorruptCheckpoint(f"{name} has {nbytes} bytes, more than {most}")
+            return _parsed(stream.store.get(name), manifest, name), nbytes
+        except (CorruptCheckpoint, DigestMismatch):
+            if not again:
+                raise
+    raise AssertionError
+
+
+def copy_trees(source: Stream, target: Stream, manifest: Manifest, *, leaves: bool) -> None:
+    """Stores in ``target`` what ``source`` has of a version's tree, if it is right; nothing depends on it but
+    subscribers that select. Raises StoreError, but not NotFound."""
+    with suppress(NotFound, FormatError, IntegrityError):
+        if leaves:
+            put_trees(target, read_tree(source, manifest)[0], leaves=True)
+            return
+        name = source.names.tree(manifest.root, TENSORS)
+        count, rest = divmod(source.store.head(name).nbytes, 32)
+        if not rest and count <= MAX_TENSORS:
+            target.store.put(name, read_tensors(source, manifest.root, count))
+
+
+def _parsed(data: bytes, manifest: Manifest, name: str) -> StateDigest:
+    try:
+        file_bytes = 8 + int.from_bytes(data[:8], "little") + manifest.dense_bytes
+        end = 8 + header_length(data, min(file_bytes, len(data)))
+        placed, _, _ = parse_header(data, file_bytes)
+    except StoreError:
+        raise
+    except PulseError as error:
+        raise CorruptCheckpoint(f"{name}: {error}") from error
+    specs = tuple(sorted((spec for spec, _ in placed), key=lambda s: s.name.encode()))
+    leaves, at = {}, end
+    for spec in specs:
+        length = 32 * -(-spec.nbytes // LEAF_BYTES)
+        leaves[spec.name] = data[at : at + length]
+        at += length
+    tree = StateDigest(specs, leaves)
+    if at != len(data) or tree.root != manifest.root:
+        raise DigestMismatch(f"{name} is not the digest tree with the root in its name")
+    return tree
+
+
+def _length(store: Store, name: str) -> int:
+    try:
+        return store.head(name).nbytes
+    except NotFound as error:
+        raise NotFound(str(error), hint=_HINT) from None
+
+
+def _at_most(store: Store, name: str, nbytes: int) -> bytes:
+    try:
+        return store.get(name, 0, nbytes)
+    except NotFound as error:
+        raise NotFound(str(error), hint=_HINT) from None
+    except StoreUnavailable:
+        raise
+    except StoreError as error:  # it is shorter
+        raise DigestMismatch(f"{name}: {error}") from None

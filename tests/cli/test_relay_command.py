@@ -1,0 +1,73 @@
+"""`pulse relay`, and `pulse follow` with two stores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pulse_rl import LocalStore, Publisher, Subscriber
+from tests.support.commands import Pulse
+from tests.support.states import Rng, history, roots
+
+
+def test_it_copies_streams_and_goes_on(pulse: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: Rng) -> None:
+    states = history(rng, 3)
+    far, near, late = tmp_path / "far", tmp_path / "near", tmp_path / "late"
+    solver, verifier = (Publisher(LocalStore(far), stream=stream) for stream in ("solver", "verifier"))
+    for publisher in (solver, verifier):
+        publisher.publish(states[0])
+    steps = [lambda: solver.publish(states[1]), lambda: far.rename(late), lambda: late.rename(far)]
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) > len(steps):
+            raise KeyboardInterrupt
+        steps[len(waits) - 1]()
+
+    monkeypatch.setattr("pulse_rl.cli.streams.time.sleep", sleep)
+    command = ("relay", far, near, "--stream", "solver", "--stream", "verifier", "--poll", 0.5, "--json")
+    lines = [json.loads(line) for line in pulse(*command, status=130).splitlines()]
+    assert [(line["stream"], line["version"], line["previous"]) for line in lines] == [
+        ("solver", 0, None),
+        ("verifier", 0, None),
+        ("solver", 1, 0),
+    ]
+    assert lines[2]["links"] == ["the patch 0->1"]
+    assert lines[2]["bytes"] > 0
+    for stream, root in (("solver", roots(states)[1]), ("verifier", roots(states)[0])):
+        reader = Subscriber(LocalStore(near), stream=stream)
+        reader.sync()
+        assert reader.root == root
+
+
+def test_once_and_refusals(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
+    far, near = tmp_path / "far", tmp_path / "near"
+    command = ("relay", far, near, "--stream", "s", "--once")
+    pulse.refused(*command, kind="empty_stream", match="no versions")
+    Publisher(LocalStore(far), stream="s").publish(history(rng, 1)[0])
+    assert pulse.json(*command)["version"] == 0
+    assert pulse.json(*command)["bytes"] == 0
+    pulse.refused(
+        "relay", near, far, "--stream", "s", "--stream", "t", "--identity", "0" * 32, kind="input", match="id"
+    )
+    pulse.refused("relay", "memory://", far, "--stream", "s", "--once", kind="input", match="memory")
+
+
+def test_follow_falls_back(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
+    states = history(rng, 2)
+    far, near, out = tmp_path / "far", tmp_path / "near", tmp_path / "out"
+    publisher = Publisher(LocalStore(far), stream="s")
+    publisher.publish(states[0])
+    pulse("relay", far, near, "--stream", "s", "--once")
+    follow = ("follow", near, far, "--stream", "s", "--out", out, "--once")
+    assert pulse.json(*follow)["root"] == roots(states)[0]
+    publisher.publish(states[1])
+    shutil.rmtree(near)
+    assert pulse.json(*follow)["root"] == roots(states)[1]
+    pulse.refused(
+        "follow", far, far, "--stream", "s", "--engine", "http://127.0.0.1:9", kind="input", match="one store"
+    )

@@ -1,0 +1,230 @@
+"""A fleet under faults: an origin, a relay into a near store, and workers of the whole state or of a part of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fnmatch import fnmatchcase
+from random import Random
+
+from pulse_rl import ChainGap, EmptyStream, Publisher, PublisherConflict, PulseError, Relay, State, Subscriber
+from pulse_rl.maintenance.fold import fold_stream
+from pulse_rl.maintenance.gc import gc_stream
+
+from .model import STREAM, Snapshot, check, snapshot
+from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
+from .trainer import Trainer
+
+_SELECTIONS = (None, None, "embed", ["layer*"])
+_PUBLISHED, _NEAR = "origin", "near"
+
+
+class Follower:
+    """A worker with its stores; restarted where its process ended."""
+
+    def __init__(self, fleet: Fleet, rng: Random) -> None:
+        self._fleet = fleet
+        self.select = rng.choice(_SELECTIONS)
+        self._places = rng.choice(([_NEAR], [_NEAR, _PUBLISHED], [_NEAR, _PUBLISHED], [_PUBLISHED]))
+        self.start()
+
+    @property
+    def reads_the_origin(self) -> bool:
+        return _PUBLISHED in self._places
+
+    def start(self) -> None:
+        self.clients = [Client(self._fleet.nets[place]) for place in self._places]
+        self.subscriber = Subscriber(
+            list(self.clients), stream=STREAM, select=self.select, patience_seconds=0, threads=1
+        )
+        self._last = -1
+
+    def sync(self, faults: list[list[Fault]]) -> None:
+        for client, expected in zip(self.clients, faults, strict=False):
+            client.expect(expected)
+        try:
+            update = self.subscriber.sync()
+            if update is not None:
+                update.acknowledge()
+        except CrashNow:
+            pass
+        except PulseError as error:
+            hit = sum(client.hit for client in self.clients)
+            excused = hit or self._fleet.destroyed or isinstance(error, EmptyStream)
+            check(bool(excused), f"{self} failed without a fault: {error!r}")
+        for client in self.clients:
+            client.calm()
+        if any(client.dead for client in self.clients):
+            self.start()
+        self.inspect()
+
+    def inspect(self) -> None:
+        """What it shows is, to the bit, its part of a version that was published; and it never goes back."""
+        version = self.subscriber.version
+        if version is None:
+            return
+        check(version >= self._last, f"{self} went back from {self._last} to {version}")
+        self._last = version
+        shown = snapshot(self.subscriber.state)
+        check(shown == self.part(self._fleet.published[version]), f"{self} shows a wrong version {version}")
+
+    def part(self, whole: Snapshot) -> Snapshot:
+        if self.select is None:
+            return whole
+        patterns = [self.select] if isinstance(self.select, str) else self.select
+        return {name: bits for name, bits in whole.items() if any(fnmatchcase(name, p) for p in patterns)}
+
+
+class Fleet:
+    """All chance comes from the ``rng`` that a step is given."""
+
+    def __init__(self, rng: Random) -> None:
+        self.disks = {place: Disk(lambda name, data: None) for place in (_PUBLISHED, _NEAR)}
+        self.nets = {place: Net(disk) for place, disk in self.disks.items()}
+        self.counts: Counter[str] = Counter()
+        self.destroyed = False
+        self.published: dict[int, Snapshot] = {}
+        self._trainer = Trainer(rng)
+        self._folds = rng.choice(((), (2, 4)))
+        self._keep = rng.choice((None, 1, 3))
+        self._publisher: Publisher | None = None
+        self._relay: tuple[list[Client], Relay] | None = None
+        self.followers = [Follower(self, rng) for _ in range(3)]
+
+    def publish(self, rng: Random) -> None:
+        """Without faults: those of publishers are another world's."""
+        if self._publisher is None or rng.random() < 0.05:
+            self._publisher = Publisher(
+                self.disks[_PUBLISHED],
+                stream=STREAM,
+                selectable=True,
+                folds=self._folds,
+                anchor_ratio=rng.choice((0.5, 1e9)),
+                shard_bytes=rng.choice((500, 1 << 30)),
+                threads=1,
+            )
+        state: State = self._trainer.step(rng)
+        done = self._publisher.publish(state, anchor=rng.random() < 0.1)
+        self._publisher.wait()
+        self.published[done.version] = snapshot(state)
+
+    def burst(self, rng: Random) -> None:
+        for _ in range(rng.randint(3, 12)):
+            self.publish(rng)
+
+    def fold(self, rng: Random) -> None:
+        if self.published:
+            try:
+                list(fold_stream(self.disks[_PUBLISHED], STREAM, (2, 8), threads=1))
+            except ChainGap:
+                check(self.destroyed, "a whole stream cannot be folded")
+
+    def gc(self, rng: Random) -> None:
+        try:
+            gc_stream(self.disks[rng.choice((_PUBLISHED, _NEAR))], STREAM, keep=rng.randint(1, 6), grace_seconds=0)
+        except (ChainGap, EmptyStream) as error:
+            check(self.destroyed or isinstance(error, EmptyStream), f"a whole stream cannot be collected: {error}")
+
+    def relay(self, rng: Random) -> None:
+        if self._relay is None or rng.random() < 0.1:
+            clients = [Client(self.nets[_PUBLISHED]), Client(self.nets[_NEAR])]
+            self._relay = clients, Relay(*clients, stream=STREAM, keep=self._keep, threads=1)
+        clients, relay = self._relay
+        for client in clients:
+            client.expect(_faults(rng))
+        try:
+            if relay.sync() is not None:
+                self.counts["relayed"] += 1
+        except CrashNow:
+            self.counts["relays_stopped"] += 1
+        except PulseError as error:
+            check(not isinstance(error, PublisherConflict), f"the relay takes its own copy for another's: {error}")
+            hit = sum(client.hit for client in clients)
+            check(hit > 0 or self.destroyed, f"the relay failed without a fault: {error!r}")
+            self.counts["relays_failed"] += 1
+        for client in clients:
+            client.calm()
+        if any(client.dead for client in clients):
+            self._relay = None
+        self.look_at_the_copy()
+
+    def look_at_the_copy(self) -> None:
+        """Every version that the near store shows is whole there: a newcomer reaches it from nothing."""
+        if self.destroyed:
+            return
+        for name in self.disks[_NEAR].names(f"{STREAM}/versions"):
+            data = self.disks[_NEAR].peek(name)
+            check(
+                data == self.disks[_PUBLISHED].peek(name) or self.disks[_PUBLISHED].peek(name) is None,
+                f"{name} differs",
+            )
+            version = int(name.rpartition("/")[2].partition(".")[0])
+            reader = Subscriber(self.disks[_NEAR], stream=STREAM, threads=1)
+            reader.sync(target=version)
+            check(snapshot(reader.state) == self.published[version], f"version {version} of the copy is wrong")
+            self.counts["shown"] += 1
+
+    def follow(self, rng: Random) -> None:
+        follower = rng.choice(self.followers)
+        follower.sync([_faults(rng), _faults(rng)])
+
+    def destroy(self, rng: Random) -> None:
+        """An object of either store is lost or damaged; no manifest of the origin, whose number would be used again."""
+        place = rng.choice((_PUBLISHED, _NEAR, _NEAR))
+        kinds = ["payloads", "payloads", "trees", "links"] + (["versions"] if place == _NEAR else [])
+        disk = self.disks[place]
+        names = disk.names(f"{STREAM}/{rng.choice(kinds)}")
+        if not names:
+            return
+        name = rng.choice(names)
+        data = disk.peek(name) or b""
+        if data and rng.random() < 0.6:
+            at = rng.randrange(len(data))
+            disk.damage(name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+        else:
+            disk.delete(name)
+        self.destroyed = True
+        self.counts["destroyed"] += 1
+
+    def finish(self, rng: Random) -> None:
+        """Faults stop; a version with an anchor comes, goes through the relay, and everybody is there."""
+        for net in self.nets.values():
+            net.flush()
+        self._relay = None
+        self._publisher = None
+        self._trainer._tied = {}
+        self.publish(rng)
+        assert self._publisher is not None
+        state = self._trainer.step(rng)
+        done = self._publisher.publish(state, anchor=True)
+        self.published[done.version] = snapshot(state)
+        relay = Relay(self.disks[_PUBLISHED], self.disks[_NEAR], stream=STREAM, threads=1)
+        relay.sync()
+        check(relay.version == done.version, f"the relay is at {relay.version}, not at {done.version}")
+        for follower in self.followers:
+            follower.subscriber.sync()
+            follower.inspect()
+            version = follower.subscriber.version
+            check(version == done.version, f"a follower of {follower._places} is at {version}, not {done.version}")
+
+
+STEPS = {"publish": 20, "burst": 6, "fold": 2, "gc": 3, "relay": 24, "follow": 40}
+
+
+def run(seed: int, *, destructive: bool) -> Counter[str]:
+    """One sequence of 10 to 40 steps. Raises Violation."""
+    rng = Random(seed)
+    fleet = Fleet(rng)
+    rules = STEPS | ({"destroy": 8} if destructive else {})
+    for _ in range(rng.randint(10, 40)):
+        getattr(fleet, rng.choices(list(rules), weights=list(rules.values()))[0])(rng)
+    fleet.finish(rng)
+    for net in fleet.nets.values():
+        fleet.counts += net.injected
+    return fleet.counts
+
+
+def _faults(rng: Random) -> list[Fault]:
+    if rng.random() < 0.5:
+        return []
+    kinds = rng.choices(list(FAULTS), k=rng.choice((1, 1, 2, 4)))
+    return [Fault(kind, rng.randrange(rng.choice((3, 8, 20))), rng.random()) for kind in kinds]

@@ -1,0 +1,388 @@
+"""A relay: one copy of each payload crosses, what it shows is whole, and who follows it reaches the newest version."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pulse_rl import (
+    ChainGap,
+    InputError,
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    Relay,
+    Signer,
+    StoreUnavailable,
+    Subscriber,
+    fold_stream,
+    gc_stream,
+)
+from pulse_rl.events import Event, PathFailed, Relayed
+from pulse_rl.store import Data
+from tests.support.relays import Counted, assert_whole, newest_root
+from tests.support.states import Rng, TinyTrainer, history, roots
+from tests.support.stores import FaultyStore, names
+
+KEY = Signer(bytes(range(32)))
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_follower_of_the_target_is_where_the_source_is(signed: bool, rng: Rng) -> None:
+    states = history(rng, 12)
+    source, target = Counted(), MemoryStore()
+    keys = [KEY.public_key] if signed else None
+    publisher = Publisher(source, stream="policy", signer=KEY if signed else None, anchor_ratio=0.05, shard_bytes=3000)
+    relay = Relay(source, target, stream="policy", trusted_keys=keys, threads=1)
+    assert relay.sync() is None
+    reader = Subscriber(target, stream="policy", trusted_keys=keys, threads=1)
+    for version, (state, root) in enumerate(zip(states, roots(states), strict=True)):
+        published = publisher.publish(state)
+        done = relay.sync()
+        assert done is not None
+        assert (done.version, done.previous) == (version, version - 1 if version else None)
+        assert done.nbytes == published.patch_bytes + published.anchor_bytes
+        reader.sync()
+        assert (reader.version, reader.root) == (version, root)
+        assert relay.sync() is None
+    payloads = {info.name: info.nbytes for info in source.list("policy/payloads")}
+    assert source.payloads_read() == payloads, "each payload is fetched once, and whole"
+    for folder in ("versions", "links", "payloads"):
+        assert names(target, f"policy/{folder}") == names(source, f"policy/{folder}")
+    for name in names(target, "policy"):
+        assert target.get(name) == source.get(name)
+    assert names(target, "policy/epochs") == [], "claims are for publishers"
+    assert_whole(target)
+
+
+def test_who_was_cut_off_comes_back_by_folds() -> None:
+    """No full state crosses, nor the patches that a fold stands for; and what is then shown is a whole stream."""
+    source, target, trainer = Counted(), MemoryStore(), TinyTrainer()
+    publisher = Publisher(source, stream="s", threads=1, folds=(4, 16), anchor_ratio=1e9)
+
+    def publish(versions: int) -> str:
+        for _ in range(versions):
+            trainer.step()
+            root = publisher.publish(trainer.state).root
+        publisher.wait()
+        return root
+
+    publish(3)
+    relay = Relay(source, target, stream="s", threads=1)
+    relay.sync()
+    reader = Subscriber(target, stream="s", threads=1)
+    reader.sync()
+    root = publish(40)
+    source.read.clear()
+    done = Relay(source, target, stream="s", threads=1).sync()
+    assert done is not None
+    assert done.links[:2] == ("the patch 2->3", "the patch 3->4")
+    assert "the fold 16->32" in done.links
+    assert not any("anchor" in link for link in done.links)
+    assert done.nbytes == sum(source.payloads_read().values())
+    reader.sync()
+    assert (reader.version, reader.root) == (42, root)
+    assert newest_root(target, "s") == root
+    assert_whole(target, "s")
+    root = publish(1)
+    relay.sync()
+    reader.sync()
+    assert reader.root == root
+
+
+def test_what_a_relay_skipped_can_be_collected_around() -> None:
+    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+    publisher = Publisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
+    for version in range(30):
+        trainer.step()
+        root = publisher.publish(trainer.state, anchor=version == 3).root
+        publisher.wait()
+        if version in (0, 3, 29):
+            Relay(source, target, stream="s", threads=1).sync()
+    assert "s/versions/000000000015.json" not in names(target, "s/versions")
+    plan = gc_stream(target, "s", keep=1, grace_seconds=0)
+    assert plan.oldest == 3
+    assert newest_root(target, "s") == root
+    assert_whole(target, "s")
+
+
+def test_a_fold_with_the_bytes_of_a_patch_can_be_collected_around(rng: Rng) -> None:
+    """Nothing changed in version 1, so that the fold 0->2 is the patch 1->2; the relay has not copied version 1."""
+    source, target = MemoryStore(), MemoryStore()
+    first, second = history(rng, 2)
+    publisher = Publisher(source, stream="policy", threads=1, anchor_ratio=1e9)
+    publisher.publish(first)
+    Relay(source, target, stream="policy", threads=1).sync()
+    for state in (first, second):
+        publisher.publish(state)
+    manifests = Subscriber(source, stream="policy").stream
+    unchanged, patch = manifests.manifest(1).patch, manifests.manifest(2).patch
+    assert patch is not None
+    assert unchanged is not None
+    source.delete(f"policy/payloads/{unchanged.parts[0].sha256}.patch")
+    source.put(f"policy/links/{2:012d}-{0:012d}-{patch.parts[0].bytes:015d}-{patch.parts[0].sha256}", b"")
+    done = Relay(source, target, stream="policy", threads=1).sync()
+    assert done is not None
+    assert done.links == ("the fold 0->2",)
+    assert gc_stream(target, "policy", keep=5, grace_seconds=0).oldest == 0
+    assert newest_root(target) == roots([second])[0]
+    assert_whole(target)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_relay_that_stops_at_any_call_goes_on(after: bool, rng: Rng) -> None:
+    """And shows nothing meanwhile that is not whole."""
+    states = history(rng, 5)
+    source = MemoryStore()
+    publisher = Publisher(source, stream="policy", anchor_ratio=0.02, shard_bytes=3000, folds=(2,), threads=1)
+    for state in states:
+        publisher.publish(state)
+    publisher.wait()
+    expected = roots(states)[-1]
+    stops = 0
+    for at in range(200):
+        for side in ("source", "target"):
+            disk = MemoryStore()
+            far, near = FaultyStore(source), FaultyStore(disk)
+            (far if side == "source" else near).fail(at, after=after)
+            try:
+                Relay(far, near, stream="policy", threads=1).sync()
+            except StoreUnavailable:
+                stops += 1
+                if names(disk, "policy/versions"):
+                    assert_whole(disk)
+            for store in (far, near):
+                store.heal()
+            Relay(far, near, stream="policy", threads=1).sync()
+            assert newest_root(disk) == expected
+            assert_whole(disk)
+        if not far.fired and not near.fired:
+            break
+    assert stops > 20
+
+
+def test_what_was_stored_before_is_not_fetched_again(rng: Rng) -> None:
+    """Nor believed for its name and length."""
+    source, target = Counted(), MemoryStore()
+    Publisher(source, stream="policy", shard_bytes=3000).publish(history(rng, 1)[0])
+    shards = names(source, "policy/payloads")
+    assert len(shards) > 2
+    target.put(shards[0], MemoryStore.get(source, shards[0]))
+    target.put(shards[1], bytes(source.head(shards[1]).nbytes))
+    target.put(shards[2], b"short")
+    Relay(source, target, stream="policy", threads=1).sync()
+    assert shards[0] not in source.read
+    assert {shards[1], shards[2]} <= set(source.read)
+    assert_whole(target)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_damaged_payload_is_not_passed_on(damage: str) -> None:
+    """The relay goes around it, and says so."""
+    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+    seen: list[Event] = []
+    publisher = Publisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
+    relay = Relay(source, target, stream="s", threads=1, on_event=seen.append)
+    for version in range(5):
+        trainer.step()
+        root = publisher.publish(trainer.state).root
+        publisher.wait()
+        if version == 0:
+            relay.sync()
+    patch = publisher.head()
+    assert patch is not None
+    lost = Subscriber(source, stream="s").stream.manifest(2).patch
+    assert lost is not None
+    name = f"s/payloads/{lost.parts[0].sha256}.patch"
+    data = source.get(name)
+    source.delete(name)
+    if damage != "delete":
+        source.put(name, data[:-1] if damage == "truncate" else data[:-1] + bytes([data[-1] ^ 1]))
+    done = relay.sync()
+    assert done is not None
+    assert done.links[-1] == "the fold 0->4"
+    assert [e.kind for e in seen if isinstance(e, PathFailed)] in (["digest_mismatch"], ["not_found"])
+    assert name not in names(target, "s/payloads")
+    assert newest_root(target, "s") == root
+    assert_whole(target, "s")
+
+
+def test_a_reply_that_was_damaged_on_its_way_is_asked_for_again(rng: Rng) -> None:
+    source, target = FaultyStore(MemoryStore()), MemoryStore()
+    root = Publisher(source, stream="policy").publish(history(rng, 1)[0]).root
+    hits = []
+
+    def once(name: str, data: bytes) -> bytes:
+        if "/payloads/" in name and not hits:
+            hits.append(name)
+            return data[:-1] + bytes([data[-1] ^ 1])
+        return data
+
+    source.damage = once
+    Relay(source, target, stream="policy", threads=1).sync()
+    assert hits
+    assert newest_root(target) == root
+
+
+def test_a_gap_in_the_source_is_named(rng: Rng) -> None:
+    states = history(rng, 3)
+    source, target = MemoryStore(), MemoryStore()
+    publisher = Publisher(source, stream="policy", anchor_ratio=1e9)
+    publisher.publish(states[0])
+    relay = Relay(source, target, stream="policy", threads=1)
+    relay.sync()
+    for state in states[1:]:
+        publisher.publish(state)
+    head = publisher.head()
+    assert head is not None
+    assert head.patch is not None
+    source.delete(f"policy/payloads/{head.patch.parts[0].sha256}.patch")
+    with pytest.raises(ChainGap, match="version 2"):
+        relay.sync()
+    assert newest_root(target) == roots(states)[1]
+    assert_whole(target)
+    root = publisher.publish(states[0], anchor=True).root
+    relay.sync()
+    assert newest_root(target) == root
+
+
+def test_folds_are_passed_on_with_their_signatures() -> None:
+    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+    publisher = Publisher(source, stream="s", threads=1, signer=KEY, anchor_ratio=1e9)
+    keys = [KEY.public_key]
+    for version in range(17):
+        trainer.step()
+        root = publisher.publish(trainer.state).root
+        if version == 0:
+            Relay(source, target, stream="s", trusted_keys=keys, threads=1).sync()
+    list(fold_stream(source, "s", (16,), signer=KEY, threads=1))
+    done = Relay(source, target, stream="s", trusted_keys=keys, threads=1).sync()
+    assert done is not None
+    assert done.links == ("the fold 0->16",)
+    assert newest_root(target, "s", trusted_keys=keys) == root
+
+
+def test_the_newest_version_does_not_wait_for_an_anchor(rng: Rng) -> None:
+    """Between two shards of an anchor the relay looks for newer versions, and shows them first."""
+    states = history(rng, 3)
+    expected = roots(states)
+    shown = []
+
+    class Watched(MemoryStore):
+        """A target beside which the trainer goes on while an anchor is copied."""
+
+        def put(self, name: str, data: Data) -> None:
+            super().put(name, data)
+            if name.endswith(".safetensors") and self.head("policy/versions/000000000001.json"):
+                shown.append(newest_root(self))
+                if len(shown) == 1:
+                    publisher.publish(states[2])
+
+    source, target = MemoryStore(), MemoryStore()
+    publisher = Publisher(source, stream="policy", shard_bytes=3000, threads=1, anchor_ratio=1e9)
+    publisher.publish(states[0])
+    Relay(source, target, stream="policy", threads=1).sync()
+    publisher.publish(states[1], anchor=True)
+    watched = Watched()
+    watched._objects, watched._names = target._objects, target._names
+    Relay(source, watched, stream="policy", threads=1).sync()
+    assert shown[0] == expected[1]
+    assert set(shown[1:]) == {expected[2]}
+    assert names(watched, "policy/links") == names(source, "policy/links")
+
+
+def test_an_anchor_that_was_left_half_way_is_finished(rng: Rng) -> None:
+    states = history(rng, 3)
+    source, target = MemoryStore(), MemoryStore()
+    publisher = Publisher(source, stream="policy", shard_bytes=3000, anchor_ratio=1e9)
+    publisher.publish(states[0])
+    Relay(source, target, stream="policy", threads=1).sync()
+    publisher.publish(states[1], anchor=True)
+    near = FaultyStore(target)
+    near.fail_on("put", "links")
+    with pytest.raises(StoreUnavailable):
+        Relay(source, near, stream="policy", threads=1).sync()
+    assert near.fired
+    publisher.publish(states[2])
+    Relay(source, target, stream="policy", threads=1).sync()
+    assert names(target, "policy/links") == names(source, "policy/links")
+    assert Relay(source, target, stream="policy", threads=1).sync() is None
+
+
+def test_its_own_retention(tmp_path: Path, rng: Rng) -> None:
+    states = history(rng, 10)
+    source, target = MemoryStore(), LocalStore(tmp_path)
+    publisher = Publisher(source, stream="policy", anchor_ratio=1e9)
+    relay = Relay(source, target, stream="policy", keep=2, threads=1)
+    for version, state in enumerate(states):
+        publisher.publish(state, anchor=version % 4 == 0)
+        relay.sync()
+        for file in (tmp_path / "policy" / "payloads").iterdir():
+            os.utime(file, (time.time() - 10_000,) * 2)
+    assert names(target, "policy/versions")[0] == "policy/versions/000000000004.json"
+    assert len(names(source, "policy/versions")) == 10
+    assert newest_root(target) == roots(states)[-1]
+    assert_whole(target)
+    assert len(names(target, "policy/payloads")) < len(names(source, "policy/payloads"))
+
+
+def test_an_idle_look_costs_a_listing_on_each_side(rng: Rng) -> None:
+    source, target = FaultyStore(MemoryStore()), FaultyStore(MemoryStore())
+    publisher = Publisher(source, stream="policy")
+    relay = Relay(source, target, stream="policy", threads=1)
+    for state in history(rng, 3):
+        publisher.publish(state)
+        relay.sync()
+    relay.sync()
+    for _ in range(3):
+        source.calls.clear()
+        target.calls.clear()
+        assert relay.sync() is None
+        assert source.calls == target.calls == [("list", "policy/versions")]
+
+
+def test_a_chain_of_relays(rng: Rng) -> None:
+    states = history(rng, 4)
+    stores = [MemoryStore() for _ in range(3)]
+    publisher = Publisher(stores[0], stream="policy")
+    relays = [Relay(a, b, stream="policy", threads=1) for a, b in pairwise(stores)]
+    for state, root in zip(states, roots(states), strict=True):
+        publisher.publish(state)
+        for relay in relays:
+            relay.sync()
+        assert newest_root(stores[-1]) == root
+
+
+def test_memory_is_bounded_by_pieces_not_by_payloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulse_rl.maintenance.relay._CHUNK_BYTES", 1 << 16)
+    largest = 0
+
+    class Pieces(LocalStore):
+        def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+            nonlocal largest
+            data = super().get(name, start, stop)
+            largest = max(largest, len(data) if "/payloads/" in name else 0)
+            return data
+
+    trainer = TinyTrainer()
+    Publisher(LocalStore(tmp_path / "far"), stream="s").publish(trainer.state)
+    Relay(Pieces(tmp_path / "far"), Pieces(tmp_path / "near"), stream="s").sync()
+    assert largest == 1 << 16
+    assert_whole(LocalStore(tmp_path / "near"), "s")
+
+
+def test_events_and_refusals(rng: Rng) -> None:
+    seen: list[Event] = []
+    source = MemoryStore()
+    Publisher(source, stream="policy").publish(history(rng, 1)[0])
+    done = Relay(source, MemoryStore(), stream="policy", on_event=seen.append).sync()
+    assert seen == [done]
+    assert isinstance(done, Relayed)
+    with pytest.raises(InputError):
+        Relay(source, MemoryStore(), stream="policy", keep=0)
+    with pytest.raises(InputError):
+        Relay(source, MemoryStore(), stream="policy", follow_restarts=True, identity="0" * 32)

@@ -1,0 +1,145 @@
+"""Relays between stores that others write to, and streams that are begun anew or published from elsewhere."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import pytest
+
+from pulse_rl import MemoryStore, Publisher, PublisherConflict, Relay, Signer, StreamReplaced, Subscriber
+from tests.support.relays import assert_whole, newest_root
+from tests.support.states import Rng, TinyTrainer, history, roots
+from tests.support.stores import names
+
+KEY = Signer(bytes(range(32)))
+
+JUNK: dict[str, tuple[str, bytes]] = {
+    "a version far ahead": ("policy/versions/000000099999.json", b"junk"),
+    "the next version": ("policy/versions/000000000003.json", b""),
+    "a payload that nobody names": (f"policy/payloads/{sha256(b'x').hexdigest()}.patch", b"x"),
+    "a link to nothing": (f"policy/links/{2:012d}-{0:012d}-{7:015d}-{sha256(b'x').hexdigest()}", b""),
+    "a huge link": (f"policy/links/{2:012d}-{0:012d}-{7:015d}-{sha256(b'x').hexdigest()}", bytes(5000)),
+    "a claim": ("policy/epochs/000000000009", b"00ff00ff00ff00ff"),
+    "something else": ("policy/README", b"hello"),
+}
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("what", JUNK)
+def test_junk_is_not_passed_on(what: str, signed: bool, rng: Rng) -> None:
+    states = history(rng, 3)
+    source, target = MemoryStore(), MemoryStore()
+    keys = [KEY.public_key] if signed else None
+    publisher = Publisher(source, stream="policy", signer=KEY if signed else None)
+    for state in states:
+        publisher.publish(state)
+    source.put(*JUNK[what])
+    Relay(source, target, stream="policy", trusted_keys=keys, threads=1).sync()
+    assert newest_root(target, trusted_keys=keys) == roots(states)[-1]
+    assert JUNK[what][0] not in names(target, "policy")
+
+
+def test_a_fold_that_is_none_is_not_passed_on() -> None:
+    """A patch of one version, listed as one over sixteen: followers of the target would be stuck behind it."""
+    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+    publisher = Publisher(source, stream="s", threads=1, anchor_ratio=1e9)
+    for version in range(18):
+        trainer.step()
+        root = publisher.publish(trainer.state).root
+        if version == 0:
+            Relay(source, target, stream="s", threads=1).sync()
+    patch = Subscriber(source, stream="s").stream.manifest(1).patch
+    assert patch is not None
+    (part,) = patch.parts
+    false = f"s/links/{16:012d}-{0:012d}-{part.bytes:015d}-{part.sha256}"
+    source.put(false, b"")
+    done = Relay(source, target, stream="s", threads=1).sync()
+    assert done is not None
+    assert false not in names(target, "s/links")
+    assert len(names(target, "s/versions")) == 18
+    assert newest_root(target, "s") == root
+    assert_whole(target, "s")
+
+
+def test_only_what_a_trusted_key_has_signed_is_passed_on(rng: Rng) -> None:
+    states = history(rng, 4)
+    source, target = MemoryStore(), MemoryStore()
+    Publisher(source, stream="policy", signer=KEY).publish(states[0])
+    relay = Relay(source, target, stream="policy", trusted_keys=[KEY.public_key], threads=1)
+    relay.sync()
+    stranger = Signer(bytes(32))
+    Publisher(source, stream="policy", signer=stranger).publish(states[1])
+    assert relay.sync() is None
+    assert names(target, "policy/versions") == ["policy/versions/000000000000.json"]
+
+
+def test_a_stream_that_is_begun_anew(rng: Rng) -> None:
+    """As for a subscriber: refused, or followed where that is wished; the followers of the target see the same."""
+    states = history(rng, 6)
+    source, target = MemoryStore(), MemoryStore()
+    publisher = Publisher(source, stream="policy")
+    for state in states[:4]:
+        publisher.publish(state)
+    careful = Relay(source, target, stream="policy", threads=1)
+    careful.sync()
+    reader = Subscriber(target, stream="policy", follow_restarts=True, threads=1)
+    reader.sync()
+    for name in names(source, "policy"):
+        source.delete(name)
+    root = Publisher(source, stream="policy").publish(states[5]).root
+    for relay in (careful, Relay(source, target, stream="policy", threads=1)):
+        with pytest.raises(StreamReplaced):
+            relay.sync()
+    assert newest_root(target) == roots(states)[3]
+    done = Relay(source, target, stream="policy", follow_restarts=True, threads=1).sync()
+    assert done is not None
+    assert (done.version, newest_root(target)) == (0, root)
+    reader.sync()
+    assert (reader.version, reader.root) == (0, root)
+    assert names(target, "policy/payloads") == names(source, "policy/payloads")
+
+
+def test_a_store_that_somebody_publishes_to_is_no_target(rng: Rng) -> None:
+    """Source and target in the wrong order must not cost a stream."""
+    states = history(rng, 2)
+    origin, other = MemoryStore(), MemoryStore()
+    Publisher(origin, stream="policy").publish(states[0])
+    Publisher(other, stream="policy").publish(states[1])
+    before = names(origin, "policy")
+    with pytest.raises(PublisherConflict):
+        Relay(other, origin, stream="policy", follow_restarts=True, threads=1).sync()
+    assert names(origin, "policy") == before
+    mine = Relay(MemoryStore(), origin, stream="policy", follow_restarts=True, threads=1)
+    assert mine.sync() is None
+    assert names(origin, "policy") == before
+
+
+def test_a_trainer_that_moved_to_the_target_stops_the_relay(rng: Rng) -> None:
+    states = history(rng, 3)
+    source, target = MemoryStore(), MemoryStore()
+    publisher = Publisher(source, stream="policy")
+    publisher.publish(states[0])
+    relay = Relay(source, target, stream="policy", threads=1)
+    relay.sync()
+    moved = Publisher(target, stream="policy").publish(states[1])
+    assert moved.version == 1
+    publisher.publish(states[2])
+    publisher.publish(states[1])
+    with pytest.raises(PublisherConflict):
+        relay.sync()
+
+
+def test_what_lies_in_the_place_of_a_version_makes_room(rng: Rng) -> None:
+    """The target is the relay's. A publisher would skip the number; a copy cannot."""
+    states = history(rng, 2)
+    source, target = MemoryStore(), MemoryStore()
+    publisher = Publisher(source, stream="policy")
+    publisher.publish(states[0])
+    target.put("policy/versions/000000000000.json", b"junk")
+    target.put("policy/versions/000000000001.json", b"")
+    relay = Relay(source, target, stream="policy", threads=1)
+    relay.sync()
+    publisher.publish(states[1])
+    relay.sync()
+    assert newest_root(target) == roots(states)[1]
+    assert_whole(target)

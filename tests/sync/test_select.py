@@ -1,0 +1,348 @@
+"""A subscriber of some tensors only: it fetches, holds, verifies and shows these, proved by the version's root."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Collection
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pulse_rl import (
+    Bits,
+    ChainGap,
+    InputError,
+    MemoryStore,
+    Publisher,
+    Relay,
+    Signer,
+    Store,
+    Subscriber,
+    Update,
+    audit,
+    fold_stream,
+    gc_stream,
+)
+from pulse_rl.events import Event, Synced
+from tests.support.relays import Counted
+from tests.support.states import Rng, Tensors, all_dtypes, bits, mutated, snapshot, weights
+from tests.support.stores import FaultyStore, names
+
+STAGES = 8
+
+
+def staged(rng: Rng, elements: int = 3000, layers: int = 16) -> Tensors:
+    """A model of eight pipeline stages."""
+    tensors = {}
+    for layer in range(layers):
+        name = f"stages.{layer * STAGES // layers}.layers.{layer:02d}"
+        tensors[f"{name}.mlp.weight"] = weights(rng, elements // 10, 10)
+        tensors[f"{name}.norm.weight"] = bits(rng, "F32", 16)
+    return tensors
+
+
+def part(tensors: Tensors, prefix: str) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+class Live:
+    """A worker's own copy of its part, changed by nothing but updates."""
+
+    def __init__(self) -> None:
+        self.tensors: Tensors = {}
+
+    def apply(self, update: Update | None) -> None:
+        assert update is not None
+        for tensor in update.tensors:
+            if tensor.indices is None:
+                array = tensor.values.copy().reshape(tensor.spec.shape)
+                self.tensors[tensor.spec.name] = Bits(array, tensor.spec.dtype.name)
+            else:
+                self.tensors[tensor.spec.name].array.reshape(-1)[tensor.indices] = tensor.values
+        update.acknowledge()
+
+
+def reader(store: Store, select: str | Collection[str], **options: object) -> Subscriber:
+    return Subscriber(store, stream="policy", select=select, threads=1, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("select", ["stages.3.*", ["stages.3.*"], ["stages.3.layers.06.*", "stages.3.layers.07.*"]])
+def test_the_part_is_the_states_part_at_each_version(select: str | list[str], rng: Rng) -> None:
+    store, state, live = MemoryStore(), staged(rng), Live()
+    publisher = Publisher(store, stream="policy", selectable=True, threads=1)
+    worker = reader(store, select)
+    for step in range(6):
+        root = publisher.publish(state, anchor=step == 3).root
+        update = worker.sync()
+        live.apply(update)
+        mine = part(state, "stages.3.")
+        assert snapshot(live.tensors) == snapshot(worker.state) == snapshot(mine)
+        assert worker.root == root, "the root is the whole state's"
+        assert audit(live.tensors, worker.digest).ok
+        assert update is not None
+        assert {t.spec.name for t in update.tensors} <= set(mine)
+        state = mutated(rng, state)
+    newcomer = reader(store, select)
+    newcomer.sync()
+    assert snapshot(newcomer.state) == snapshot(live.tensors)
+
+
+def test_small_tensors_of_other_parts_in_a_block_are_held_and_not_shown(rng: Rng) -> None:
+    """All tensors of this state are in two blocks; and nothing of the neighbours is seen."""
+    store, state = MemoryStore(), all_dtypes(rng)
+    publisher = Publisher(store, stream="policy", selectable=True, threads=1)
+    publisher.publish(state)
+    worker = reader(store, ["BF16.*", "I64.values"])
+    worker.sync()
+    for _ in range(4):
+        state = mutated(rng, state)
+        publisher.publish(state)
+        update = worker.sync()
+        assert update is not None
+        expected = {n: t for n, t in state.items() if n.startswith("BF16.") or n == "I64.values"}
+        assert snapshot(worker.state) == snapshot(expected)
+        assert {t.spec.name for t in update.tensors} <= set(expected)
+        assert {name for name, _, _ in worker.full_update()} == set(expected)
+
+
+def test_an_eighth_costs_an_eighth(rng: Rng, tmp_path: Path) -> None:
+    """Of the bytes, of anchor and patch, plus 5%; and of the memory."""
+    store, state = Counted(), staged(rng, elements=1 << 20, layers=16)
+    dense = sum(tensor.array.nbytes for tensor in state.values())
+    publisher = Publisher(store, stream="policy", selectable=True, anchor_ratio=1e9, shard_bytes=8 << 20)
+    anchored = publisher.publish(state)
+    seen: list[Event] = []
+    worker = reader(store, "stages.5.*", on_event=seen.append)
+
+    def fetched() -> int:
+        store.read.clear()
+        worker.sync()
+        read = sum(store.read.values())
+        told = [event.fetched_bytes for event in seen if isinstance(event, Synced)][-1]
+        manifest = sum(nbytes for name, nbytes in store.read.items() if "/versions/" in name)
+        assert 0.9 * (read - manifest) <= told <= read, "what the event says was fetched"
+        return read
+
+    tracemalloc.start()
+    assert fetched() <= anchored.anchor_bytes / STAGES * 1.05
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held <= dense / STAGES + (4 << 20)
+    assert peak <= dense / STAGES + (12 << 20), "nor more in between: a chunk of the anchor is 8 MiB"
+    for _ in range(3):
+        state = mutated(rng, state, density=0.05)
+        published = publisher.publish(state)
+        assert fetched() <= published.patch_bytes / STAGES * 1.05
+    assert snapshot(worker.state) == snapshot(part(state, "stages.5."))
+
+
+def test_a_flipped_bit_matters_to_those_whose_it_is(rng: Rng) -> None:
+    """Each byte of the patch and of the anchor behind the headers, tried in some places."""
+    old = staged(rng, elements=1 << 20, layers=16)
+    new = mutated(rng, old, density=0.002)
+    store = MemoryStore()
+    publisher = Publisher(store, stream="policy", selectable=True, anchor_ratio=1e9)
+    publisher.publish(old)
+    publisher.publish(new)
+    refused = {"patch": 0, "safetensors": 0}
+    spared = {"patch": 0, "safetensors": 0}
+    for name in names(store, "policy/payloads"):
+        kind, good = name.rpartition(".")[2], store.get(name)
+        for at in np.linspace(len(good) // 8, len(good) - 1, 16).astype(int):
+            store.put(name, good[:at] + bytes([good[at] ^ 16]) + good[at + 1 :])
+            for stage in (0, 7):
+                worker = reader(store, f"stages.{stage}.*")
+                try:
+                    worker.sync(target=1)
+                except ChainGap:
+                    refused[kind] += 1
+                    assert worker.version in (None, 0)
+                else:
+                    spared[kind] += 1
+                    assert snapshot(worker.state) == snapshot(part(new, f"stages.{stage}."))
+            store.put(name, good)
+    assert all(refused.values()), refused
+    assert spared["patch"] > refused["patch"]
+    assert spared["safetensors"] > refused["safetensors"]
+
+
+def test_digests_that_lie_are_refused(rng: Rng) -> None:
+    old = staged(rng)
+    states = [old, mutated(rng, old)]
+    for folder_kind in (".tensors", ".leaves"):
+        for damage in ("flip", "cut", "longer", "empty", "gone"):
+            store = MemoryStore()
+            publisher = Publisher(store, stream="policy", selectable=True)
+            for state in states:
+                publisher.publish(state)
+            for name in [n for n in names(store, "policy/trees") if n.endswith(folder_kind)]:
+                good = store.get(name)
+                store.delete(name)
+                bad = {
+                    "flip": good[:-1] + bytes([good[-1] ^ 1]),
+                    "cut": good[:-32],
+                    "longer": good + bytes(32),
+                    "empty": b"",
+                }
+                if damage in bad:
+                    store.put(name, bad[damage])
+            worker = reader(store, "stages.0.*")
+            if (folder_kind, damage) == (".tensors", "longer"):
+                worker.sync()  # what follows is not read
+                assert snapshot(worker.state) == snapshot(part(states[-1], "stages.0."))
+                continue
+            with pytest.raises(ChainGap):
+                worker.sync()
+            assert worker.version is None or snapshot(worker.state) == snapshot(part(states[0], "stages.0."))
+
+
+def test_a_tensor_under_a_false_name_is_not_left_out(rng: Rng) -> None:
+    """Whoever can write to the store, but not sign, must not make a worker miss a tensor: names are proved, too."""
+    signer, store, state = Signer(bytes(range(32))), MemoryStore(), staged(rng)
+    Publisher(store, stream="policy", selectable=True, signer=signer).publish(state)
+    for name in names(store, "policy"):
+        data = store.get(name)
+        if name.endswith((".leaves", ".safetensors")):
+            false = data.replace(b"stages.0.layers.01.norm", b"stages.0.layers.01.mlq0")
+            assert len(false) == len(data)
+            assert false != data
+            store.put(name, false)
+    worker = reader(store, "stages.0.*norm*", trusted_keys=[signer.public_key])
+    with pytest.raises(ChainGap):
+        worker.sync()
+
+
+def test_what_is_stored_is_what_the_format_says(rng: Rng) -> None:
+    """Computed here from the document, format.md 7."""
+    store, state = MemoryStore(), staged(rng, elements=600_000, layers=2) | {"empty": bits(rng, "F32", 0, 4)}
+    root = Publisher(store, stream="policy", selectable=True).publish(state).root
+    tensors, leaves = store.get(f"policy/trees/{root}.tensors"), store.get(f"policy/trees/{root}.leaves")
+    assert sha256(b"pulse.state.1\0" + tensors).hexdigest() == root
+    length = int.from_bytes(leaves[:8], "little")
+    header = json.loads(leaves[8 : 8 + length])
+    assert list(header) == sorted(state)
+    expected, offset = b"", 0
+    for name in sorted(state):
+        data = state[name].array.tobytes()
+        entry = {"dtype": state[name].dtype, "shape": list(state[name].array.shape)}
+        assert header[name] == entry | {"data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+        expected += b"".join(sha256(data[at : at + (1 << 20)]).digest() for at in range(0, len(data), 1 << 20))
+    assert leaves[8 + length :] == expected
+
+
+def test_a_stream_without_digests_says_so(rng: Rng) -> None:
+    store, state = MemoryStore(), staged(rng)
+    Publisher(store, stream="policy").publish(state)
+    with pytest.raises(ChainGap, match=r"trees/.*leaves"):
+        reader(store, "stages.0.*").sync()
+
+
+def test_names_that_are_not_there(rng: Rng) -> None:
+    store, state = MemoryStore(), staged(rng)
+    Publisher(store, stream="policy", selectable=True).publish(state)
+    with pytest.raises(InputError, match=r"layers\.99"):
+        reader(store, ["stages.0.*", "layers.99.*"]).sync()
+    for select in ("", [], [""], [3]):
+        with pytest.raises(InputError):
+            reader(store, select)  # type: ignore[arg-type]
+
+
+def test_folds_a_base_a_cache_and_several_stores(rng: Rng, tmp_path: Path) -> None:
+    states = [staged(rng)]
+    while len(states) < 18:
+        states.append(mutated(rng, states[-1], density=0.002))
+    store, near = MemoryStore(), MemoryStore()
+    publisher = Publisher(store, stream="policy", selectable=True, anchor_ratio=1e9)
+    for state in states:
+        publisher.publish(state)
+    list(fold_stream(store, "policy", (8,), threads=1))
+    Relay(store, near, stream="policy", threads=1).sync()
+    seen: list[Event] = []
+    for options in (
+        {"base": states[0]},
+        {"cache": tmp_path / "cache"},
+        {"cache": tmp_path / "cache"},
+        {"identity": publisher.identity},
+    ):
+        for stores in (store, near, [near, store]):
+            worker = reader(stores, "stages.2.*", on_event=seen.append, **options)  # type: ignore[arg-type]
+            update = worker.sync()
+            assert update is not None
+            assert update.previous == (0 if "base" in options else None)
+            assert snapshot(worker.state) == snapshot(part(states[-1], "stages.2."))
+    assert any("fold" in link for event in seen if isinstance(event, Synced) for link in event.links)
+
+
+def test_aliases_are_selected_with_the_tensor_that_they_name(rng: Rng) -> None:
+    embed, head = weights(rng, 300, 10), weights(rng, 10, 10)
+    store = MemoryStore()
+    publisher = Publisher(store, stream="policy", selectable=True)
+    for step in range(3):
+        embed.array[step] ^= 1
+        publisher.publish({"embed.weight": embed, "lm_head.weight": embed, "other.weight": head})
+        worker = reader(store, "lm_head.weight")
+        worker.sync()
+        assert worker.state.names == ["embed.weight", "lm_head.weight"]
+        assert worker.state.read("lm_head.weight").tobytes() == embed.array.tobytes()
+        other = reader(store, "other.*")
+        other.sync()
+        assert other.state.names == ["other.weight"]
+
+
+def test_another_set_of_tensors(rng: Rng) -> None:
+    store, state = MemoryStore(), staged(rng)
+    publisher = Publisher(store, stream="policy", selectable=True)
+    publisher.publish(state)
+    worker = reader(store, "stages.0.*")
+    worker.sync()
+    state["stages.0.layers.00.extra"] = weights(rng, 40)
+    publisher.publish(state)
+    update = worker.sync()
+    assert update is not None
+    assert update.full
+    assert snapshot(worker.state) == snapshot(part(state, "stages.0."))
+
+
+def test_requests_that_fail_leave_the_last_version(rng: Rng) -> None:
+    state, inner = staged(rng), MemoryStore()
+    publisher = Publisher(inner, stream="policy", selectable=True, anchor_ratio=1e9)
+    publisher.publish(state)
+    store = FaultyStore(inner)
+    worker = reader(store, "stages.0.*")
+    worker.sync()
+    for at in range(12):
+        state = mutated(rng, state)
+        publisher.publish(state)
+        store.fail(at)
+        try:
+            worker.sync()
+        except Exception as error:
+            assert type(error).__name__ == "StoreUnavailable"  # noqa: PT017
+            worker.sync()
+        store.heal()
+        assert snapshot(worker.state) == snapshot(part(state, "stages.0."))
+
+
+def test_digests_go_with_their_versions(rng: Rng) -> None:
+    """gc takes those that no kept version has; a relay takes them along."""
+    store, near, state = MemoryStore(), MemoryStore(), staged(rng)
+    publisher = Publisher(store, stream="policy", selectable=True)
+    relay = Relay(store, near, stream="policy", threads=1)
+    for step in range(6):
+        publisher.publish(state, anchor=step == 3)
+        state = mutated(rng, state)
+        relay.sync()
+    assert names(near, "policy/trees") == names(store, "policy/trees")
+    for name in names(store, "policy/trees"):
+        assert near.get(name) == store.get(name)
+    gc_stream(store, "policy", keep=1, grace_seconds=3600)
+    assert len(names(store, "policy/trees")) == 8
+    gc_stream(store, "policy", keep=1, grace_seconds=0)
+    assert len(names(store, "policy/trees")) == 4
+    worker = reader(store, "stages.1.*")
+    worker.sync()
+    assert worker.version == 5

@@ -1,0 +1,333 @@
+"""A subscriber with several stores: none that is away, stale or damaged makes a worker wrong, or stops it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pulse_rl import (
+    ChainGap,
+    InputError,
+    Member,
+    MemoryStore,
+    Publisher,
+    Relay,
+    Signer,
+    Store,
+    StoreUnavailable,
+    StreamReplaced,
+    Subscriber,
+    state_root,
+)
+from pulse_rl.events import Event, PathFailed
+from tests.support.states import Live, Rng, Tensors, history
+from tests.support.stores import FaultyStore, names
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("pulse_rl.sync.nearest.time.monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+class Away(MemoryStore):
+    """A store that is unreachable while ``away``."""
+
+    away = False
+
+    def __getattribute__(self, name: str) -> object:
+        if name in ("get", "head", "list", "put", "put_new", "delete") and object.__getattribute__(self, "away"):
+            raise StoreUnavailable("the store is away")
+        return super().__getattribute__(name)
+
+
+class Fleet:
+    """An origin with its publisher, and a near store that a relay fills."""
+
+    def __init__(self, rng: Rng, versions: int = 12, **options: object) -> None:
+        self.states = history(rng, versions)
+        self.origin, self.near = FaultyStore(Away()), FaultyStore(Away())
+        self.publisher = Publisher(self.origin, stream="policy", threads=1, **options)  # type: ignore[arg-type]
+        self.relay = Relay(self.origin, self.near, stream="policy", threads=1)
+        self.published = 0
+
+    def publish(self, count: int = 1, *, relayed: bool = True) -> str:
+        for _ in range(count):
+            self.publisher.publish(self.states[self.published])
+            self.published += 1
+        if relayed:
+            self.relay.sync()
+        return state_root(self.states[self.published - 1])
+
+    def worker(self, **options: object) -> Subscriber:
+        return Subscriber([self.near, self.origin], stream="policy", threads=1, **options)  # type: ignore[arg-type]
+
+
+def forget_calls(*stores: FaultyStore) -> None:
+    for store in stores:
+        store.calls.clear()
+
+
+def test_what_is_near_is_not_fetched_from_the_origin(rng: Rng, clock: Clock) -> None:
+    fleet, live = Fleet(rng), Live()
+    worker = fleet.worker()
+    for _ in range(4):
+        root = fleet.publish()
+        forget_calls(fleet.near, fleet.origin)
+        live.apply(worker.sync())
+        assert live.root == worker.root == root
+        assert not any("/payloads/" in name for _, name in fleet.origin.calls)
+
+
+def test_the_load_on_the_origin_is_one_listing_in_a_while(rng: Rng, clock: Clock) -> None:
+    fleet = Fleet(rng)
+    fleet.publish(3)
+    worker = fleet.worker(patience_seconds=30)
+    worker.sync()
+    forget_calls(fleet.origin, fleet.near)
+    for _ in range(600):
+        clock.now += 1
+        assert worker.sync() is None
+    assert set(fleet.origin.calls) == {("list", "policy/versions")}
+    assert 600 / 30 / 1.25 - 1 <= len(fleet.origin.calls) <= 600 / 30 / 0.75 + 1
+    assert fleet.near.calls == [("list", "policy/versions")] * 600
+
+
+def test_a_near_store_that_is_away_or_empty(rng: Rng) -> None:
+    fleet, live, seen = Fleet(rng), Live(), list[Event]()
+    worker = fleet.worker(on_event=seen.append)
+    fleet.near.inner.away = fleet.origin.inner.away = True  # type: ignore[attr-defined]
+    with pytest.raises(StoreUnavailable):
+        worker.sync()
+    fleet.origin.inner.away = False  # type: ignore[attr-defined]
+    assert worker.sync() is None
+    root = fleet.publish(2, relayed=False)
+    live.apply(worker.sync())
+    assert live.root == root
+    assert {e.link for e in seen if isinstance(e, PathFailed)} == {"store 1 of 2", "store 2 of 2"}
+    fleet.near.inner.away = False  # type: ignore[attr-defined]
+    assert worker.sync() is None
+    root = fleet.publish(2)
+    live.apply(worker.sync())
+    assert live.root == root
+    fleet.origin.inner.away = True  # type: ignore[attr-defined]
+    assert worker.sync() is None, "the near store is enough"
+
+
+def test_a_stale_near_store_is_passed_over(rng: Rng, clock: Clock) -> None:
+    """Not at once: a relay needs its time. And it is taken again when it has caught up."""
+    fleet, live = Fleet(rng), Live()
+    fleet.publish()
+    worker = fleet.worker(patience_seconds=30)
+    live.apply(worker.sync())
+    root = fleet.publish(2, relayed=False)
+    started = clock.now
+    while worker.sync() is None:
+        clock.now += 1
+        assert clock.now - started <= 30 * 2.25 + 1, "the bound that the documents give"
+    assert clock.now - started >= 30
+    assert worker.root == root
+    root = fleet.publish(relayed=False)
+    assert worker.sync() is not None, "the near store is known to be late"
+    assert worker.root == root
+    fleet.relay.sync()
+    assert worker.sync() is None
+    root = fleet.publish()
+    forget_calls(fleet.origin)
+    assert worker.sync() is not None
+    assert worker.root == root
+    assert not any("/payloads/" in name for _, name in fleet.origin.calls)
+
+
+def test_without_patience_the_newest_of_all_is_taken(rng: Rng) -> None:
+    fleet = Fleet(rng)
+    fleet.publish()
+    worker = fleet.worker(patience_seconds=0)
+    worker.sync()
+    root = fleet.publish(relayed=False)
+    worker.sync()
+    assert worker.root == root
+
+
+def test_a_farther_store_that_promises_too_much_holds_nobody_up(rng: Rng, clock: Clock) -> None:
+    """A newer version that the origin lists and cannot give."""
+    fleet = Fleet(rng, anchor_ratio=1e9)
+    root = fleet.publish(2)
+    worker = fleet.worker(patience_seconds=30)
+    worker.sync()
+    fleet.publish(relayed=False)
+    head = fleet.publisher.head()
+    assert head is not None
+    assert head.patch is not None
+    fleet.origin.delete(f"policy/payloads/{head.patch.parts[0].sha256}.patch")
+    fleet.origin.put("policy/versions/000000099999.json", b"junk")
+    for _ in range(200):
+        clock.now += 1
+        assert worker.sync() is None
+    assert worker.root == root
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "cut": lambda data: data[:-1],
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("folder", ["versions", "payloads", "links"])
+@pytest.mark.parametrize("how", [*DAMAGE, "gone"])
+def test_a_damaged_near_store_never_makes_a_worker_wrong(how: str, folder: str, rng: Rng) -> None:
+    fleet, live = Fleet(rng, anchor_ratio=0.05), Live()
+    worker = fleet.worker()
+    fleet.publish(2)
+    live.apply(worker.sync())
+    root = fleet.publish(4)
+    for name in names(fleet.near, f"policy/{folder}"):
+        data = fleet.near.inner.get(name)
+        fleet.near.inner.delete(name)
+        if how != "gone" and data:
+            fleet.near.inner.put(name, DAMAGE[how](data))
+    for _ in range(2):
+        live.apply(worker.sync())
+    newcomer = fleet.worker()
+    newcomer.sync()
+    if folder == "versions":  # what a nearer store does not show is newer elsewhere: after a while
+        worker, newcomer = fleet.worker(patience_seconds=0), fleet.worker(patience_seconds=0)
+        live.apply(worker.sync())
+        newcomer.sync()
+    assert live.root == newcomer.root == root
+
+
+def test_a_worker_ahead_of_the_near_store_stays_where_it_is(rng: Rng) -> None:
+    fleet = Fleet(rng)
+    fleet.publish()
+    root = fleet.publish(3, relayed=False)
+    worker = fleet.worker(patience_seconds=0)
+    worker.sync()
+    assert worker.version == 3
+    for _ in range(3):
+        assert worker.sync() is None
+        assert (worker.version, worker.root) == (3, root)
+
+
+def test_a_target_version_is_found_where_it_is(rng: Rng) -> None:
+    fleet = Fleet(rng)
+    fleet.publish(2)
+    root = fleet.publish(2, relayed=False)
+    worker = fleet.worker()
+    worker.sync(target=3)
+    assert (worker.version, worker.root) == (3, root)
+    with pytest.raises(ChainGap):
+        worker.sync(target=9)
+
+
+def test_a_base_is_found_in_the_store_that_has_versions(rng: Rng) -> None:
+    fleet = Fleet(rng)
+    fleet.publish(2, relayed=False)
+    worker = fleet.worker(base=fleet.states[0])
+    update = worker.sync()
+    assert update is not None
+    assert update.previous == 0
+
+
+def replace_origin(fleet: Fleet, state: Tensors) -> str:
+    for name in names(fleet.origin, "policy"):
+        fleet.origin.delete(name)
+    return Publisher(fleet.origin, stream="policy").publish(state).root
+
+
+def test_only_the_origin_says_that_a_stream_is_another_one(rng: Rng) -> None:
+    """A near store that holds an earlier stream of the name does not take anybody back to it."""
+    fleet = Fleet(rng)
+    fleet.publish(3)
+    careful = fleet.worker(patience_seconds=0)
+    willing = fleet.worker(patience_seconds=0, follow_restarts=True)
+    for worker in (careful, willing):
+        worker.sync()
+    root = replace_origin(fleet, fleet.states[7])
+    with pytest.raises(StreamReplaced):
+        careful.sync()
+    assert careful.version == 2
+    for worker in (willing, fleet.worker(patience_seconds=0)):
+        worker.sync()
+        assert (worker.version, worker.root) == (0, root)
+        assert worker.sync() is None
+        assert worker.root == root
+    pinned = fleet.worker(patience_seconds=0, identity=careful.identity)
+    with pytest.raises(StreamReplaced):
+        pinned.sync()
+
+
+def test_a_near_store_of_another_stream_is_passed_over(rng: Rng) -> None:
+    fleet = Fleet(rng)
+    root = fleet.publish(2, relayed=False)
+    Publisher(fleet.near, stream="policy").publish(fleet.states[9])
+    for worker in (fleet.worker(identity=fleet.publisher.identity), fleet.worker(patience_seconds=0)):
+        worker.sync()
+        assert worker.root == root
+        assert worker.sync() is None
+
+
+def test_a_hostile_near_store_cannot_lead_astray(rng: Rng) -> None:
+    states, signer = history(rng, 3), Signer(bytes(range(32)))
+    origin, near = MemoryStore(), MemoryStore()
+    root = Publisher(origin, stream="policy", signer=signer).publish(states[0]).root
+    Publisher(near, stream="policy", signer=Signer(bytes(32))).publish(states[1])
+    worker = Subscriber([near, origin], stream="policy", trusted_keys=[signer.public_key])
+    worker.sync()
+    assert worker.root == root
+
+
+def test_a_cache_serves_all_stores(rng: Rng, tmp_path: Path) -> None:
+    fleet = Fleet(rng)
+    root = fleet.publish(3)
+    fleet.worker(cache=tmp_path).sync()
+    fleet.near.inner.away = True  # type: ignore[attr-defined]
+    forget_calls(fleet.origin)
+    again = fleet.worker(cache=tmp_path)
+    again.sync()
+    assert again.root == root
+    assert not any("/payloads/" in name for _, name in fleet.origin.calls)
+
+
+def test_members_of_a_group_meet_in_the_nearest_store(rng: Rng) -> None:
+    fleet = Fleet(rng)
+    members = [Member(fleet.worker(), group="g", name=f"m{k}") for k in range(2)]
+    lives = [Live(), Live()]
+    for _ in range(2):
+        root = fleet.publish()
+        for _ in range(4):
+            for member, live in zip(members, lives, strict=True):
+                live.apply(update := member.poll())
+                if update:
+                    update.acknowledge()
+        assert [live.root for live in lives] == [root] * 2
+    assert names(fleet.near, "policy/groups")
+    assert not names(fleet.origin, "policy/groups")
+
+
+def test_one_store_is_one_store(rng: Rng) -> None:
+    """A list of one costs what a store costs."""
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy")
+    publisher.publish(history(rng, 1)[0])
+    worker = Subscriber([store], stream="policy")
+    worker.sync()
+    store.calls.clear()
+    assert worker.sync() is None
+    assert store.calls == [("list", "policy/versions")]
+
+
+@pytest.mark.parametrize("stores", [[], ()])
+def test_no_store_is_refused(stores: list[Store]) -> None:
+    with pytest.raises(InputError):
+        Subscriber(stores, stream="policy")
+    with pytest.raises(InputError):
+        Subscriber([MemoryStore()], stream="policy", patience_seconds=-1)
