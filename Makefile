@@ -143,6 +143,7 @@ types: $(VENV)/.ready
 imports: $(VENV)/.ready
 	$(BIN)/lint-imports
 
+# PEER_GRAIL=CHECKOUT: the PULSE paper's own code is measured as well.
 bench: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 
