@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import library, synthetic
+from benchmarks import library, real_peers, synthetic
 from benchmarks.peers import Peer, peers
 from pulse_rl._util.threads import default_threads
 from pulse_rl.patch import build_patch
@@ -301,6 +301,9 @@ def main() -> None:
     for name, workers, shape in runs:
         report["library"].append(run_library(shape, 3e-6, True, name, workers))
         print_library(report["library"][-1])
+    if not args.scale:
+        shape = "30m" if args.quick else "100m"
+        report["peers"] = real_peers.report(shape, 3e-6, 2, list(real_peers.PEERS))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

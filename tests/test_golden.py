@@ -24,9 +24,11 @@ def test_roots() -> None:
     assert pulse_rl.state_root(GOLDEN / "new.safetensors") == NEW_ROOT
 
 
-@pytest.mark.parametrize("name", ["context", "dense", "zstd"])
-def test_patches_decode(name: str) -> None:
-    parsed = Patch.parse((GOLDEN / f"{name}.patch").read_bytes())
+@pytest.mark.parametrize(
+    ("folder", "name"), [("format-1", "context"), ("format-1", "dense"), ("format-1", "zstd"), ("rans-1", "rans")]
+)
+def test_patches_decode(folder: str, name: str) -> None:
+    parsed = Patch.parse((GOLDEN.parent / folder / f"{name}.patch").read_bytes())
     assert (parsed.header.base_root, parsed.header.target_root) == (OLD_ROOT, NEW_ROOT)
     assert codec.by_name(name).id in {entry.codec_id for entry in parsed.header.blocks}
     state = load(GOLDEN / "old.safetensors")[0].copy()

@@ -82,6 +82,7 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) 
 
 }  // namespace binding
 
-// The leaves' digests (module_sha256.cpp), PULSELoCo's kernels (module_loco.cpp).
+// The rans codec (module_rans.cpp), the leaves' digests (module_sha256.cpp), PULSELoCo's kernels (module_loco.cpp).
+void bind_rans(nb::module_& m);
 void bind_sha256(nb::module_& m);
 void bind_loco(nb::module_& m);

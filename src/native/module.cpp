@@ -156,6 +156,7 @@ NB_MODULE(_kernels, m) {
         },
         "use"_a, "For tests: whether comparing and weighing use AVX-512; whether this processor can.");
 
+    bind_rans(m);
     bind_sha256(m);
     bind_loco(m);
 }

@@ -1,0 +1,46 @@
+// The `rans` codec: the step of every element of a block, coded by tables that belong to the old element's class
+// (docs/format.md, section 3.8). For blocks of which many elements changed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "context.h"
+
+namespace pulse {
+
+// Memory that is not filled with zeros first.
+template <class T>
+struct Buffer {
+    std::unique_ptr<T[]> data;
+    size_t size = 0;
+    Buffer() = default;
+    explicit Buffer(size_t count) : data(new T[count]), size(count) {}
+};
+
+struct DecodedSteps {
+    Buffer<uint32_t> positions;  // ascending
+    Buffer<uint8_t> values;      // the new elements, `width` bytes each
+};
+
+// What a sample of at most 2^14 elements tells of a block's changes: their share of the elements, and how evenly they
+// are spread: the share of the bits of their positions that would remain if the density of every 64 elements were known.
+struct Spread {
+    double density, evenness;
+};
+Spread sampled_spread(const void* old, const void* now, size_t elements, int width);
+
+// The arrays are aligned to `kind.width` and have at most 2^24 elements. The payload is empty where nothing changed.
+Encoded encode_steps(const void* old, const void* now, size_t elements, const ElementKind& kind);
+
+// Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
+DecodedSteps decode_steps(const uint8_t* payload, size_t size, const void* old, size_t elements,
+                          const ElementKind& kind);
+
+// Whether this processor has vectors for it (AVX-512 with VBMI), and whether they are used.
+bool has_rans_vectors();
+extern bool rans_vectors;
+
+}  // namespace pulse
