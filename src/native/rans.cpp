@@ -149,7 +149,8 @@ Encoded encode(const U* old, const U* now, size_t elements, const ElementKind& k
     const RansEntries entries = RansEntries::for_encoding(tables);
 
     const size_t groups = elements / kRansStates, rest = elements % kRansStates;
-    const Buffer<uint8_t> code(2 * kWordsOfGroup * (groups + 1));
+    constexpr size_t kVector = 64;  // vectors store whole registers in front of the words
+    const Buffer<uint8_t> code(2 * kWordsOfGroup * (groups + 1) + kVector);
     uint8_t* const end = code.data.get() + code.size;
     RansEncoder coder{entries, kind, {}, end};
     std::fill_n(coder.states, kRansStates, kRansLow);
