@@ -200,10 +200,12 @@ def chosen(old: UIntArray, new: UIntArray, layout: Layout) -> str:
 
 def test_many_changes_are_coded_by_rans_few_and_those_in_rows_by_context() -> None:
     rng = np.random.default_rng(2)
-    old = weights(rng, "BF16", 1 << 18)
+    old = weights(rng, "BF16", 1 << 19)
     layout = Layout(DTYPES["BF16"], (Run(len(old), 512, 0),))
     assert chosen(old, changed(rng, old, 0.005, "one"), layout) == "context"
     assert chosen(old, changed(rng, old, 0.1, "one"), layout) == "rans"
+    few = old[: len(old) // 2].copy()
+    assert chosen(few, changed(rng, few, 0.1, "one"), Layout(DTYPES["BF16"], (Run(len(few), 512, 0),))) == "context"
     assert chosen(old, changed(rng, old, 1, "one"), layout) == "rans"
     rows = np.repeat(rng.random(512) < 0.1, 512)
     in_rows = np.where(rows, changed(rng, old, 0.6, "one"), old)

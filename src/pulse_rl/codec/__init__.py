@@ -41,8 +41,8 @@ _CODECS: tuple[Codec, ...] = (DenseCodec(), ZstdCodec(), ContextCodec(), RansCod
 DEFAULT = "context"
 
 # From this density on `rans` takes the place of `context`, where the changes are so evenly spread that it costs at most
-# about a tenth more bytes (docs/design/0023).
-_MANY, _EVEN = 0.03, 0.8
+# about a tenth more bytes (docs/design/0023), and in blocks so large that its states do not show.
+_MANY, _EVEN, _LARGE = 0.03, 0.8, 1 << 19
 
 # A block whose patch exceeds this share of its plain bytes is also tried dense; below it dense never wins, because
 # byte planes save at most about a third of trained weights.
@@ -97,5 +97,7 @@ def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -
 
 
 def _many_changes(old: UIntArray, new: UIntArray) -> bool:
+    if old.size < _LARGE:
+        return False
     density, evenness = sampled_spread(old.view(np.uint8), new.view(np.uint8), old.dtype.itemsize)
     return density >= _MANY and evenness >= _EVEN
