@@ -207,7 +207,7 @@ def test_many_changes_are_coded_by_rans_few_and_those_in_rows_by_context() -> No
     few = old[: len(old) // 2].copy()
     assert chosen(few, changed(rng, few, 0.1, "one"), Layout(DTYPES["BF16"], (Run(len(few), 512, 0),))) == "context"
     assert chosen(old, changed(rng, old, 1, "one"), layout) == "rans"
-    rows = np.repeat(rng.random(512) < 0.1, 512)
+    rows = np.repeat(rng.random(1024) < 0.1, 512)
     in_rows = np.where(rows, changed(rng, old, 0.6, "one"), old)
     assert chosen(old, in_rows, layout) == "context"
     assert codec.encode_block(RANS, old, in_rows, layout).codec_id == RANS.id
