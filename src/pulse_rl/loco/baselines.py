@@ -38,7 +38,7 @@ class DiLoCo(OuterLoop):
         def update(block: FlatBlock) -> None:
             self._update(block, block.of(total), exchange.size)
 
-        return Received(self.parameters.count, total.nbytes, update, lambda: None)
+        return Received(self.parameters.count, total.nbytes, update, lambda: self.parameters.count)
 
 
 class TopK(PulseLoCo):

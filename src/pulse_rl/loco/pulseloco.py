@@ -12,16 +12,17 @@ import torch.distributed as dist
 
 from .._native import add_entries
 from .._util.settings import checked_number
-from ..errors import CorruptMessage, InputError, NonFinite, StateMismatch
+from ..errors import InputError, NonFinite, StateMismatch
 from .exchange import Exchange
 from .gate import Floats, Positions, is_finite, open_entries, rounding_of
 from .membership import Delivery, Handshake, delivery_of
 from .outer import OuterLoop
 from .parameters import FlatBlock
 from .rounds import Received, Round
-from .wire import Entries, Message, Wire, digest_of
+from .shares import Counts, Known, count_entries, estimated_sums, granules, scatters
+from .transfer import Coder, Own, Transfer, Transferred
+from .wire import Entries, Wire
 
-_NON_FINITE = b"PLSN"
 _MOST_SCALE = 1024.0
 
 
@@ -83,6 +84,8 @@ class PulseLoCo(OuterLoop):
         self._next_residual = np.empty_like(self.theta_flat)
         # The digest of the message that was sent in a round that has not taken effect here.
         self._pending_message: str | None = None
+        # What all trainers of the group know of its last round.
+        self._known: Known | None = None
         # The lookahead with which the inner steps under way have started.
         self._started_with = np.float32(0)
 
@@ -116,43 +119,70 @@ class PulseLoCo(OuterLoop):
 
     # -- a round
 
+    def _join(self) -> None:
+        self._known = None  # others may come from other rounds
+        super()._join()
+
     def _outer_round(self, exchange: Exchange) -> Received:
+        self._pending_message = None
         with self._phase("gate"):
-            message, own = self._encode_message()
-        messages, others = self._receive(exchange, message)
-        digests = [digest_of(m) for m in messages]
+            own = self._gate()
+        coder = Coder(self.round, self.theta_flat, self.momentum_flat, self._rounding, self._wire, self.threads)
+        transfer = Transfer(
+            exchange, coder, self.parameters.blocks, self._phase, lambda: self._require_same_tensors(exchange)
+        )
+        arrived: Transferred | None = None
+        try:
+            if scatters(exchange.size, self._known):
+                arrived = transfer.scatter(own, self._known.counts if self._known else None)
+            if arrived is None:
+                arrived = transfer.gather(own)
+        finally:
+            self._pending_message = None if own.bad else transfer.digest
+        return self._received(exchange, own, arrived)
+
+    def _received(self, exchange: Exchange, own: Own, arrived: Transferred) -> Received:
+        counted: list[tuple[int, Counts]] = [(0, np.zeros(0, np.int64))] * len(self.parameters.blocks)
 
         def update(block: FlatBlock) -> None:
             total = np.zeros(block.stop - block.start, np.float32)
-            by_rank = others[block.number]
-            for positions, values in [*by_rank[: exchange.rank], own[block.number], *by_rank[exchange.rank :]]:
+            for positions, values in arrived.entries[block.number]:
                 add_entries(total, positions, values)
+            counted[block.number] = count_entries(block, total)
             self._update(block, total, exchange.size)
 
-        def commit() -> None:
+        def commit() -> int:
             self._swap_residuals()
-            self._messages, self._pending_message = digests, None
+            self._messages, self._pending_message = arrived.messages, None
+            self._known = self._learnt(arrived, counted)
+            return int(self._known.counts.sum())
 
-        return Received(sum(len(positions) for positions, _ in own), len(message), update, commit)
+        entries = sum(len(positions) for positions, _ in own.entries)
+        return Received(entries, arrived.lengths[exchange.rank], update, commit, arrived.sums is not None)
 
-    def _encode_message(self) -> tuple[bytes, list[Entries]]:
-        """This trainer's message and the entries in it by block; fills the next residual."""
-        self._pending_message = None
+    def _learnt(self, arrived: Transferred, counted: list[tuple[int, Counts]]) -> Known:
+        counts = np.zeros(granules(self.parameters.count), np.int64)
+        for first, found in counted:
+            counts[first : first + len(found)] += found
+        sums = arrived.sums
+        if sums is None:
+            entries = sum(len(positions) for by_rank in arrived.entries for positions, _ in by_rank)
+            sums = estimated_sums(sum(arrived.lengths), entries, int(counts.sum()), bf16=self._wire.bf16)
+        return Known(arrived.sums is not None, max(arrived.lengths), sums, counts)
+
+    def _gate(self) -> Own:
+        """What this trainer has to send; fills the next residual."""
         try:
-            encoded = self._each_block(self._encode_block)
+            return Own(self._each_block(self._gate_block))
         except NonFinite as error:
-            return _NON_FINITE + str(error).encode(), []
-        message = Message(self.round, self._wire.code, [payload for payload, _ in encoded]).to_bytes()
-        self._pending_message = digest_of(message)
-        return message, [entries for _, entries in encoded]
+            return Own([], str(error))
 
-    def _encode_block(self, block: FlatBlock) -> tuple[bytes, Entries]:
-        """The block's payload and the entries in it. Raises NonFinite with the parameter's name alone."""
-        theta, momentum = block.of(self.theta_flat), block.of(self.momentum_flat)
-        start, now = self._start_block(block), np.empty_like(theta)
+    def _gate_block(self, block: FlatBlock) -> Entries:
+        """The block's entries. Raises NonFinite with the parameter's name alone."""
+        theta, now = block.of(self.theta_flat), np.empty(block.stop - block.start, np.float32)
         self.parameters.read_block(block, now)
         s = block.of(self._next_residual)
-        positions = self._select(theta, start, now, block.of(self.residual_flat), s)
+        positions = self._select(theta, self._start_block(block), now, block.of(self.residual_flat), s)
         if positions is None:
             raise NonFinite(self.parameters.name_at(block.start + int(np.argmin(is_finite(s)))))
         selected = s[positions]
@@ -161,47 +191,7 @@ class PulseLoCo(OuterLoop):
         if not finite.all():
             raise NonFinite(self.parameters.name_at(block.start + int(positions[np.argmin(finite)])))
         s[positions] = self._remainder(selected, sent)
-        return self._wire.encode(theta, momentum, self._rounding, block.runs, (positions, sent)), (positions, sent)
-
-    def _receive(self, exchange: Exchange, message: bytes) -> tuple[list[bytes], list[list[Entries]]]:
-        """(all messages, the others' entries by block and rank), once every trainer has decoded every message."""
-        problem: CorruptMessage | None = None
-        messages: list[bytes] = []
-        others: list[list[Entries]] = []
-        try:
-            with self._phase("exchange"):
-                messages = exchange.all_gather(message, max_bytes=self._max_message_bytes())
-            for rank, other in enumerate(messages):
-                if other.startswith(_NON_FINITE):
-                    name = other.removeprefix(_NON_FINITE).decode(errors="replace")
-                    raise NonFinite(f"trainer {rank}: the pseudo-gradient of {name!r} is not finite")
-            with self._phase("decode"):
-                others = self._decode([m for rank, m in enumerate(messages) if rank != exchange.rank])
-        except CorruptMessage as error:
-            problem = error
-        with self._phase("exchange"):
-            decoded = exchange.all_gather_fixed(b"\0" if problem else b"\1")
-        failed = [rank for rank, flag in enumerate(decoded) if flag != b"\1"]
-        if not failed:
-            return messages, others
-        # Theta and momentum are part of the code: a trainer that holds others cannot decode it.
-        self._require_same_tensors(exchange)
-        cause = problem or "their own errors say why"
-        raise CorruptMessage(f"trainers {failed} could not read a message: {cause}") from problem
-
-    def _decode(self, messages: list[bytes]) -> list[list[Entries]]:
-        """The entries by block, and of each block by message."""
-        parsed = [Message.parse(m, len(self.parameters.blocks)) for m in messages]
-        for message in parsed:
-            if message.round != self.round or message.wire != self._wire.code:
-                raise CorruptMessage(f"a message of round {message.round}, wire {message.wire} in round {self.round}")
-
-        def decode(block: FlatBlock) -> list[Entries]:
-            payloads = [message.payloads[block.number] for message in parsed]
-            theta, momentum = block.of(self.theta_flat), block.of(self.momentum_flat)
-            return self._wire.decode(payloads, theta, momentum, self._rounding, block.runs)
-
-        return self._each_block(decode)
+        return positions, sent
 
     # -- where the inner steps start
 
@@ -289,7 +279,3 @@ class PulseLoCo(OuterLoop):
     def _state_dict(self) -> dict[str, Any]:
         ahead = {"started_with": float(self._started_with)} if self._started_with else {}
         return {**super()._state_dict(), **ahead}
-
-    def _max_message_bytes(self) -> int:
-        """No message is longer: an entry takes at most 10 bytes, a block's header less than 4 KiB."""
-        return 10 * self.parameters.count + 4096 * (1 + len(self.parameters.blocks))
