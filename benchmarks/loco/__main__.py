@@ -1,4 +1,4 @@
-"""``python -m benchmarks.loco``: see the package. Some 40 minutes on two cores, six with --quick."""
+"""``python -m benchmarks.loco``: see the package. Over an hour on two cores."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loco import convergence, cost, plot, speed, tasks, traffic
+from benchmarks.loco import convergence, cost, plot, scaling, speed, tasks, traffic
 from benchmarks.loco.jobs import Job, JobResult
 from benchmarks.loco.methods import DILOCO, METHODS
 from benchmarks.loco.processes import start_trainers, why_no_network
 
-PARTS = ("traffic", "convergence", "cost")
+PARTS = ("traffic", "convergence", "cost", "scaling")
 
 
 def network_jobs(parts: list[str], quick: bool) -> list[Job]:
@@ -98,6 +98,12 @@ def main() -> int:
             rounds = arguments.rounds or (4 if arguments.quick else convergence.ROUNDS)
             seeds = convergence.SEEDS[: 2 if arguments.quick else None]
             facts |= measure_convergence(methods, rounds, seeds, arguments.plot)
+        if "scaling" in arguments.only:
+            for name in (tasks.PRETRAINED, tasks.ARITHMETIC):
+                tasks.ensure(name)
+            rows = scaling.run(arguments.quick)
+            print("\n" + scaling.text(rows))
+            facts["scaling"] = [asdict(row) for row in rows]
     except KeyboardInterrupt:
         print("interrupted; trainers and network are gone", file=sys.stderr)
         return 130

@@ -20,14 +20,14 @@ METHODS = (DDP, DILOCO, PULSE, PULSE_BF16, PAPER, PAPER_BF16, AHEAD_3, NO_FEEDBA
 
 _OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {
     DILOCO: (DiLoCo, {}),
-    PULSE: (PulseLoCo, {"lookahead": "auto"}),
-    PULSE_BF16: (PulseLoCo, {"lookahead": "auto", "wire_dtype": torch.bfloat16}),
+    PULSE: (PulseLoCo, {}),
+    PULSE_BF16: (PulseLoCo, {"wire_dtype": torch.bfloat16}),
     PAPER: (PulseLoCo, {"lookahead": 0.0}),
     PAPER_BF16: (PulseLoCo, {"lookahead": 0.0, "wire_dtype": torch.bfloat16}),
     AHEAD_3: (PulseLoCo, {"lookahead": 3.0}),
-    NO_FEEDBACK: (WithoutFeedback, {"lookahead": 0.0}),
-    TOP_K: (TopK, {"lookahead": 0.0}),
-    CAST_DIFFERENCE: (CastDifference, {"lookahead": 0.0}),
+    NO_FEEDBACK: (WithoutFeedback, {}),
+    TOP_K: (TopK, {}),
+    CAST_DIFFERENCE: (CastDifference, {}),
 }
 _TIMEOUT_SECONDS = 120.0
 

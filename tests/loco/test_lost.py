@@ -239,7 +239,7 @@ def come_back(trainer: Trainer, scattered: bool) -> list[str]:
     if me == 1:
         checked.step()
         trainer.barrier("two rounds on", everyone)
-        left = (flat(loop.theta()) - checked.job.weights()) + flat(loop.residual())
+        left = (checked.reference.start() - checked.job.weights()) + flat(loop.residual())
         checked.reference = checked.after(6, (0, 2, 3))
         checked.reference = checked.after(7, (0, 2, 3))
         checked.reference.residual = left

@@ -22,7 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16 model": {"model_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16},
     "fp16 gate": {"gate_dtype": torch.float16},
     "fp8 gate": {"gate_dtype": torch.float8_e4m3fn},
-    "lookahead": {"lookahead": 7.0},
+    "no lookahead": {"lookahead": 0.0},
     "lookahead, bf16 model": {"model_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16, "lookahead": 1.3},
     "half a gate": {"lookahead": 3.0, "gate_scale": 0.5},
     "a wide gate": {"gate_scale": 7.0},
@@ -81,7 +81,7 @@ def agreed(
     return rounds
 
 
-FEW = ["fp32", "bf16 wire", "lookahead"]
+FEW = ["fp32", "bf16 wire", "no lookahead"]
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])

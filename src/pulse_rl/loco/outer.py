@@ -111,8 +111,8 @@ class OuterLoop(Unique, ABC):
         self._leave(error)
 
     def close(self) -> None:
-        """Removes the hooks and leaves the group; the model stays as it is. The others get TrainerLeft in their next
-        round."""
+        """Removes the hooks and leaves the group; the model holds theta, or the local steps of a round under way. The
+        others get TrainerLeft in their next round."""
         self._unhook()
         self._leave()
 

@@ -31,12 +31,13 @@ class PulseLoCo(OuterLoop):
 
     After ``sync_every`` inner steps: ``s = (theta - w) + residual``; the entries with
     ``cast(theta) != cast(theta - s)`` in ``gate_dtype`` are sent and leave the residual; theta takes one Nesterov step
-    along the mean over all trainers, summed in rank order; the model gets theta. With ``wire_dtype=torch.bfloat16``
-    values are rounded, and what they lose stays in the residual.
+    along the mean over all trainers, summed in rank order; the model gets the next start. With
+    ``wire_dtype=torch.bfloat16`` values are rounded, and what they lose stays in the residual.
 
     ``lookahead``: the inner steps start from ``theta - lookahead * residual``, so that what was held back is not learnt
-    again in each round; "auto" is ``outer_lr / (1 - outer_momentum)``, what an entry that is sent moves theta by in the
-    end; 0, the default, is the paper's. The model holds theta while ``on_round`` is called and within `at_theta`.
+    again in each round. "auto", the default, is ``outer_lr / (1 - outer_momentum)``, what an entry that is sent moves
+    theta by in the end; 0 is the paper's. What trainers share, evaluate and publish is theta: the model holds it while
+    ``on_round`` is called, within `at_theta`, and after the loop was left at a round's end; `theta` has it always.
     ``gate_scale``: the gate asks ``cast(theta) != cast(theta - gate_scale * s)``; 1 is the paper's, less sends less.
 
     The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes per parameter. Raises, from inside
@@ -54,7 +55,7 @@ class PulseLoCo(OuterLoop):
         outer_momentum: float = 0.9,
         gate_dtype: torch.dtype = torch.bfloat16,
         wire_dtype: torch.dtype = torch.float32,
-        lookahead: float | Literal["auto"] = 0.0,
+        lookahead: float | Literal["auto"] = "auto",
         gate_scale: float = 1.0,
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 600.0,
@@ -65,7 +66,8 @@ class PulseLoCo(OuterLoop):
         self._rounding = rounding_of(gate_dtype)
         self._wire = Wire(wire_dtype)
         if lookahead == "auto":
-            lookahead = outer_lr / (1 - outer_momentum) if outer_momentum < 1 else 0.0  # refused below
+            in_range = outer_lr > 0 and 0 <= outer_momentum < 1  # or else refused below
+            lookahead = min(outer_lr / (1 - outer_momentum), _MOST_SCALE) if in_range else 0.0
         self.lookahead = np.float32(checked_number("lookahead", lookahead, most=_MOST_SCALE))
         self.gate_scale = np.float32(checked_number("gate_scale", gate_scale, least=1 / _MOST_SCALE, most=_MOST_SCALE))
         super().__init__(
@@ -94,7 +96,7 @@ class PulseLoCo(OuterLoop):
         """Within, the model holds theta, to be evaluated or published. Between rounds only: raises InputError after the
         first inner step of one. An inner step that is taken within starts from theta."""
 
-        def give(lookahead: np.float32) -> None:
+        def give(lookahead: np.float32 | None) -> None:
             if self.inner_step == 0:
                 self._start_steps(lookahead)
 
@@ -110,7 +112,7 @@ class PulseLoCo(OuterLoop):
             self._serial.run(lambda: give(np.float32(0)), whole=True)
             yield
         finally:
-            self._serial.run(lambda: give(self.lookahead), whole=True)
+            self._serial.run(lambda: give(None), whole=True)
 
     def residual(self) -> dict[str, torch.Tensor]:
         """What the gate has held back so far, by name, FP32 on the host, in this object's memory."""
@@ -122,6 +124,13 @@ class PulseLoCo(OuterLoop):
     def _join(self) -> None:
         self._known = None  # others may come from other rounds
         super()._join()
+        if self.inner_step == 0 and self._started_with != self.lookahead:
+            self._serial.run(lambda: self._start_steps(self.lookahead), whole=True)
+
+    def _unhook(self) -> None:
+        super()._unhook()
+        if self.inner_step == 0 and self._started_with:
+            self._serial.run(self._start_steps, whole=True)
 
     def _outer_round(self, exchange: Exchange) -> Received:
         self._pending_message = None
@@ -196,7 +205,9 @@ class PulseLoCo(OuterLoop):
     # -- where the inner steps start
 
     def _start_steps(self, lookahead: np.float32 | None = None) -> None:
-        self._started_with = self.lookahead if lookahead is None else lookahead
+        """With this object's own lookahead by default; outside the loop the model holds theta."""
+        inside = self.lookahead if self._hooks else np.float32(0)
+        self._started_with = inside if lookahead is None else lookahead
         if not self._started_with:
             self.parameters.write(self.theta_flat)
             return
