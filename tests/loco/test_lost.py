@@ -143,7 +143,9 @@ def test_the_others_go_on(how: signal.Signals, scattered: bool) -> None:
     groups = []
     for i, place in enumerate(PLACES_SCATTERED if scattered else PLACES):
         victim = i % 3
-        groups.append((victim, Group(survive, 3, place, how, victim, timeout_seconds, scattered, lost=(victim,))))
+        groups.append(
+            (victim, Group(survive, 3, place, how, victim, timeout_seconds, scattered, seconds=90, lost=(victim,)))
+        )
     for victim, group in groups:
         roots = set(group.results())
         assert len(roots) == 2, f"the survivors of {victim} differ"
