@@ -30,7 +30,7 @@ def train() -> None:
             batch = torch.randn(32, 64, generator=data)
             optimizer.zero_grad()
             (model(batch) - batch).square().mean().backward()
-            optimizer.step()  # every SYNC_EVERY-th call runs a round: all trainers then hold the same bits
+            optimizer.step()  # every SYNC_EVERY-th call runs a round: theta has then the same bits on all
 
 
 def report(done: pulse_rl.Round) -> None:

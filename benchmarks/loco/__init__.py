@@ -1,6 +1,6 @@
 """The evidence for PULSELoCo: traffic, convergence and cost of four trainers, beside DDP, DiLoCo and three variants.
 
-    python -m benchmarks.loco [--only traffic convergence cost] [--quick] [--json FILE] [--plot FILE.png]
+    python -m benchmarks.loco [--only traffic convergence cost scaling] [--quick] [--json FILE] [--plot FILE.png]
 
 Four trainers are four processes on gloo. With root, those of traffic and cost are in network namespaces of their own,
 behind links of 1 Gbit/s. Read the files in this order:
@@ -9,5 +9,5 @@ behind links of 1 Gbit/s. Read the files in this order:
 - `methods`: the methods by name
 - `tasks`: what is trained: real pretrained weights, or the policy of examples/grpo
 - `trainer`: the process of one trainer; `processes` starts four and sends them jobs
-- `traffic`, `convergence`, `cost`: the three parts, each with its tables; `speed`: one core's GB/s by phase
+- `traffic`, `convergence`, `cost`, `scaling`: the four parts, each with its tables; `speed`: one core's GB/s by phase
 """

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.loco``: see the package. Some 40 minutes on two cores, six with --quick."""
+"""``python -m benchmarks.loco``: see the package. Over an hour on two cores."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loco import convergence, cost, plot, speed, tasks, traffic
+from benchmarks.loco import convergence, cost, plot, scaling, speed, tasks, traffic
 from benchmarks.loco.jobs import Job, JobResult
+from benchmarks.loco.methods import DILOCO, METHODS
 from benchmarks.loco.processes import start_trainers, why_no_network
 
-PARTS = ("traffic", "convergence", "cost")
+PARTS = ("traffic", "convergence", "cost", "scaling")
 
 
 def network_jobs(parts: list[str], quick: bool) -> list[Job]:
@@ -52,9 +54,11 @@ def measure_network(parts: list[str], quick: bool) -> dict[str, Any]:
     return facts
 
 
-def measure_convergence(quick: bool, picture: Path | None) -> dict[str, Any]:
+def measure_convergence(
+    methods: Sequence[str], rounds: int, seeds: Sequence[int], picture: Path | None
+) -> dict[str, Any]:
     with start_trainers() as trainers:
-        curves = convergence.run(trainers, quick)
+        curves = convergence.run(trainers, methods, rounds, seeds)
     print("\n" + convergence.text(curves))
     if picture:
         plot.draw(curves, picture)
@@ -69,6 +73,15 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the convergence as a PNG")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        metavar="METHOD",
+        help=f"the convergence of these, always beside {DILOCO}: {', '.join(METHODS)}",
+    )
+    parser.add_argument("--rounds", type=int, help=f"the rounds of a convergence run (default {convergence.ROUNDS})")
     arguments = parser.parse_args()
     # SIGTERM unwinds like Ctrl-C, so that trainers and network are taken down.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -81,7 +94,16 @@ def main() -> int:
             facts |= measure_network(arguments.only, arguments.quick)
         if "convergence" in arguments.only:
             tasks.ensure(tasks.ARITHMETIC)
-            facts |= measure_convergence(arguments.quick, arguments.plot)
+            methods = [m for m in METHODS if m in arguments.methods or m == DILOCO]
+            rounds = arguments.rounds or (4 if arguments.quick else convergence.ROUNDS)
+            seeds = convergence.SEEDS[: 2 if arguments.quick else None]
+            facts |= measure_convergence(methods, rounds, seeds, arguments.plot)
+        if "scaling" in arguments.only:
+            for name in (tasks.PRETRAINED, tasks.ARITHMETIC):
+                tasks.ensure(name)
+            rows = scaling.run(arguments.quick)
+            print("\n" + scaling.text(rows))
+            facts["scaling"] = [asdict(row) for row in rows]
     except KeyboardInterrupt:
         print("interrupted; trainers and network are gone", file=sys.stderr)
         return 130

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, JobResult
-from benchmarks.loco.methods import CAST_DIFFERENCE, DDP, DILOCO, METHODS, NO_FEEDBACK, PULSE, PULSE_BF16, TOP_K
+from benchmarks.loco.methods import DDP, DILOCO, METHODS, PULSE, TOP_K
 from benchmarks.loco.processes import TrainerProcesses
 from benchmarks.loco.tasks import ARITHMETIC, HELD_OUT
 
@@ -69,15 +71,19 @@ def matching_fraction(trainers: TrainerProcesses, rounds: int) -> float:
     return pulse.density * pulse.payload_bytes / top_k.payload_bytes
 
 
-def run(trainers: TrainerProcesses, quick: bool) -> list[Curve]:
-    """All methods on all seeds, seed by seed, so that a change of the machine's load meets all methods."""
-    rounds, seeds = (4, SEEDS[:2]) if quick else (ROUNDS, SEEDS)
-    fraction = matching_fraction(trainers, rounds)
-    return [curve(*_run(trainers, job(method, seed, rounds, fraction))) for seed in seeds for method in METHODS]
+def run(trainers: TrainerProcesses, methods: Sequence[str], rounds: int, seeds: Sequence[int]) -> list[Curve]:
+    """The methods on all seeds, seed by seed, so that a change of the machine's load meets all methods."""
+    fraction = matching_fraction(trainers, rounds) if TOP_K in methods else None
+    return [curve(*_run(trainers, job(method, seed, rounds, fraction))) for seed in seeds for method in methods]
 
 
 def _run(trainers: TrainerProcesses, job: Job) -> tuple[Job, JobResult]:
-    return job, trainers.run(job)
+    result = trainers.run(job)
+    found = curve(job, result)
+    print(
+        f"  reward {found.reward:.4f}, loss {found.loss:.4f}, density {found.density:.2%}", file=sys.stderr, flush=True
+    )
+    return job, result
 
 
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:
@@ -98,7 +104,7 @@ def text(curves: list[Curve]) -> str:
         f"{'method':18} {'reward':>16} {'loss':>16} {'density':>8} {'MB':>8} {'1/DiLoCo':>8}",
     ]
     dense = mean_and_deviation([c.payload_bytes for c in curves if c.method == DILOCO])[0]
-    for method in METHODS:
+    for method in (m for m in METHODS if any(c.method == m for c in curves)):
         mine = [c for c in curves if c.method == method]
         reward, loss = mean_and_deviation([c.reward for c in mine]), mean_and_deviation([c.loss for c in mine])
         payload = fmean(c.payload_bytes for c in mine)
@@ -129,7 +135,7 @@ def verdicts(curves: list[Curve]) -> list[str]:
     """Of each method: is its mean within one standard deviation of DiLoCo's seeds, and how it differs seed by seed."""
     lines = []
     diloco = {c.seed: c for c in curves if c.method == DILOCO}
-    for method in (PULSE, PULSE_BF16, NO_FEEDBACK, TOP_K, CAST_DIFFERENCE, DDP):
+    for method in (m for m in METHODS if m != DILOCO and any(c.method == m for c in curves)):
         mine = {c.seed: c for c in curves if c.method == method}
         parts = []
         for what in ("reward", "loss"):

@@ -13,14 +13,18 @@ from pulse_rl.loco import CastDifference, Ddp, DiLoCo, OuterLoop, PulseLoCo, Top
 from pulse_rl.loco.gate import Positions
 
 DDP, DILOCO, PULSE, PULSE_BF16 = "DDP", "DiLoCo", "PULSELoCo FP32", "PULSELoCo BF16"
+PAPER, PAPER_BF16, AHEAD_3 = "no lookahead", "no lookahead BF16", "lookahead 3"
 NO_FEEDBACK, TOP_K, CAST_DIFFERENCE = "no error feedback", "top-k", "cast difference"
 DENSE = (DDP, DILOCO)
-METHODS = (DDP, DILOCO, PULSE, PULSE_BF16, NO_FEEDBACK, TOP_K, CAST_DIFFERENCE)
+METHODS = (DDP, DILOCO, PULSE, PULSE_BF16, PAPER, PAPER_BF16, AHEAD_3, NO_FEEDBACK, TOP_K, CAST_DIFFERENCE)
 
 _OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {
     DILOCO: (DiLoCo, {}),
     PULSE: (PulseLoCo, {}),
     PULSE_BF16: (PulseLoCo, {"wire_dtype": torch.bfloat16}),
+    PAPER: (PulseLoCo, {"lookahead": 0.0}),
+    PAPER_BF16: (PulseLoCo, {"lookahead": 0.0, "wire_dtype": torch.bfloat16}),
+    AHEAD_3: (PulseLoCo, {"lookahead": 3.0}),
     NO_FEEDBACK: (WithoutFeedback, {}),
     TOP_K: (TopK, {}),
     CAST_DIFFERENCE: (CastDifference, {}),

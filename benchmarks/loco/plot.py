@@ -19,7 +19,7 @@ def draw(curves: list[Curve], path: Path) -> None:
 
     figure, (by_round, by_bytes) = pyplot.subplots(1, 2, figsize=(11, 4.4), sharey=True)
     colors = {method: f"C{i}" for i, method in enumerate(METHODS)}
-    for method in METHODS:
+    for method in (m for m in METHODS if any(c.method == m for c in curves)):
         mine = [c for c in curves if c.method == method]
         rewards = np.array([c.rewards for c in mine])
         mean, deviation = rewards.mean(axis=0), rewards.std(axis=0, ddof=1)

@@ -141,7 +141,7 @@ class Trainer:
         return pulse_rl.state_root(self.served.state_dict())
 
     def _save(self) -> None:
-        """Replaces the checkpoint. The model has no place in it: between rounds it is theta.
+        """Replaces the checkpoint. The model has no place in it: at a round's end it follows from theta.
 
         Not synced to disk: this is against killed processes, not against power cuts.
         """
@@ -153,12 +153,14 @@ class Trainer:
         """The trainers have met. What is theta now becomes the stream's newest version, unless it is that already."""
         if not self.checkpoint.exists():
             self._save()
-        root = self.roots[self.loco.round] = self._serve()
-        if self.publisher is not None:
-            head = self.publisher.head()
-            if head is None or head.root != root:
-                self._publish()
-        self.journal.write("met", round=self.loco.round, restarts=restarts(), root=root, reward=self._reward())
+        with self.loco.at_theta():
+            root = self.roots[self.loco.round] = self._serve()
+            if self.publisher is not None:
+                head = self.publisher.head()
+                if head is None or head.root != root:
+                    self._publish()
+            reward = self._reward()
+        self.journal.write("met", round=self.loco.round, restarts=restarts(), root=root, reward=reward)
 
     def _report(self) -> None:
         """What this trainer's live model is at the end, hashed once more."""

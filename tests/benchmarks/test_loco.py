@@ -6,13 +6,16 @@ import random
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks.loco import convergence, cost, methods, plot, tasks, traffic, trainer
+from benchmarks.loco import convergence, cost, methods, plot, scaling, tasks, traffic, trainer
 from benchmarks.loco.jobs import NOT_STEADY, SYNC_EVERY, TRAINERS, Job, JobResult, RoundRecord
+from pulse_rl.loco import PulseLoCo
 from tests.support.trainers import Trainer, together
 
 pytestmark = pytest.mark.slow  # the benchmark imports transformers: seconds
@@ -199,3 +202,34 @@ def test_rounds_behind_are_those_since_the_reference_had_the_reward() -> None:
     late = convergence.Curve(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])], rising, 0.0, 1.0)
     assert convergence.rounds_behind(late, reference) == pytest.approx(1.5)
     assert convergence.rounds_behind(reference, late) is None
+
+
+def scaled(process: Trainer) -> tuple[scaling.Row, list[int]]:
+    """Of trainers as threads of each process, and what the processes themselves count."""
+    process.connect("start")
+    tasks.TASKS["tiny"] = Tiny
+    job = Tiny(0, process.rank)
+    optimizer = torch.optim.AdamW(job.masters.values(), lr=1e-4, weight_decay=0.0)
+    with PulseLoCo(job.masters, optimizer, sync_every=SYNC_EVERY) as loop:
+        for step in range(2 * SYNC_EVERY):
+            job.gradient(step)
+            torch.nn.utils.clip_grad_norm_(job.masters.values(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-4 * min(1.0, (step + 1) / traffic.WARM_UP)
+            optimizer.step()
+    dist.destroy_process_group()  # the threads are trainers of another world
+    assert loop.last_round is not None
+    found = [loop.last_round.entries, loop.last_round.sent_bytes, loop.last_round.summed]
+    return scaling.measure("tiny", 1e-4, process.size, rounds=2), found
+
+
+def test_threads_count_what_processes_count() -> None:
+    found = together(scaled, 4)
+    row = found[0][0]
+    assert row.entries == fmean(counted[0] for _, counted in found)
+    assert row.link == fmean(counted[1] for _, counted in found)
+    assert row.summed == found[0][1][2]
+    assert row.scattered
+    assert row.unions[0] <= row.unions[1] <= row.unions[2]
+    assert scaling.beyond(row, 64) <= scaling.beyond(row, 8)
+    assert "from 4 trainers, times less" in scaling.text([row])

@@ -94,7 +94,7 @@ def top_k(trainer: Trainer) -> str:
         lambda *_: seen.append((flat(loop.theta()) - job.weights()) + flat(loop.residual()))
     )
     with loop:
-        reference = Reference(flat(loop.theta()))
+        reference = Reference(flat(loop.theta()), lookahead=0.0)
         for _ in range(3):
             job.step(trainer.rank)
             s, kept = seen[-1], round(0.02 * reference.theta.numel())
@@ -119,7 +119,7 @@ def ablation(trainer: Trainer, kind: type[PulseLoCo]) -> str:
         lambda *_: seen.append((flat(loop.theta()), job.weights(), flat(loop.residual())))
     )
     with loop:
-        reference = Reference(flat(loop.theta()))
+        reference = Reference(flat(loop.theta()), lookahead=0.0)
         for _ in range(3):
             job.step(trainer.rank)
             theta, now, residual = seen[-1]

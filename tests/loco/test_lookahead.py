@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pulse_rl.errors import InputError, StateMismatch
-from pulse_rl.loco import PulseLoCo, Round
+from pulse_rl.loco import PulseLoCo, Round, TopK
 from tests.support.loco_reference import Flat, Job, Reference, flat, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,6 +51,33 @@ def test_the_model_holds_theta_while_it_is_looked_at() -> None:
             pass
         loop.rewind()
         assert same(job.weights(), start(loop))
+
+
+def test_outside_the_loop_the_model_holds_theta() -> None:
+    """After it was left, after a checkpoint was loaded, and not in mid-round."""
+    job, loop = made()
+    with loop:
+        round_of(job)
+    assert loop.residual()["0.weight"].any()
+    assert same(job.weights(), flat(loop.theta()))
+    with loop.at_theta():
+        pass
+    assert same(job.weights(), flat(loop.theta()))
+    other, resumed = made(5)
+    resumed.load_state_dict(loop.state_dict())
+    assert same(other.weights(), flat(loop.theta()))
+    for into in ((job, loop), (other, resumed)):
+        with into[1]:
+            assert same(into[0].weights(), start(loop))
+            into[0].step(0)
+            local = into[0].weights()
+        assert same(into[0].weights(), local)
+
+
+def test_the_default_is_auto() -> None:
+    job = Job()
+    assert PulseLoCo(job.model, job.optimizer, sync_every=2).lookahead == pytest.approx(7.0)
+    assert TopK(job.model, job.optimizer, sync_every=2, fraction=0.1).lookahead == 0
 
 
 def test_auto_is_what_an_entry_moves_theta_by_in_the_end() -> None:

@@ -6,7 +6,7 @@ import copy
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
@@ -17,14 +17,15 @@ from pulse_rl.errors import InputError, TrainerLost
 from pulse_rl.loco import PulseLoCo
 from pulse_rl.loco.exchange import Exchange
 from tests.support.loco_reference import Job, Reference, flat, same
-from tests.support.trainers import Group, Trainer, lose, together
+from tests.support.trainers import Group, Trainer, force_scattered, lose, together
 
 pytestmark = pytest.mark.slow
 
 # Where the victim is lost: on entering a phase, or before the n-th collective of the round (lengths, messages, whether
 # all were read, roots).
 PLACES = ["gate", 1, 2, 3, "update", 4]
-FINISHED = {"update", 4}  # by then the others have all that they need
+# The same of a scattered round: lengths, parts, lengths of the sums, sums, whether all were read, roots.
+PLACES_SCATTERED = ["gate", 1, 2, 3, 4, 5, "update", 6]
 
 
 class CheckedTrainer:
@@ -75,7 +76,8 @@ def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:
     """Once; a process that was stopped may go on."""
     exchange = loop._exchange
     assert exchange is not None
-    phase, all_gather, calls = loop._phase, exchange._all_gather_array, 0
+    phase, calls = loop._phase, 0
+    all_gather, all_to_all = exchange._all_gather_array, exchange._all_to_all_arrays
 
     @contextmanager
     def entering(name: str) -> Iterator[None]:
@@ -86,18 +88,27 @@ def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:
         with phase(name):
             yield
 
-    def calling(data: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == place:
-            lose(how)
-        return all_gather(data)
+    def losing(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def calling(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == place:
+                lose(how)
+            return collective(*args)
 
-    loop._phase, exchange._all_gather_array = entering, calling  # type: ignore[method-assign]
+        return calling
+
+    loop._phase = entering  # type: ignore[method-assign]
+    exchange._all_gather_array = losing(all_gather)  # type: ignore[method-assign]
+    exchange._all_to_all_arrays = losing(all_to_all)  # type: ignore[method-assign]
 
 
-def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, timeout_seconds: float) -> str:
+def survive(
+    trainer: Trainer, place: object, how: signal.Signals, victim: int, timeout_seconds: float, scattered: bool
+) -> str:
     """A round in which ``victim`` is lost; the others go on. Returns theta's root two rounds later."""
+    force_scattered(scattered)
+    finished = place in ("update", 6 if scattered else 4)  # by then the others have all that they need
     everyone = (0, 1, 2)
     survivors = tuple(rank for rank in everyone if rank != victim)
     trainer.connect("first")
@@ -118,20 +129,23 @@ def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, t
         loop.rejoin()
         assert (loop.round, loop.inner_step) == (2, 0)
         # Nothing is lost, nothing is sent twice: theta has taken what was sent, the residual is what is left of s.
-        checked.reference = checked.after(1, everyone if place in FINISHED else survivors)
+        checked.reference = checked.after(1, everyone if finished else survivors)
         checked.reference.check(loop)
         checked.round(survivors)
         return checked.round(survivors)
 
 
+@pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_the_others_go_on(how: signal.Signals) -> None:
+def test_the_others_go_on(how: signal.Signals, scattered: bool) -> None:
     """In every part of a round; side by side, as most of the time is waiting."""
     timeout_seconds = 20 if how == signal.SIGKILL else 4
     groups = []
-    for i, place in enumerate(PLACES):
+    for i, place in enumerate(PLACES_SCATTERED if scattered else PLACES):
         victim = i % 3
-        groups.append((victim, Group(survive, 3, place, how, victim, timeout_seconds, lost=(victim,))))
+        groups.append(
+            (victim, Group(survive, 3, place, how, victim, timeout_seconds, scattered, seconds=90, lost=(victim,)))
+        )
     for victim, group in groups:
         roots = set(group.results())
         assert len(roots) == 2, f"the survivors of {victim} differ"
@@ -145,15 +159,18 @@ def miss_the_end(loop: PulseLoCo) -> None:
     all_gather = exchange.all_gather_fixed
 
     def cut_off(message: bytes) -> list[bytes]:
-        all_gather(message)
+        found = all_gather(message)
+        if len(message) > 1:  # not yet the word that all was read
+            return found
         raise TrainerLost("the line went dead")
 
     exchange.all_gather_fixed = cut_off  # type: ignore[method-assign]
 
 
-def come_back(trainer: Trainer) -> list[str]:
+def come_back(trainer: Trainer, scattered: bool) -> list[str]:
     """Who missed the end of a round, slept through one, comes from a checkpoint, is new, or left in mid-round: all
     join, and what each has not sent is sent later, once. Returns theta's roots."""
+    force_scattered(scattered)
     me, roots = trainer.rank, []
     checked = CheckedTrainer(trainer, seed=me, timeout_seconds=4)
     loop = checked.loop
@@ -224,7 +241,7 @@ def come_back(trainer: Trainer) -> list[str]:
     if me == 1:
         checked.step()
         trainer.barrier("two rounds on", everyone)
-        left = (flat(loop.theta()) - checked.job.weights()) + flat(loop.residual())
+        left = (checked.reference.start() - checked.job.weights()) + flat(loop.residual())
         checked.reference = checked.after(6, (0, 2, 3))
         checked.reference = checked.after(7, (0, 2, 3))
         checked.reference.residual = left
@@ -243,8 +260,9 @@ def come_back(trainer: Trainer) -> list[str]:
     return roots
 
 
-def test_whoever_comes_back_sends_what_it_has_not_sent() -> None:
-    *old, new = together(come_back, 4, seconds=60)
+@pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
+def test_whoever_comes_back_sends_what_it_has_not_sent(scattered: bool) -> None:
+    *old, new = together(come_back, 4, scattered, seconds=60)
     assert old[0] == old[1] == old[2]
     assert old[0][1:] == new
 

@@ -14,9 +14,10 @@ import torch
 from pulse_rl.errors import CorruptMessage, Diverged, InputError, NonFinite, PulseError, StateMismatch
 from pulse_rl.loco import DiLoCo, PulseLoCo
 from pulse_rl.loco.exchange import Exchange
+from pulse_rl.loco.transfer import Coder
 from pulse_rl.loco.wire import Message
 from tests.support.loco_reference import Job, flat, same
-from tests.support.trainers import Trainer, together
+from tests.support.trainers import Trainer, force_scattered, together
 
 
 def held(loop: PulseLoCo) -> list[torch.Tensor]:
@@ -67,7 +68,8 @@ def not_finite(trainer: Trainer) -> None:
             assert kept(loop, before)
             assert (loop.round, loop.inner_step) == (1, 2)
             loop.rewind()
-            assert same(job.weights(), before[0])
+            with loop.at_theta():
+                assert same(job.weights(), before[0])
             assert loop.inner_step == 0
             assert kept(loop, before)
             # Adam keeps the NaN that it has seen.
@@ -121,20 +123,32 @@ def two_states(trainer: Trainer) -> None:
             assert kept(loop, before)
 
 
-def damaged(trainer: Trainer, damage: Callable[[PulseLoCo, bytes], bytes]) -> None:
-    """Trainer 0 sends something else than it should. Nobody takes any of it."""
+def damaged(trainer: Trainer, damage: Callable[[PulseLoCo, bytes], bytes], *, sums: bool = False) -> None:
+    """Trainer 0 sends something else than it should in place of its entries (BF16), or of its ``sums`` (FP32). Nobody
+    takes any of it."""
     job = Job()
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=3) as loop:
+    wire = torch.bfloat16
+    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=3, wire_dtype=wire) as loop:
         for _ in range(2):
             job.step(trainer.rank)
         before = held(loop)
-        if trainer.rank == 0:
-            encode = loop._encode_message
-            loop._encode_message = lambda: (lambda message, own: (damage(loop, message), own))(*encode())  # type: ignore[method-assign]
-        job.step(trainer.rank)
-        with pytest.raises(CorruptMessage, match="could not read"):
+        with pytest.MonkeyPatch.context() as patch:
+            if trainer.rank == 0:
+                encode = Coder.encode
+                patch.setattr(
+                    Coder,
+                    "encode",
+                    lambda coder, *of: (damage if coder.wire.bf16 != sums else whole)(loop, encode(coder, *of)),
+                )
             job.step(trainer.rank)
+            with pytest.raises(CorruptMessage, match="could not read"):
+                job.step(trainer.rank)
         assert kept(loop, before)
+        assert loop.round == 1
+
+
+def whole(loop: PulseLoCo, message: bytes) -> bytes:
+    return message
 
 
 def cut(loop: PulseLoCo, message: bytes) -> bytes:
@@ -150,11 +164,11 @@ def nothing(loop: PulseLoCo, message: bytes) -> bytes:
 
 
 def another_round(loop: PulseLoCo, message: bytes) -> bytes:
-    return Message(loop.round + 1, loop._wire.code, Message.parse(message, 1).payloads).to_bytes()
+    return message[:8] + struct.pack("<Q", loop.round + 1) + message[16:]
 
 
 def too_many(loop: PulseLoCo, message: bytes) -> bytes:
-    return Message(loop.round, loop._wire.code, [b"\xff\xff\x7f" + bytes(20)]).to_bytes()
+    return Message(loop.round, message[5], [b"\xff\xff\x7f" + bytes(20)]).to_bytes()
 
 
 def announced(trainer: Trainer) -> None:
@@ -169,25 +183,42 @@ def announced(trainer: Trainer) -> None:
     exchange.close()
 
 
-def flip_on_the_way(exchange: Exchange, length: int) -> None:
+def announced_to_one(trainer: Trainer) -> None:
+    """The same of a message for one trainer: all refuse, as all know all lengths."""
+    exchange = Exchange(timeout_seconds=5)
+    messages = [bytes(10), bytes(101 if trainer.rank == 2 else 10), bytes(10)]
+    with pytest.raises(CorruptMessage, match="trainer 2 announces 101"):
+        exchange.all_to_all(messages, max_bytes=[200, 100, 200])
+    found, lengths = exchange.all_to_all([bytes([trainer.rank, to]) for to in range(3)], max_bytes=[2, 2, 2])
+    assert found == [bytes([source, trainer.rank]) for source in range(3)]
+    assert lengths == [6, 6, 6]
+    exchange.close()
+
+
+def flip_on_the_way(exchange: Exchange, length: int, *names: str) -> None:
     """Once, a byte of trainer 2's message changes before it arrives here."""
-    all_gather = exchange._all_gather_array
 
-    def flipped(data: Any) -> Any:
-        pieces = all_gather(data)
-        if len(data) >= length:
-            exchange._all_gather_array = all_gather  # type: ignore[method-assign]
-            pieces[2] = pieces[2].copy()
-            pieces[2][length - 1] ^= 64
-        return pieces
+    def flipping(name: str) -> None:
+        collective = getattr(exchange, name)
 
-    exchange._all_gather_array = flipped  # type: ignore[method-assign]
+        def flipped(data: Any, *more: Any) -> Any:
+            pieces = collective(data, *more)
+            if len(pieces[2]) >= length:
+                setattr(exchange, name, collective)
+                pieces[2] = pieces[2].copy()
+                pieces[2][length - 1] ^= 64
+            return pieces
+
+        setattr(exchange, name, flipped)
+
+    for name in names:
+        flipping(name)
 
 
 def garbled(trainer: Trainer) -> None:
     exchange = Exchange(timeout_seconds=5)
     if trainer.rank == 1:
-        flip_on_the_way(exchange, 50)
+        flip_on_the_way(exchange, 50, "_all_gather_array")
         with pytest.raises(CorruptMessage, match="trainer 2"):
             exchange.all_gather(bytes(50), max_bytes=100)
     else:
@@ -195,7 +226,7 @@ def garbled(trainer: Trainer) -> None:
     exchange.close()
 
 
-def garbled_round(trainer: Trainer) -> None:
+def garbled_round(trainer: Trainer, collective: str = "_all_gather_array") -> None:
     """What only one trainer could not read is refused by all, and the next try may succeed."""
     job = Job()
     with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
@@ -205,7 +236,7 @@ def garbled_round(trainer: Trainer) -> None:
             job.step(trainer.rank)
         before = held(loop)
         if trainer.rank == 1:
-            flip_on_the_way(exchange, 100)
+            flip_on_the_way(exchange, 100, collective)
         job.step(trainer.rank)
         with pytest.raises(CorruptMessage, match=r"\[1\]"):
             job.step(trainer.rank)
@@ -214,21 +245,30 @@ def garbled_round(trainer: Trainer) -> None:
         assert loop.round == 2
 
 
-def refuse(trainer: Trainer) -> list[str]:
+def refuse(trainer: Trainer, scattered: bool) -> list[str]:
     """Every case in a world of its own. Returns those that failed, and how."""
+    force_scattered(scattered)
+    damages = (cut, extended, nothing, another_round, too_many)
     cases: dict[str, Callable[[Trainer], None]] = {
-        "other settings": other_settings,
-        "other model": other_model,
         "not finite": not_finite,
         "overflowing": overflowing,
         "theta": lambda t: differing(t, lambda loop: loop.theta_flat, (3, 12, 25, 31), r"0\.weight' on trainers \[1\]"),
         "momentum": lambda t: differing(t, lambda loop: loop.momentum_flat, (20, 25, 29), r"trainers \[1\]"),
-        "two states": two_states,
-        "announced": announced,
-        "garbled": garbled,
         "garbled round": garbled_round,
-        **{f.__name__: lambda t, f=f: damaged(t, f) for f in (cut, extended, nothing, another_round, too_many)},
+        **{f.__name__: lambda t, f=f: damaged(t, f) for f in damages},
     }
+    if scattered:
+        cases["garbled parts"] = lambda t: garbled_round(t, "_all_to_all_arrays")
+        cases |= {f"{f.__name__} sums": lambda t, f=f: damaged(t, f, sums=True) for f in damages}
+    else:
+        cases |= {
+            "other settings": other_settings,
+            "other model": other_model,
+            "two states": two_states,
+            "announced": announced,
+            "announced to one": announced_to_one,
+            "garbled": garbled,
+        }
     failed = []
     for name, case in cases.items():
         trainer.connect(name.replace(" ", "-"))
@@ -241,6 +281,7 @@ def refuse(trainer: Trainer) -> list[str]:
 
 
 @pytest.mark.slow
-def test_all_trainers_refuse() -> None:
-    found = together(refuse, 3, seconds=60)
+@pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
+def test_all_trainers_refuse(scattered: bool) -> None:
+    found = together(refuse, 3, scattered, seconds=60)
     assert found == [[], [], []]

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pulse_rl.loco import PulseLoCo, Round
+from pulse_rl.loco import PulseLoCo, Round, parameters
 from tests.support.loco_reference import Job, Reference, flat, same
-from tests.support.trainers import Trainer, together
+from tests.support.trainers import Trainer, force_scattered, together
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16 model": {"model_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16},
     "fp16 gate": {"gate_dtype": torch.float16},
     "fp8 gate": {"gate_dtype": torch.float8_e4m3fn},
-    "lookahead": {"lookahead": 7.0},
+    "no lookahead": {"lookahead": 0.0},
     "lookahead, bf16 model": {"model_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16, "lookahead": 1.3},
     "half a gate": {"lookahead": 3.0, "gate_scale": 0.5},
     "a wide gate": {"gate_scale": 7.0},
@@ -31,8 +31,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def agree(trainer: Trainer, names: list[str]) -> dict[str, list[Round]]:
-    """Rounds against the dense reference; unequal rates, and rounds in which one or all stand still."""
+def agree(trainer: Trainer, names: list[str], scattered: bool) -> dict[str, list[Round]]:
+    """Rounds against the dense reference; unequal rates, and rounds in which one or all stand still. Shares hold parts
+    of blocks, and of several."""
+    force_scattered(scattered)
+    parameters.BLOCK_ELEMENTS = 1700
     trainer.connect("start")
     return {name: agreed(trainer, **VARIANTS[name]) for name in names}
 
@@ -74,19 +77,29 @@ def agreed(
             reference.check(loop)
             assert same(s, sent + flat(loop.residual()))
             assert rounds[-1].entries == int(torch.count_nonzero(sent))
+            assert rounds[-1].summed == int(torch.count_nonzero(sum(received)))
     return rounds
 
 
-@pytest.mark.parametrize(("size", "names"), [(3, list(VARIANTS)), (5, ["fp32", "lookahead"])])
-def test_every_round_equals_the_dense_algorithm(size: int, names: list[str]) -> None:
-    found = together(agree, size, names, seconds=60)
+FEW = ["fp32", "bf16 wire", "no lookahead"]
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
+@pytest.mark.parametrize(("size", "names"), [(3, list(VARIANTS)), (4, FEW), (5, FEW)])
+def test_every_round_equals_the_dense_algorithm(size: int, names: list[str], scattered: bool) -> None:
+    found = together(agree, size, names, scattered, seconds=120)
     for name in names:
         each = [rounds[name] for rounds in found]
         for number, seen in enumerate(zip(*each, strict=True)):
             assert len({r.root for r in seen}) == 1
             assert {(r.number, r.trainers, r.parameters) for r in seen} == {(number + 1, size, seen[0].parameters)}
+            assert {(r.scattered, r.summed) for r in seen} == {(scattered, seen[0].summed)}
             # A ring: heads, padded messages, words that all is read, and roots of all but one leave each process.
-            assert {r.sent_bytes for r in seen} == {(size - 1) * (40 + max(r.payload_bytes for r in seen) + 1 + 32)}
+            ring = (size - 1) * (40 + max(r.payload_bytes for r in seen) + 1 + 32)
+            if not scattered:
+                assert {r.sent_bytes for r in seen} == {ring}
+            elif size == 5 and name == "fp32" and number != 3:
+                assert max(r.sent_bytes for r in seen) < ring
             assert {"gate", "exchange", "decode", "update", "verify"} <= seen[0].seconds.keys()
         assert each[1][0].entries == 0, "one trainer sends nothing"
         if name == "nothing is sent":

@@ -38,13 +38,15 @@ class Reference:
         model_dtype: torch.dtype = torch.float32,
         lr: float = 0.7,
         momentum: float = 0.9,
-        lookahead: float = 0.0,
+        lookahead: float | None = None,
         gate_scale: float = 1.0,
     ) -> None:
         self.theta = nn.Parameter(theta.clone())
         self.residual = torch.zeros_like(theta)
         self.gate_dtype, self.wire_dtype, self.model_dtype = gate_dtype, wire_dtype, model_dtype
-        self.lookahead, self.gate_scale = torch.tensor(lookahead), torch.tensor(gate_scale)
+        # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that, and so on.
+        ahead = lr / (1 - momentum) if lookahead is None else lookahead
+        self.lookahead, self.gate_scale = torch.tensor(ahead), torch.tensor(gate_scale)
         self.outer = torch.optim.SGD([self.theta], lr=lr, momentum=momentum, nesterov=True)
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pulse_rl.errors import PulseError
+from pulse_rl.loco import pulseloco, shares
 
 # One process imports torch; the trainers are forks of it, which takes hundredths of a second.
 _PROCESSES = multiprocessing.get_context("forkserver")
@@ -128,6 +129,11 @@ def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int
             failed.append(f"{case.__name__}: {type(error).__name__} {error}"[:600])
         trainer.barrier(f"done with {case.__name__}", tuple(range(size)))
     return failed
+
+
+def force_scattered(scattered: bool | None) -> None:
+    """From now on all rounds of this process are scattered, none is, or (None) the rule decides."""
+    pulseloco.scatters = shares.scatters if scattered is None else lambda *_: scattered
 
 
 def lose(how: signal.Signals) -> None:

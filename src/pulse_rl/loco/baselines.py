@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -38,10 +38,17 @@ class DiLoCo(OuterLoop):
         def update(block: FlatBlock) -> None:
             self._update(block, block.of(total), exchange.size)
 
-        return Received(self.parameters.count, total.nbytes, update, lambda: None)
+        return Received(self.parameters.count, total.nbytes, update, lambda: self.parameters.count)
 
 
-class TopK(PulseLoCo):
+class _AsPublished(PulseLoCo):
+    """Without a lookahead, unless one is given."""
+
+    def __init__(self, *args: Any, lookahead: float | Literal["auto"] = 0.0, **settings: Any) -> None:
+        super().__init__(*args, lookahead=lookahead, **settings)
+
+
+class TopK(_AsPublished):
     """The entries of largest magnitude in each block, with error feedback (as in SparseLoCo), on PULSELoCo's wire.
 
     ``fraction``: entries sent / parameters, above 0 and at most 1.
@@ -64,14 +71,14 @@ class TopK(PulseLoCo):
         return {**super()._settings(), "fraction": self.fraction}
 
 
-class WithoutFeedback(PulseLoCo):
+class WithoutFeedback(_AsPublished):
     """An ablation: what the gate holds back is dropped, not carried over to the next round (no error feedback)."""
 
     def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
         return super()._select(theta, start, now, np.zeros_like(residual), s)
 
 
-class CastDifference(PulseLoCo):
+class CastDifference(_AsPublished):
     """An ablation that failed in the paper: sends ``cast(theta) - cast(theta - s)`` instead of ``s``."""
 
     def _values(self, theta: Floats, s: Floats) -> Floats:

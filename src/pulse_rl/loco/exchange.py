@@ -1,10 +1,10 @@
-"""All-gathers of variable-length messages over torch.distributed (docs/loco.md, section 4)."""
+"""Collectives of variable-length messages over torch.distributed (docs/loco.md, section 4)."""
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -30,7 +30,8 @@ class Exchange:
     It creates its own gloo group, whatever the user's backend is: messages are small and made on the host, a lost peer
     is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
     ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all others. ``sent_bytes``
-    counts what left this process: messages travel around a ring, so each process forwards all but one of them, padded.
+    counts what left this process: gathered messages travel around a ring, so each process forwards all but one of
+    them, padded.
     ``progress`` knows what the errors tell of the others.
     """
 
@@ -84,6 +85,27 @@ class Exchange:
                 raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
         return messages
 
+    def all_to_all(self, messages: Sequence[bytes], *, max_bytes: Sequence[int]) -> tuple[list[bytes], list[int]]:
+        """(what every trainer has for this one, in rank order; the bytes that each trainer sends in all).
+
+        ``messages[r]`` goes to trainer r, which takes ``max_bytes[r]`` at most from each. Lengths first, to all; then
+        each message behind its SHA-256. Raises as `all_gather`, and for a length over the limit on all trainers alike.
+        """
+        form = f"<{self.size}Q"
+        announced = self.all_gather_fixed(struct.pack(form, *map(len, messages)))
+        lengths = [struct.unpack(form, row) for row in announced]
+        for rank, row in enumerate(lengths):
+            for length, most in zip(row, max_bytes, strict=True):
+                if length > most:
+                    raise CorruptMessage(f"trainer {rank} announces {length} bytes, more than {most}")
+        pieces = [np.frombuffer(sha256(m).digest() + m, np.uint8) for m in messages]
+        arrived = self._all_to_all_arrays(pieces, [_DIGEST_BYTES + row[self.rank] for row in lengths])
+        found = [piece[_DIGEST_BYTES:].tobytes() for piece in arrived]
+        for rank, (m, piece) in enumerate(zip(found, arrived, strict=True)):
+            if sha256(m).digest() != piece[:_DIGEST_BYTES].tobytes():
+                raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
+        return found, [sum(row) for row in lengths]
+
     def all_gather_fixed(self, message: bytes) -> list[bytes]:
         """As `all_gather`, in one step, for messages of one length that all trainers know. Raises TrainerLost."""
         if self.size == 1:
@@ -121,6 +143,17 @@ class Exchange:
         self._guard(lambda: dist.all_gather(out, own, group=self._group))
         self.sent_bytes += (self.size - 1) * len(data)
         return [piece.numpy() for piece in out]
+
+    def _all_to_all_arrays(
+        self, pieces: list[npt.NDArray[np.uint8]], lengths: list[int]
+    ) -> list[npt.NDArray[np.uint8]]:
+        """The pieces for this trainer, of ``lengths`` bytes."""
+        own = torch.from_numpy(np.concatenate(pieces))
+        out = torch.empty(sum(lengths), dtype=torch.uint8)
+        sizes = [len(piece) for piece in pieces]
+        self._guard(lambda: dist.all_to_all_single(out, own, lengths, sizes, group=self._group))
+        self.sent_bytes += len(own) - sizes[self.rank]
+        return np.split(out.numpy(), np.cumsum(lengths[:-1]))
 
     def _global_rank(self, rank: int) -> int:
         assert self._group is not None

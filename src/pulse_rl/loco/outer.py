@@ -111,8 +111,8 @@ class OuterLoop(Unique, ABC):
         self._leave(error)
 
     def close(self) -> None:
-        """Removes the hooks and leaves the group; the model stays as it is. The others get TrainerLeft in their next
-        round."""
+        """Removes the hooks and leaves the group; the model holds theta, or the local steps of a round under way. The
+        others get TrainerLeft in their next round."""
         self._unhook()
         self._leave()
 
@@ -232,23 +232,23 @@ class OuterLoop(Unique, ABC):
                 "a round is due, but the trainers have not met",
                 hint="Enter it as a context manager; after TrainerLost, call rejoin() or rewind().",
             )
-        exchange, self._seconds = self._exchange, {}
-        before = exchange.sent_bytes
+        exchange, self._seconds, before = self._exchange, {}, self._exchange.sent_bytes
         try:
             self.parameters.require()
             with self._phase("untrained"):
                 agreed = self.untrained.agree(exchange, self.round + 1)
             received = self._outer_round(exchange)
 
-            def take_effect() -> None:
+            def take_effect() -> int:
                 with self._phase("update"):
                     self._each_block(received.update)
-                    received.commit()
+                    summed = received.commit()
                     self.round, self.inner_step = self.round + 1, 0
                     self._start_steps()
                     agreed.commit()
+                return summed
 
-            self._serial.run(take_effect, whole=True)
+            summed = self._serial.run(take_effect, whole=True)
             # After it has taken effect here: a trainer lost in the comparison leaves the others in a whole state.
             with self._phase("verify"):
                 digest = self._digest(self.theta_flat)
@@ -265,6 +265,8 @@ class OuterLoop(Unique, ABC):
             trainers=exchange.size,
             parameters=self.parameters.count,
             entries=received.entries,
+            summed=summed,
+            scattered=received.scattered,
             payload_bytes=received.payload_bytes + agreed.payload_bytes,
             sent_bytes=exchange.sent_bytes - before,
             root=digest.root,
@@ -381,8 +383,6 @@ class OuterLoop(Unique, ABC):
             "outer_momentum": self.outer_momentum,
         }
 
-    # -- helpers
-
     def _digest(self, flat: Floats) -> StateDigest:
         return state_digest(self.parameters.state(flat), threads=self.threads)
 
@@ -392,8 +392,8 @@ class OuterLoop(Unique, ABC):
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        began = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began

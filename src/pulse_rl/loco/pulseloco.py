@@ -12,16 +12,17 @@ import torch.distributed as dist
 
 from .._native import add_entries
 from .._util.settings import checked_number
-from ..errors import CorruptMessage, InputError, NonFinite, StateMismatch
+from ..errors import InputError, NonFinite, StateMismatch
 from .exchange import Exchange
 from .gate import Floats, Positions, is_finite, open_entries, rounding_of
 from .membership import Delivery, Handshake, delivery_of
 from .outer import OuterLoop
 from .parameters import FlatBlock
 from .rounds import Received, Round
-from .wire import Entries, Message, Wire, digest_of
+from .shares import Counts, Known, count_entries, estimated_sums, granules, scatters
+from .transfer import Coder, Own, Transfer, Transferred
+from .wire import Entries, Wire
 
-_NON_FINITE = b"PLSN"
 _MOST_SCALE = 1024.0
 
 
@@ -30,12 +31,13 @@ class PulseLoCo(OuterLoop):
 
     After ``sync_every`` inner steps: ``s = (theta - w) + residual``; the entries with
     ``cast(theta) != cast(theta - s)`` in ``gate_dtype`` are sent and leave the residual; theta takes one Nesterov step
-    along the mean over all trainers, summed in rank order; the model gets theta. With ``wire_dtype=torch.bfloat16``
-    values are rounded, and what they lose stays in the residual.
+    along the mean over all trainers, summed in rank order; the model gets the next start. With
+    ``wire_dtype=torch.bfloat16`` values are rounded, and what they lose stays in the residual.
 
     ``lookahead``: the inner steps start from ``theta - lookahead * residual``, so that what was held back is not learnt
-    again in each round; "auto" is ``outer_lr / (1 - outer_momentum)``, what an entry that is sent moves theta by in the
-    end; 0, the default, is the paper's. The model holds theta while ``on_round`` is called and within `at_theta`.
+    again in each round. "auto", the default, is ``outer_lr / (1 - outer_momentum)``, what an entry that is sent moves
+    theta by in the end; 0 is the paper's. What trainers share, evaluate and publish is theta: the model holds it while
+    ``on_round`` is called, within `at_theta`, and after the loop was left at a round's end; `theta` has it always.
     ``gate_scale``: the gate asks ``cast(theta) != cast(theta - gate_scale * s)``; 1 is the paper's, less sends less.
 
     The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes per parameter. Raises, from inside
@@ -53,7 +55,7 @@ class PulseLoCo(OuterLoop):
         outer_momentum: float = 0.9,
         gate_dtype: torch.dtype = torch.bfloat16,
         wire_dtype: torch.dtype = torch.float32,
-        lookahead: float | Literal["auto"] = 0.0,
+        lookahead: float | Literal["auto"] = "auto",
         gate_scale: float = 1.0,
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 600.0,
@@ -64,7 +66,8 @@ class PulseLoCo(OuterLoop):
         self._rounding = rounding_of(gate_dtype)
         self._wire = Wire(wire_dtype)
         if lookahead == "auto":
-            lookahead = outer_lr / (1 - outer_momentum) if outer_momentum < 1 else 0.0  # refused below
+            in_range = outer_lr > 0 and 0 <= outer_momentum < 1  # or else refused below
+            lookahead = min(outer_lr / (1 - outer_momentum), _MOST_SCALE) if in_range else 0.0
         self.lookahead = np.float32(checked_number("lookahead", lookahead, most=_MOST_SCALE))
         self.gate_scale = np.float32(checked_number("gate_scale", gate_scale, least=1 / _MOST_SCALE, most=_MOST_SCALE))
         super().__init__(
@@ -83,6 +86,8 @@ class PulseLoCo(OuterLoop):
         self._next_residual = np.empty_like(self.theta_flat)
         # The digest of the message that was sent in a round that has not taken effect here.
         self._pending_message: str | None = None
+        # What all trainers of the group know of its last round.
+        self._known: Known | None = None
         # The lookahead with which the inner steps under way have started.
         self._started_with = np.float32(0)
 
@@ -91,7 +96,7 @@ class PulseLoCo(OuterLoop):
         """Within, the model holds theta, to be evaluated or published. Between rounds only: raises InputError after the
         first inner step of one. An inner step that is taken within starts from theta."""
 
-        def give(lookahead: np.float32) -> None:
+        def give(lookahead: np.float32 | None) -> None:
             if self.inner_step == 0:
                 self._start_steps(lookahead)
 
@@ -107,7 +112,7 @@ class PulseLoCo(OuterLoop):
             self._serial.run(lambda: give(np.float32(0)), whole=True)
             yield
         finally:
-            self._serial.run(lambda: give(self.lookahead), whole=True)
+            self._serial.run(lambda: give(None), whole=True)
 
     def residual(self) -> dict[str, torch.Tensor]:
         """What the gate has held back so far, by name, FP32 on the host, in this object's memory."""
@@ -116,43 +121,77 @@ class PulseLoCo(OuterLoop):
 
     # -- a round
 
+    def _join(self) -> None:
+        self._known = None  # others may come from other rounds
+        super()._join()
+        if self.inner_step == 0 and self._started_with != self.lookahead:
+            self._serial.run(lambda: self._start_steps(self.lookahead), whole=True)
+
+    def _unhook(self) -> None:
+        super()._unhook()
+        if self.inner_step == 0 and self._started_with:
+            self._serial.run(self._start_steps, whole=True)
+
     def _outer_round(self, exchange: Exchange) -> Received:
+        self._pending_message = None
         with self._phase("gate"):
-            message, own = self._encode_message()
-        messages, others = self._receive(exchange, message)
-        digests = [digest_of(m) for m in messages]
+            own = self._gate()
+        coder = Coder(self.round, self.theta_flat, self.momentum_flat, self._rounding, self._wire, self.threads)
+        transfer = Transfer(
+            exchange, coder, self.parameters.blocks, self._phase, lambda: self._require_same_tensors(exchange)
+        )
+        arrived: Transferred | None = None
+        try:
+            if scatters(exchange.size, self._known):
+                arrived = transfer.scatter(own, self._known.counts if self._known else None)
+            if arrived is None:
+                arrived = transfer.gather(own)
+        finally:
+            self._pending_message = None if own.bad else transfer.digest
+        return self._received(exchange, own, arrived)
+
+    def _received(self, exchange: Exchange, own: Own, arrived: Transferred) -> Received:
+        counted: list[tuple[int, Counts]] = [(0, np.zeros(0, np.int64))] * len(self.parameters.blocks)
 
         def update(block: FlatBlock) -> None:
             total = np.zeros(block.stop - block.start, np.float32)
-            by_rank = others[block.number]
-            for positions, values in [*by_rank[: exchange.rank], own[block.number], *by_rank[exchange.rank :]]:
+            for positions, values in arrived.entries[block.number]:
                 add_entries(total, positions, values)
+            counted[block.number] = count_entries(block, total)
             self._update(block, total, exchange.size)
 
-        def commit() -> None:
+        def commit() -> int:
             self._swap_residuals()
-            self._messages, self._pending_message = digests, None
+            self._messages, self._pending_message = arrived.messages, None
+            self._known = self._learnt(arrived, counted)
+            return int(self._known.counts.sum())
 
-        return Received(sum(len(positions) for positions, _ in own), len(message), update, commit)
+        entries = sum(len(positions) for positions, _ in own.entries)
+        return Received(entries, arrived.lengths[exchange.rank], update, commit, arrived.sums is not None)
 
-    def _encode_message(self) -> tuple[bytes, list[Entries]]:
-        """This trainer's message and the entries in it by block; fills the next residual."""
-        self._pending_message = None
+    def _learnt(self, arrived: Transferred, counted: list[tuple[int, Counts]]) -> Known:
+        counts = np.zeros(granules(self.parameters.count), np.int64)
+        for first, found in counted:
+            counts[first : first + len(found)] += found
+        sums = arrived.sums
+        if sums is None:
+            entries = sum(len(positions) for by_rank in arrived.entries for positions, _ in by_rank)
+            sums = estimated_sums(sum(arrived.lengths), entries, int(counts.sum()), bf16=self._wire.bf16)
+        return Known(arrived.sums is not None, max(arrived.lengths), sums, counts)
+
+    def _gate(self) -> Own:
+        """What this trainer has to send; fills the next residual."""
         try:
-            encoded = self._each_block(self._encode_block)
+            return Own(self._each_block(self._gate_block))
         except NonFinite as error:
-            return _NON_FINITE + str(error).encode(), []
-        message = Message(self.round, self._wire.code, [payload for payload, _ in encoded]).to_bytes()
-        self._pending_message = digest_of(message)
-        return message, [entries for _, entries in encoded]
+            return Own([], str(error))
 
-    def _encode_block(self, block: FlatBlock) -> tuple[bytes, Entries]:
-        """The block's payload and the entries in it. Raises NonFinite with the parameter's name alone."""
-        theta, momentum = block.of(self.theta_flat), block.of(self.momentum_flat)
-        start, now = self._start_block(block), np.empty_like(theta)
+    def _gate_block(self, block: FlatBlock) -> Entries:
+        """The block's entries. Raises NonFinite with the parameter's name alone."""
+        theta, now = block.of(self.theta_flat), np.empty(block.stop - block.start, np.float32)
         self.parameters.read_block(block, now)
         s = block.of(self._next_residual)
-        positions = self._select(theta, start, now, block.of(self.residual_flat), s)
+        positions = self._select(theta, self._start_block(block), now, block.of(self.residual_flat), s)
         if positions is None:
             raise NonFinite(self.parameters.name_at(block.start + int(np.argmin(is_finite(s)))))
         selected = s[positions]
@@ -161,52 +200,14 @@ class PulseLoCo(OuterLoop):
         if not finite.all():
             raise NonFinite(self.parameters.name_at(block.start + int(positions[np.argmin(finite)])))
         s[positions] = self._remainder(selected, sent)
-        return self._wire.encode(theta, momentum, self._rounding, block.runs, (positions, sent)), (positions, sent)
-
-    def _receive(self, exchange: Exchange, message: bytes) -> tuple[list[bytes], list[list[Entries]]]:
-        """(all messages, the others' entries by block and rank), once every trainer has decoded every message."""
-        problem: CorruptMessage | None = None
-        messages: list[bytes] = []
-        others: list[list[Entries]] = []
-        try:
-            with self._phase("exchange"):
-                messages = exchange.all_gather(message, max_bytes=self._max_message_bytes())
-            for rank, other in enumerate(messages):
-                if other.startswith(_NON_FINITE):
-                    name = other.removeprefix(_NON_FINITE).decode(errors="replace")
-                    raise NonFinite(f"trainer {rank}: the pseudo-gradient of {name!r} is not finite")
-            with self._phase("decode"):
-                others = self._decode([m for rank, m in enumerate(messages) if rank != exchange.rank])
-        except CorruptMessage as error:
-            problem = error
-        with self._phase("exchange"):
-            decoded = exchange.all_gather_fixed(b"\0" if problem else b"\1")
-        failed = [rank for rank, flag in enumerate(decoded) if flag != b"\1"]
-        if not failed:
-            return messages, others
-        # Theta and momentum are part of the code: a trainer that holds others cannot decode it.
-        self._require_same_tensors(exchange)
-        cause = problem or "their own errors say why"
-        raise CorruptMessage(f"trainers {failed} could not read a message: {cause}") from problem
-
-    def _decode(self, messages: list[bytes]) -> list[list[Entries]]:
-        """The entries by block, and of each block by message."""
-        parsed = [Message.parse(m, len(self.parameters.blocks)) for m in messages]
-        for message in parsed:
-            if message.round != self.round or message.wire != self._wire.code:
-                raise CorruptMessage(f"a message of round {message.round}, wire {message.wire} in round {self.round}")
-
-        def decode(block: FlatBlock) -> list[Entries]:
-            payloads = [message.payloads[block.number] for message in parsed]
-            theta, momentum = block.of(self.theta_flat), block.of(self.momentum_flat)
-            return self._wire.decode(payloads, theta, momentum, self._rounding, block.runs)
-
-        return self._each_block(decode)
+        return positions, sent
 
     # -- where the inner steps start
 
     def _start_steps(self, lookahead: np.float32 | None = None) -> None:
-        self._started_with = self.lookahead if lookahead is None else lookahead
+        """With this object's own lookahead by default; outside the loop the model holds theta."""
+        inside = self.lookahead if self._hooks else np.float32(0)
+        self._started_with = inside if lookahead is None else lookahead
         if not self._started_with:
             self.parameters.write(self.theta_flat)
             return
@@ -289,7 +290,3 @@ class PulseLoCo(OuterLoop):
     def _state_dict(self) -> dict[str, Any]:
         ahead = {"started_with": float(self._started_with)} if self._started_with else {}
         return {**super()._state_dict(), **ahead}
-
-    def _max_message_bytes(self) -> int:
-        """No message is longer: an entry takes at most 10 bytes, a block's header less than 4 KiB."""
-        return 10 * self.parameters.count + 4096 * (1 + len(self.parameters.blocks))

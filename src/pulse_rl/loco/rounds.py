@@ -13,15 +13,18 @@ class Round:
     """What the finished round ``number``, counted from 1, of so many ``trainers`` did, as one of them saw it.
 
     ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``, those about buffers
-    and frozen parameters included; ``sent_bytes`` left its process in all (headers, padding and what it passed on for
-    others). ``root`` is that of theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify",
-    and "untrained" for buffers and frozen parameters.
+    and frozen parameters included; ``sent_bytes`` left its process in all (headers, padding, and what it passed on or
+    summed for others). ``summed`` parameters have a sum that is not 0. ``scattered``: each trainer summed a share of
+    the parameters (docs/loco.md, 4.3); otherwise all got all messages. ``root`` is that of theta, FP32. ``seconds`` by
+    phase: "gate", "exchange", "decode", "update", "verify", and "untrained" for buffers and frozen parameters.
     """
 
     number: int
     trainers: int
     parameters: int
     entries: int
+    summed: int
+    scattered: bool
     payload_bytes: int
     sent_bytes: int
     root: str
@@ -35,7 +38,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A round whose messages have all arrived. What is left cannot fail: ``update`` each block, then ``commit``.
+    """A round whose messages have all arrived. What is left cannot fail: ``update`` each block, then ``commit``, which
+    returns the number of parameters whose sum is not 0.
 
     ``entries`` and ``payload_bytes`` are those of this trainer's own message.
     """
@@ -43,4 +47,5 @@ class Received:
     entries: int
     payload_bytes: int
     update: Callable[[FlatBlock], None]
-    commit: Callable[[], None]
+    commit: Callable[[], int]
+    scattered: bool = False

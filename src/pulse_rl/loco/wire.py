@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -104,6 +104,28 @@ class Message:
             payloads.append(view[at : at + length])
             at += length
         return cls(number, wire, payloads)
+
+
+@dataclass(frozen=True, slots=True)
+class SumsMessage:
+    """What the owner of a share sends to all: its ``sums``, a `Message` with FP32 values, and the ``digest`` (64
+    hexadecimal digits) of the parts that it has sent itself."""
+
+    digest: str
+    sums: bytes
+
+    MAGIC: ClassVar[bytes] = b"PLSS"
+    HEAD: ClassVar[int] = 36
+
+    def to_bytes(self) -> bytes:
+        return self.MAGIC + bytes.fromhex(self.digest) + self.sums
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Raises CorruptMessage unless ``data`` begins as such a message."""
+        if len(data) < cls.HEAD or not data.startswith(cls.MAGIC):
+            raise CorruptMessage("not a message of sums")
+        return cls(data[len(cls.MAGIC) : cls.HEAD].hex(), data[cls.HEAD :])
 
 
 def digest_of(message: bytes) -> str:

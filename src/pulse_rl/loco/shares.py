@@ -1,0 +1,123 @@
+"""Who sums what in a scattered round, and when rounds are scattered (docs/loco.md, section 4.3). Arithmetic alone: all
+trainers compute the same from the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..codec import Run
+from .gate import Floats
+from .parameters import FlatBlock
+from .wire import Entries
+
+GRANULE = 256
+"""Shares begin at multiples of so many parameters."""
+_AT_FIRST = 4
+
+Counts = npt.NDArray[np.int64]
+"""By granule of the flat array: the entries of a sum in it."""
+
+
+class Unit(NamedTuple):
+    """Parameters [start, stop) of a block, counted from its first one: what one payload codes."""
+
+    block: FlatBlock
+    start: int
+    stop: int
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        if (self.start, self.stop) == (0, self.block.stop - self.block.start):
+            return self.block.runs
+        found, at = [], 0
+        for elements, row, phase in self.block.runs:
+            first, last = max(self.start - at, 0), min(self.stop - at, elements)
+            if first < last:
+                found.append(Run(last - first, row, (phase + first) % row))
+            at += elements
+        return tuple(found)
+
+    def of(self, flat: Floats) -> Floats:
+        return flat[self.block.start + self.start : self.block.start + self.stop]
+
+    def take(self, entries: Entries) -> Entries:
+        """Those of the block's ``entries`` that are in the unit, by their positions in it."""
+        positions, values = entries
+        first, last = np.searchsorted(positions, (self.start, self.stop))
+        return positions[first:last] - np.uint32(self.start), values[first:last]
+
+    def place(self, entries: Entries) -> Entries:
+        """The unit's ``entries`` by their positions in the block."""
+        return entries[0] + np.uint32(self.start), entries[1]
+
+
+def whole(blocks: Sequence[FlatBlock]) -> list[Unit]:
+    """A unit for each block."""
+    return [Unit(block, 0, block.stop - block.start) for block in blocks]
+
+
+def cut_shares(blocks: Sequence[FlatBlock], trainers: int, counts: Counts | None) -> list[list[Unit]]:
+    """The units of each trainer's share, in order: runs of granules of about equal weight, where a granule weighs one
+    and the entries that the last sum had in it (none if ``counts`` is None)."""
+    parameters = blocks[-1].stop
+    weights = np.ones(granules(parameters), np.int64) if counts is None else counts + 1
+    passed = np.cumsum(weights)
+    targets = [int(passed[-1]) * owner // trainers for owner in range(trainers)]
+    bounds = [*(GRANULE * np.searchsorted(passed, targets)).tolist(), parameters]
+    return [
+        [
+            Unit(block, max(first, block.start) - block.start, min(last, block.stop) - block.start)
+            for block in blocks
+            if max(first, block.start) < min(last, block.stop)
+        ]
+        for first, last in pairwise(bounds)
+    ]
+
+
+def granules(parameters: int) -> int:
+    return -(-parameters // GRANULE)
+
+
+def count_entries(block: FlatBlock, total: Floats) -> tuple[int, Counts]:
+    """(first granule, the entries of the block's sum ``total`` by granule from that one on)."""
+    first = block.start // GRANULE
+    places = np.flatnonzero(total)
+    return first, np.bincount((places + (block.start - first * GRANULE)) // GRANULE)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What all trainers know alike after a round.
+
+    ``longest``: bytes of the longest message of entries (all its parts, if the round was ``scattered``). ``sums``: of
+    the longest message of sums, times the trainers; an estimate if the round was not scattered. ``counts`` of the sum.
+    """
+
+    scattered: bool
+    longest: int
+    sums: int
+    counts: Counts
+
+
+def estimated_sums(message_bytes: int, entries: int, summed: int, *, bf16: bool) -> int:
+    """The bytes of all sums, of which ``summed`` are not 0: as many an entry as in messages of ``message_bytes`` with
+    ``entries`` in all, and one more where those have BF16 values, as sums are FP32."""
+    return summed * (message_bytes + (entries if bf16 else 0)) // max(entries, 1)
+
+
+def scatters(trainers: int, known: Known | None) -> bool:
+    """Whether the next round is scattered: where less leaves a process then, by a sixteenth at least if it is a change.
+
+    With R trainers, R - 1 messages leave a process in an all-gather; 1 - 1/R of one, and R - 1 messages of sums, if it
+    is scattered. With nothing ``known``, from four trainers on: it costs at most 1/R more, were no position sent twice.
+    """
+    if known is None:
+        return trainers >= _AT_FIRST
+    sixteenths = 17 if known.scattered else 15
+    return 16 * known.sums < sixteenths * (trainers - 1) * known.longest

@@ -1,0 +1,164 @@
+"""When rounds are scattered by themselves, and that nothing but the bytes on the network depends on it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pulse_rl.loco import PulseLoCo, Round, parameters
+from tests.support.loco_reference import Job, flat, same
+from tests.support.trainers import Trainer, force_scattered, together
+
+pytestmark = pytest.mark.slow
+
+
+def looped(job: Job, rounds: list[Round], **settings: Any) -> PulseLoCo:
+    fixed: dict[str, Any] = {"sync_every": 2, "timeout_seconds": 20, "on_round": rounds.append}
+    return PulseLoCo(job.model, job.optimizer, **(fixed | settings))
+
+
+def by_itself(trainer: Trainer) -> list[list[tuple[bool, str]]]:
+    """(scattered, root) of each round: gathered, and as the rule has it, with a meeting in between."""
+    found = []
+    trainer.connect("start")
+    for scattered in (False, None):
+        force_scattered(scattered)
+        job, rounds = Job(trainer.rank, lr=1e-3), list[Round]()
+        with looped(job, rounds) as loop:
+            for _ in range(6):
+                job.step(trainer.rank)
+            loop.rejoin()
+            for _ in range(4):
+                job.step(trainer.rank)
+        found.append([(r.scattered, r.root) for r in rounds])
+    return found
+
+
+def test_the_rule_decides_and_begins_anew_when_trainers_meet() -> None:
+    """Dense entries overlap: scattered from the second round on among three, from the first among four."""
+    for size, at_first in ((2, None), (3, False), (4, True)):
+        for gathered, chosen in together(by_itself, size, seconds=90):
+            assert [root for _, root in gathered] == [root for _, root in chosen]
+            assert [scattered for scattered, _ in gathered] == [False] * 5
+            expected = [False] * 5 if at_first is None else [at_first, True, True, at_first, True]
+            assert [scattered for scattered, _ in chosen] == expected
+
+
+def resumed(trainer: Trainer, stop: int) -> None:
+    """From a checkpoint of all trainers, in mid-round or at a boundary, to the same bits."""
+    force_scattered(True)
+
+    def run(job: Job, loop: PulseLoCo, steps: int) -> None:
+        with loop:
+            for _ in range(steps):
+                job.step(trainer.rank)
+
+    def held(job: Job, loop: PulseLoCo) -> list[torch.Tensor]:
+        state = loop.state_dict()
+        return [job.weights(), *(flat(state[key]) for key in ("theta", "momentum", "residual"))]
+
+    trainer.connect("start")
+    settings = {"sync_every": 3, "wire_dtype": torch.bfloat16, "lookahead": 7.0}
+    job, rounds = Job(trainer.rank, lr=1e-3), list[Round]()
+    loop = looped(job, rounds, **settings)
+    run(job, loop, 11)
+    first = Job(trainer.rank, lr=1e-3)
+    half = looped(first, rounds, **settings)
+    run(first, half, stop)
+    saved = copy.deepcopy((first.state_dict(), half.state_dict()))
+    again = Job(trainer.rank + 7, lr=1e-3)
+    other = looped(again, rounds, **settings)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    run(again, other, 11 - stop)
+    assert all(same(a, b) for a, b in zip(held(job, loop), held(again, other), strict=True))
+    assert all(r.scattered for r in rounds)
+
+
+@pytest.mark.parametrize("stop", [5, 6])
+def test_resume_is_exact(stop: int) -> None:
+    together(resumed, 3, stop, seconds=60)
+
+
+def tied(trainer: Trainer) -> None:
+    """Tied weights are one parameter; buffers and frozen parameters go their own way beside it."""
+    trainer.connect("start")
+    roots = []
+    for scattered in (False, True):
+        force_scattered(scattered)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(20, 20), nn.Linear(20, 20))
+        model[2].weight = model[0].weight
+        model[3].weight.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer, rounds = torch.optim.AdamW(trained, lr=1e-3), list[Round]()
+        loop = PulseLoCo(model, optimizer, sync_every=2, timeout_seconds=20, on_round=rounds.append)
+        data = torch.Generator().manual_seed(trainer.rank)
+        with loop:
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(8, 20, generator=data)).square().mean().backward()
+                optimizer.step()
+            assert "2.weight" not in loop.theta()
+            assert model[2].weight is model[0].weight
+        assert [r.scattered for r in rounds] == [scattered] * 3
+        roots.append([(r.root, model[1].running_mean.sum().item()) for r in rounds])
+    assert roots[0] == roots[1]
+
+
+def test_tied_weights_and_buffers() -> None:
+    together(tied, 4, seconds=60)
+
+
+def at_the_limit(trainer: Trainer) -> None:
+    """A sum that no message takes is gathered: its trainers' values are within the limit, and so is theta."""
+    trainer.connect("start")
+    found = []
+    for scattered in (False, True):
+        force_scattered(scattered)
+        parameters.BLOCK_ELEMENTS = 1 << 10
+        w = nn.Parameter(torch.zeros(3000))
+        optimizer = torch.optim.SGD([w], lr=1.0)
+        with PulseLoCo({"w": w}, optimizer, sync_every=1, timeout_seconds=20) as loop:
+            w.grad = torch.zeros_like(w)
+            w.grad[2500] = 1.5e19
+            w.grad[7] = 1.0 if trainer.rank else -1.0
+            optimizer.step()
+            done = loop.last_round
+            assert done is not None
+            assert not done.scattered
+            assert done.summed == 2
+            w.grad = torch.full_like(w, 1e-3)
+            optimizer.step()
+            assert loop.last_round is not None
+            assert loop.last_round.scattered == scattered
+        found.append(flat(loop.theta()))
+    assert same(*found)
+    assert found[0][2500] < -1e19
+
+
+def test_a_sum_that_no_message_takes_is_gathered() -> None:
+    together(at_the_limit, 3, seconds=60)
+
+
+def cancelled(trainer: Trainer) -> None:
+    """Entries that add up to 0 leave theta where it is, and are no part of the sum."""
+    trainer.connect("start")
+    force_scattered(True)
+    w = nn.Parameter(torch.ones(600))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    with PulseLoCo({"w": w}, optimizer, sync_every=1, timeout_seconds=20) as loop:
+        w.grad = torch.full_like(w, (0.25, -0.25, 0.0)[trainer.rank])
+        optimizer.step()
+        assert loop.last_round is not None
+        assert loop.last_round.entries == (600, 600, 0)[trainer.rank]
+        assert loop.last_round.summed == 0
+        assert same(flat(loop.theta()), torch.ones(600))
+
+
+def test_entries_that_cancel() -> None:
+    together(cancelled, 3, seconds=60)
