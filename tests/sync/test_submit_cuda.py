@@ -73,6 +73,25 @@ def test_page_locked_memory_is_used_again(cuda: Device) -> None:
     assert min(locked) >= 2 * SIZE
 
 
+def test_a_version_that_is_replaced_leaves_its_memory_to_the_next(cuda: Device) -> None:
+    """The device has not yet copied the one, and the next one is to be copied into the same memory."""
+    current, locked = cuda
+    weight = torch.randn(SIZE).bfloat16()
+    store = MemoryStore()
+    with Publisher(store, stream="policy") as publisher:
+        for _ in range(6):
+            current.work.append(lambda: step(weight))
+            submission = publisher.submit({"weight": on_device(weight)}, replace=True)
+        sides = [stream for stream in Stream.made if stream is not current]
+        sides[-1].run()  # the device may do the work of its streams in any order that they allow
+        for stream in sides:
+            stream.run()
+        expected = state_root({"weight": weight})
+        Stream.gate.set()
+        assert submission.result(20).root == expected
+    assert len(locked) == 2, "one in flight, one that waits"
+
+
 def test_memory_that_the_device_still_writes_into_is_kept(cuda: Device) -> None:
     """After an interrupt, or where a submission was replaced, nobody waits for the copy but its own end."""
     weight, array = torch.randn(SIZE).bfloat16(), np.empty(SIZE, np.uint16)
