@@ -122,6 +122,31 @@ def test_another_publisher_ends_the_training() -> None:
         training.step()
 
 
+@pytest.mark.parametrize("settings", [{"replace": False}, {"replace": True}, {"replace": False, "every": 3}], ids=str)
+def test_another_publisher_ends_a_training_that_logs_each_step(settings: dict[str, Any]) -> None:
+    """What a log has seen is raised all the same, by the next step."""
+    store = MemoryStore()
+    training = Training(store, **settings)
+    training.begin()
+    for _ in range(3):
+        training.step()
+        training.settle()
+        training.log(loss=1.0)
+    with Publisher(store, stream="policy") as other:
+        other.publish(training.model.state_dict())
+
+    def train() -> None:
+        for _ in range(settings.get("every", 1)):
+            training.step()
+        training.settle()
+        training.log(loss=1.0)
+        training.step()
+
+    with pytest.raises(PublisherConflict):
+        train()
+    assert isinstance(training.callback.error, PublisherConflict)
+
+
 def test_another_publisher_at_the_end_is_kept_for_the_program(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     training = Training(store)

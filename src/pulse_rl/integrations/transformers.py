@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -82,6 +81,7 @@ class PulseCallback(TrainerCallback):
         self._published: Published | None = None
         self._committed_step: int | None = None
         self._error: BaseException | None = None
+        self._fatal: BaseException | None = None
 
     @property
     def published(self) -> Published | None:
@@ -102,7 +102,8 @@ class PulseCallback(TrainerCallback):
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
-        self._committed_step = None
+        self._collect()
+        self._committed_step = self._fatal = None
         if state.is_world_process_zero:
             if not self._adapter:
                 for words in advice(kwargs["model"], kwargs.get("optimizer"), args.learning_rate, self._dtype):
@@ -117,6 +118,8 @@ class PulseCallback(TrainerCallback):
         """
         if state.global_step % self._every == 0:
             self._submit(kwargs["model"], state)
+        else:
+            self._raise_fatal()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds this callback's figures to the log.
@@ -126,9 +129,8 @@ class PulseCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         # The Trainer's last log comes after its last step: an error must not keep the program from saving its model.
-        # The next step meets it again.
-        with suppress(PulseError):
-            self._collect()
+        # The next step raises it.
+        self._collect()
         figures = self._figures()
         kwargs.get("logs", {}).update(figures)
         if state.log_history:
@@ -148,11 +150,11 @@ class PulseCallback(TrainerCallback):
             return
         try:
             self._publisher.wait()
-            self._collect()
+            self._raise_fatal()
             if args.load_best_model_at_end or self._committed_step != state.global_step:
                 self._hand_over(*taken, state, replace=False)
                 self._publisher.wait()
-                self._collect()
+                self._raise_fatal()
         except PulseError as error:
             self._error = error
         self._publisher.close()
@@ -187,7 +189,7 @@ class PulseCallback(TrainerCallback):
     def _hand_over(
         self, weights: dict[str, torch.Tensor], facts: Metadata, state: TrainerState, *, replace: bool
     ) -> None:
-        self._collect()
+        self._raise_fatal()
         metadata = _metadata(state) | facts
         submission = self._publisher.submit(weights, metadata=metadata, dtype=self._dtype, replace=replace)
         step = state.global_step
@@ -200,7 +202,8 @@ class PulseCallback(TrainerCallback):
         submission.add_done_callback(ended)
 
     def _collect(self) -> None:
-        """Looks at the versions that have ended since. Raises what is not for the store to mend."""
+        """Looks at the versions that have ended since. What is not for the store to mend ends the training at its next
+        step."""
         while self._ended:
             step, submission = self._ended.popleft()
             if submission.cancelled():
@@ -212,7 +215,8 @@ class PulseCallback(TrainerCallback):
                 continue
             if not (isinstance(error, PulseError) and error.retryable):
                 self._error = error
-                raise error
+                self._fatal = self._fatal or error
+                continue
             self._counts["failed"] += 1
             if self._error is None:
                 _log.warning(
@@ -222,6 +226,11 @@ class PulseCallback(TrainerCallback):
                     error,
                 )
             self._error = error
+
+    def _raise_fatal(self) -> None:
+        self._collect()
+        if self._fatal is not None:
+            raise self._fatal
 
     def _committed(self, step: int, published: Published) -> None:
         if self._error is not None:
