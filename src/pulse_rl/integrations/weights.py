@@ -189,7 +189,7 @@ def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> di
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     copies: dict[int, Any] = {}
     for tensor in tensors:
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise UnsupportedTensor(
                 f"{path!r} has adapters over {tensor.dtype} weights", hint="Merging needs a base that is not quantised."
             )
@@ -199,7 +199,7 @@ def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> di
     if not keep:
         return {}
     dtypes = {name: tensor.dtype for name, tensor in layer.get_base_layer().state_dict().items()}
-    aside = copy.deepcopy(layer, copies)
+    aside = _copied(layer, copies)
     try:
         for module in reversed(list(aside.modules())):
             if hasattr(module, "merge") and hasattr(module, "base_layer"):
@@ -208,3 +208,27 @@ def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> di
         raise UnsupportedTensor(f"the adapters of {path!r} cannot be merged: {error}") from error
     merged: Mapping[str, torch.Tensor] = aside.get_base_layer().state_dict()
     return {f"{path}.{name}": t.to(_computed(dtypes[name], target)).cpu() for name, t in merged.items()}
+
+
+def _copied(layer: nn.Module, copies: dict[int, Any]) -> Any:
+    """A deep copy, in which ``copies`` take the place of tensors by id. What FSDP2 has made of modules, whose classes
+    refuse to be copied, are the plain modules again: without its state and its hooks."""
+    sharded = [module for module in layer.modules() if isinstance(module, _fsdp2())]
+    for module in sharded:
+        plain = next(cls for cls in type(module).__mro__[1:] if issubclass(cls, nn.Module))
+        copies[id(module)] = plain.__new__(plain)
+    for module in sharded:
+        fresh = {name: value for name, value in nn.Module().__dict__.items() if "_hooks" in name}
+        kept = {
+            name: value
+            for name, value in module.__dict__.items()
+            if name not in fresh and not name.startswith("__composable_api")
+        }
+        copies[id(module)].__dict__.update(copy.deepcopy(kept, copies) | fresh)
+    return copy.deepcopy(layer, copies)
+
+
+def _fsdp2() -> tuple[type, ...]:
+    """What modules are instances of that FSDP2 shards."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return (fsdp.FSDPModule,) if fsdp and hasattr(fsdp, "FSDPModule") else ()
