@@ -137,6 +137,29 @@ def test_adapters_without_a_peft_model_around_them() -> None:
     assert set(policy_weights(model)) == names
 
 
+class Experts(nn.Module):
+    """Weights of two experts in one parameter, and a gate that is a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2, 8, 8))
+        self.gate = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("inner", "config"),
+    [
+        (nn.MultiheadAttention(8, 2), {"target_modules": ["0"]}),
+        (Experts(), {"target_modules": ["gate"], "target_parameters": ["0.weights"]}),
+    ],
+    ids=["attention", "experts"],
+)
+def test_adapters_within_what_is_adapted_are_refused(inner: nn.Module, config: dict[str, Any]) -> None:
+    model = get_peft_model(nn.Sequential(inner), LoraConfig(r=2, init_lora_weights=False, **config))
+    with pytest.raises(UnsupportedTensor, match="'0' has adapters within"):
+        policy_weights(model)
+
+
 def test_what_cannot_be_merged_is_refused() -> None:
     prompts = get_peft_model(tiny(), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     with pytest.raises(UnsupportedTensor, match="prompt"):

@@ -22,7 +22,7 @@ from ..sync.submit import Submission
 from .density import advice
 from .notices import logged
 from .peft import ADAPTER_CONFIG
-from .weights import adapter_weights, is_sharded, policy_weights
+from .weights import adapter_weights, policy_weights
 
 __all__ = ["PulseCallback"]
 
@@ -145,8 +145,8 @@ class PulseCallback(TrainerCallback):
         """
         first, model = state.is_world_process_zero, kwargs["model"]
         # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
-        taken = self._take(model, first) if first or is_sharded(model) else None
-        if not first or taken is None:
+        taken = self._take(model, first)
+        if not first:
             return
         try:
             self._publisher.wait()
@@ -171,8 +171,6 @@ class PulseCallback(TrainerCallback):
 
     def _submit(self, model: nn.Module, state: TrainerState) -> None:
         first = state.is_world_process_zero
-        if not (first or is_sharded(model)):
-            return
         began = time.perf_counter()
         weights, facts = self._take(model, first)
         if first:

@@ -12,7 +12,7 @@ from ...errors import EngineUnavailable, InputError, PulseError
 from ...events import Listener, Metadata, Published
 from ..density import advice
 from ..vllm import EngineSync
-from ..weights import is_sharded, policy_weights
+from ..weights import policy_weights
 from .link import Link, log
 from .server import Completion
 
@@ -131,7 +131,7 @@ class PulseRollout(TrainerCallback):
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
         model, first = kwargs["model"], state.is_world_process_zero
-        weights = policy_weights(model, self._link.dtype(), keep=first) if first or is_sharded(model) else {}
+        weights = policy_weights(model, self._link.dtype(), keep=first)
         if first:
             try:
                 if self._step != state.global_step:
@@ -162,7 +162,7 @@ class PulseRollout(TrainerCallback):
         model, first = trainer.model, trainer.state.is_world_process_zero
         outcome: str | PulseError = ""
         try:
-            weights = policy_weights(model, self._link.dtype(), keep=first) if first or is_sharded(model) else {}
+            weights = policy_weights(model, self._link.dtype(), keep=first)
             if first:
                 outcome = self._link.push(weights, _metadata(trainer.state))
         except PulseError as error:  # the other ranks wait, and must hear of it
