@@ -38,11 +38,14 @@ class SlowStore(MemoryStore):
         self.gate = threading.Event()
         self.gate.set()
         self.waiting = threading.Event()
+        self.away = False
 
     def put(self, name: str, data: Data) -> None:
         if "/payloads/" in name:
             self.waiting.set()
             assert self.gate.wait(20)
+        if self.away:
+            raise StoreUnavailable("away")
         super().put(name, data)
 
 
@@ -173,6 +176,22 @@ def test_an_error_nobody_asked_for_surfaces_at_the_next_call(call: str, rng: Rng
         calls[call]()
     calls[call]()  # said once
     assert publisher.publish(states[2]).root == state_root(states[2])
+    publisher.close()
+
+
+def test_of_two_errors_none_is_lost(slow: SlowStore, rng: Rng) -> None:
+    publisher = Publisher(slow, stream="policy")
+    publisher.publish(policy(rng))
+    slow.gate.clear()
+    failed = [publisher.submit(policy(rng)) for _ in range(2)]
+    slow.away = True
+    slow.gate.set()
+    for submission in failed:
+        while not submission.done():
+            pass
+    for _ in failed:
+        with pytest.raises(StoreUnavailable):
+            publisher.wait()
     publisher.close()
 
 

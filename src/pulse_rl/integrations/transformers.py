@@ -48,11 +48,11 @@ class PulseCallback(TrainerCallback):
     and of the versions since the last log ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and
     ``pulse/blocked_seconds``, each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts, if not 0.
 
-    Before the first step any error is raised, so that a wrong address or model is found at once. After it a store that
-    is away (`PulseError.retryable`) is logged as a warning, and the training goes on: the next version has it all.
-    Other errors (PublisherConflict, UnsupportedTensor) end the training. At its end errors are logged and kept in
-    `error`, so that the program can still save its model. ``on_event`` gets the events of `pulse_rl.events`. Raises
-    InputError, InvalidName and StoreError.
+    The first version is committed before the first step, and any error is raised, so that a wrong address, model or
+    permission is found at once. After it a store that is away (`PulseError.retryable`) is logged as a warning, and the
+    training goes on: the next version has it all. Other errors (PublisherConflict, UnsupportedTensor) end the training
+    at its next step. At its end all errors are logged and kept in `error`, so that the program can still save its
+    model. ``on_event`` gets the events of `pulse_rl.events`. Raises InputError, InvalidName and StoreError.
     """
 
     def __init__(
@@ -98,18 +98,22 @@ class PulseCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Publishes what the training starts from, and says what will make patches large.
+        """Publishes what the training starts from, waits for it, and says what will make patches large.
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
         self._collect()
         self._committed_step = self._fatal = None
-        if state.is_world_process_zero:
+        first, model = state.is_world_process_zero, kwargs["model"]
+        if first:
             if not self._adapter:
-                for words in advice(kwargs["model"], kwargs.get("optimizer"), args.learning_rate, self._dtype):
+                for words in advice(model, kwargs.get("optimizer"), args.learning_rate, self._dtype):
                     _log.warning("stream %s: %s", self._stream, words)
             self._publisher.head()
-        self._submit(kwargs["model"], state)
+        weights, facts = self._take(model, first)
+        if first:
+            done = self._publisher.publish(weights, metadata=_metadata(state) | facts, dtype=self._dtype)
+            self._committed(state.global_step, done)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Publishes the step, if it is one of ``every``.
@@ -143,21 +147,10 @@ class PulseCallback(TrainerCallback):
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
-        first, model = state.is_world_process_zero, kwargs["model"]
-        # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
-        taken = self._take(model, first)
-        if not first:
-            return
         try:
-            self._publisher.wait()
-            self._raise_fatal()
-            if args.load_best_model_at_end or self._committed_step != state.global_step:
-                self._hand_over(*taken, state, replace=False)
-                self._publisher.wait()
-                self._raise_fatal()
-        except PulseError as error:
+            self._finish(kwargs["model"], state, anew=args.load_best_model_at_end)
+        except Exception as error:
             self._error = error
-        self._publisher.close()
         if self._error:
             _log.error(
                 "stream %s: the weights of step %d are not published: %s. %s",
@@ -166,6 +159,23 @@ class PulseCallback(TrainerCallback):
                 self._error,
                 getattr(self._error, "hint", ""),
             )
+
+    def _finish(self, model: nn.Module, state: TrainerState, *, anew: bool) -> None:
+        """Publishes the last weights, ``anew`` even if their step is published, and closes."""
+        first = state.is_world_process_zero
+        try:
+            # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
+            weights, facts = self._take(model, first)
+            if first:
+                self._publisher.wait()
+                self._raise_fatal()
+                if anew or self._committed_step != state.global_step:
+                    self._hand_over(weights, facts, state, replace=False)
+                    self._publisher.wait()
+                    self._raise_fatal()
+        finally:
+            if first:
+                self._publisher.close()
 
     # -- on the first rank, after the gathering
 

@@ -87,12 +87,12 @@ class Submissions(Generic[T]):
         return submission
 
     def raise_unasked(self) -> None:
-        """Raises the first error of a version that has ended, if nobody has asked for it."""
-        done = [entry for entry in self._entries if entry.operation.ended]
-        self._entries = [entry for entry in self._entries if not entry.operation.ended]
-        errors = [error for entry in done if (error := entry.submission._unasked())]
-        if errors:
-            raise errors[0]
+        """Raises the first error of a version that has ended, if nobody has asked for it. The next call raises the
+        next one."""
+        for entry in [e for e in self._entries if e.operation.ended]:
+            self._entries.remove(entry)
+            if error := entry.submission._unasked():
+                raise error
 
     def forget(self) -> None:
         """Lets spare memory go."""
