@@ -13,6 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
             continue
         if isinstance(value, staticmethod | classmethod):
             yield name, value.__func__
+        elif isinstance(value, cached_property):
+            yield name, property(value.func)
         elif inspect.isfunction(value) or isinstance(value, property):
             yield name, value
 

@@ -60,6 +60,18 @@ def test_each_version_has_the_weights_between_two_steps(cuda: Device, given: tor
     assert all(report.ok for report in verify_stream(store, "policy"))
 
 
+def test_publish_waits_for_the_stream_of_its_caller(cuda: Device) -> None:
+    """The threads that read the weights have streams of their own."""
+    current, _ = cuda
+    Stream.gate.set()
+    weight = torch.randn(SIZE).bfloat16()
+    after = weight.clone()
+    step(after)
+    with Publisher(MemoryStore(), stream="policy") as publisher:
+        current.work.append(lambda: step(weight))
+        assert publisher.publish({"weight": on_device(weight)}).root == state_root({"weight": after})
+
+
 def test_page_locked_memory_is_used_again(cuda: Device) -> None:
     """One becomes the baseline, one is in flight, and one may wait."""
     _, locked = cuda

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
 from .._util.threads import ordered_map
 from .device import DeviceCopies, DeviceTensor, pinned
@@ -21,6 +22,14 @@ class Snapshot(NamedTuple):
 def on_cuda(state: State) -> bool:
     """Whether a tensor of it is in the memory of a CUDA device."""
     return any(_cuda_tensor(state, spec) for spec in state.specs)
+
+
+def await_devices(state: State) -> None:
+    """Returns once the CUDA tensors of ``state`` hold what the caller's current streams were given to write. Threads
+    that read them afterwards have other current streams."""
+    for device in {t.flat.device for spec in state.specs if (t := _cuda_tensor(state, spec))}:
+        torch: Any = sys.modules["torch"]
+        torch.cuda.current_stream(device).synchronize()
 
 
 def snapshot(state: State, into: Snapshot | None = None, *, threads: int | None = None) -> Snapshot:

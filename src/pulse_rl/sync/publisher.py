@@ -28,6 +28,7 @@ from ..events import (
     failures_to,
 )
 from ..state.checkpoint import StateSource
+from ..state.snapshot import await_devices
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream import manifest as manifests
@@ -158,6 +159,7 @@ class Publisher(Unique):
         self._submissions.raise_unasked()
         with failures_to(self._listener, self._stream.name, "publish"):
             order = Order.of(source, metadata, dtype, anchor)
+            await_devices(order.source)
             return self._serial.run(lambda: self._publish(order, PhaseTimer()))[0]
 
     def submit(
