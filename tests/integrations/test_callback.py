@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import InputError, MemoryStore, Publisher, PublisherConflict, StoreUnavailable, Subscriber
+from pulse_rl import InputError, MemoryStore, Publisher, PublisherConflict, StoreError, StoreUnavailable, Subscriber
 from pulse_rl.store import Data
 
 pytestmark = pytest.mark.slow  # it imports transformers
@@ -68,9 +68,14 @@ class Gate(MemoryStore):
         super().__init__()
         self.gate = threading.Event()
         self.gate.set()
-        self.away = False
+        self.away = self.read_only = False
+        self.waiting = threading.Event()
 
     def put(self, name: str, data: Data) -> None:
+        if not self.gate.is_set():
+            self.waiting.set()
+        if self.read_only:
+            raise StoreError("no permission to write")
         assert self.gate.wait(20)
         if self.away:
             raise StoreUnavailable("away")
@@ -98,14 +103,16 @@ def steps(store: MemoryStore) -> list[Any]:
 def test_a_slow_store_holds_nobody_up_and_gets_the_newest() -> None:
     store = Gate()
     training = Training(store)
-    store.gate.clear()
     training.begin()
-    for _ in range(5):
+    store.gate.clear()
+    training.step()
+    assert store.waiting.wait(20)
+    for _ in range(4):
         training.step()
     store.gate.set()
     training.end()
-    assert steps(store) == [0, 5]
-    assert training.log()["pulse/replaced"] == 4
+    assert steps(store) == [0, 1, 5]
+    assert training.log()["pulse/replaced"] == 3
 
 
 def test_another_publisher_ends_the_training() -> None:
@@ -120,6 +127,31 @@ def test_another_publisher_ends_the_training() -> None:
     training.settle()
     with pytest.raises(PublisherConflict):
         training.step()
+
+
+@pytest.mark.parametrize("settings", [{"replace": False}, {"replace": True}, {"replace": False, "every": 3}], ids=str)
+def test_another_publisher_ends_a_training_that_logs_each_step(settings: dict[str, Any]) -> None:
+    """What a log has seen is raised all the same, by the next step."""
+    store = MemoryStore()
+    training = Training(store, **settings)
+    training.begin()
+    for _ in range(3):
+        training.step()
+        training.settle()
+        training.log(loss=1.0)
+    with Publisher(store, stream="policy") as other:
+        other.publish(training.model.state_dict())
+
+    def train() -> None:
+        for _ in range(settings.get("every", 1)):
+            training.step()
+        training.settle()
+        training.log(loss=1.0)
+        training.step()
+
+    with pytest.raises(PublisherConflict):
+        train()
+    assert isinstance(training.callback.error, PublisherConflict)
 
 
 def test_another_publisher_at_the_end_is_kept_for_the_program(caplog: pytest.LogCaptureFixture) -> None:
@@ -149,6 +181,30 @@ def test_a_store_that_is_away_is_found_before_the_first_step() -> None:
     store.away = True
     with pytest.raises(StoreUnavailable):
         Training(store).begin()
+
+
+def test_a_store_that_cannot_be_written_is_found_before_the_first_step() -> None:
+    store = Gate()
+    store.read_only = True
+    with pytest.raises(StoreError, match="permission"):
+        Training(store).begin()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_error_at_the_end_is_kept_for_the_program(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(MemoryStore(), rank=rank)
+    training.begin()
+    lost = RuntimeError("CUDA out of memory")
+
+    def state_dict(**_: Any) -> Any:
+        raise lost
+
+    training.model.state_dict = state_dict  # type: ignore[method-assign]
+    training.model.weight.full_tensor = None  # type: ignore[attr-defined]
+    training.state.global_step = 1
+    training.end()
+    assert training.callback.error is lost
+    assert [r.levelname for r in caplog.records] == ["ERROR"]
 
 
 def test_failures_are_counted_and_the_last_weights_are_tried_again() -> None:

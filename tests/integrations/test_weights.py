@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from pulse_rl import InputError, UnsupportedTensor
 from pulse_rl.integrations.density import expected_density
@@ -21,6 +23,9 @@ class Model(nn.Module):
         self.head = nn.Linear(32, 64, bias=False, dtype=dtype)
         self.head.weight = self.embed.weight
         self.register_buffer("count", torch.arange(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.module(self.embed(tokens)))
 
 
 class Compiled(nn.Module):
@@ -72,6 +77,23 @@ def test_shards_are_gathered_once_cast_and_still_tied() -> None:
     assert weights["head.weight"].data_ptr() == weights["embed.weight"].data_ptr()
     assert policy_weights(model)["embed.weight"].dtype == torch.float32
     assert policy_weights(model, keep=False) == {}
+
+
+def test_what_fsdp2_has_left_whole_is_still_sharded() -> None:
+    """The root keeps its parameters whole after a forward pass that no backward pass follows."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Model()
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        fully_shard(model)
+        with torch.no_grad():
+            model(torch.arange(3))
+        assert not hasattr(model.module.weight, "full_tensor")
+        assert is_sharded(model)
+        weights = policy_weights(model)
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_pieces_that_look_whole_are_refused() -> None:

@@ -38,6 +38,9 @@ class Stream:
                 self.done += 1
                 self.work[self.done - 1]()
 
+    def query(self) -> bool:
+        return self.done == len(self.work)
+
     def synchronize(self) -> None:
         assert self.gate.wait(20)
         self.run()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -36,11 +38,14 @@ class SlowStore(MemoryStore):
         self.gate = threading.Event()
         self.gate.set()
         self.waiting = threading.Event()
+        self.away = False
 
     def put(self, name: str, data: Data) -> None:
         if "/payloads/" in name:
             self.waiting.set()
             assert self.gate.wait(20)
+        if self.away:
+            raise StoreUnavailable("away")
         super().put(name, data)
 
 
@@ -125,6 +130,32 @@ def test_the_one_that_waits_can_be_replaced(slow: SlowStore, rng: Rng) -> None:
     assert [report.root for report in verify_stream(slow, "policy")] == roots([states[0], states[3]])
 
 
+@pytest.mark.parametrize("how", ["replaced", "cancelled"])
+def test_versions_that_are_given_up_hold_no_memory(how: str, slow: SlowStore, rng: Rng) -> None:
+    """Whatever the number of steps that a slow store misses: a state in flight, and one that waits."""
+    state = {"w": Bits(rng.integers(0, 1 << 16, 1 << 20, dtype=np.uint16), "BF16")}
+    nbytes = 2 << 20
+    with Publisher(slow, stream="policy", threads=1) as publisher:
+        slow.gate.clear()
+        publisher.submit(state)
+        assert slow.waiting.wait(20)
+        publisher.submit(state).cancel()
+        tracemalloc.start()
+        given_up = []
+        for _ in range(8):
+            state["w"].array[:100] ^= 1
+            given_up.append(publisher.submit(state, replace=how == "replaced"))
+            if how == "cancelled":
+                assert given_up[-1].cancel()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < nbytes, "the one that waits is copied into the memory of the one before"
+        last = publisher.submit(state, replace=True)
+        assert futures.wait(given_up, timeout=20).not_done == set()
+        slow.gate.set()
+        assert last.result(20).root == state_root(state)
+
+
 @pytest.mark.parametrize("call", ["submit", "publish", "wait", "close"])
 def test_an_error_nobody_asked_for_surfaces_at_the_next_call(call: str, rng: Rng) -> None:
     states = history(rng, 3)
@@ -145,6 +176,22 @@ def test_an_error_nobody_asked_for_surfaces_at_the_next_call(call: str, rng: Rng
         calls[call]()
     calls[call]()  # said once
     assert publisher.publish(states[2]).root == state_root(states[2])
+    publisher.close()
+
+
+def test_of_two_errors_none_is_lost(slow: SlowStore, rng: Rng) -> None:
+    publisher = Publisher(slow, stream="policy")
+    publisher.publish(policy(rng))
+    slow.gate.clear()
+    failed = [publisher.submit(policy(rng)) for _ in range(2)]
+    slow.away = True
+    slow.gate.set()
+    for submission in failed:
+        while not submission.done():
+            pass
+    for _ in failed:
+        with pytest.raises(StoreUnavailable):
+            publisher.wait()
     publisher.close()
 
 

@@ -60,6 +60,18 @@ def test_each_version_has_the_weights_between_two_steps(cuda: Device, given: tor
     assert all(report.ok for report in verify_stream(store, "policy"))
 
 
+def test_publish_waits_for_the_stream_of_its_caller(cuda: Device) -> None:
+    """The threads that read the weights have streams of their own."""
+    current, _ = cuda
+    Stream.gate.set()
+    weight = torch.randn(SIZE).bfloat16()
+    after = weight.clone()
+    step(after)
+    with Publisher(MemoryStore(), stream="policy") as publisher:
+        current.work.append(lambda: step(weight))
+        assert publisher.publish({"weight": on_device(weight)}).root == state_root({"weight": after})
+
+
 def test_page_locked_memory_is_used_again(cuda: Device) -> None:
     """One becomes the baseline, one is in flight, and one may wait."""
     _, locked = cuda
@@ -71,6 +83,25 @@ def test_page_locked_memory_is_used_again(cuda: Device) -> None:
             publisher.submit({"weight": on_device(weight)}).result(20)
     assert len(locked) == 2
     assert min(locked) >= 2 * SIZE
+
+
+def test_a_version_that_is_replaced_leaves_its_memory_to_the_next(cuda: Device) -> None:
+    """The device has not yet copied the one, and the next one is to be copied into the same memory."""
+    current, locked = cuda
+    weight = torch.randn(SIZE).bfloat16()
+    store = MemoryStore()
+    with Publisher(store, stream="policy") as publisher:
+        for _ in range(6):
+            current.work.append(lambda: step(weight))
+            submission = publisher.submit({"weight": on_device(weight)}, replace=True)
+        sides = [stream for stream in Stream.made if stream is not current]
+        sides[-1].run()  # the device may do the work of its streams in any order that they allow
+        for stream in sides:
+            stream.run()
+        expected = state_root({"weight": weight})
+        Stream.gate.set()
+        assert submission.result(20).root == expected
+    assert len(locked) == 2, "one in flight, one that waits"
 
 
 def test_memory_that_the_device_still_writes_into_is_kept(cuda: Device) -> None:

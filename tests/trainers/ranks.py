@@ -86,6 +86,15 @@ def fsdp2(store: LocalStore) -> None:
 
 def fsdp2_lora(store: LocalStore) -> None:
     """Sharded base and adapters: merged on the first rank, and no shard is written."""
+    sharded_lora(each=False)
+
+
+def fsdp2_lora_each(store: LocalStore) -> None:
+    """The same where each adapted layer is a unit of its own."""
+    sharded_lora(each=True)
+
+
+def sharded_lora(*, each: bool) -> None:
     base = tiny(torch.bfloat16)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     for name, parameter in model.named_parameters():  # the same on both ranks
@@ -94,6 +103,8 @@ def fsdp2_lora(store: LocalStore) -> None:
             nn.init.normal_(parameter, std=0.05)
     expected = cast(copy.deepcopy(model).float().merge_and_unload().state_dict())
     model.float()
+    for module in [m for m in model.modules() if each and hasattr(m, "base_layer")]:
+        fully_shard(module)
     shard(model, base.model.layers)
     before = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
     keep = dist.get_rank() == 0
@@ -106,7 +117,7 @@ def fsdp2_lora(store: LocalStore) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for case in (ddp, grpo_ddp, fsdp2, fsdp2_lora):  # the Trainer of the first makes the process group
+    for case in (ddp, grpo_ddp, fsdp2, fsdp2_lora, fsdp2_lora_each):  # the Trainer of the first makes the process group
         case(LocalStore(Path(sys.argv[1]) / case.__name__))
     print(f"rank {dist.get_rank()} is content")
     dist.destroy_process_group()

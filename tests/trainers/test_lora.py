@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from pulse_rl import UnsupportedTensor, state_root
 from pulse_rl.integrations.weights import policy_weights
@@ -27,6 +30,14 @@ def adapted(dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
         if "lora_" in name and "magnitude" not in name:
             nn.init.normal_(parameter, std=0.05)
     return model
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -102,6 +113,21 @@ def test_several_adapters_and_one_that_is_merged_already() -> None:
     assert state_root(policy_weights(merged)) == expected
 
 
+@pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=str)
+def test_layers_that_fsdp2_shards_one_by_one(config: dict[str, Any], alone: None) -> None:
+    """An FSDP2 unit for each adapted layer, and one for a part of it: their classes refuse to be copied."""
+    model = adapted(torch.float32, **config)
+    expected = state_root(cast(policy_weights(model)))
+    for name, module in list(model.named_modules()):
+        if name.endswith(("q_proj", "down_proj", "v_proj.lora_A.default")):
+            fully_shard(module)
+    fully_shard(model)
+    tokens = torch.arange(3, 19)[None]
+    for _ in range(2):
+        assert state_root(policy_weights(model, "BF16")) == expected
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+
 def test_adapters_without_a_peft_model_around_them() -> None:
     from peft import inject_adapter_in_model
 
@@ -111,14 +137,38 @@ def test_adapters_without_a_peft_model_around_them() -> None:
     assert set(policy_weights(model)) == names
 
 
+class Experts(nn.Module):
+    """Weights of two experts in one parameter, and a gate that is a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2, 8, 8))
+        self.gate = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("inner", "config"),
+    [
+        (nn.MultiheadAttention(8, 2), {"target_modules": ["0"]}),
+        (Experts(), {"target_modules": ["gate"], "target_parameters": ["0.weights"]}),
+    ],
+    ids=["attention", "experts"],
+)
+def test_adapters_within_what_is_adapted_are_refused(inner: nn.Module, config: dict[str, Any]) -> None:
+    model = get_peft_model(nn.Sequential(inner), LoraConfig(r=2, init_lora_weights=False, **config))
+    with pytest.raises(UnsupportedTensor, match="'0' has adapters within"):
+        policy_weights(model)
+
+
 def test_what_cannot_be_merged_is_refused() -> None:
     prompts = get_peft_model(tiny(), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     with pytest.raises(UnsupportedTensor, match="prompt"):
         policy_weights(prompts)
     with pytest.raises(UnsupportedTensor, match="TrainableTokens"):
         policy_weights(adapted(trainable_token_indices=[1, 2]))
-    quantised = adapted()
-    layer = quantised.get_base_model().model.layers[0].self_attn.q_proj.base_layer
-    layer.weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(UnsupportedTensor, match="uint8"):
-        policy_weights(quantised)
+    for dtype in (torch.uint8, torch.float8_e4m3fn):
+        quantised = adapted()
+        layer = quantised.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+        layer.weight = nn.Parameter(torch.zeros(64, 64).to(dtype), requires_grad=False)
+        with pytest.raises(UnsupportedTensor, match=f"{dtype} weights"):
+            policy_weights(quantised)

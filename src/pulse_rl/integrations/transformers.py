@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..sync.submit import Submission
 from .density import advice
 from .notices import logged
 from .peft import ADAPTER_CONFIG
-from .weights import adapter_weights, is_sharded, policy_weights
+from .weights import adapter_weights, policy_weights
 
 __all__ = ["PulseCallback"]
 
@@ -49,11 +48,11 @@ class PulseCallback(TrainerCallback):
     and of the versions since the last log ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and
     ``pulse/blocked_seconds``, each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts, if not 0.
 
-    Before the first step any error is raised, so that a wrong address or model is found at once. After it a store that
-    is away (`PulseError.retryable`) is logged as a warning, and the training goes on: the next version has it all.
-    Other errors (PublisherConflict, UnsupportedTensor) end the training. At its end errors are logged and kept in
-    `error`, so that the program can still save its model. ``on_event`` gets the events of `pulse_rl.events`. Raises
-    InputError, InvalidName and StoreError.
+    The first version is committed before the first step, and any error is raised, so that a wrong address, model or
+    permission is found at once. After it a store that is away (`PulseError.retryable`) is logged as a warning, and the
+    training goes on: the next version has it all. Other errors (PublisherConflict, UnsupportedTensor) end the training
+    at its next step. At its end all errors are logged and kept in `error`, so that the program can still save its
+    model. ``on_event`` gets the events of `pulse_rl.events`. Raises InputError, InvalidName and StoreError.
     """
 
     def __init__(
@@ -82,6 +81,7 @@ class PulseCallback(TrainerCallback):
         self._published: Published | None = None
         self._committed_step: int | None = None
         self._error: BaseException | None = None
+        self._fatal: BaseException | None = None
 
     @property
     def published(self) -> Published | None:
@@ -98,17 +98,22 @@ class PulseCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Publishes what the training starts from, and says what will make patches large.
+        """Publishes what the training starts from, waits for it, and says what will make patches large.
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
-        self._committed_step = None
-        if state.is_world_process_zero:
+        self._collect()
+        self._committed_step = self._fatal = None
+        first, model = state.is_world_process_zero, kwargs["model"]
+        if first:
             if not self._adapter:
-                for words in advice(kwargs["model"], kwargs.get("optimizer"), args.learning_rate, self._dtype):
+                for words in advice(model, kwargs.get("optimizer"), args.learning_rate, self._dtype):
                     _log.warning("stream %s: %s", self._stream, words)
             self._publisher.head()
-        self._submit(kwargs["model"], state)
+        weights, facts = self._take(model, first)
+        if first:
+            done = self._publisher.publish(weights, metadata=_metadata(state) | facts, dtype=self._dtype)
+            self._committed(state.global_step, done)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Publishes the step, if it is one of ``every``.
@@ -117,6 +122,8 @@ class PulseCallback(TrainerCallback):
         """
         if state.global_step % self._every == 0:
             self._submit(kwargs["model"], state)
+        else:
+            self._raise_fatal()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds this callback's figures to the log.
@@ -126,9 +133,8 @@ class PulseCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         # The Trainer's last log comes after its last step: an error must not keep the program from saving its model.
-        # The next step meets it again.
-        with suppress(PulseError):
-            self._collect()
+        # The next step raises it.
+        self._collect()
         figures = self._figures()
         kwargs.get("logs", {}).update(figures)
         if state.log_history:
@@ -141,21 +147,10 @@ class PulseCallback(TrainerCallback):
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
-        first, model = state.is_world_process_zero, kwargs["model"]
-        # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
-        taken = self._take(model, first) if first or is_sharded(model) else None
-        if not first or taken is None:
-            return
         try:
-            self._publisher.wait()
-            self._collect()
-            if args.load_best_model_at_end or self._committed_step != state.global_step:
-                self._hand_over(*taken, state, replace=False)
-                self._publisher.wait()
-                self._collect()
-        except PulseError as error:
+            self._finish(kwargs["model"], state, anew=args.load_best_model_at_end)
+        except Exception as error:
             self._error = error
-        self._publisher.close()
         if self._error:
             _log.error(
                 "stream %s: the weights of step %d are not published: %s. %s",
@@ -165,12 +160,27 @@ class PulseCallback(TrainerCallback):
                 getattr(self._error, "hint", ""),
             )
 
+    def _finish(self, model: nn.Module, state: TrainerState, *, anew: bool) -> None:
+        """Publishes the last weights, ``anew`` even if their step is published, and closes."""
+        first = state.is_world_process_zero
+        try:
+            # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
+            weights, facts = self._take(model, first)
+            if first:
+                self._publisher.wait()
+                self._raise_fatal()
+                if anew or self._committed_step != state.global_step:
+                    self._hand_over(weights, facts, state, replace=False)
+                    self._publisher.wait()
+                    self._raise_fatal()
+        finally:
+            if first:
+                self._publisher.close()
+
     # -- on the first rank, after the gathering
 
     def _submit(self, model: nn.Module, state: TrainerState) -> None:
         first = state.is_world_process_zero
-        if not (first or is_sharded(model)):
-            return
         began = time.perf_counter()
         weights, facts = self._take(model, first)
         if first:
@@ -187,7 +197,7 @@ class PulseCallback(TrainerCallback):
     def _hand_over(
         self, weights: dict[str, torch.Tensor], facts: Metadata, state: TrainerState, *, replace: bool
     ) -> None:
-        self._collect()
+        self._raise_fatal()
         metadata = _metadata(state) | facts
         submission = self._publisher.submit(weights, metadata=metadata, dtype=self._dtype, replace=replace)
         step = state.global_step
@@ -200,7 +210,8 @@ class PulseCallback(TrainerCallback):
         submission.add_done_callback(ended)
 
     def _collect(self) -> None:
-        """Looks at the versions that have ended since. Raises what is not for the store to mend."""
+        """Looks at the versions that have ended since. What is not for the store to mend ends the training at its next
+        step."""
         while self._ended:
             step, submission = self._ended.popleft()
             if submission.cancelled():
@@ -212,7 +223,8 @@ class PulseCallback(TrainerCallback):
                 continue
             if not (isinstance(error, PulseError) and error.retryable):
                 self._error = error
-                raise error
+                self._fatal = self._fatal or error
+                continue
             self._counts["failed"] += 1
             if self._error is None:
                 _log.warning(
@@ -222,6 +234,11 @@ class PulseCallback(TrainerCallback):
                     error,
                 )
             self._error = error
+
+    def _raise_fatal(self) -> None:
+        self._collect()
+        if self._fatal is not None:
+            raise self._fatal
 
     def _committed(self, step: int, published: Published) -> None:
         if self._error is not None:

@@ -26,8 +26,13 @@ _TORCH = {
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the parameters are DTensors (FSDP2, tensor parallelism), so that `policy_weights` is a collective."""
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    """Whether the parameters are DTensors (FSDP2, tensor parallelism), so that `policy_weights` is a collective.
+
+    Also where FSDP2 has made them whole, as it leaves them after an evaluation: taking them makes them shards again.
+    """
+    return any(isinstance(module, _fsdp2()) for module in model.modules()) or any(
+        hasattr(parameter, "full_tensor") for parameter in model.parameters()
+    )
 
 
 def policy_weights(model: nn.Module, dtype: str | None = None, *, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -36,12 +41,15 @@ def policy_weights(model: nn.Module, dtype: str | None = None, *, keep: bool = T
     ``model`` may be wrapped by DDP and torch.compile, sharded by FSDP2, and have PEFT adapters, which are merged into
     copies: the model's own bits stay. Names and dtypes are the base model's. Gathered and merged tensors are cast to
     the compute dtype ``dtype`` if they are wider, and lie in host memory; all others are the model's own,
-    uncast. Where `is_sharded`, all ranks call this together, and those that do not ``keep`` the result get none.
+    uncast. Where `is_sharded`, all ranks call this together. Those that do not ``keep`` the result get none, and do
+    nothing where they are not needed.
 
     Raises UnsupportedTensor for FSDP1, DeepSpeed ZeRO-3, quantised layers with adapters, and adapters that cannot be
     merged.
     """
     target = torch_dtype(dtype)
+    if not (keep or is_sharded(model)):
+        return {}
     core = _base_model(_without_wrappers(model))
     _refuse_hidden_shards(core)
     adapters = _Adapters(core)
@@ -73,6 +81,8 @@ def adapter_weights(
     ``dtype``, ``keep`` and wrappers are those of `policy_weights`; nothing is merged. Raises UnsupportedTensor where
     there is no adapter or more than one in use.
     """
+    if not (keep or is_sharded(model)):
+        return {}, ""
     core = _without_wrappers(model)
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(core, peft.PeftModel):
@@ -86,7 +96,7 @@ def adapter_weights(
     taken = {name: cast_to_host(tensor, target, keep=keep) for name, tensor in tensors.items()}
     settings = core.peft_config[active[0]].to_dict() | {"inference_mode": True}
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
-    return (taken if keep else {}), json.dumps(plain, sort_keys=True)
+    return (taken, json.dumps(plain, sort_keys=True)) if keep else ({}, "")
 
 
 def cast_to_host(tensor: torch.Tensor, target: torch.dtype | None, *, keep: bool = True) -> torch.Tensor:
@@ -157,6 +167,10 @@ class _Adapters:
             elif isinstance(module, peft.utils.AuxiliaryTrainingWrapper):
                 raise UnsupportedTensor(f"{name!r} is a {type(module).__name__}, which cannot be merged aside")
             elif isinstance(module, tuned) and hasattr(module, "base_layer") and self.layer_of(name + ".") is None:
+                if any(isinstance(inner, tuned) for inner in module.get_base_layer().modules()):
+                    raise UnsupportedTensor(
+                        f"{name!r} has adapters within what it adapts, which cannot be merged aside"
+                    )
                 self.modules[name] = module
 
     def layer_of(self, name: str) -> str | None:
@@ -189,7 +203,7 @@ def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> di
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     copies: dict[int, Any] = {}
     for tensor in tensors:
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise UnsupportedTensor(
                 f"{path!r} has adapters over {tensor.dtype} weights", hint="Merging needs a base that is not quantised."
             )
@@ -199,7 +213,7 @@ def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> di
     if not keep:
         return {}
     dtypes = {name: tensor.dtype for name, tensor in layer.get_base_layer().state_dict().items()}
-    aside = copy.deepcopy(layer, copies)
+    aside = _copied(layer, copies)
     try:
         for module in reversed(list(aside.modules())):
             if hasattr(module, "merge") and hasattr(module, "base_layer"):
@@ -208,3 +222,27 @@ def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> di
         raise UnsupportedTensor(f"the adapters of {path!r} cannot be merged: {error}") from error
     merged: Mapping[str, torch.Tensor] = aside.get_base_layer().state_dict()
     return {f"{path}.{name}": t.to(_computed(dtypes[name], target)).cpu() for name, t in merged.items()}
+
+
+def _copied(layer: nn.Module, copies: dict[int, Any]) -> Any:
+    """A deep copy, in which ``copies`` take the place of tensors by id. What FSDP2 has made of modules, whose classes
+    refuse to be copied, are the plain modules again: without its state and its hooks."""
+    sharded = [module for module in layer.modules() if isinstance(module, _fsdp2())]
+    for module in sharded:
+        plain = next(cls for cls in type(module).__mro__[1:] if issubclass(cls, nn.Module))
+        copies[id(module)] = plain.__new__(plain)
+    for module in sharded:
+        fresh = {name: value for name, value in nn.Module().__dict__.items() if "_hooks" in name}
+        kept = {
+            name: value
+            for name, value in module.__dict__.items()
+            if name not in fresh and not name.startswith("__composable_api")
+        }
+        copies[id(module)].__dict__.update(copy.deepcopy(kept, copies) | fresh)
+    return copy.deepcopy(layer, copies)
+
+
+def _fsdp2() -> tuple[type, ...]:
+    """What modules are instances of that FSDP2 shards."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return (fsdp.FSDPModule,) if fsdp and hasattr(fsdp, "FSDPModule") else ()

@@ -32,6 +32,11 @@ def merged(steps: tuple[StateChanges, ...], state: State) -> StateChanges:
     return whole
 
 
+def elements(changes: StateChanges) -> int:
+    """How many changed."""
+    return sum(len(changed.indices) for changed in changes.values())
+
+
 def difference(old: State, new: State) -> StateChanges:
     """What changed where ``new`` took the place of ``old``, a state of the same tensors."""
     changes = {}

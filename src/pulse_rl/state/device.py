@@ -46,22 +46,24 @@ class DeviceCopies:
     """
 
     def __init__(self) -> None:
-        self._streams: list[Any] = []
-        self._ends: list[Any] = []
+        self._under_way: list[tuple[Any, Any]] = []
 
     def start(self, tensors: Iterable[tuple[DeviceTensor, npt.NDArray[Any]]]) -> None:
-        """Enqueues the copy of each CUDA tensor into the array [elements] beside it. Returns before they are made if
-        the arrays are page-locked (`pinned`), else after."""
+        """Enqueues the copy of each CUDA tensor into the array [elements] beside it, behind those that are under way.
+        Returns before they are made if the arrays are page-locked (`pinned`), else after."""
         torch: Any = sys.modules["torch"]
         devices: dict[Any, list[tuple[Any, Any]]] = {}
         for tensor, array in tensors:
             host = torch.from_numpy(array.view(np.uint8))
             devices.setdefault(tensor.flat.device, []).append((tensor.flat, host))
+        earlier = [(stream, ends) for stream, ends in self._under_way if not stream.query()]
+        self._under_way = list(earlier)
         for device, pairs in devices.items():
             current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-            self._streams.append(side)
-            self._ends.append(pairs)
+            self._under_way.append((side, pairs))
             side.wait_stream(current)
+            for stream, _ in earlier:
+                side.wait_stream(stream)
             with torch.cuda.stream(side):
                 for flat, host in pairs:
                     host.copy_(flat, non_blocking=True)
@@ -69,9 +71,9 @@ class DeviceCopies:
 
     def wait(self) -> None:
         """Returns once all is copied. Raises what the device reports."""
-        for stream in self._streams:
+        for stream, _ in self._under_way:
             stream.synchronize()
-        self._streams, self._ends = [], []
+        self._under_way = []
 
     def __del__(self) -> None:
         # Whoever lost interest, by an interrupt or a cancelled submission: the device still writes into the memory.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
 from .._util.threads import ordered_map
 from .device import DeviceCopies, DeviceTensor, pinned
@@ -23,16 +24,27 @@ def on_cuda(state: State) -> bool:
     return any(_cuda_tensor(state, spec) for spec in state.specs)
 
 
-def snapshot(state: State, into: State | None = None, *, threads: int | None = None) -> Snapshot:
+def await_devices(state: State) -> None:
+    """Returns once the CUDA tensors of ``state`` hold what the caller's current streams were given to write. Threads
+    that read them afterwards have other current streams."""
+    for device in {t.flat.device for spec in state.specs if (t := _cuda_tensor(state, spec))}:
+        torch: Any = sys.modules["torch"]
+        torch.cuda.current_stream(device).synchronize()
+
+
+def snapshot(state: State, into: Snapshot | None = None, *, threads: int | None = None) -> Snapshot:
     """``state`` in host memory of its own: that of ``into``, which nobody needs any more, if it has the same tensors.
+    What a device still copies into it comes first.
 
     New memory costs as much again as the copy: the system hands it out page by page. That of a state with CUDA tensors
     is page-locked, so that this returns before they are copied (`DeviceCopies`).
     """
     cuda = {spec.name: tensor for spec in state.specs if (tensor := _cuda_tensor(state, spec))}
-    if into is None or into.specs != state.specs:
-        into = _page_locked(state.specs) if cuda else State.empty(state.specs)
-    copied, copies = into.with_aliases(state.aliases), DeviceCopies()
+    if into is None or into.state.specs != state.specs:
+        into = Snapshot(_page_locked(state.specs) if cuda else State.empty(state.specs), DeviceCopies())
+    elif len(cuda) < len(state.specs):
+        into.copies.wait()  # the host writes into it as well
+    copied, copies = into.state.with_aliases(state.aliases), into.copies
     if cuda:
         copies.start((tensor, copied.read(name)) for name, tensor in cuda.items())
     pieces = [

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from ..patch.changes import StateChanges, difference, merged
+from ..patch.changes import StateChanges, difference, elements, merged
 from ..state.tensors import State
 from ..stream.chain import Link
 
@@ -32,22 +32,31 @@ class Delivery:
     """``acknowledged`` is the version that the owner knows, with its ``aliases``; both None if it knows none.
 
     ``pending`` are the changes since; None: everything is new to the owner. ``links`` were followed since the owner was
-    told anything.
+    told anything. ``most`` elements may be pending before they are merged.
     """
 
     acknowledged: int | None = None
     aliases: Mapping[str, str] | None = None
     links: tuple[Link, ...] = ()
     pending: tuple[StateChanges, ...] | None = None
+    most: int = 0
 
     @classmethod
     def complete(cls, version: int, state: State) -> Self:
         """The owner knows all of ``version``."""
         return cls(version, state.aliases, (), ())
 
-    def after_patch(self, link: Link, changes: StateChanges) -> Delivery:
-        pending = None if self.pending is None else (*self.pending, changes)
-        return replace(self, links=(*self.links, link), pending=pending)
+    def after_patch(self, link: Link, changes: StateChanges, state: State) -> Delivery:
+        """The same once ``state`` was patched. Elements that change again and again take no more memory: they are
+        merged whenever they are twice as many as were left by the last time."""
+        links = (*self.links, link)
+        if self.pending is None:
+            return replace(self, links=links)
+        pending = (*self.pending, changes)
+        if len(pending) == 1 or sum(map(elements, pending)) <= self.most:
+            return replace(self, links=links, pending=pending, most=max(self.most, 2 * elements(changes)))
+        whole = merged(pending, state)
+        return replace(self, links=links, pending=(whole,), most=2 * elements(whole))
 
     def after_restore(self, restored: Sequence[Link], old: State, new: State) -> Delivery:
         """Pending as changes if ``new`` has the tensors of ``old``, else everything is new."""
@@ -56,11 +65,9 @@ class Delivery:
             return Delivery(links=links)
         return replace(self, links=links, pending=(*self.pending, difference(old, new)))
 
-    def told(self, state: State) -> Delivery:
-        """The same once the owner was told, who may not have taken it over: in one step, with the bits of ``state``, so
-        that what is not acknowledged for long takes no more memory."""
-        pending = self.pending and (merged(self.pending, state),)
-        return replace(self, links=(), pending=pending)
+    def told(self, step: Step) -> Delivery:
+        """The same once the owner was told ``step``, all that is outstanding, and may not have taken it over."""
+        return replace(self, links=(), pending=None if step.changes is None else (step.changes,))
 
     def outstanding(self, version: int, state: State) -> Step:
         """All pending changes of ``state``, which is at ``version``."""

@@ -136,7 +136,7 @@ class HostState:
         except (FormatError, IntegrityError, StateMismatch, Stopped):
             self.poisoned = False  # refused, or undone to the last bit
             raise
-        delivery = at.delivery.after_patch(link, applied.changes)
+        delivery = at.delivery.after_patch(link, applied.changes, at.state)
         self._at = _Position(link.version, at.state.with_aliases(aliases), applied.digest, delivery)
         self.poisoned = False
         if self._watcher:
@@ -165,7 +165,7 @@ class HostState:
         """All that the owner has not acknowledged."""
         at = self._position
         step = at.delivery.outstanding(at.version, at.state)
-        self._at = replace(at, delivery=at.delivery.told(at.state))
+        self._at = replace(at, delivery=at.delivery.told(step))
         return step
 
     def acknowledge(self) -> None:

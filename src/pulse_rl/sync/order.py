@@ -9,7 +9,7 @@ from ..state.cast import CastState
 from ..state.checkpoint import StateSource, as_state
 from ..state.device import DeviceCopies
 from ..state.rounding import compute_dtype_named
-from ..state.snapshot import on_cuda, snapshot
+from ..state.snapshot import Snapshot, on_cuda, snapshot
 from ..state.tensors import DType, State
 from ..stream.manifest import checked_metadata
 
@@ -36,11 +36,19 @@ class Order(NamedTuple):
         """What the version is to hold."""
         return self.source if self.dtype is None else CastState(self.source, self.dtype)
 
-    def taken(self, spare: State | None, threads: int | None) -> tuple[Self, DeviceCopies]:
-        """The same order of a copy, made into ``spare`` if that fits, and what of it is under way.
+    def taken(self, spare: Taken | None, threads: int | None) -> Taken:
+        """The same order of a copy, made into the memory of ``spare`` if that fits, and what of it is under way.
 
         What is on a CUDA device is copied as it is and cast later, so that the caller waits for neither.
         """
         source, dtype = (self.source, self.dtype) if on_cuda(self.source) else (self.state, None)
-        copied, copies = snapshot(source, spare, threads=threads)
-        return self._replace(source=copied, dtype=dtype, owned=dtype is None), copies
+        into = Snapshot(spare.order.source, spare.copies) if spare else None
+        copied, copies = snapshot(source, into, threads=threads)
+        return Taken(self._replace(source=copied, dtype=dtype, owned=dtype is None), copies)
+
+
+class Taken(NamedTuple):
+    """An ``order`` whose source holds its values once ``copies`` were waited for."""
+
+    order: Order
+    copies: DeviceCopies

@@ -28,7 +28,7 @@ from ..events import (
     failures_to,
 )
 from ..state.checkpoint import StateSource
-from ..state.device import DeviceCopies
+from ..state.snapshot import await_devices
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream import manifest as manifests
@@ -42,7 +42,7 @@ from .folds import FoldMaker
 from .host_state import HostState
 from .mode import ModeSelector
 from .notices import Notices
-from .order import Order
+from .order import Order, Taken
 from .resume import resume
 from .submit import Submission, Submissions
 from .upload import upload
@@ -135,7 +135,7 @@ class Publisher(Unique):
         self._since_anchor = 0
         self._anchor_due = False
         self._pending: _Pending | None = None
-        self._submissions = Submissions(self._serial)
+        self._submissions: Submissions[Taken] = Submissions(self._serial)
 
     def publish(
         self,
@@ -162,6 +162,7 @@ class Publisher(Unique):
         self._submissions.raise_unasked()
         with failures_to(self._listener, self._stream.name, "publish"):
             order = Order.of(source, metadata, dtype, anchor)
+            await_devices(order.source)
             return self._serial.run(lambda: self._publish(order, PhaseTimer()))[0]
 
     def submit(
@@ -177,8 +178,8 @@ class Publisher(Unique):
 
         ``source``, ``metadata``, ``dtype`` and ``anchor`` are those of `publish`; the state may change as soon as this
         returns. One version is in flight and one may wait; for another one this waits for room, or, to ``replace``,
-        cancels the one that waits. Needs the memory of a state for each. An error that nobody has asked the
-        `Submission` for is raised by the next call, which then does nothing else; `close` waits for all.
+        cancels the one that waits and takes over its memory. Needs the memory of a state for each. An error that nobody
+        has asked the `Submission` for is raised by the next call, which then does nothing else; `close` waits for all.
         ``Published.blocked_seconds`` tells how long this took.
 
         CUDA tensors are copied into page-locked memory (as they are: they are cast behind) by a stream of their own,
@@ -189,18 +190,18 @@ class Publisher(Unique):
         began = time.perf_counter()
         blocked = 0.0
 
-        def take(spare: State | None) -> tuple[Order, DeviceCopies]:
+        def take(spare: Taken | None) -> Taken:
             nonlocal blocked
             taken = Order.of(source, metadata, dtype, anchor).taken(spare, self._threads)
             blocked = time.perf_counter() - began
             return taken
 
-        def publish(taken: tuple[Order, DeviceCopies]) -> tuple[Published, State | None]:
-            order, copies = taken
+        def publish(taken: Taken) -> tuple[Published, Taken | None]:
+            order = taken.order
             with failures_to(self._listener, self._stream.name, "publish"):
-                copies.wait()
+                taken.copies.wait()
                 published, draft = self._publish(order, PhaseTimer(), blocked)
-            return published, None if order.owned and isinstance(draft, FullDraft) else order.source
+            return published, None if order.owned and isinstance(draft, FullDraft) else taken
 
         return self._submissions.submit(take, publish, replace)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from .._util.serial import Operation, SerialThread
 from ..events import Published
-from ..state.tensors import State
 
 _MOST_UNFINISHED = 2  # one in flight, one behind it
 T = TypeVar("T")
@@ -41,21 +41,24 @@ class Submission(Future[Published]):
         return self.exception()
 
 
-class _Entry(NamedTuple):
+class _Entry(NamedTuple, Generic[T]):
+    """``held``: what was taken, until it is published or its memory is used again; empty from then on."""
+
     submission: Submission
     operation: Operation[None]
+    held: list[T]
 
 
-class Submissions:
+class Submissions(Generic[T]):
     """At most one version in flight and one behind it, on the publisher's own thread. Used by one thread at a time."""
 
     def __init__(self, serial: SerialThread) -> None:
         self._serial = serial
-        self._entries: list[_Entry] = []
-        self._spare: list[State] = []
+        self._entries: list[_Entry[T]] = []
+        self._spare: deque[T] = deque(maxlen=_MOST_UNFINISHED)
 
     def submit(
-        self, take: Callable[[State | None], T], publish: Callable[[T], tuple[Published, State | None]], replace: bool
+        self, take: Callable[[T | None], T], publish: Callable[[T], tuple[Published, T | None]], replace: bool
     ) -> Submission:
         """Makes room, takes a state by ``take``, into memory that is no longer needed, and returns; ``publish`` does
         the rest behind, and hands back the memory that it no longer needs. Room is made by waiting, or, to ``replace``,
@@ -64,9 +67,11 @@ class Submissions:
         while len(unfinished := self._unfinished()) >= _MOST_UNFINISHED:
             if not (replace and unfinished[-1].submission.cancel()):
                 unfinished[0].operation.wait()
-        submission, taken = Submission(), take(self._spare.pop() if self._spare else None)
+        self._reclaim()
+        submission, held = Submission(), [take(self._spare.pop() if self._spare else None)]
 
         def run() -> None:
+            taken = held.pop()
             if not submission.set_running_or_notify_cancel():
                 return
             try:
@@ -75,23 +80,30 @@ class Submissions:
                 submission.set_exception(error)
             else:
                 if spare is not None:
-                    self._spare = [spare, *self._spare][:_MOST_UNFINISHED]
+                    self._spare.appendleft(spare)
                 submission.set_result(published)
 
-        self._entries.append(_Entry(submission, self._serial.post(run)))
+        self._entries.append(_Entry(submission, self._serial.post(run), held))
         return submission
 
     def raise_unasked(self) -> None:
-        """Raises the first error of a version that has ended, if nobody has asked for it."""
-        done = [entry for entry in self._entries if entry.operation.ended]
-        self._entries = [entry for entry in self._entries if not entry.operation.ended]
-        errors = [error for entry in done if (error := entry.submission._unasked())]
-        if errors:
-            raise errors[0]
+        """Raises the first error of a version that has ended, if nobody has asked for it. The next call raises the
+        next one."""
+        for entry in [e for e in self._entries if e.operation.ended]:
+            self._entries.remove(entry)
+            if error := entry.submission._unasked():
+                raise error
 
     def forget(self) -> None:
         """Lets spare memory go."""
-        self._spare = []
+        self._spare.clear()
 
-    def _unfinished(self) -> list[_Entry]:
+    def _reclaim(self) -> None:
+        """Takes cancelled versions out of the thread's way, and their memory back."""
+        for entry in [e for e in self._entries if e.submission.cancelled() and e.operation.cancel()]:
+            entry.submission.set_running_or_notify_cancel()
+            self._entries.remove(entry)
+            self._spare.append(entry.held.pop())
+
+    def _unfinished(self) -> list[_Entry[T]]:
         return [e for e in self._entries if not e.operation.ended and not e.submission.cancelled()]

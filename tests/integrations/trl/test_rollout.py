@@ -37,6 +37,7 @@ def trainer() -> Any:
         model=model,
         args=args,
         optimizer=None,
+        is_in_train=True,
         state=SimpleNamespace(global_step=0, epoch=0.0, is_world_process_zero=True, log_history=[]),
         callback_handler=SimpleNamespace(callbacks=[]),
         accelerator=SimpleNamespace(num_processes=1),
@@ -114,6 +115,30 @@ def test_a_restarted_server_generates_nothing_before_it_has_caught_up(
     ended(rollout, made)
     assert rollout.published is not None
     assert rollout.published.version == 0  # the step's weights were published for its rollouts
+
+
+def test_an_evaluation_outside_of_a_training_leaves_nothing_open(server: PretendedServer, tmp_path: Path) -> None:
+    made, rollout = trainer(), pulse_rollout(server.url, str(tmp_path), "policy")
+
+    def evaluated() -> bool:
+        rollout(["a"], made)
+        rollout.on_evaluate(made.args, made.state, None)  # type: ignore[arg-type]
+        assert server.handle is not None
+        return server.handle.closed
+
+    assert not evaluated(), "the training goes on"
+    ended(rollout, made)
+    made.is_in_train = False
+    with torch.no_grad():  # other weights than those that the training has ended with
+        made.model.weight.zero_()
+    assert evaluated()
+    worker = Subscriber(str(tmp_path), stream="policy")
+    worker.sync()
+    assert not worker.state.read("weight").any()
+    made.is_in_train = True
+    made.state.global_step = 1
+    assert not evaluated()
+    ended(rollout, made)
 
 
 def test_at_the_end_an_error_is_said_and_nothing_is_lost(

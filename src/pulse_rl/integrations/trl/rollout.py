@@ -12,7 +12,7 @@ from ...errors import EngineUnavailable, InputError, PulseError
 from ...events import Listener, Metadata, Published
 from ..density import advice
 from ..vllm import EngineSync
-from ..weights import is_sharded, policy_weights
+from ..weights import policy_weights
 from .link import Link, log
 from .server import Completion
 
@@ -42,8 +42,9 @@ def pulse_rollout(
 
     ``server_url``, ``store``, ``stream``, ``on_event``, ``engine`` and all other keywords are those of
     `PulseWeightTransfer`, and so is what happens while the store or the server is away: the training waits, at most for
-    ``retry_seconds``. A server that was restarted generates nothing for it before it
-    has the newest weights again. At the end of the training errors are logged, not raised. Raises InputError.
+    ``retry_seconds``. A server that was restarted generates nothing for it before it has the newest weights again. At
+    the end of the training errors are logged, not raised. An evaluation outside of a training publishes what it
+    evaluates. Raises InputError.
     """
     link = Link(
         server_url, store, stream, retry_seconds=retry_seconds, on_event=on_event, engine=engine, publisher=publisher
@@ -58,6 +59,7 @@ class PulseRollout(TrainerCallback):
     _step: int | None
     _tag: str
     _model: str | None
+    _training: bool
 
     @classmethod
     def _of(cls, link: Link) -> PulseRollout:
@@ -66,6 +68,7 @@ class PulseRollout(TrainerCallback):
         self._step = None
         self._tag = ""
         self._model = None
+        self._training = False
         return self
 
     @property
@@ -87,6 +90,7 @@ class PulseRollout(TrainerCallback):
         callbacks = trainer.callback_handler.callbacks
         if self not in callbacks:
             callbacks.insert(0, self)  # what reports the log comes later, and so reports these figures too
+        self._training = trainer.is_in_train
         if self._model is None:
             self._begin(trainer)
         step = trainer.state.global_step
@@ -131,7 +135,7 @@ class PulseRollout(TrainerCallback):
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
         model, first = kwargs["model"], state.is_world_process_zero
-        weights = policy_weights(model, self._link.dtype(), keep=first) if first or is_sharded(model) else {}
+        weights = policy_weights(model, self._link.dtype(), keep=first)
         if first:
             try:
                 if self._step != state.global_step:
@@ -144,10 +148,22 @@ class PulseRollout(TrainerCallback):
                     error,
                     error.hint,
                 )
-            self._link.close()
-        self._step = self._model = None
+        self._close(state)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Lets the server go after an evaluation outside of a training, which nothing else ends.
+
+        ``args``, ``state`` and ``control`` are the Trainer's.
+        """
+        if not self._training:
+            self._close(state)
 
     # -- the parts
+
+    def _close(self, state: TrainerState) -> None:
+        if state.is_world_process_zero:
+            self._link.close()
+        self._step = self._model = None
 
     def _begin(self, trainer: Any) -> None:
         link, model = self._link, trainer.model
@@ -162,7 +178,7 @@ class PulseRollout(TrainerCallback):
         model, first = trainer.model, trainer.state.is_world_process_zero
         outcome: str | PulseError = ""
         try:
-            weights = policy_weights(model, self._link.dtype(), keep=first) if first or is_sharded(model) else {}
+            weights = policy_weights(model, self._link.dtype(), keep=first)
             if first:
                 outcome = self._link.push(weights, _metadata(trainer.state))
         except PulseError as error:  # the other ranks wait, and must hear of it
