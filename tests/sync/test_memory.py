@@ -1,0 +1,37 @@
+"""What a subscriber holds does not grow with what it has missed."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+
+from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root
+from tests.support.states import Rng
+
+
+def test_catching_up_takes_no_more_memory_for_more_versions(rng: Rng) -> None:
+    """A fifth of the weights changes in each version: some new ones, most of them again."""
+    state = {"w": Bits(rng.integers(0, 1 << 16, 1 << 19, dtype=np.uint16), "BF16")}
+    changing = rng.permutation(1 << 19)
+    store = MemoryStore()
+    with Publisher(store, stream="policy", anchor_ratio=1e9) as publisher:
+        publisher.publish(state)
+        worker = Subscriber(store, stream="policy", threads=1)
+        first = worker.sync()
+        assert first is not None
+        first.acknowledge()
+        del first
+        for version in range(1, 41):
+            state["w"].array[changing[version * 500 :][:100_000]] ^= version
+            publisher.publish(state)
+    np.unique(changing[:2])  # it imports something at its first call
+    tracemalloc.start()
+    update = worker.sync()
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert update is not None
+    assert 115_000 < update.changed < 120_000
+    assert worker.root == state_root(state)
+    assert held < 2e6, "the changes are held once, 10 bytes an element"
+    assert peak < 15e6, "40 times 100,000 changes are 40 MB"
