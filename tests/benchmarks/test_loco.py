@@ -229,7 +229,8 @@ def test_threads_count_what_processes_count() -> None:
     assert row.entries == fmean(counted[0] for _, counted in found)
     assert row.link == fmean(counted[1] for _, counted in found)
     assert row.summed == found[0][1][2]
-    assert row.scattered
+    assert row.scattered == (row.link < row.gathered)
     assert row.unions[0] <= row.unions[1] <= row.unions[2]
     assert scaling.beyond(row, 64) <= scaling.beyond(row, 8)
-    assert "from 4 trainers, times less" in scaling.text([row])
+    assert ("from 4 trainers, times less" in scaling.text([row])) == row.scattered
+    assert "from 4 trainers, times less" in scaling.text([replace(row, scattered=True)])

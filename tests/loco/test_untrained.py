@@ -39,6 +39,8 @@ class Model(nn.Module):
 
 
 def make(seed: int, kind: Any = PulseLoCo, **settings: Any) -> tuple[Model, Any, Any]:
+    if issubclass(kind, PulseLoCo):  # between rounds all models are theta then
+        settings.setdefault("lookahead", 0.0)
     model = Model(seed)
     optimizer = torch.optim.SGD([*model.inner.parameters(), *model.norm.parameters()], lr=0.1)
     settings = {"sync_every": 2, "timeout_seconds": 10} | settings
