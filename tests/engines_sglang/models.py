@@ -17,7 +17,7 @@ import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from sglang.srt.model_loader.utils import set_default_torch_dtype  # noqa: E402
 
-from pulse_rl import State  # noqa: E402
+from pulse_rl import State, UnsupportedTensor  # noqa: E402
 from pulse_rl.integrations.engines.live import Journal, LiveWeights, located  # noqa: E402
 from pulse_rl.integrations.engines.trace import learn  # noqa: E402
 
@@ -61,7 +61,10 @@ def main(folder: Path) -> None:
             join(checkpoint, 0, 1, str(folder / "meeting"), {})
             joined = True
         kind = getattr(importlib.import_module(f"sglang.srt.models.{module}"), f"{name}ForCausalLM")
-        print(name, *differing(kind, config, load_file(f"{checkpoint}/model.safetensors")))
+        try:
+            print(name, *differing(kind, config, load_file(f"{checkpoint}/model.safetensors")))
+        except UnsupportedTensor as refusal:
+            print(name, "refused:", refusal)
 
 
 @torch.inference_mode()
