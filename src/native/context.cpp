@@ -6,6 +6,7 @@
 
 #include "block_statistics.h"
 #include "payload.h"
+#include "step.h"
 
 namespace pulse {
 namespace {
@@ -73,20 +74,6 @@ PULSE_INLINE uint32_t code_size(Side& side, Models& models, int cls, uint32_t si
     return read;
 }
 
-// A bijection of the bit patterns of a float, ascending with the value: neighbours differ by one step.
-template <class U>
-U ordered(U x, bool floating) {
-    constexpr U sign = U(U(1) << (8 * sizeof(U) - 1));
-    if (!floating) return x;
-    return U(x & sign ? ~x : x | sign);
-}
-template <class U>
-U unordered(U y, bool floating) {
-    constexpr U sign = U(U(1) << (8 * sizeof(U) - 1));
-    if (!floating) return y;
-    return U(y & sign ? y & ~sign : ~y);
-}
-
 template <class U>
 Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::vector<Run>& runs) {
     const ClassOf cls{kind.shift, kind.mask};
@@ -112,7 +99,7 @@ Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::v
     for (size_t i = 0; i < positions.size(); i++) {
         const U before = old[positions[i]];
         if (writer.write(coded.coder, positions[i])) balance = 0;
-        const U step = U(ordered(changes.values[i], kind.floating) - ordered(before, kind.floating));
+        const U step = U(to_ordered(changes.values[i], kind.floating) - to_ordered(before, kind.floating));
         const bool down = step >> (8 * sizeof(U) - 1);
         coded.bit(models.against[std::min(std::abs(balance), 3)], down != (balance < 0));
         balance += down ? -1 : 1;
@@ -160,7 +147,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
         balance += down ? -1 : 1;
         const U length = U(code_size(coded, models, int(cls(before)), 0)), step = down ? U(-length) : length;
         if (length == 0) throw Malformed("a change by nothing");
-        values[i] = unordered(U(ordered(before, kind.floating) + step), kind.floating);
+        values[i] = from_ordered(U(to_ordered(before, kind.floating) + step), kind.floating);
         found[i] = uint32_t(reader.position());
     }
     if (!coded.coder.finished()) throw Malformed("the code is longer or shorter than its changes");

@@ -7,7 +7,7 @@ import pytest
 
 from pulse_rl import codec
 from pulse_rl.codec import Layout, Run
-from pulse_rl.codec.context import _kind
+from pulse_rl.codec.base import element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES
 from tests.support.context_oracle import ABSENT, Kind, Reader, code_levels
@@ -39,7 +39,7 @@ def random_block(rng: np.random.Generator, name: str) -> tuple[np.ndarray, np.nd
 @pytest.mark.parametrize("name", NAMES)
 def test_the_oracle_reads_and_writes_the_same_bytes(name: str) -> None:
     rng = np.random.default_rng(NAMES.index(name))
-    kind = Kind(*_kind(DTYPES[name]))
+    kind = Kind(*element_kind(DTYPES[name]))
     for _ in range(12):
         old, new, layout = random_block(rng, name)
         payload, changed = CONTEXT.encode(old, new, layout)

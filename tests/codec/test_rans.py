@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pulse_rl import codec
 from pulse_rl._native import use_rans_vectors
 from pulse_rl.codec import Layout, Run
-from pulse_rl.codec.context import _kind
+from pulse_rl.codec.base import element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray
 from tests.support import rans_oracle as oracle
@@ -73,7 +73,7 @@ def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", ["one", "long", "any"])
 def test_the_oracle_reads_and_writes_the_same_bytes(name: str, steps: str, rng: np.random.Generator) -> None:
-    kind = Kind(*_kind(DTYPES[name]))
+    kind = Kind(*element_kind(DTYPES[name]))
     for count in (1, 63, 64, 65, 128, 1000, 1555):
         old = weights(rng, name, count)
         new = changed(rng, old, float(rng.choice([0.02, 0.3, 1])), steps)
@@ -112,7 +112,7 @@ def test_steps_that_the_sample_has_not_seen_are_escaped() -> None:
 
 BASE = (np.random.default_rng(4).normal(0, 0.02, 700).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 LAYOUT = Layout.flat(DTYPES["BF16"], len(BASE))
-KIND = Kind(*_kind(DTYPES["BF16"]))
+KIND = Kind(*element_kind(DTYPES["BF16"]))
 
 
 @st.composite

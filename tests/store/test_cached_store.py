@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 from pulse_rl import MemoryStore, Publisher, Subscriber, state_root
 from pulse_rl.store import CachedStore
 from pulse_rl.stream.names import payload_digest
+from tests.support.relays import Counted
 from tests.support.states import TinyTrainer
-
-
-class Counted(MemoryStore):
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: Counter[str] = Counter()
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        data = super().get(name, start, stop)
-        self.read[name] += len(data)
-        return data
-
-    def payload_bytes(self) -> int:
-        return sum(n for name, n in self.read.items() if "/payloads/" in name)
 
 
 def stream(versions: int = 5) -> tuple[Counted, TinyTrainer, Publisher]:

@@ -19,6 +19,9 @@ class Counted(MemoryStore):
         self.read[name] += len(data)
         return data
 
+    def payload_bytes(self) -> int:
+        return sum(self.payloads_read().values())
+
     def payloads_read(self) -> dict[str, int]:
         return {name: nbytes for name, nbytes in self.read.items() if "/payloads/" in name}
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from pulse_rl import (
-    Bits,
     ChainGap,
     InputError,
     MemoryStore,
@@ -27,6 +26,7 @@ from pulse_rl import (
     gc_stream,
 )
 from pulse_rl.events import Event, Synced
+from tests.support import states
 from tests.support.relays import Counted
 from tests.support.states import Rng, Tensors, all_dtypes, bits, mutated, snapshot, weights
 from tests.support.stores import FaultyStore, names
@@ -48,20 +48,12 @@ def part(tensors: Tensors, prefix: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-class Live:
-    """A worker's own copy of its part, changed by nothing but updates."""
-
-    def __init__(self) -> None:
-        self.tensors: Tensors = {}
+class Live(states.Live):
+    """Says what it has taken."""
 
     def apply(self, update: Update | None) -> None:
         assert update is not None
-        for tensor in update.tensors:
-            if tensor.indices is None:
-                array = tensor.values.copy().reshape(tensor.spec.shape)
-                self.tensors[tensor.spec.name] = Bits(array, tensor.spec.dtype.name)
-            else:
-                self.tensors[tensor.spec.name].array.reshape(-1)[tensor.indices] = tensor.values
+        super().apply(update)
         update.acknowledge()
 
 

@@ -64,3 +64,12 @@ class Codec(Protocol):
         payload; accepted positions are in range and ascending.
         """
         ...
+
+
+def element_kind(dtype: DType) -> tuple[int, int, int, bool]:
+    """(width, shift, mask, floating), as the kernels take them: the class of an element is its exponent field; integers
+    are all of one class."""
+    if dtype.exponent is None:
+        return dtype.width, 0, 0, False
+    shift, bits = dtype.exponent
+    return dtype.width, shift, (1 << bits) - 1, True

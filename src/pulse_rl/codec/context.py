@@ -11,7 +11,7 @@ import numpy as np
 from .._native import Malformed, context_decode, context_encode
 from ..errors import CorruptPatch
 from ..state.tensors import DType, UIntArray
-from .base import Changes, Layout
+from .base import Changes, Layout, element_kind
 
 
 class ContextCodec:
@@ -22,20 +22,12 @@ class ContextCodec:
         return dtype.width <= 4
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
-        return context_encode(old.view(np.uint8), new.view(np.uint8), *_kind(layout.dtype), list(layout.runs))
+        return context_encode(old.view(np.uint8), new.view(np.uint8), *element_kind(layout.dtype), list(layout.runs))
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)
         try:
-            positions, values = context_decode(data, old.view(np.uint8), *_kind(layout.dtype), list(layout.runs))
+            positions, values = context_decode(data, old.view(np.uint8), *element_kind(layout.dtype), list(layout.runs))
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
         return Changes(positions, values.view(layout.dtype.uint))
-
-
-def _kind(dtype: DType) -> tuple[int, int, int, bool]:
-    """(width, shift, mask, floating): the class of an element is its exponent field; integers are all of one class."""
-    if dtype.exponent is None:
-        return dtype.width, 0, 0, False
-    shift, bits = dtype.exponent
-    return dtype.width, shift, (1 << bits) - 1, True

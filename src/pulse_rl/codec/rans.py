@@ -11,8 +11,7 @@ import numpy as np
 from .._native import Malformed, rans_decode, rans_encode
 from ..errors import CorruptPatch
 from ..state.tensors import DType, UIntArray
-from .base import Changes, Layout
-from .context import _kind
+from .base import Changes, Layout, element_kind
 
 
 class RansCodec:
@@ -23,12 +22,12 @@ class RansCodec:
         return dtype.width <= 4
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
-        return rans_encode(old.view(np.uint8), new.view(np.uint8), *_kind(layout.dtype))
+        return rans_encode(old.view(np.uint8), new.view(np.uint8), *element_kind(layout.dtype))
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)
         try:
-            positions, values = rans_decode(data, old.view(np.uint8), *_kind(layout.dtype))
+            positions, values = rans_decode(data, old.view(np.uint8), *element_kind(layout.dtype))
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
         return Changes(positions, values.view(layout.dtype.uint))

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import pulse_rl
-from pulse_rl import InputError, PulseError, StateMismatch, StreamReplaced, Untrusted
+from pulse_rl import (
+    InputError,
+    MemoryStore,
+    Publisher,
+    PulseError,
+    StateMismatch,
+    StreamReplaced,
+    Subscriber,
+    Untrusted,
+)
 from pulse_rl.integrations.engines.live import Journal, LiveWeights
+from pulse_rl.integrations.engines.node import Node
+from pulse_rl.integrations.engines.staging import Staging
 
 from .world import World, stage
 
@@ -213,3 +226,32 @@ def test_closing_waits_for_no_store(world: World, monkeypatch: pytest.MonkeyPatc
     session.close()
     assert time.monotonic() - begun < 5
     gate.set()
+
+
+def test_what_a_late_thread_stages_goes_nowhere(tmp_path: Path) -> None:
+    """A session may be closed while its thread waits for a store; the node's folder is then another session's."""
+    store = MemoryStore()
+    publisher = Publisher(store, stream="policy")
+    publisher.publish({"w": np.zeros(4, np.uint8)})
+    node = Node(None)
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    gate, asked = threading.Event(), threading.Event()
+
+    class Slow(Subscriber):
+        def sync(self, target: int | None = None) -> Any:
+            asked.set()
+            gate.wait(30)
+            return super().sync(target)
+
+    node.folder = first
+    late = Staging(node, lambda _: Slow(store, stream="policy"), base=None, follow=False, lay_out=lambda _: None)
+    assert asked.wait(10)
+    late.close()
+    shutil.rmtree(first)
+    node.folder = second
+    gate.set()
+    late._thread.join(10)
+    assert not late._thread.is_alive()
+    assert list(second.iterdir()) == []

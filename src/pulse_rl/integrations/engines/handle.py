@@ -104,7 +104,7 @@ class EngineHandle:
             self._settle()
             leader = self._stage(version)
             live, newest = leader["version"], leader["held"]
-            if live is not None and live in (version, None if version is not None else newest):
+            if live is not None and live == (newest if version is None else version):
                 return None
             if version is not None and version != newest:
                 raise StateMismatch(

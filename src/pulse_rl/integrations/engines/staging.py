@@ -83,6 +83,7 @@ class Staging:
         lay_out: Callable[[Staged], list[Change] | None],
     ) -> None:
         self._node = node
+        self._folder = node.folder  # that of this session: the next one must not find what a late thread stages
         self._lay_out = lay_out
         self._follow = follow
         self._base = base
@@ -197,8 +198,8 @@ class Staging:
         update._receipt.begun = True  # or the next sync would take it for granted
         started = time.perf_counter()
         staged, file = Staged.of(update, self._sequence, self._base_at(update.previous)), None
-        if self._node.folder is not None:
-            file = staged.write(self._node.folder)
+        if self._folder is not None:
+            file = staged.write(self._folder)
             staged = Staged.load(file)  # so that all workers hold one copy
         subscriber = self.subscriber
         prepared = Prepared(staged, self._lay_out(staged), subscriber.digest, update.metadata, subscriber.identity)
@@ -223,11 +224,11 @@ class Staging:
         return self.base_state() if known else None
 
     def _take_over(self) -> None:
-        if self._node.folder is None:
+        if self._folder is None:
             return
         known = self.prepared.staged.sequence if self.prepared else 0
         try:
-            staged = newest(self._node.folder)
+            staged = newest(self._folder)
             if staged is not None and staged.sequence > known:
                 self.prepared = Prepared(staged, self._lay_out(staged))
             self.state.error = None
