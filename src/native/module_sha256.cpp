@@ -1,7 +1,10 @@
 // Python bindings of the leaves' digests.
+#include <cstring>
+
 #include "apply.h"
 #include "binding.h"
 #include "leaves.h"
+#include "midstate.h"
 
 using namespace binding;
 
@@ -22,6 +25,13 @@ std::vector<pulse::Piece> pieces_of(const std::vector<Bytes>& arrays) {
 std::vector<pulse::Piece> checked_pieces(const std::vector<Bytes>& arrays, size_t leaf_bytes) {
     if (leaf_bytes == 0 || leaf_bytes % pulse::kSha256Block != 0) throw nb::value_error("leaf_bytes is out of range");
     return pieces_of(arrays);
+}
+
+std::vector<pulse::Sha256Midstate> midstates_of(const Bytes& data) {
+    if (data.size() % sizeof(pulse::Sha256Midstate) != 0) throw nb::value_error("midstates have 104 bytes each");
+    std::vector<pulse::Sha256Midstate> midstates(data.size() / sizeof(pulse::Sha256Midstate));
+    if (!midstates.empty()) std::memcpy(midstates.data(), data.data(), data.size());
+    return midstates;
 }
 
 nb::bytes to_bytes(const std::vector<uint8_t>& digests) { return nb::bytes(digests.data(), digests.size()); }
@@ -86,4 +96,45 @@ void bind_sha256(nb::module_& m) {
         },
         "arrays"_a, "leaf_bytes"_a, "width"_a, array("positions"), array("values"), "path"_a = "",
         "The same with values at the positions, which count elements over all arrays and are ascending.");
+
+    m.def(
+        "sha256_begin",
+        [](size_t count) {
+            const std::vector<pulse::Sha256Midstate> midstates(count, pulse::sha256_begin());
+            return nb::bytes(midstates.data(), count * sizeof(pulse::Sha256Midstate));
+        },
+        "count"_a, "The midstates of hashes that have absorbed nothing, 104 bytes each.");
+
+    m.def(
+        "sha256_absorb",
+        [](const Bytes& midstates, const std::vector<Bytes>& arrays, const std::string& path) {
+            std::vector<pulse::Sha256Midstate> states = midstates_of(midstates);
+            if (states.size() != arrays.size()) throw nb::value_error("midstates and arrays differ in number");
+            const auto pieces = pieces_of(arrays);
+            {
+                nb::gil_scoped_release release;
+                const pulse::Sha256Kernel& kernel = checked_plan(path).single;
+                for (size_t k = 0; k < states.size(); k++) {
+                    pulse::sha256_absorb(kernel, states[k], pieces[k].data, pieces[k].bytes);
+                }
+            }
+            return nb::bytes(states.data(), states.size() * sizeof(pulse::Sha256Midstate));
+        },
+        array("midstates"), "arrays"_a, "path"_a = "", "The midstates once each has absorbed the array in its place.");
+
+    m.def(
+        "sha256_digests",
+        [](const Bytes& midstates, const std::string& path) {
+            const std::vector<pulse::Sha256Midstate> states = midstates_of(midstates);
+            std::vector<uint8_t> digests(states.size() * pulse::kSha256Digest);
+            {
+                nb::gil_scoped_release release;
+                const pulse::Sha256Kernel& kernel = checked_plan(path).single;
+                for (size_t k = 0; k < states.size(); k++) {
+                    pulse::sha256_digest(kernel, states[k], digests.data() + pulse::kSha256Digest * k);
+                }
+            }
+            return to_bytes(digests);
+        },
+        array("midstates"), "path"_a = "", "The digests of what the midstates have absorbed, 32 bytes each.");
 }

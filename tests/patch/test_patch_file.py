@@ -84,7 +84,7 @@ def sealed(plain: bytes, *, claimed: int | None = None) -> bytes:
 
 def number(value: int) -> bytes:
     out = bytearray()
-    patch_header._put(out, value)
+    patch_header.put_number(out, value)
     return bytes(out)
 
 

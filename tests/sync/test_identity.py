@@ -239,7 +239,7 @@ def test_a_commit_is_not_repeated_after_its_payloads_are_gone(
     with pytest.raises(Exception, match="connection"):
         publisher.publish(states[1])
     if waited:
-        from pulse_rl.sync import publisher as module
+        from pulse_rl.sync import commit as module
 
         monkeypatch.setattr(module, "_LATEST_COMMIT_SECONDS", -1.0)
     else:

@@ -10,7 +10,8 @@ import torch
 
 from ..codec import Run
 from ..errors import InputError, NonFinite, StateMismatch
-from ..patch.blocks import Segment, cut
+from ..patch.blocks import cut
+from ..state.slices import Segment
 from ..state.tensors import DTYPES, State, TensorSpec
 from .bits import require_dense
 from .gate import Floats, is_finite

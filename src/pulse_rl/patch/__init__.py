@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from .apply import AppliedPatch, Patch, advance_state, apply_patch
-from .build import DEFAULT_BLOCK_ELEMENTS, BuiltPatch, build_fold, build_patch
+from .apply import AppliedPatch, Patch, advance_state, apply_patch, parse_patch
+from .blocks import DEFAULT_BLOCK_ELEMENTS
+from .build import BuiltPatch, build_fold, build_patch
 from .changes import StateChanges, TensorChanges
+from .parts import PartsPatch
 
 __all__ = [
     "DEFAULT_BLOCK_ELEMENTS",
     "AppliedPatch",
     "BuiltPatch",
+    "PartsPatch",
     "Patch",
     "StateChanges",
     "TensorChanges",
@@ -17,4 +20,5 @@ __all__ = [
     "apply_patch",
     "build_fold",
     "build_patch",
+    "parse_patch",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,12 +17,13 @@ from ..errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
 from ..state import bits
 from ..state.digest import StateDigest
 from ..state.tensors import State, TensorSpec, UIntArray
-from .blocks import Block, Segment
+from .blocks import Block, pieces_of
 from .build import BuiltPatch
 from .changes import StateChanges, TensorChanges
-from .header import BlockEntry, PatchHeader, parse_header
+from .header import FORMAT, BlockEntry, PatchHeader, format_of, parse_header
 from .part import PartPatch
-from .tree import TreeUpdate, block_leaves
+from .parts import PartsHeader, PartsPatch
+from .tree import TreeUpdate, block_leaves, rehashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,17 @@ class Patch:
         state.require_specs(self.header.specs, "the patch")
 
 
+def parse_patch(payloads: Sequence[bytes], specs: Sequence[TensorSpec] | None = None) -> Patch | PartsPatch:
+    """The patch of these payloads, one file or one for each part; raises CorruptPatch."""
+    if len(payloads) == 1 and format_of(payloads[0]) == FORMAT:
+        return Patch.parse(payloads[0], specs)
+    return PartsPatch.parse(payloads, specs)
+
+
 @dataclass(frozen=True, slots=True)
 class AppliedPatch:
     """What `apply_patch` did: the changes per tensor name, the digest tree of the state now, and the old bits by
-    block index."""
+    index of the patch's block."""
 
     changes: StateChanges
     digest: StateDigest
@@ -95,7 +103,7 @@ def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None
 
 
 def apply_patch(
-    patch: Patch | PartPatch,
+    patch: Patch | PartPatch | PartsPatch,
     state: State,
     digest: StateDigest,
     *,
@@ -113,6 +121,7 @@ def apply_patch(
         raise WrongBase(f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…")
     patch.require(state, digest)
     blocks, payloads = header.cut(), patch.payloads()
+    sliced = isinstance(header, PartsHeader)  # blocks begin and end within leaves, which are hashed at the end
     journal: dict[int, Changes] = {}
 
     def run(index: int) -> tuple[Changes, list[bytes] | None]:
@@ -124,7 +133,7 @@ def apply_patch(
         # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
         journal[index] = Changes(changes.positions, bits.take(before, changes.positions))
         _scatter(block, state, changes)
-        return changes, block_leaves(block, state)
+        return changes, None if sliced else block_leaves(block, state)
 
     tree = TreeUpdate(digest)
     per_tensor: dict[str, list[TensorChanges]] = {}
@@ -132,11 +141,16 @@ def apply_patch(
         # closing() ends the calls in flight before the undo below, so that none writes after it.
         with closing(ordered_map(run, payloads, threads)) as results:
             for index, (changes, leaves) in zip(payloads, results, strict=True):
-                tree.add(blocks[index], leaves)
+                if not sliced:
+                    tree.add(blocks[index], leaves)
                 _collect(blocks[index], changes, per_tensor)
                 if progress:
                     progress(blocks[index].nbytes)
-        target = tree.finish(patch.tensors)
+        joined = {name: _join(pieces) for name, pieces in per_tensor.items()}
+        if sliced:
+            target = rehashed(digest, state, joined, patch.tensors, threads=threads)
+        else:
+            target = tree.finish(patch.tensors)
         if target.root != header.target_root:
             raise DigestMismatch(
                 f"the patched state has root {target.root[:16]}…, the patch promises {header.target_root[:16]}…"
@@ -145,7 +159,7 @@ def apply_patch(
         for index, undo in journal.items():
             _scatter(blocks[index], state, undo)
         raise
-    return AppliedPatch({name: _join(pieces) for name, pieces in per_tensor.items()}, target, journal)
+    return AppliedPatch(joined, target, journal)
 
 
 def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, before: UIntArray) -> Changes:
@@ -167,24 +181,13 @@ def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, be
     return changes
 
 
-def _pieces(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Changes]]:
-    """The changes of a block by segment: (segment, place of its first element in the block, its changes)."""
-    base = first = 0
-    for segment in block.segments:
-        end = base + segment.stop - segment.start
-        last = int(np.searchsorted(changes.positions, end))
-        if last > first:
-            yield segment, base, Changes(changes.positions[first:last], changes.values[first:last])
-        base, first = end, last
-
-
 def _scatter(block: Block, state: State, changes: Changes) -> None:
-    for segment, base, piece in _pieces(block, changes):
+    for segment, base, piece in pieces_of(block, changes):
         bits.put(state.read(*segment.place), piece.positions, piece.values, base)
 
 
 def _collect(block: Block, changes: Changes, into: dict[str, list[TensorChanges]]) -> None:
-    for segment, base, piece in _pieces(block, changes):
+    for segment, base, piece in pieces_of(block, changes):
         indices = piece.positions.astype(np.int64) + (segment.start - base)
         into.setdefault(segment.spec.name, []).append(TensorChanges(indices, piece.values))
 
@@ -192,4 +195,5 @@ def _collect(block: Block, changes: Changes, into: dict[str, list[TensorChanges]
 def _join(pieces: list[TensorChanges]) -> TensorChanges:
     if len(pieces) == 1:
         return pieces[0]
+    pieces = sorted(pieces, key=lambda p: int(p.indices[0]))  # ranges of a tensor, in the order of a patch's parts
     return TensorChanges(np.concatenate([p.indices for p in pieces]), np.concatenate([p.values for p in pieces]))

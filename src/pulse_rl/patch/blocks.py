@@ -5,26 +5,17 @@ Sender and receiver compute the same cut, so a patch header lists no block bound
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from ..codec import Layout, Run
+from ..codec import Changes, Layout, Run
 from ..state.digest import LEAF_BYTES
+from ..state.slices import Segment
 from ..state.tensors import DType, State, TensorSpec, UIntArray
 
-
-class Segment(NamedTuple):
-    """Elements [start, stop) of the flattened tensor ``spec``."""
-
-    spec: TensorSpec
-    start: int
-    stop: int
-
-    @property
-    def place(self) -> tuple[str, int, int]:
-        """The arguments of `State.read`."""
-        return self.spec.name, self.start, self.stop
+DEFAULT_BLOCK_ELEMENTS = 1 << 22
 
 
 class Block(NamedTuple):
@@ -93,3 +84,14 @@ def cut(specs: tuple[TensorSpec, ...], block_elements: int) -> list[Block]:
             room -= spec.elements
     close()
     return blocks
+
+
+def pieces_of(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Changes]]:
+    """The changes of a block by segment: (segment, place of its first element in the block, its changes)."""
+    base = first = 0
+    for segment in block.segments:
+        end = base + segment.stop - segment.start
+        last = int(np.searchsorted(changes.positions, end))
+        if last > first:
+            yield segment, base, Changes(changes.positions[first:last], changes.values[first:last])
+        base, first = end, last

@@ -15,12 +15,10 @@ from ..errors import IntegrityError
 from ..state import bits
 from ..state.digest import StateDigest
 from ..state.tensors import State, UIntArray
-from .blocks import Block, cut
+from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
 from .header import BlockEntry, PatchHeader, check_block_elements
 from .tree import TreeUpdate, changed_leaves
 from .undo import UndoLog
-
-DEFAULT_BLOCK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ def build_patch(
 
     def run(block: Block) -> tuple[codecs.Encoded, Changes | None, list[bytes] | None]:
         before = block.read(old)
-        encoded, changes = _encode(chosen, block, before, block.read(new))
+        encoded, changes = encode_proved(chosen, block, before, block.read(new))
         if changes is None:
             return encoded, None, None
         # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
@@ -91,16 +89,16 @@ def build_fold(
 
     def run(index: int) -> codecs.Encoded:
         after = blocks[index].read(state)
-        return _encode(chosen, blocks[index], log.rewind(index, after), after)[0]
+        return encode_proved(chosen, blocks[index], log.rewind(index, after), after)[0]
 
     coded = list(ordered_map(run, range(len(blocks)), threads))
     return _assemble(log.base_root, digest, DEFAULT_BLOCK_ELEMENTS, coded, [None] * len(coded))
 
 
-def _encode(
+def encode_proved(
     chosen: codecs.Codec, block: Block, before: UIntArray, after: UIntArray
 ) -> tuple[codecs.Encoded, Changes | None]:
-    """One block, proved by decoding it, and its changes; None where there are none."""
+    """One block, proved by decoding it, and its changes; None where there are none. Raises IntegrityError."""
     encoded = codecs.encode_block(chosen, before, after, block.layout)
     if encoded.codec_id == codecs.SAME:
         return encoded, None
@@ -120,6 +118,11 @@ def _assemble(
     coded: list[codecs.Encoded],
     kept: list[Changes | None],
 ) -> BuiltPatch:
-    entries = tuple(BlockEntry(e.codec_id, e.changed, len(e.payload), sha256(e.payload).digest()) for e in coded)
+    entries = tuple(map(entry_of, coded))
     header = PatchHeader(base_root, target.root, block_elements, target.specs, entries)
     return BuiltPatch(header, (header.to_bytes(), *(e.payload for e in coded)), target, tuple(kept))
+
+
+def entry_of(encoded: codecs.Encoded) -> BlockEntry:
+    """What a header says of a block."""
+    return BlockEntry(encoded.codec_id, encoded.changed, len(encoded.payload), sha256(encoded.payload).digest())

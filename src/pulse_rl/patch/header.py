@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from .blocks import Block, cut
 
 MAGIC = b"\x89PULSE\r\n"
 FORMAT = 1
+FORMAT_OF_PARTS = 2
+"""Of a part of a patch, which holds slices of tensors (`parts`)."""
 MAX_HEADER_BYTES = 128 << 20
 MAX_BLOCKS = 1 << 20
 MAX_NAMES_BYTES = 1 << 25
@@ -78,37 +81,13 @@ class PatchHeader:
         check_block_elements(self.block_elements)
         if len(self.blocks) > MAX_BLOCKS or sum(len(s.name.encode()) for s in self.specs) > MAX_NAMES_BYTES:
             raise InputError(f"a patch holds at most {MAX_BLOCKS} blocks and {MAX_NAMES_BYTES} bytes of names")
-        plain = self._plain()
-        if len(plain) > MAX_HEADER_BYTES:
-            raise InputError(f"the patch header has {len(plain)} bytes, more than {MAX_HEADER_BYTES}")
-        stored = _zstd.compress(plain, _LEVEL)
-        return _PRELUDE.pack(MAGIC, FORMAT, 0, len(stored), len(plain), sha256(stored).digest()) + stored
+        return closed_header(self._plain(), FORMAT)
 
     def _plain(self) -> bytes:
         out = bytearray(bytes.fromhex(self.base_root) + bytes.fromhex(self.target_root))
-        _put(out, self.block_elements // BLOCK_UNIT)
-        _put(out, len(self.specs))
-        previous = b""
-        for spec in self.specs:
-            name = spec.name.encode()
-            shared = len(os.path.commonprefix([previous, name]))  # noqa: RUF071 (bytes of a name, not a path)
-            _put(out, shared)
-            _put(out, len(name) - shared)
-            out += name[shared:]
-            previous = name
-        out += bytes(spec.dtype.id for spec in self.specs)
-        for spec in self.specs:
-            _put(out, len(spec.shape))
-            for dim in spec.shape:
-                _put(out, dim)
-        out += bytes(entry.codec_id for entry in self.blocks)
-        for entry in self.blocks:
-            if entry.codec_id != SAME:
-                _put(out, entry.changed)
-                _put(out, entry.length)
-        for entry in self.blocks:
-            if entry.codec_id != SAME:
-                out += entry.sha256
+        put_number(out, self.block_elements // BLOCK_UNIT)
+        put_specs(out, self.specs)
+        put_entries(out, self.blocks)
         return bytes(out)
 
 
@@ -123,27 +102,61 @@ def parse_header(data: memoryview, specs: Sequence[TensorSpec] | None = None) ->
     A reader that knows the ``specs`` of its state says so: a header that is longer than any for these tensors, or
     speaks of more elements, is then refused before it takes memory.
     """
+    if format_of(data) == FORMAT_OF_PARTS:
+        raise CorruptPatch(
+            "this is a part of a patch: it holds slices of tensors",
+            hint="Read the stream with a Subscriber or `pulse pull`: they follow all parts of a version.",
+        )
+    plain, end = open_header(data, FORMAT, None if specs is None else most_bytes(specs))
+    with malformed():
+        header = HeaderReader(plain).header(None if specs is None else sum(s.elements for s in specs))
+    return header, end
+
+
+def format_of(data: bytes | memoryview) -> int:
+    """The number of the format of a patch file, from its start; raises CorruptPatch."""
     if len(data) < PRELUDE_BYTES:
         raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this one has {len(data)}")
-    magic, version, flags, stored, plain, digest = _PRELUDE.unpack_from(data)
+    magic, version, flags, *_ = _PRELUDE.unpack_from(data)
     if magic != MAGIC:
         raise CorruptPatch("not a pulse patch: it does not start with the magic bytes")
-    if version != FORMAT or flags != 0:
+    if version not in (FORMAT, FORMAT_OF_PARTS) or flags != 0:
         raise CorruptPatch(f"patch format {version} (flags {flags}) is unknown", hint="Upgrade pulse-rl to read it.")
+    return int(version)
+
+
+def open_header(data: memoryview, version: int, most: int | None = None) -> tuple[bytes, int]:
+    """(the plain header, bytes of prelude and header) of a patch file of format ``version``, checked against its
+    SHA-256. Raises CorruptPatch, also where it claims more than ``most`` bytes."""
+    if format_of(data) != version:
+        raise CorruptPatch(f"the patch has format {format_of(data)}, not {version}")
+    _, _, _, stored, plain, digest = _PRELUDE.unpack_from(data)
     if stored > MAX_HEADER_BYTES or plain > MAX_HEADER_BYTES:
         raise CorruptPatch(f"the header claims {max(stored, plain)} bytes, more than {MAX_HEADER_BYTES}")
-    if specs is not None and plain > _most_bytes(specs):
+    if most is not None and plain > most:
         raise CorruptPatch(f"the header claims {plain} bytes, more than one for these tensors can have")
     body = data[PRELUDE_BYTES : PRELUDE_BYTES + stored]
     if len(body) != stored or sha256(body).digest() != digest:
         raise CorruptPatch("the header is truncated or does not match its SHA-256")
+    with malformed():
+        return _zstd.decompress(body, plain), PRELUDE_BYTES + stored
+
+
+def closed_header(plain: bytes, version: int) -> bytes:
+    """Prelude and stored header of a patch file of format ``version``. Raises InputError past the cap."""
+    if len(plain) > MAX_HEADER_BYTES:
+        raise InputError(f"the patch header has {len(plain)} bytes, more than {MAX_HEADER_BYTES}")
+    stored = _zstd.compress(plain, _LEVEL)
+    return _PRELUDE.pack(MAGIC, version, 0, len(stored), len(plain), sha256(stored).digest()) + stored
+
+
+@contextmanager
+def malformed() -> Iterator[None]:
+    """Within it, what is wrong with a header's values is a CorruptPatch."""
     try:
-        header = _Reader(_zstd.decompress(body, plain)).header(
-            None if specs is None else sum(s.elements for s in specs)
-        )
+        yield
     except (FormatError, InputError) as error:
         raise CorruptPatch(f"the header is malformed: {error}") from error
-    return header, PRELUDE_BYTES + stored
 
 
 def header_end(prelude: bytes) -> int:
@@ -156,14 +169,14 @@ def header_end(prelude: bytes) -> int:
     return PRELUDE_BYTES + stored
 
 
-def _most_bytes(specs: Sequence[TensorSpec]) -> int:
+def most_bytes(specs: Sequence[TensorSpec]) -> int:
     """An upper bound of the plain header of a patch for these tensors."""
     names = sum(len(spec.name.encode()) + _NUMBER_BYTES * (3 + len(spec.shape)) + 1 for spec in specs)
     blocks = sum(spec.elements // BLOCK_UNIT + 1 for spec in specs)
     return 64 + 2 * _NUMBER_BYTES + names + blocks * (1 + 2 * _NUMBER_BYTES + 32)
 
 
-class _Reader:
+class HeaderReader:
     """Reads a plain header strictly: nothing may be missing, out of its caps, unsorted or left over."""
 
     def __init__(self, data: bytes) -> None:
@@ -171,11 +184,11 @@ class _Reader:
         self._at = 0
 
     def header(self, elements: int | None) -> PatchHeader:
-        base, target = self._take(32).hex(), self._take(32).hex()
-        block_elements = self._number(MAX_BLOCK_ELEMENTS // BLOCK_UNIT) * BLOCK_UNIT
+        base, target = self.take(32).hex(), self.take(32).hex()
+        block_elements = self.number(MAX_BLOCK_ELEMENTS // BLOCK_UNIT) * BLOCK_UNIT
         if block_elements == 0:
             raise CorruptPatch("block_elements is 0")
-        specs = self._specs()
+        specs = self.specs()
         if elements is not None and sum(s.elements for s in specs) != elements:
             raise CorruptPatch(f"the patch is for {sum(s.elements for s in specs)} elements, not for {elements}")
         # A block takes at least a byte of the header: shapes that claim terabytes end here, before they are cut.
@@ -185,19 +198,18 @@ class _Reader:
         cuts = cut(specs, block_elements)
         if len(cuts) > MAX_BLOCKS:
             raise CorruptPatch(f"the shapes need {len(cuts)} blocks, more than {MAX_BLOCKS}")
-        blocks = self._blocks(cuts)
-        if self._at != len(self._data):
-            raise CorruptPatch(f"{len(self._data) - self._at} bytes follow the header's end")
+        blocks = self.entries(cuts)
+        self.end()
         return PatchHeader(base, target, block_elements, specs, blocks)
 
-    def _specs(self) -> tuple[TensorSpec, ...]:
+    def specs(self) -> tuple[TensorSpec, ...]:
         names: list[bytes] = []
         previous, total = b"", 0
-        for _ in range(self._number(MAX_TENSORS)):
-            shared, length = self._number(len(previous)), self._number(MAX_NAME_BYTES)
+        for _ in range(self.number(MAX_TENSORS)):
+            shared, length = self.number(len(previous)), self.number(MAX_NAME_BYTES)
             if shared + length > MAX_NAME_BYTES:
                 raise CorruptPatch(f"a tensor name has {shared + length} bytes, more than {MAX_NAME_BYTES}")
-            name = previous[:shared] + self._take(length)
+            name = previous[:shared] + self.take(length)
             if names and name <= previous:
                 raise CorruptPatch("tensor names are not sorted")
             names.append(name)
@@ -205,43 +217,47 @@ class _Reader:
             total += len(name)
             if total > MAX_NAMES_BYTES:
                 raise CorruptPatch(f"the names have more than {MAX_NAMES_BYTES} bytes")
-        ids = self._take(len(names))
+        ids = self.take(len(names))
         specs = []
         for name, dtype_id in zip(names, ids, strict=True):
             if dtype_id not in DTYPE_BY_ID:
                 raise CorruptPatch(f"dtype {dtype_id} is unknown", hint="Upgrade pulse-rl to read it.")
-            shape = tuple(self._number((1 << 64) - 1) for _ in range(self._number(MAX_DIMS)))
+            shape = tuple(self.number((1 << 64) - 1) for _ in range(self.number(MAX_DIMS)))
             try:
                 specs.append(TensorSpec(name.decode(), DTYPE_BY_ID[dtype_id], shape))
             except UnicodeDecodeError:
                 raise CorruptPatch(f"tensor name {name!r} is not UTF-8") from None
         return tuple(specs)
 
-    def _blocks(self, cuts: list[Block]) -> tuple[BlockEntry, ...]:
-        ids = self._take(len(cuts))
+    def entries(self, cuts: list[Block]) -> tuple[BlockEntry, ...]:
+        ids = self.take(len(cuts))
         entries = [BlockEntry(codec_id, 0, 0) for codec_id in ids]
         coded = [k for k, codec_id in enumerate(ids) if codec_id != SAME]
         for k in coded:
-            changed, length = self._number(cuts[k].elements), self._number(_MAX_BLOCK_BYTES)
+            changed, length = self.number(cuts[k].elements), self.number(_MAX_BLOCK_BYTES)
             if changed == 0 or length == 0:
                 raise CorruptPatch(f"block {k} is listed as changed but is empty")
             entries[k] = BlockEntry(ids[k], changed, length)
         for k in coded:
-            entries[k] = entries[k]._replace(sha256=self._take(32))
+            entries[k] = entries[k]._replace(sha256=self.take(32))
         return tuple(entries)
 
-    def _take(self, count: int) -> bytes:
+    def end(self) -> None:
+        if self._at != len(self._data):
+            raise CorruptPatch(f"{len(self._data) - self._at} bytes follow the header's end")
+
+    def take(self, count: int) -> bytes:
         part = self._data[self._at : self._at + count]
         if len(part) != count:
             raise CorruptPatch("the header ends too early")
         self._at += count
         return part
 
-    def _number(self, most: int) -> int:
+    def number(self, most: int) -> int:
         """An unsigned LEB128 number of at most ten bytes and at most ``most``."""
         value = 0
         for shift in range(0, 70, 7):
-            byte = self._take(1)[0]
+            byte = self.take(1)[0]
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 if value > most or (byte == 0 and shift):
@@ -250,8 +266,39 @@ class _Reader:
         raise CorruptPatch("a number in the header is too long")
 
 
-def _put(out: bytearray, value: int) -> None:
+def put_number(out: bytearray, value: int) -> None:
+    """Appends an unsigned LEB128 number."""
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
         value >>= 7
     out.append(value)
+
+
+def put_specs(out: bytearray, specs: Sequence[TensorSpec]) -> None:
+    """Appends the tensors as a plain header has them: their number, front-coded names, dtypes, shapes."""
+    put_number(out, len(specs))
+    previous = b""
+    for spec in specs:
+        name = spec.name.encode()
+        shared = len(os.path.commonprefix([previous, name]))  # noqa: RUF071 (bytes of a name, not a path)
+        put_number(out, shared)
+        put_number(out, len(name) - shared)
+        out += name[shared:]
+        previous = name
+    out += bytes(spec.dtype.id for spec in specs)
+    for spec in specs:
+        put_number(out, len(spec.shape))
+        for dim in spec.shape:
+            put_number(out, dim)
+
+
+def put_entries(out: bytearray, blocks: Sequence[BlockEntry]) -> None:
+    """Appends the blocks' entries, which end a plain header."""
+    out += bytes(entry.codec_id for entry in blocks)
+    for entry in blocks:
+        if entry.codec_id != SAME:
+            put_number(out, entry.changed)
+            put_number(out, entry.length)
+    for entry in blocks:
+        if entry.codec_id != SAME:
+            out += entry.sha256

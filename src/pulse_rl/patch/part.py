@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate
@@ -12,7 +12,8 @@ from ..errors import CorruptPatch, StateMismatch
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec
 from .blocks import cut
-from .header import PatchHeader, header_end, parse_header
+from .header import FORMAT, PatchHeader, format_of, header_end, parse_header
+from .parts import PartHeader, PartsHeader, parse_part_header
 
 _FIRST_READ = 1 << 12
 _GAP_BYTES = 1 << 12
@@ -28,7 +29,7 @@ class PartPatch:
     """The whole ``header`` of a patch, the bytes of ``held`` blocks by index (empty where nothing changed), the digests
     of all ``tensors`` of the target, 32 bytes each, and the number of bytes that were ``read``."""
 
-    header: PatchHeader
+    header: PatchHeader | PartsHeader
     held: dict[int, memoryview]
     tensors: bytes
     read: int
@@ -57,7 +58,37 @@ def widened(specs: tuple[TensorSpec, ...], names: Collection[str], block_element
     return tuple(spec for spec in specs if spec.name in held)
 
 
-def read_header(read: Read, nbytes: int) -> tuple[PatchHeader, int, int]:
+def read_part(
+    files: Sequence[tuple[Read, int]], held_of: Callable[[PatchHeader | PartsHeader], Collection[str]]
+) -> tuple[PatchHeader | PartsHeader, dict[int, memoryview], int]:
+    """(header, the held blocks' bytes by index, bytes read) of a patch whose ``files``, one for each part, are given by
+    their readers and lengths. ``held_of`` says which tensors are held. Raises CorruptPatch."""
+    read = [_read_header(*file) for file in files]
+    headers = [header for header, _, _ in read]
+    first = headers[0]
+    whole: PatchHeader | PartsHeader
+    if isinstance(first, PatchHeader):
+        if len(headers) > 1:
+            raise CorruptPatch("a whole patch is one of several parts")
+        whole = first
+    else:
+        whole = PartsHeader.of([_part_of(header) for header in headers])
+    held, found, total, before = held_of(whole), dict[int, memoryview](), sum(nbytes for _, _, nbytes in read), 0
+    for (reader, _), (header, start, _) in zip(files, read, strict=True):
+        blocks, more = _read_blocks(reader, header, start, held)
+        found |= {before + index: block for index, block in blocks.items()}
+        before += len(header.blocks)
+        total += more
+    return whole, found, total
+
+
+def _part_of(header: PatchHeader | PartHeader) -> PartHeader:
+    if isinstance(header, PatchHeader):
+        raise CorruptPatch("a whole patch is one of several parts")
+    return header
+
+
+def _read_header(read: Read, nbytes: int) -> tuple[PatchHeader | PartHeader, int, int]:
     """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes``. Raises CorruptPatch."""
     head = read(0, min(_FIRST_READ, nbytes))
     end = header_end(head)
@@ -65,14 +96,18 @@ def read_header(read: Read, nbytes: int) -> tuple[PatchHeader, int, int]:
         raise CorruptPatch(f"the header ends at byte {end} of {nbytes}")
     if end > len(head):
         head += read(len(head), end)
-    header, end = parse_header(memoryview(head))
+    header: PatchHeader | PartHeader
+    if format_of(head) == FORMAT:
+        header, end = parse_header(memoryview(head))
+    else:
+        header, end = parse_part_header(memoryview(head))
     if end + header.body_bytes != nbytes:
         raise CorruptPatch(f"the patch has {nbytes} bytes, its header implies {end + header.body_bytes}")
     return header, end, len(head)
 
 
-def read_blocks(
-    read: Read, header: PatchHeader, start: int, held: Collection[str]
+def _read_blocks(
+    read: Read, header: PatchHeader | PartHeader, start: int, held: Collection[str]
 ) -> tuple[dict[int, memoryview], int]:
     """The bytes of the blocks of the tensors ``held``, which begin at byte ``start`` of the file, and the number of
     bytes read for them. Raises CorruptPatch; what is damaged is asked for once more."""
@@ -97,7 +132,7 @@ def read_blocks(
     return found, total
 
 
-def _runs(chosen: list[int], header: PatchHeader, places: list[int]) -> Iterator[list[int]]:
+def _runs(chosen: list[int], header: PatchHeader | PartHeader, places: list[int]) -> Iterator[list[int]]:
     """The blocks that are read together: what lies between them is less than another request costs."""
     run: list[int] = []
     for k in chosen:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
+import numpy as np
+
+from .._util.threads import ordered_map
 from ..codec import Changes
 from ..state.digest import LEAF_BYTES, PartDigest, StateDigest, changed_leaves_of, leaves_of
-from ..state.tensors import State, UIntArray
+from ..state.slices import Segment
+from ..state.tensors import State, TensorSpec, UIntArray
 from .blocks import Block
+from .changes import StateChanges, TensorChanges
+
+_SIDE_BY_SIDE = 16
 
 
 def block_leaves(block: Block, state: State) -> list[bytes]:
@@ -41,7 +49,40 @@ class TreeUpdate:
 
     def finish(self, tensors: bytes = b"") -> StateDigest:
         """The new tree; of a state that is held in part with the new digests of all ``tensors``."""
-        leaves = {spec.name: b"".join(self._pieces.get(spec.name, ())) for spec in self._old.specs}
-        if isinstance(self._old, PartDigest):
-            return PartDigest(self._old.specs, leaves, self._old.whole, tensors)
-        return StateDigest(self._old.specs, leaves)
+        return _tree(
+            self._old, {spec.name: b"".join(self._pieces.get(spec.name, ())) for spec in self._old.specs}, tensors
+        )
+
+
+def rehashed(
+    old: StateDigest, state: State, changes: StateChanges, tensors: bytes = b"", *, threads: int | None = None
+) -> StateDigest:
+    """The tree of ``state`` once ``changes`` were made to the one with the tree ``old``: the leaves in which something
+    changed are hashed again. ``tensors``: see `TreeUpdate.finish`."""
+    leaves = {name: bytearray(digests) for name, digests in old.leaves.items()}
+    tasks = [task for name, changed in changes.items() for task in _runs(state.spec(name), changed)]
+
+    def run(task: Segment) -> bytes:
+        return leaves_of([state.read(*task.place)])[0]
+
+    for task, digests in zip(tasks, ordered_map(run, tasks, threads), strict=True):
+        first = 32 * (task.start * task.spec.dtype.width // LEAF_BYTES)
+        leaves[task.spec.name][first : first + len(digests)] = digests
+    return _tree(old, {name: bytes(digests) for name, digests in leaves.items()}, tensors)
+
+
+def _runs(spec: TensorSpec, changes: TensorChanges) -> Iterator[Segment]:
+    """The changed leaves of a tensor, those side by side as one segment of at most 16."""
+    per_leaf = LEAF_BYTES // spec.dtype.width
+    changed = np.unique(changes.indices // per_leaf)
+    starts = np.flatnonzero(np.diff(changed, prepend=-2) != 1)
+    for first, end in pairwise([*starts.tolist(), len(changed)]):
+        for at in range(first, end, _SIDE_BY_SIDE):
+            last = int(changed[min(at + _SIDE_BY_SIDE, end) - 1])
+            yield Segment(spec, int(changed[at]) * per_leaf, min((last + 1) * per_leaf, spec.elements))
+
+
+def _tree(old: StateDigest, leaves: dict[str, bytes], tensors: bytes) -> StateDigest:
+    if isinstance(old, PartDigest):
+        return PartDigest(old.specs, leaves, old.whole, tensors)
+    return StateDigest(old.specs, leaves)

@@ -13,8 +13,35 @@ import numpy as np
 from ..codec import Changes
 from ..state import bits
 from ..state.tensors import UIntArray
+from .blocks import cut, pieces_of
+from .header import PatchHeader
+from .parts import PartsHeader
 
 _PIECES = 8
+
+
+def by_whole_blocks(header: PatchHeader | PartsHeader, undo: Mapping[int, Changes]) -> Mapping[int, Changes]:
+    """The old bits by block of the default cut, from those by block of a patch with this ``header``."""
+    if isinstance(header, PatchHeader):
+        return undo
+    cuts = header.cut()
+    of: dict[str, list[tuple[int, Changes]]] = {}
+    for index, changes in undo.items():
+        for segment, base, piece in pieces_of(cuts[index], changes):
+            of.setdefault(segment.spec.name, []).append((segment.start - base, piece))
+    found: dict[int, Changes] = {}
+    for index, block in enumerate(cut(header.specs, header.block_elements)):
+        positions, values, base = [], [], 0
+        for spec, start, stop in block.segments:
+            for shift, piece in sorted(of.get(spec.name, ()), key=lambda item: item[0] + int(item[1].positions[0])):
+                places = piece.positions.astype(np.int64) + shift
+                inside = slice(*np.searchsorted(places, [start, stop]).tolist())
+                positions.append((places[inside] - start + base).astype(np.uint32))
+                values.append(piece.values[inside])
+            base += stop - start
+        if sum(map(len, positions)):
+            found[index] = Changes(np.concatenate(positions), np.concatenate(values))
+    return found
 
 
 class UndoLog:

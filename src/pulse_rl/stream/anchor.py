@@ -17,9 +17,11 @@ from .._native import sha256_messages
 from .._util.threads import default_threads, ordered_map
 from ..errors import CorruptCheckpoint, DigestMismatch, IntegrityError, PulseError, StoreError
 from ..state.checkpoint import header_length, parse_header, serialize
-from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests, leaves_of
+from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests, leaves_of, state_digest
+from ..state.slices import Segment
 from ..state.tensors import State, TensorSpec, UIntArray
 from .manifest import Payload
+from .slices import segments_of
 
 DEFAULT_SHARD_BYTES = 1 << 27
 """A shard is named by its SHA-256, which is one chain of steps: several small shards are hashed side by side."""
@@ -125,12 +127,10 @@ def restore(
     Raises CorruptCheckpoint.
     """
     headers = list(ordered_map(_read_header, shards, threads))
-    specs = [spec for header in headers for spec in header.specs]
-    if len({s.name for s in specs}) != len(specs):
-        raise CorruptCheckpoint("the anchor's shards hold the same tensor twice")
+    specs = _whole_tensors(headers)
     if (sum(s.elements for s in specs), sum(s.nbytes for s in specs)) != (elements, dense_bytes):
         raise CorruptCheckpoint(f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors")
-    state = State.empty(tuple(specs))
+    state, sliced = State.empty(specs), _sliced(headers)
 
     def fill(part: _Range) -> list[bytes]:
         chunk = np.frombuffer(part.read(part.start, part.stop), np.uint8)
@@ -141,7 +141,9 @@ def restore(
             placed.append(state.read(*piece).view(np.uint8))
             placed[-1][:] = chunk[at : at + len(placed[-1])]
             at += len(placed[-1])
-        return leaves_of(placed)
+        names = [name for name, _, _ in part.pieces]
+        whole = iter(leaves_of([array for name, array in zip(names, placed, strict=True) if name not in sliced]))
+        return [b"" if name in sliced else next(whole) for name in names]
 
     ranges = [part for shard, header in zip(shards, headers, strict=True) for part in _ranges(*shard, header)]
     leaves: dict[str, list[bytes]] = {spec.name: [] for spec in specs}
@@ -151,7 +153,8 @@ def restore(
                 leaves[name].append(digest)
             if progress:
                 progress(part.stop - part.start)
-    tree = StateDigest(state.specs, {name: b"".join(digests) for name, digests in leaves.items()})
+    joined = {name: b"".join(digests) for name, digests in leaves.items()}
+    tree = StateDigest(state.specs, joined | _leaves_of_slices(state, headers, threads))
     if tree.root != root:
         raise _mismatch(state, [payload for payload, _ in shards], headers)
     return state, tree
@@ -168,10 +171,10 @@ def restore_part(
     """The tensors ``held`` of an anchor, of which nothing else is read but the shards' headers. ``tree`` is the whole
     state's, proved by its root; each leaf is compared with it (DigestMismatch). Raises CorruptCheckpoint."""
     headers = list(ordered_map(lambda shard: _read_header(shard, _FIRST_READ_OF_A_PART), shards, threads))
-    specs = sorted((spec for header in headers for spec in header.specs), key=lambda s: s.name.encode())
-    if tuple(specs) != tree.specs:
+    if _whole_tensors(headers) != tree.specs:
         raise CorruptCheckpoint("the anchor's shards do not hold the tensors of the version's digest tree")
     state, names = State.empty(held), {spec.name for spec in held}
+    sliced = _sliced(headers)
 
     def fill(part: _Range) -> int:
         chunk = np.frombuffer(part.read(part.start, part.stop), np.uint8)
@@ -182,6 +185,8 @@ def restore_part(
             placed = state.read(name, start, stop).view(np.uint8)
             placed[:] = chunk[at : at + len(placed)]
             at += len(placed)
+            if name in sliced:
+                continue
             first = start * state.spec(name).dtype.width // LEAF_BYTES
             found = leaves_of([placed])[0]
             if found != tree.leaves[name][32 * first :][: len(found)]:
@@ -193,22 +198,58 @@ def restore_part(
         for nbytes in filled:
             if progress:
                 progress(nbytes)
+    for name, found in _leaves_of_slices(state, headers, threads).items():
+        if found != tree.leaves[name]:
+            raise DigestMismatch(f"tensor {name!r} of the anchor, which is in several shards, is not the version's")
     return state
+
+
+def _whole_tensors(headers: list[_ShardHeader]) -> tuple[TensorSpec, ...]:
+    """The tensors of the state, in the order of their names. Raises CorruptCheckpoint unless each element of each is in
+    one shard."""
+    found: dict[str, list[Segment]] = {}
+    for header in headers:
+        for segment in header.segments:
+            found.setdefault(segment.spec.name, []).append(segment)
+    for name, segments in found.items():
+        ends = 0
+        for segment in sorted(segments, key=lambda s: s.start):
+            if segment.spec != segments[0].spec:
+                raise CorruptCheckpoint(f"the anchor's shards differ in tensor {name!r}")
+            if segment.start < ends or (len(segments) > 1 and segment.is_whole):
+                raise CorruptCheckpoint(f"the anchor's shards hold the same tensor twice, {name!r}")
+            if segment.start > ends:
+                break
+            ends = segment.stop
+        if ends != segments[0].spec.elements:
+            raise CorruptCheckpoint(f"the anchor's shards lack element {ends} of tensor {name!r}")
+    return tuple(sorted((segments[0].spec for segments in found.values()), key=lambda s: s.name.encode()))
+
+
+def _sliced(headers: list[_ShardHeader]) -> set[str]:
+    return {segment.spec.name for header in headers for segment in header.segments if not segment.is_whole}
+
+
+def _leaves_of_slices(state: State, headers: list[_ShardHeader], threads: int | None) -> dict[str, bytes]:
+    """The leaves of the tensors of ``state`` that came in slices: these end within leaves."""
+    sliced = _sliced(headers)
+    specs = tuple(spec for spec in state.specs if spec.name in sliced)
+    return state_digest(State(specs, {spec.name: state.read(spec.name) for spec in specs}), threads=threads).leaves
 
 
 def _mismatch(state: State, payloads: list[Payload], headers: list[_ShardHeader]) -> DigestMismatch:
     """The error that names the damaged shard, of a state that has another root than its manifest says."""
     for payload, header in zip(payloads, headers, strict=True):
-        read = [header.data, *(state.read(spec.name).view(np.uint8) for spec in header.specs)]
+        read = [header.data, *(state.read(*segment.place).view(np.uint8) for segment in header.segments)]
         if sha256_messages([read]).hex() != payload.sha256:
             return DigestMismatch(f"the anchor's shard {payload.sha256[:16]}… does not match its SHA-256")
     return DigestMismatch("the anchor's root is not its manifest's, though its shards are those that it names")
 
 
 class _ShardHeader(NamedTuple):
-    """``specs`` in the order in which their bytes tile the shard behind the header, whose own bytes are ``data``."""
+    """``segments`` in the order in which their bytes tile the shard behind the header, whose own bytes are ``data``."""
 
-    specs: list[TensorSpec]
+    segments: list[Segment]
     data: UIntArray
 
 
@@ -232,12 +273,13 @@ def _read_header(shard: tuple[Payload, RangeReader], first_read: int = _FIRST_RE
             head += read(len(head), end)
         if end > len(head):  # without its last spaces it would still make sense
             raise CorruptCheckpoint("its header ends too early")
-        placed, _, start = parse_header(head, payload.bytes)
+        placed, metadata, start = parse_header(head, payload.bytes)
+        segments = segments_of([spec for spec, _ in placed], metadata)
     except StoreError:
         raise
     except PulseError as error:
         raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}…: {error}") from error
-    return _ShardHeader([spec for spec, _ in placed], np.frombuffer(head[:start], np.uint8))
+    return _ShardHeader(segments, np.frombuffer(head[:start], np.uint8))
 
 
 def _ranges(
@@ -247,22 +289,23 @@ def _ranges(
     per tensor would cost more time than its bytes on most networks."""
     start = at = len(header.data)
     pieces: list[tuple[str, int, int]] = []
-    for spec in header.specs:
-        done = 0
+    for segment in header.segments:
+        spec, width = segment.spec, segment.spec.dtype.width
+        done, end = segment.start * width, segment.stop * width
         if names is not None and spec.name not in names:
             if pieces:
                 yield _Range(payload.sha256, read, start, at, pieces)
-            at += spec.nbytes
+            at += segment.nbytes
             start, pieces = at, []
             continue
-        while done < spec.nbytes:
+        while done < end:
             room = start + _CHUNK_BYTES - at
-            nbytes = min(spec.nbytes - done, room if spec.nbytes - done <= room else room // LEAF_BYTES * LEAF_BYTES)
-            if nbytes == 0:
+            nbytes = end - done if end - done <= room else (done + room) // LEAF_BYTES * LEAF_BYTES - done
+            if nbytes <= 0:
                 yield _Range(payload.sha256, read, start, at, pieces)
                 start, pieces = at, []
                 continue
-            pieces.append((spec.name, done // spec.dtype.width, (done + nbytes) // spec.dtype.width))
+            pieces.append((spec.name, done // width, (done + nbytes) // width))
             done += nbytes
             at += nbytes
     if pieces:

@@ -19,6 +19,9 @@ from ..events import Metadata
 
 FORMAT = "pulse.manifest.2"
 FORMAT_WITHOUT_IDENTITY = "pulse.manifest.1"
+FORMAT_OF_SLICES = "pulse.manifest.3"
+"""Of a version that ranks of a sharded trainer have published: with parts or shards that hold slices of tensors."""
+MAX_PARTS = 1 << 16
 MAX_BYTES = 16 << 20
 MAX_NUMBER = (1 << 63) - 1
 
@@ -60,7 +63,8 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.2".
+    """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.2", or "pulse.manifest.3" where its patch
+    or its anchor holds slices of tensors, as the ranks of a sharded trainer publish them.
 
     ``identity`` is the stream's: 32 random hexadecimal digits, chosen at its birth, which tell it from every other
     stream of this name; "" in the format "pulse.manifest.1", which has none. ``root`` is the root of the state, which
@@ -122,7 +126,7 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         manifest = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptManifest(f"{what} does not decode: {error}") from error
-    if manifest.format not in (FORMAT, FORMAT_WITHOUT_IDENTITY):
+    if manifest.format not in (FORMAT, FORMAT_OF_SLICES, FORMAT_WITHOUT_IDENTITY):
         raise CorruptManifest(f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it.")
     if (manifest.stream, manifest.version) != (stream, version):
         raise CorruptManifest(f"{what} claims to be version {manifest.version} of {manifest.stream!r}")
@@ -136,11 +140,13 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
 def _flaws(manifest: Manifest) -> Iterator[str]:
     """What is wrong with the values of a manifest that is well-formed."""
     patch, anchor = manifest.patch, manifest.anchor
-    if (manifest.format == FORMAT) != is_identity(manifest.identity):
+    if (manifest.format != FORMAT_WITHOUT_IDENTITY) != is_identity(manifest.identity):
         yield f"has the identity {manifest.identity!r}"
     payloads = [*(patch.parts if patch else ()), *(anchor.shards if anchor else ())]
     if patch and (not 0 <= patch.base < manifest.version or not patch.parts):
         yield f"has a patch from version {patch.base}"
+    if patch and len(patch.parts) > (MAX_PARTS if manifest.format == FORMAT_OF_SLICES else 1):
+        yield f"has a patch in {len(patch.parts)} parts"
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
     facts = [value for value in manifest.metadata.values() if isinstance(value, int)]
     if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in [*counts, *(p.bytes for p in payloads), *facts]):

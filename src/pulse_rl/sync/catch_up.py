@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .._util.threads import ordered_map
 from ..errors import ChainGap, CorruptManifest, DigestMismatch, FormatError, InputError
 from ..events import PathFailed, PhaseTimer, progress_to
-from ..patch import Patch
+from ..patch import parse_patch
 from ..patch.header import MAX_HEADER_BYTES
 from ..patch.part import PartPatch
 from ..state.digest import StateDigest
@@ -35,7 +35,7 @@ class _Fetched(NamedTuple):
     planned: Link
     link: Link
     manifest: Manifest | None = None
-    payload: bytes | PartPatch | None = None
+    payload: list[bytes] | PartPatch | None = None
     error: Exception | None = None
 
 
@@ -106,16 +106,15 @@ def _fetch_ahead(stream: Stream, path: list[Link], selection: Selection | None) 
 
 def _payload_of(
     stream: Stream, link: Link, manifest: Manifest, selection: Selection | None
-) -> bytes | PartPatch | None:
+) -> list[bytes] | PartPatch | None:
     if link.base is None:
         return None
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
         raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
     stream.check_link(link)
-    parts = link.payloads or ()
-    if len(parts) != 1:
-        raise FormatError(f"{link} has {len(parts)} parts", hint="Upgrade pulse-rl to read it.")
-    return selection.fetch(stream, link, manifest) if selection else stream.fetch(parts[0], PATCH)
+    if selection:
+        return selection.fetch(stream, link, manifest)
+    return list(ordered_map(lambda part: stream.fetch(part, PATCH), link.payloads or (), _PREFETCH))
 
 
 def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
@@ -132,7 +131,7 @@ def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
     if link.base != host.version:
         raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
     payload = fetched.payload
-    patch = payload if isinstance(payload, PartPatch) else Patch.parse(payload, host.state.specs)
+    patch = payload if isinstance(payload, PartPatch) else parse_patch(payload, host.state.specs)
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
     _check_aliases(manifest, patch.header.specs)

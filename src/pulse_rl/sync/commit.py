@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import suppress
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ..errors import PublisherConflict, StoreError
 from ..events import Metadata
@@ -14,8 +14,20 @@ from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.names import first_free, in_reach
 from ..stream.stream import Stream
-from .draft import Draft
 from .upload import Uploaded
+
+_LATEST_COMMIT_SECONDS = 600.0
+
+
+class Content(NamedTuple):
+    """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``; ``sliced``: whether its
+    payloads hold slices of tensors."""
+
+    root: str
+    elements: int
+    nbytes: int
+    aliases: dict[str, str]
+    sliced: bool = False
 
 
 class Committer:
@@ -66,26 +78,35 @@ class Committer:
         self._find_head()
         self._claim()
 
-    def manifest(self, draft: Draft, uploaded: Uploaded, metadata: Metadata) -> Manifest:
+    def manifest(self, content: Content, uploaded: Uploaded, metadata: Metadata) -> Manifest:
         """The manifest of the version after the head, sealed but not signed."""
         return Manifest(
-            format=manifests.FORMAT,
+            format=manifests.FORMAT_OF_SLICES if content.sliced else manifests.FORMAT,
             stream=self._stream.name,
             identity=self.identity,
             version=self.next,
             epoch=self.epoch,
-            root=draft.target.root,
-            elements=draft.state.elements,
-            dense_bytes=draft.state.nbytes,
+            root=content.root,
+            elements=content.elements,
+            dense_bytes=content.nbytes,
             publisher=self.publisher,
             created=round(time.time(), 3),
-            aliases=draft.state.aliases,
+            aliases=content.aliases,
             metadata=metadata,
             patch=uploaded.patch,
             anchor=uploaded.anchor,
             digest="",
             signature=None,
         ).sealed()
+
+    def settles(self, manifest: Manifest, uploaded: float) -> bool:
+        """Whether a commit that an earlier call left unconfirmed is to be repeated: it may have succeeded, or can still
+        do so, because the payloads, stored at ``uploaded`` (Unix seconds), cannot have been collected since."""
+        if self._stream.holds(manifest):
+            return True
+        fresh = 0 <= time.time() - uploaded < _LATEST_COMMIT_SECONDS
+        newer = self._stream.versions(manifest.version)
+        return fresh and not newer and self._stream.stores(manifest)
 
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest of the version after the head, which commits it. Repeating this after StoreUnavailable

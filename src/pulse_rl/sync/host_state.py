@@ -14,8 +14,9 @@ from .._util.threads import Stopped
 from ..codec import Changes
 from ..errors import FormatError, IntegrityError, StateMismatch
 from ..events import Listener, progress_to
-from ..patch import DEFAULT_BLOCK_ELEMENTS, BuiltPatch, Patch, advance_state, apply_patch
+from ..patch import DEFAULT_BLOCK_ELEMENTS, BuiltPatch, PartsPatch, Patch, advance_state, apply_patch
 from ..patch.part import PartPatch
+from ..patch.undo import by_whole_blocks
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..stream.chain import Link
@@ -113,7 +114,7 @@ class HostState:
             link = Link(at.version, version, built.nbytes)
             self._watcher.advanced(link, at.digest.root, undo, state, built.target)
 
-    def apply(self, link: Link, patch: Patch | PartPatch, aliases: Mapping[str, str]) -> None:
+    def apply(self, link: Link, patch: Patch | PartPatch | PartsPatch, aliases: Mapping[str, str]) -> None:
         """Moves along ``link``, whose payload is ``patch``, or stays as it is, to the last bit.
 
         Raises what `apply_patch` raises.
@@ -141,7 +142,8 @@ class HostState:
         self.poisoned = False
         if self._watcher:
             if patch.header.block_elements == DEFAULT_BLOCK_ELEMENTS:
-                self._watcher.advanced(link, at.digest.root, applied.undo, self.state, self.digest)
+                undo = by_whole_blocks(patch.header, applied.undo)
+                self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
             else:
                 self._watcher.replaced()
 

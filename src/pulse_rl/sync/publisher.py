@@ -36,7 +36,7 @@ from ..stream.anchor import DEFAULT_SHARD_BYTES
 from ..stream.manifest import MAX_NUMBER, Manifest
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
-from .commit import Committer
+from .commit import Committer, Content
 from .draft import Draft, FullDraft, make_draft
 from .folds import FoldMaker
 from .host_state import HostState
@@ -48,7 +48,6 @@ from .submit import Submission, Submissions
 from .upload import upload
 
 _MAX_STALE_COMMITS = 8
-_LATEST_COMMIT_SECONDS = 600.0
 
 
 class _Pending(NamedTuple):
@@ -276,7 +275,8 @@ class Publisher(Unique):
                 listener=self._listener,
             )
             timer.end("upload")
-            manifest = self._committer.manifest(draft, uploaded, order.metadata)
+            content = Content(draft.target.root, draft.state.elements, draft.state.nbytes, draft.state.aliases)
+            manifest = self._committer.manifest(content, uploaded, order.metadata)
             if self._signer:
                 manifest = self._signer.sign(manifest)
             # Before it is created for good: what no reader could parse must not be committed.
@@ -294,15 +294,10 @@ class Publisher(Unique):
         pending = self._pending
         if pending is None:
             return
-        if self._stream.holds(pending.manifest) or self._can_be_repeated(pending):
+        if self._committer.settles(pending.manifest, pending.uploaded):
             self._commit(pending)
         else:
             self._pending = None
-
-    def _can_be_repeated(self, pending: _Pending) -> bool:
-        fresh = 0 <= time.time() - pending.uploaded < _LATEST_COMMIT_SECONDS
-        newer = self._stream.versions(pending.manifest.version)
-        return fresh and not newer and self._stream.stores(pending.manifest)
 
     def _commit(self, pending: _Pending) -> bool:
         """Commits, and the baseline follows. False if the version is taken: what was pending is given up then."""

@@ -10,7 +10,9 @@ from .._util.settings import checked_collection
 from ..errors import FormatError, InputError
 from ..events import Listener, progress_to
 from ..patch import DEFAULT_BLOCK_ELEMENTS
-from ..patch.part import PartPatch, read_blocks, read_header, widened
+from ..patch.header import PatchHeader
+from ..patch.part import PartPatch, read_part, widened
+from ..patch.parts import PartsHeader
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec
 from ..stream import anchor
@@ -60,15 +62,16 @@ class Selection:
     def fetch(self, stream: Stream, link: Link, manifest: Manifest) -> PartPatch:
         """The blocks of the link's patch that are needed here, and the digests that prove the version with them."""
         assert link.payloads
-        (payload,) = link.payloads
-        read = stream.part_reader(payload, PATCH)
-        header, start, nbytes = read_header(read, payload.bytes)
-        if header.elements != manifest.elements:
-            raise FormatError(f"{link} is for {header.elements} elements, not for {manifest.elements}")
-        held = self.held(header.specs, manifest.aliases)
-        blocks, more = read_blocks(read, header, start, [spec.name for spec in held])
+
+        def held(header: PatchHeader | PartsHeader) -> list[str]:
+            if header.elements != manifest.elements:
+                raise FormatError(f"{link} is for {header.elements} elements, not for {manifest.elements}")
+            return [spec.name for spec in self.held(header.specs, manifest.aliases)]
+
+        files = [(stream.part_reader(payload, PATCH), payload.bytes) for payload in link.payloads]
+        header, blocks, nbytes = read_part(files, held)
         tensors = read_tensors(stream, manifest.root, len(header.specs))
-        return PartPatch(header, blocks, tensors, nbytes + more + len(tensors))
+        return PartPatch(header, blocks, tensors, nbytes + len(tensors))
 
     def restore(
         self, stream: Stream, manifest: Manifest, *, threads: int | None, listener: Listener | None
