@@ -91,7 +91,7 @@ EDITS = {
     "unknown field": put("extra", value=1),
     "unknown field of the patch": put("patch", "extra", value=1),
     "unknown field of a payload": put(*SHARD, "path", value="../../x"),
-    "another format": put("format", value="pulse.manifest.3"),
+    "another format": put("format", value="pulse.manifest.4"),
     "the format without an identity": put("format", value="pulse.manifest.1"),
     "no identity": drop("identity"),
     "an empty identity": put("identity", value=""),
