@@ -26,6 +26,7 @@
     │   ├── EmptyStream         no version has been committed yet
     │   ├── ChainGap            no path of stored objects leads to the version
     │   ├── PublisherConflict   another publisher committed to the stream
+    │   ├── RankLost            a rank of a sharded trainer died or stalled; no version was lost
     │   ├── StreamReplaced      the stream was deleted and begun anew
     │   ├── MemberConflict      a newer process is the group's member of this name
     │   └── SubscriberPoisoned  the host state is not a verified version
@@ -179,6 +180,11 @@ class ChainGap(StreamError):
 class PublisherConflict(StreamError):
     kind = "publisher_conflict"
     default_hint = "One stream has one publisher: stop one of them, then create a new Publisher to continue."
+
+
+class RankLost(StreamError):
+    kind = "rank_lost"
+    default_hint = "Start all ranks again: the stream is whole, and the next publish goes on from its newest version."
 
 
 class StreamReplaced(StreamError):

@@ -24,7 +24,7 @@ def resume(
     """
     version = head.version
     try:
-        since_anchor = _bytes_since_anchor(stream, version, anchor_ratio)
+        since_anchor = bytes_since_anchor(stream, version, anchor_ratio)
         state = state.stored_as(set(head.aliases.values()))
         own = State.empty(state.specs, state.aliases)
         digest = state_digest(own, source=state, threads=baseline.threads)
@@ -39,7 +39,7 @@ def resume(
     return Resumed(stream.name, version, "restored"), since_anchor
 
 
-def _bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int:
+def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int:
     """Bytes of the patches that a new worker replays to ``version`` after its last anchor.
 
     Counted no further than past ``anchor_ratio`` times the state's bytes, which makes the next anchor due.

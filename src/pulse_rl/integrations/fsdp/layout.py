@@ -1,0 +1,267 @@
+"""Who publishes what of a sharded state: a pure function of what each rank says that it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import StateMismatch
+from ...state.digest import LEAF_BYTES
+from ...state.slices import Segment
+from ...state.tensors import TensorSpec
+
+Runs = tuple[tuple[int, int], ...]
+"""Indices of one dimension: ascending ranges [start, stop)."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """The elements of a tensor that one rank has: of each dimension some indices, in row-major order. ``of`` has the
+    ranges of indices of each dimension, ``shape`` is the whole tensor's."""
+
+    of: tuple[Runs, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        return cls(tuple(((0, n),) if n else () for n in shape), shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.of)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.local_shape)
+
+    def flat(self) -> tuple[int, int] | None:
+        """The range [start, stop) of the flattened tensor that the box is; None if it is not one."""
+        if not self.elements:
+            return (0, 0)
+        start, stride, open_ = 0, math.prod(self.shape), True
+        for runs, size, local in zip(self.of, self.shape, self.local_shape, strict=True):
+            stride //= size
+            if not open_ and local != size:
+                return None
+            if len(runs) != 1 and local != size:
+                return None
+            start += runs[0][0] * stride
+            open_ = open_ and local == 1
+        return start, start + self.elements
+
+    def below(self, flat: int) -> int:
+        """How many elements of the box are in front of element ``flat`` of the flattened tensor. They are the first
+        ones of the box, since both are in row-major order."""
+        count, stride, inner = 0, math.prod(self.shape), self.elements
+        if flat >= stride or not inner:
+            return inner
+        for runs, size, local in zip(self.of, self.shape, self.local_shape, strict=True):
+            stride //= size
+            inner //= local
+            index, flat = divmod(flat, stride)
+            count += inner * sum(max(0, min(stop, index) - start) for start, stop in runs)
+            if not any(start <= index < stop for start, stop in runs):
+                break
+        return count
+
+    def places(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """The places in the flattened tensor of the box's elements [``first``, ``last``)."""
+        indices = np.unravel_index(np.arange(first, last), self.local_shape) if self.shape else ()
+        places = np.zeros(last - first, np.int64)
+        for runs, size, index in zip(self.of, self.shape, indices, strict=True):
+            places *= size
+            if len(runs) == 1:
+                places += index + runs[0][0]
+            else:
+                places += np.concatenate([np.arange(*run) for run in runs])[index]
+        return places
+
+    def places_of_rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """The places at which the rows begin in the flattened tensor of which the box's rows [``first``, ``last``) have
+        elements. A row is the last dimension."""
+        outer = Box(self.of[:-1], self.shape[:-1])
+        places: npt.NDArray[np.int64] = outer.places(first, last) * self.shape[-1]
+        return places
+
+    def meets(self, other: Box) -> bool:
+        """Whether the two have an element in common."""
+        return all(
+            any(a < d and c < b for a, b in mine for c, d in theirs)
+            for mine, theirs in zip(self.of, other.of, strict=True)
+        )
+
+
+class Held(NamedTuple):
+    """What a rank has of the tensor ``spec``. Names with one ``storage`` are tied on this rank; None tells nothing,
+    because the rank has no element of it."""
+
+    spec: TensorSpec
+    box: Box
+    storage: int | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``specs`` are the tensors of the state in the order of their names, ``aliases`` the other names of tied ones.
+
+    ``published`` has the segment of each tensor that a rank publishes, by the tensor's name and the rank, in the order
+    of their places. ``moved`` are the tensors whose boxes are no such segments, with the boxes of the ranks from which
+    their elements come.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
+    published: dict[str, dict[int, Segment]]
+    moved: dict[str, dict[int, Box]]
+
+    @property
+    def elements(self) -> int:
+        return sum(spec.elements for spec in self.specs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """What ``rank`` publishes, in the order of the names."""
+        return tuple(of[rank] for of in self.published.values() if rank in of)
+
+    @property
+    def sole(self) -> int | None:
+        """The rank that publishes everything, if one does."""
+        ranks = {rank for of in self.published.values() for rank in of}
+        return next(iter(ranks), 0) if len(ranks) <= 1 else None
+
+
+class Fragment(NamedTuple):
+    """Elements of the leaf with number ``leaf`` of its tensor that ``rank`` publishes."""
+
+    rank: int
+    leaf: int
+    segment: Segment
+
+
+def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) -> Layout:
+    """The layout of the state of which ``ranks`` have what they say, in the order of their names.
+
+    Of several ranks with the same slice the lowest publishes it. ``known``: the names under which the version before
+    stores its tensors; a tied tensor keeps its name. Raises StateMismatch where the ranks disagree, or do not have each
+    element once.
+    """
+    holders: dict[str, dict[int, Held]] = {}
+    for rank, tensors in enumerate(ranks):
+        for held in tensors:
+            holders.setdefault(held.spec.name, {})[rank] = held
+    stored: dict[object, list[str]] = {}
+    for name, of in holders.items():
+        first = next(iter(of.values()))
+        for rank, held in of.items():
+            if held.spec != first.spec:
+                raise StateMismatch(
+                    f"tensor {name!r} is {held.spec.dtype.name} {list(held.spec.shape)} on rank {rank}, but "
+                    f"{first.spec.dtype.name} {list(first.spec.shape)} on rank {next(iter(of))}"
+                )
+        storages = tuple((rank, held.storage) for rank, held in of.items() if held.storage is not None)
+        places = tuple((rank, held.box) for rank, held in of.items())
+        key = (first.spec.dtype, first.spec.shape, places, storages) if storages else name
+        stored.setdefault(key, []).append(name)
+    aliases: dict[str, str] = {}
+    names = []
+    for group in stored.values():
+        old = [name for name in group if name in known]
+        chosen = old[0] if len(old) == 1 else group[0]
+        names.append(chosen)
+        aliases |= {name: chosen for name in group if name != chosen}
+    specs = sorted((next(iter(holders[name].values())).spec for name in names), key=lambda s: s.name.encode())
+    published: dict[str, dict[int, Segment]] = {}
+    moved: dict[str, dict[int, Box]] = {}
+    for spec in specs:
+        boxes = _first_replicas({rank: held.box for rank, held in holders[spec.name].items()})
+        published[spec.name] = _as_they_are(spec, boxes) or _in_rows(spec, boxes)
+        if any(box.flat() is None for box in boxes.values()):
+            moved[spec.name] = boxes
+    return Layout(tuple(specs), aliases, published, moved)
+
+
+def _first_replicas(boxes: dict[int, Box]) -> dict[int, Box]:
+    """Each box once, at the lowest rank that has it; empty ones are left out, but for one of an empty tensor."""
+    first: dict[Box, int] = {}
+    for rank, box in boxes.items():
+        if box.elements or (not math.prod(box.shape) and not first):
+            first.setdefault(box, rank)
+    return {rank: box for box, rank in first.items()}
+
+
+def _as_they_are(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
+    """The boxes as segments in the order of their places; {} if one is no segment. Raises StateMismatch."""
+    ranges = [(rank, box.flat()) for rank, box in boxes.items()]
+    segments = {rank: Segment(spec, *place) for rank, place in ranges if place is not None}
+    if len(segments) < len(ranges):
+        return {}
+    ordered = dict(sorted(segments.items(), key=lambda item: item[1].start))
+    at = 0
+    for rank, segment in ordered.items():
+        if segment.start != at:
+            what = "is on no rank" if segment.start > at else f"is not on rank {rank} alone"
+            raise StateMismatch(f"element {min(at, segment.start)} of tensor {spec.name!r} {what}", hint=_HINT)
+        at = segment.stop
+    if at != spec.elements:
+        raise StateMismatch(f"element {at} of tensor {spec.name!r} is on no rank", hint=_HINT)
+    return ordered
+
+
+def _in_rows(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
+    """The same ranks with equal numbers of rows of the last dimension, the rank with the first element first. Raises
+    StateMismatch."""
+    items = list(boxes.items())
+    for k, (rank, box) in enumerate(items):
+        if any(box.meets(other) for _, other in items[:k]):
+            raise StateMismatch(f"rank {rank} and a lower one have the same elements of {spec.name!r}", hint=_HINT)
+    if sum(box.elements for box in boxes.values()) != spec.elements:
+        raise StateMismatch(f"tensor {spec.name!r} has elements that are on no rank", hint=_HINT)
+    ordered = sorted(items, key=lambda item: int(item[1].places(0, 1)[0]))
+    rows = spec.elements // spec.shape[-1]
+    ends = [rows * (k + 1) // len(ordered) * spec.shape[-1] for k in range(len(ordered))]
+    segments = {
+        rank: Segment(spec, start, stop) for (rank, _), start, stop in zip(ordered, [0, *ends], ends, strict=False)
+    }
+    return {rank: segment for rank, segment in segments.items() if segment.elements}
+
+
+def shared_leaves(layout: Layout) -> list[tuple[Fragment, ...]]:
+    """The leaves of which several ranks publish a piece, as their fragments in order."""
+    found: list[tuple[Fragment, ...]] = []
+    for spec in layout.specs:
+        of = layout.published[spec.name]
+        if len(of) < 2:
+            continue
+        width, leaves = spec.dtype.width, dict[int, list[Fragment]]()
+        for rank, segment in of.items():
+            ends = {segment.start * width // LEAF_BYTES, (segment.stop * width - 1) // LEAF_BYTES}
+            for leaf in sorted(ends):
+                start = max(segment.start, leaf * LEAF_BYTES // width)
+                stop = min(segment.stop, (leaf + 1) * LEAF_BYTES // width)
+                leaves.setdefault(leaf, []).append(Fragment(rank, leaf, Segment(spec, start, stop)))
+        found += [tuple(fragments) for fragments in leaves.values() if len(fragments) > 1]
+    return found
+
+
+def ended_leaves(layout: Layout, rank: int) -> Iterable[tuple[str, int]]:
+    """The leaves whose last byte ``rank`` publishes, by the tensor's name and the leaf's number, in order."""
+    for segment in layout.segments(rank):
+        width = segment.spec.dtype.width
+        last = (
+            -(-segment.stop * width // LEAF_BYTES)
+            if segment.stop == segment.spec.elements
+            else (segment.stop * width // LEAF_BYTES)
+        )
+        for leaf in range(segment.start * width // LEAF_BYTES, last):
+            yield segment.spec.name, leaf
+
+
+_HINT = "Each rank passes its own shards as DTensors; plain tensors are whole, on one rank or on several."

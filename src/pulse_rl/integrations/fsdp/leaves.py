@@ -1,0 +1,138 @@
+"""The SHA-256 tree of a sharded state: each rank hashes what it publishes (docs/format.md, section 2).
+
+A leaf that several ranks publish is hashed by one after another: each passes on the state of the hash, never weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..._native import sha256_absorb, sha256_begin, sha256_digests
+from ..._util.threads import ordered_map
+from ...codec import Changes
+from ...patch.blocks import Block, pieces_of
+from ...state.digest import LEAF_BYTES, StateDigest, changed_leaves_of, leaves_of
+from ...state.slices import Segment
+from ...state.tensors import TensorSpec, UIntArray
+from .layout import Fragment, Layout, ended_leaves
+from .ranks import Ranks
+
+Leaves = dict[tuple[str, int], bytes]
+"""Digests of leaves by the tensor's name and the leaf's number."""
+MIDSTATE_BYTES = 104
+_TOGETHER = 64
+
+
+def inner(segment: Segment) -> Segment | None:
+    """The elements of a segment that lie in leaves that are wholly in it."""
+    spec, per_leaf = segment.spec, LEAF_BYTES // segment.spec.dtype.width
+    start = -(-segment.start // per_leaf) * per_leaf
+    stop = segment.stop if segment.stop == spec.elements else segment.stop // per_leaf * per_leaf
+    return Segment(spec, start, stop) if start < stop else None
+
+
+def inner_leaves(block: Block, elements: Callable[[Segment], UIntArray]) -> Leaves:
+    """The leaves that lie wholly in a segment of the block."""
+    parts = [part for part in map(inner, block.segments) if part]
+    return _numbered(parts, leaves_of([elements(part) for part in parts]))
+
+
+def changed_inner_leaves(block: Block, before: UIntArray, changes: Changes) -> Leaves:
+    """The same of a block with elements ``before`` once ``changes`` are made to them; those of segments without changes
+    are left out."""
+    parts, arrays, positions, values = [], [], [], []
+    total = 0
+    for segment, base, piece in pieces_of(block, changes):
+        part = inner(segment)
+        if part is None:
+            continue
+        shift = base + part.start - segment.start
+        low, high = np.searchsorted(piece.positions, [shift, shift + part.elements]).tolist()
+        parts.append(part)
+        arrays.append(before[shift : shift + part.elements])
+        positions.append((piece.positions[low:high] - np.uint32(shift) + np.uint32(total)).astype(np.uint32))
+        values.append(piece.values[low:high])
+        total += part.elements
+    if not parts:
+        return {}
+    return _numbered(parts, changed_leaves_of(arrays, np.concatenate(positions), np.concatenate(values)))
+
+
+def _numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
+    found: Leaves = {}
+    for part, of in zip(parts, digests, strict=True):
+        first = part.start * part.spec.dtype.width // LEAF_BYTES
+        found |= {(part.spec.name, first + k): of[32 * k : 32 * k + 32] for k in range(len(of) // 32)}
+    return found
+
+
+def hash_shared(
+    leaves: Sequence[tuple[Fragment, ...]], ranks: Ranks, elements: Callable[[Segment], UIntArray], threads: int | None
+) -> Leaves:
+    """Hashes ``leaves``, each given by its ranks' fragments in order, rank by rank; returns those that end on this one.
+
+    ``elements`` gives this rank's. All ranks call this with the same leaves. Raises RankLost.
+    """
+    me, found = ranks.rank, dict[tuple[str, int], bytes]()
+    held: dict[int, bytes] = {}
+    for step in range(max(map(len, leaves), default=0)):
+        now = [k for k, fragments in enumerate(leaves) if step < len(fragments)]
+        mine = [k for k in now if leaves[k][step].rank == me]
+        if step == 0:
+            held = {k: sha256_begin(1) for k in mine}
+        absorbed = _absorb([held.pop(k) for k in mine], [leaves[k][step].segment for k in mine], elements, threads)
+        sent: dict[int, bytearray] = {}
+        for k, midstate in zip(mine, absorbed, strict=True):
+            if step + 1 == len(leaves[k]):
+                last = leaves[k][step]
+                found[last.segment.spec.name, last.leaf] = sha256_digests(np.frombuffer(midstate, np.uint8))
+            else:
+                sent.setdefault(leaves[k][step + 1].rank, bytearray()).extend(midstate)
+        coming = [k for k in now if step + 1 < len(leaves[k]) and leaves[k][step + 1].rank == me]
+        senders: dict[int, list[int]] = {}
+        for k in coming:
+            senders.setdefault(leaves[k][step].rank, []).append(k)
+        received = ranks.swap(
+            {rank: np.frombuffer(data, np.uint8) for rank, data in sent.items()},
+            {rank: MIDSTATE_BYTES * len(of) for rank, of in senders.items()},
+        )
+        for rank, of in senders.items():
+            data = received[rank].tobytes()
+            held |= {k: data[MIDSTATE_BYTES * i :][:MIDSTATE_BYTES] for i, k in enumerate(of)}
+    return found
+
+
+def _absorb(
+    midstates: list[bytes], segments: list[Segment], elements: Callable[[Segment], UIntArray], threads: int | None
+) -> list[bytes]:
+    """The midstates once each has absorbed the elements of the segment in its place."""
+
+    def run(first: int) -> list[bytes]:
+        some = midstates[first : first + _TOGETHER]
+        arrays = [elements(segment).view(np.uint8) for segment in segments[first : first + _TOGETHER]]
+        data = sha256_absorb(np.frombuffer(b"".join(some), np.uint8), arrays)
+        return [data[MIDSTATE_BYTES * k :][:MIDSTATE_BYTES] for k in range(len(some))]
+
+    starts = range(0, len(midstates), _TOGETHER)
+    return [midstate for some in ordered_map(run, starts, threads) for midstate in some]
+
+
+def gather_tree(layout: Layout, ranks: Ranks, own: Leaves) -> StateDigest | None:
+    """The tree of the whole state, on rank 0; ``own`` are the leaves that end on this rank. Raises RankLost."""
+    data = np.frombuffer(b"".join(own[leaf] for leaf in ended_leaves(layout, ranks.rank)), np.uint8)
+    if ranks.rank:
+        ranks.swap({0: data}, {})
+        return None
+    ended = {rank: list(ended_leaves(layout, rank)) for rank in range(ranks.size)}
+    received = ranks.swap({0: data}, {rank: 32 * len(of) for rank, of in ended.items()})
+    found: Leaves = {}
+    for rank, of in ended.items():
+        digests = received[rank].tobytes()
+        found |= {leaf: digests[32 * k : 32 * k + 32] for k, leaf in enumerate(of)}
+    return StateDigest(layout.specs, {spec.name: _leaves_of(spec, found) for spec in layout.specs})
+
+
+def _leaves_of(spec: TensorSpec, found: Leaves) -> bytes:
+    return b"".join(found[spec.name, k] for k in range(-(-spec.nbytes // LEAF_BYTES)))

@@ -1,0 +1,114 @@
+"""What this rank has of a sharded state: its shards of DTensors, and plain tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ...errors import InputError, UnsupportedTensor
+from ...state.cast import CastState
+from ...state.rounding import compute_dtype_named
+from ...state.tensors import State, TensorSpec, dtype_of
+from .layout import Box, Held, Runs
+
+_HINT = "Shard and Replicate placements are supported; finish a sum before it is published."
+
+
+class LocalState:
+    """The elements that this rank has of ``source``, a ``state_dict``, cast to the compute dtype ``dtype``.
+
+    ``held`` says which they are, in the order of ``source``; ``state`` has the shards under the tensors' names, each
+    with the shape that it has here. Raises InputError and UnsupportedTensor.
+    """
+
+    def __init__(self, source: Mapping[str, Any], dtype: str | None) -> None:
+        if not isinstance(source, Mapping):
+            raise InputError(f"a {type(source).__name__} is not a mapping", hint="Pass model.state_dict().")
+        shards: dict[str, Any] = {}
+        boxes: dict[str, Box] = {}
+        for name, value in source.items():
+            if not isinstance(value, DTensor):
+                shards[name] = value
+            elif value.device_mesh.get_coordinate() is not None:
+                shards[name] = value.to_local()
+                boxes[name] = _box(name, value, tuple(shards[name].shape))
+        self.source = State.of(shards)
+        self.state = self.source if dtype is None else CastState(self.source, compute_dtype_named(dtype))
+        storages = {name: k for k, name in enumerate(shards)}
+        self.held: list[Held] = []
+        for name in shards:
+            local = self.state.spec(name)
+            box = boxes.get(name) or Box.whole(local.shape)
+            storage = storages[self.state.aliases.get(name, name)] if local.elements else None
+            self.held.append(Held(TensorSpec(name, local.dtype, box.shape), box, storage))
+
+
+def _box(name: str, tensor: DTensor, local_shape: tuple[int, ...]) -> Box:
+    """The elements of a DTensor that this rank has. Raises UnsupportedTensor."""
+    shape = tuple(tensor.shape)
+    of: list[Runs] = [((0, n),) if n else () for n in shape]
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for mesh_dim, placement in enumerate(tensor.placements):
+        index, size = coordinate[mesh_dim], tensor.device_mesh.size(mesh_dim)
+        split = getattr(placement, "split_factor", None)
+        dim = getattr(placement, "dim", None)
+        if isinstance(placement, Replicate):
+            continue
+        if dim is None or not (isinstance(placement, Shard) or split is not None):
+            raise UnsupportedTensor(f"tensor {name!r} is placed as {placement}", hint=_HINT)
+        # FSDP2 over tensor parallelism along one dimension: each of ``split`` pieces is sharded by itself.
+        pieces = [of[dim]] if split is None else [_chunk(of[dim], split, k) for k in range(split)]
+        of[dim] = _merged([run for piece in pieces for run in _chunk(piece, size, index)])
+    box = Box(tuple(of), shape)
+    if box.local_shape != local_shape:
+        raise UnsupportedTensor(
+            f"the shard of tensor {name!r} is {list(local_shape)}, but {list(box.local_shape)} by its placements "
+            f"{tuple(map(str, tensor.placements))}",
+            hint=_HINT,
+        )
+    return box
+
+
+def _chunk(runs: Runs, chunks: int, index: int) -> Runs:
+    """The indices in the chunk of this number, as torch.chunk cuts them."""
+    total = sum(stop - start for start, stop in runs)
+    step = -(-total // chunks)
+    low, high, at, found = min(index * step, total), min((index + 1) * step, total), 0, []
+    for start, stop in runs:
+        first, last = max(low, at), min(high, at + stop - start)
+        if first < last:
+            found.append((start + first - at, start + last - at))
+        at += stop - start
+    return tuple(found)
+
+
+def _merged(runs: Sequence[tuple[int, int]]) -> Runs:
+    """The same indices; ranges that touch are one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def to_message(held: Sequence[Held]) -> bytes:
+    """What a rank tells the others of itself."""
+    return json.dumps(
+        [[h.spec.name, h.spec.dtype.name, h.spec.shape, h.box.of, h.storage] for h in held], separators=(",", ":")
+    ).encode()
+
+
+def from_message(message: bytes) -> list[Held]:
+    """What `to_message` said."""
+    found = []
+    for name, dtype, shape, of, storage in json.loads(message):
+        spec = TensorSpec(name, dtype_of(dtype), tuple(shape))
+        box = Box(tuple(tuple((start, stop) for start, stop in runs) for runs in of), spec.shape)
+        found.append(Held(spec, box, storage))
+    return found

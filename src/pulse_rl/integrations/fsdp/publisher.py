@@ -1,0 +1,401 @@
+"""The side of a sharded trainer: its ranks commit the versions of a stream together (docs/protocol.md, section 10)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from hashlib import sha256
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch.distributed as dist
+
+from ... import codec as codecs
+from ..._util.serial import SerialThread, Unique, unstoppable
+from ..._util.settings import checked_collection, checked_number
+from ..._util.threads import checked_threads
+from ...errors import InputError, PublisherConflict, PulseError, RankLost
+from ...events import (
+    Event,
+    Listener,
+    Metadata,
+    PathFailed,
+    PhaseTimer,
+    Published,
+    Resumed,
+    checked_listener,
+    failures_to,
+    progress_to,
+)
+from ...state.digest import StateDigest
+from ...state.snapshot import await_devices
+from ...store import Store, open_store
+from ...stream import manifest as manifests
+from ...stream.anchor import DEFAULT_SHARD_BYTES
+from ...stream.manifest import MAX_NUMBER, Manifest, checked_metadata
+from ...stream.signing import Signer, TrustedKeys
+from ...stream.stream import Stream
+from ...stream.trees import put_trees
+from ...sync.commit import Content
+from .draft import Baseline, Draft, hash_the_rest, make_draft
+from .head import Found, Head
+from .layout import Held, Layout, make_layout
+from .leaves import gather_tree
+from .local import LocalState, from_message, to_message
+from .ranks import Ranks
+from .upload import Stored, store, uploaded
+
+_MAX_STALE_COMMITS = 8
+
+
+class _Order(NamedTuple):
+    """What a rank was told to publish. ``local`` is called for its part, and raises what is wrong with that."""
+
+    local: Callable[[], LocalState]
+    metadata: Metadata
+    anchor: bool
+
+
+class _Built(NamedTuple):
+    """The next version: this rank's ``draft``, the ``root``, on rank 0 the digest ``tree``, and the ``patch_bytes`` of
+    all ranks."""
+
+    draft: Draft
+    root: str
+    tree: StateDigest | None
+    patch_bytes: int
+
+
+class ShardedPublisher(Unique):
+    """Publishes the states of one policy that is sharded over several ranks, none of which gathers it.
+
+    All ranks of ``process_group`` (None: all there are) make one, with the same arguments, and call `publish` with what
+    each has: shards as DTensors (``fully_shard``, with replicas, tensor parallelism over rows or columns), and plain
+    tensors, whole on one rank (pipeline stages, experts) or on several. Each rank compares, codes, hashes and uploads
+    its own slices, and keeps a copy of these alone; then rank 0 commits the version. Readers follow the stream as any
+    other, and a `Publisher` or another number of ranks can continue it.
+
+    ``store``, ``stream``, ``codec``, ``anchor_ratio``, ``shard_bytes``, ``selectable``, ``signer``, ``trusted_keys``,
+    ``identity``, ``threads`` (for each rank) and ``on_event`` are those of `pulse_rl.Publisher`. No call waits for
+    another rank for longer than ``timeout_seconds``.
+
+    Host memory of a rank: its slices once, the changes of one version, a block (at most 2^24 elements) and its code for
+    each thread, and on rank 0 the leaves' digests, 32 bytes for each MiB of the state.
+
+    An error of one rank is raised on all. If a rank dies the others raise RankLost, and nothing was committed or all of
+    it; start the ranks again. A context manager (see `close`). One thread uses it at a time (ConcurrentUse). Making one
+    is a collective. Raises InputError, InvalidName and RankLost.
+    """
+
+    def __init__(
+        self,
+        store: Store | str,
+        *,
+        stream: str,
+        process_group: dist.ProcessGroup | None = None,
+        codec: str = codecs.DEFAULT,
+        anchor_ratio: float = 1.0,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        selectable: bool = False,
+        signer: Signer | None = None,
+        trusted_keys: Collection[str] = (),
+        identity: str | None = None,
+        threads: int | None = None,
+        timeout_seconds: float = 600.0,
+        on_event: Listener | None = None,
+    ) -> None:
+        codecs.by_name(codec)
+        checked_threads(threads)
+        checked_listener(on_event)
+        checked_number("anchor_ratio", anchor_ratio)
+        checked_number("shard_bytes", shard_bytes, least=1, most=MAX_NUMBER)
+        checked_number("timeout_seconds", timeout_seconds)
+        if signer is not None and not isinstance(signer, Signer):
+            raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
+        trusted = checked_collection("trusted_keys", trusted_keys, "[key]")
+        keys = [*([signer.public_key] if signer else ()), *trusted]
+        self._stream = Stream(
+            open_store(store),
+            stream,
+            TrustedKeys(keys) if keys else None,
+            signer=signer,
+            identity=identity,
+            on_refused=self._refused,
+        )
+        self._codec = codec
+        self._shard_bytes = shard_bytes
+        self._selectable = selectable
+        self._threads = threads
+        self._listener = on_event
+        self._serial = SerialThread("ShardedPublisher")
+        self._ranks = Ranks(process_group, timeout_seconds)
+        self._head_of_all = Head(self._stream, signer, anchor_ratio)
+        self._baseline: Baseline | None = None
+        self._pending: Draft | None = None
+        self._told: tuple[list[bytes], list[list[Held]]] | None = None
+        self._layout: tuple[object, Layout] | None = None
+
+    def publish(
+        self,
+        source: Mapping[str, Any],
+        *,
+        metadata: Metadata | None = None,
+        dtype: str | None = None,
+        anchor: bool = False,
+    ) -> Published:
+        """Commits a state as the next version; all ranks call this, each with its ``source``, a ``state_dict``, and all
+        return what the version cost.
+
+        ``metadata`` and ``anchor`` are those of `Publisher.publish`, and count on rank 0; ``dtype``, too, the same on
+        all ranks. The tensors must not change during the call. Of several ranks with the same slice the lowest
+        publishes it.
+
+        A state of which the ranks publish other slices than of the version before is published with an anchor and no
+        patch. Raises what `Publisher.publish` raises, StateMismatch where the ranks do not have each element once, and
+        RankLost.
+        """
+        with failures_to(self._listener, self._stream.name, "publish"):
+            order = _Order(_made(source, dtype), checked_metadata({} if metadata is None else metadata), anchor)
+            return self._serial.run(lambda: self._publish(order, PhaseTimer()))
+
+    def head(self) -> Manifest | None:
+        """The newest committed version that can be read and trusted, None while there is none. Each rank may ask for
+        itself."""
+        return self._serial.run(self._head)
+
+    @property
+    def identity(self) -> str | None:
+        """The identity of the stream, 32 hexadecimal digits, for subscribers to pin; None before the first publish."""
+        return self._stream.identity
+
+    def close(self) -> None:
+        """Releases the baseline and the ranks' group. What is committed stays; a version that is not settled is left to
+        the next publisher. May be called twice."""
+        self._serial.run(self._forget)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _head(self) -> Manifest | None:
+        found = self._stream.newest()
+        if found.error:
+            raise found.error
+        return found.manifest
+
+    def _refused(self, version: int, error: PulseError) -> None:
+        self._tell(PathFailed(self._stream.name, f"version {version}", str(error), error.kind))
+
+    def _forget(self) -> None:
+        self._baseline, self._pending, self._told, self._layout = None, None, None, None
+        self._ranks.close()
+
+    # -- in the order of a publish
+
+    def _publish(self, order: _Order, timer: PhaseTimer) -> Published:
+        try:
+            local = self._meet(order)
+            for _ in range(_MAX_STALE_COMMITS):
+                self._follow(self._on_first(self._head_of_all.settle))
+                found = self._resume()
+                timer.end("resume")
+                built = self._build(local, found, timer)
+                if found.version is not None:
+                    built = self._matched(local, found, found.version, built, timer)
+                draft = built.draft
+                manifest = self._store_and_commit(order, built, timer)
+                if manifest:
+                    return self._published(manifest, draft, timer)
+            raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
+        except RankLost:
+            self._baseline, self._pending = None, None
+            raise
+
+    def _meet(self, order: _Order) -> LocalState:
+        """This rank's part of the state. The ranks tell each other what they have, if that is not as it was."""
+        made: list[LocalState] = []
+        messages: list[bytes] = []
+
+        def tell() -> bytes:
+            made.append(order.local())
+            messages.append(to_message(made[0].held))
+            at = self._baseline
+            return sha256(messages[0]).digest() + (f"{at.version} {at.root}" if at else "").encode()
+
+        said = self._ranks.together(tell)
+        if len({message[32:] for message in said}) > 1:
+            self._baseline = None  # one rank has lost its own
+        digests = [message[:32] for message in said]
+        if self._told is None or self._told[0] != digests:
+            everybody = self._ranks.together(lambda: messages[0])
+            self._told = digests, [from_message(message) for message in everybody]
+        return made[0]
+
+    def _resume(self) -> Found:
+        """What the head is. The baseline goes unless it is that."""
+        version = self._baseline.version if self._baseline else None
+        found = Found.from_message(self._on_first(lambda: self._head_of_all.find(version).to_message()))
+        if not found.keep:
+            self._baseline = None
+        if found.lost is not None:
+            self._tell(Resumed(self._stream.name, found.lost, "anchored", "the store no longer holds it"))
+        return found
+
+    def _build(self, local: LocalState, found: Found, timer: PhaseTimer) -> _Built:
+        layout, reason = self._layout_of(found), ""
+        if self._baseline and (reason := _difference(self._baseline.layout, layout)):
+            self._baseline = None  # before another is made
+        made: list[Draft] = []
+
+        def build() -> bytes:
+            total = sum(segment.nbytes for segment in layout.segments(self._ranks.rank))
+            draft = make_draft(
+                layout,
+                self._ranks,
+                local,
+                self._baseline,
+                reason,
+                codec=self._codec,
+                threads=self._threads,
+                progress=progress_to(self._listener, "diff", total),
+            )
+            made.append(draft)
+            return b""
+
+        self._ranks.together(build)
+        patch_bytes = hash_the_rest(made[0], self._ranks, self._threads)
+        tree = gather_tree(layout, self._ranks, made[0].leaves)
+        root = self._on_first(lambda: tree.root.encode() if tree else b"").decode()
+        timer.end("build")
+        return _Built(made[0], root, tree, patch_bytes)
+
+    def _matched(self, local: LocalState, found: Found, version: int, built: _Built, timer: PhaseTimer) -> _Built:
+        """A state that is the head becomes the baseline, and the next version changes nothing."""
+        if built.root != found.root:
+            self._tell(Resumed(self._stream.name, version, "anchored", "the ranks have other weights"))
+            return built
+        self._baseline = built.draft.take_effect(version, found.root)
+        self._tell(Resumed(self._stream.name, version, "matched"))
+        return self._build(local, Found(keep=True), timer)
+
+    def _layout_of(self, found: Found) -> Layout:
+        """Of what all ranks have told; the same on all."""
+        assert self._told is not None
+        known = frozenset(found.names)
+        if self._baseline:
+            known = frozenset(spec.name for spec in self._baseline.layout.specs)
+        key = tuple(self._told[0]), known
+        if self._layout is None or self._layout[0] != key:
+            self._layout = key, make_layout(self._told[1], known)
+        return self._layout[1]
+
+    def _store_and_commit(self, order: _Order, built: _Built, timer: PhaseTimer) -> Manifest | None:
+        """None if the version's number is taken."""
+        draft, layout, base = built.draft, built.draft.layout, built.draft.base
+
+        def decide() -> bytes:
+            long = self._head_of_all.needs_anchor(built.patch_bytes, layout.nbytes)
+            with_anchor = base is None or order.anchor or long
+            if self._selectable and built.tree:
+                put_trees(self._stream, built.tree, leaves=with_anchor)
+            return b"anchor" if with_anchor else b""
+
+        with_anchor = bool(self._on_first(decide))
+
+        def put() -> bytes:
+            return store(
+                self._stream,
+                draft,
+                built.root,
+                self._ranks.rank,
+                with_anchor=with_anchor,
+                shard_bytes=self._shard_bytes,
+                threads=self._threads,
+            ).to_message()
+
+        stored = [Stored.from_message(message) for message in self._ranks.together(put)]
+        timer.end("upload")
+
+        def commit() -> bytes:
+            content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, any(s.sliced for s in stored))
+            made = uploaded(stored, (base.version, base.root) if base else None)
+            return self._head_of_all.commit(content, made, order.metadata)
+
+        self._pending = draft
+        manifest = self._follow(self._on_first(commit))
+        timer.end("commit")
+        return manifest
+
+    def _on_first(self, work: Callable[[], bytes]) -> bytes:
+        """What ``work()`` returns on rank 0; the others do not call it."""
+        return self._ranks.together(work if self._ranks.rank == 0 else bytes)[0]
+
+    def _follow(self, said: bytes) -> Manifest | None:
+        """Moves the baseline to the pending version, if rank 0 has committed it; else gives that up."""
+        pending, self._pending = self._pending, None
+        if not said or pending is None:
+            return None
+        version = int(json.loads(said)["version"])
+        manifest = manifests.parse(said, stream=self._stream.name, version=version)
+        with unstoppable():
+            self._baseline = None  # should this be interrupted by an error
+            self._baseline = pending.take_effect(manifest.version, manifest.root)
+        self._stream.identity = manifest.identity
+        return manifest
+
+    def _tell(self, event: Event) -> None:
+        if self._listener:
+            self._listener(event)
+
+    def _published(self, manifest: Manifest, draft: Draft, timer: PhaseTimer) -> Published:
+        seconds = sum(timer.seconds.values())
+        published = Published(
+            stream=manifest.stream,
+            version=manifest.version,
+            root=manifest.root,
+            elements=manifest.elements,
+            changed=manifest.patch.changed if manifest.patch else None,
+            dense_bytes=manifest.dense_bytes,
+            patch_bytes=sum(p.bytes for p in manifest.patch.parts) if manifest.patch else 0,
+            anchor_bytes=sum(p.bytes for p in manifest.anchor.shards) if manifest.anchor else 0,
+            seconds=seconds,
+            phases=timer.seconds,
+            metadata=manifest.metadata,
+            reason=draft.reason,
+            identity=manifest.identity,
+            blocked_seconds=seconds,
+        )
+        self._tell(published)
+        return published
+
+
+def _made(source: Mapping[str, Any], dtype: str | None) -> Callable[[], LocalState]:
+    """What makes this rank's part, which is looked at in the caller's thread; an error is kept until all ranks can be
+    told."""
+    try:
+        local = LocalState(source, dtype)
+        await_devices(local.source)
+    except PulseError as error:
+        refused = error
+
+        def refuse() -> LocalState:
+            raise refused
+
+        return refuse
+    return lambda: local
+
+
+def _difference(old: Layout, new: Layout) -> str:
+    """Why no patch leads from one to the other; "" if one does."""
+    if old.specs != new.specs:
+        changed = {s.name for s in old.specs}.symmetric_difference(s.name for s in new.specs) or {
+            a.name for a, b in zip(old.specs, new.specs, strict=True) if a != b
+        }
+        return f"anchor: tensor {min(changed)!r} is not as in the version before"
+    if old.published != new.published:
+        return "anchor: the ranks have other slices than of the version before"
+    return ""

@@ -1,0 +1,166 @@
+"""Tensors that are sharded over columns, re-laid into rows: in windows of a block's size, between the ranks that have
+them, so that no rank ever holds a whole tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ...errors import RankLost
+from ...patch.blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
+from ...state.digest import LEAF_BYTES
+from ...state.slices import Segment
+from ...state.tensors import TensorSpec, UIntArray
+from .layout import Box, Layout
+from .local import LocalState
+from .ranks import Ranks
+
+
+def runs_of(segment: Segment) -> list[Segment]:
+    """A rank's segment of a tensor as the pieces that are coded one by one: of a tensor that is one block or less, all
+    of it; of others about a block's elements each, cut between leaves."""
+    spec, start, stop = segment
+    if segment.is_whole:
+        return [piece for block in cut((spec,), DEFAULT_BLOCK_ELEMENTS) for piece in block.segments]
+    per_leaf = LEAF_BYTES // spec.dtype.width
+    count = 1 if spec.elements <= DEFAULT_BLOCK_ELEMENTS else -(-segment.elements // DEFAULT_BLOCK_ELEMENTS)
+    inner = [-(-(start + segment.elements * k // count) // per_leaf) * per_leaf for k in range(1, count)]
+    ends = [start, *(end for end in inner if end < stop), stop]
+    return [Segment(spec, low, high) for low, high in pairwise(ends) if low < high]
+
+
+def cut_slices(specs: tuple[TensorSpec, ...], segments: tuple[Segment, ...]) -> list[Block]:
+    """The blocks of a part that holds ``segments`` of the tensors ``specs``. Small tensors share a block here if they
+    share one in the cut of whole tensors, so that who decodes these can decode those (docs/format.md, 3.9)."""
+    mine = {segment.spec.name: segment for segment in segments}
+    blocks: list[Block] = []
+    cut_already: set[str] = set()
+    for block in cut(specs, DEFAULT_BLOCK_ELEMENTS):
+        held = [mine[s.spec.name] for s in block.segments if s.spec.name in mine]
+        if not held or held[0].spec.name in cut_already:
+            continue
+        if held[0].spec.elements <= DEFAULT_BLOCK_ELEMENTS:
+            blocks.append(Block(block.dtype, tuple(held)))
+        else:
+            cut_already.add(held[0].spec.name)
+            blocks += [Block(block.dtype, (run,)) for run in runs_of(held[0])]
+    return blocks
+
+
+class _Window(NamedTuple):
+    """Of one tensor what each rank receives next, and the boxes of those that have it."""
+
+    name: str
+    targets: dict[int, Segment]
+    boxes: dict[int, Box]
+
+
+class Windows:
+    """Moves the elements of ``layout.moved`` to the ranks that publish them; all ranks go through the same windows."""
+
+    def __init__(self, layout: Layout, ranks: Ranks, local: LocalState) -> None:
+        self._ranks = ranks
+        self._local = local
+        self._windows = _windows(layout)
+        self._arrived: dict[tuple[str, int], UIntArray] = {}
+        self._moved = layout.moved
+        self._error: BaseException | None = None
+
+    def of(self, block: Block) -> dict[str, UIntArray]:
+        """The new elements of the block's moved segments, by the tensor's name. To be asked for in the order of the
+        blocks. Raises RankLost."""
+        found = {}
+        for segment in block.segments:
+            name = segment.spec.name
+            if name in self._moved:
+                while (name, segment.start) not in self._arrived:
+                    self._exchange(next(self._windows))
+                found[name] = self._arrived.pop((name, segment.start))
+        return found
+
+    def finish(self) -> None:
+        """Takes part in what is left. Raises what kept this rank from sending what it has, and RankLost."""
+        for window in self._windows:
+            self._exchange(window)
+        self._arrived.clear()
+        if self._error is not None:
+            raise self._error
+
+    def _exchange(self, window: _Window) -> None:
+        me = self._ranks.rank
+        width = next(iter(window.targets.values())).spec.dtype.width
+        sent: dict[int, UIntArray] = {}
+        if me in window.boxes:
+            for rank, target in window.targets.items():
+                low, high = _inside(window.boxes[me], target)
+                if low < high:
+                    sent[rank] = self._read(window.name, low, high, width)
+        mine = window.targets.get(me)
+        places = {} if mine is None else {rank: _inside(box, mine) for rank, box in window.boxes.items()}
+        lengths = {rank: (high - low) * width for rank, (low, high) in places.items() if low < high}
+        try:
+            received = self._ranks.swap(sent, lengths)
+        except RankLost:
+            self._windows = iter(())  # nobody comes for what is left
+            raise
+        if mine is None:
+            return
+        whole = np.empty(mine.elements, mine.spec.dtype.uint)
+        for rank, data in received.items():
+            _put(whole, mine, window.boxes[rank], places[rank], data.view(whole.dtype))
+        self._arrived[window.name, mine.start] = whole
+
+    def _read(self, name: str, low: int, high: int, width: int) -> UIntArray:
+        """The elements as bytes. The others wait for them: what cannot be read is made up, and the error raised at the
+        end, when all know of it."""
+        try:
+            return self._local.state.read(name, low, high).view(np.uint8)
+        except RankLost:
+            raise
+        except BaseException as error:
+            self._error = self._error or error
+            return np.zeros((high - low) * width, np.uint8)
+
+
+def _windows(layout: Layout) -> Iterator[_Window]:
+    for name, boxes in layout.moved.items():
+        runs = {rank: runs_of(segment) for rank, segment in layout.published[name].items()}
+        for k in range(max(map(len, runs.values()))):
+            yield _Window(name, {rank: of[k] for rank, of in runs.items() if k < len(of)}, boxes)
+
+
+def _inside(box: Box, target: Segment) -> tuple[int, int]:
+    """The elements of the box that lie in the segment, by their numbers in the box."""
+    return box.below(target.start), box.below(target.stop)
+
+
+def _put(whole: UIntArray, target: Segment, box: Box, inside: tuple[int, int], data: UIntArray) -> None:
+    """Puts elements of a box to their places in the segment: whole rows of the box at once, then what is left."""
+    row = box.local_shape[-1]
+    columns = target.spec.shape[-1]
+    low, high = inside
+    first, last = min(-(-low // row) * row, high), max(high // row * row, min(-(-low // row) * row, high))
+    for start, stop in ((low, first), (last, high)):
+        if start < stop:
+            whole[box.places(start, stop) - target.start] = data[start - low : stop - low]
+    if first >= last:
+        return
+    rows = data[first - low : last - low].reshape(-1, row)
+    at = 0
+    for left, right in box.of[-1]:
+        # The places of each row's first element in this range of columns.
+        starts = box.places_of_rows(first // row, last // row) + left - target.start
+        piece = rows[:, at : at + right - left]
+        if len(starts) > 1 and np.all(np.diff(starts) == columns):
+            begin = int(starts[0])
+            view = np.lib.stride_tricks.as_strided(
+                whole[begin:], (len(starts), right - left), (columns * whole.itemsize, whole.itemsize)
+            )
+            view[:] = piece
+        else:
+            for start, line in zip(starts.tolist(), piece, strict=True):
+                whole[start : start + right - left] = line
+        at += right - left
