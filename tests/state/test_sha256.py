@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl._native import sha256_changed_leaves, sha256_leaves, sha256_messages, sha256_paths
+from pulse_rl._native import (
+    sha256_absorb,
+    sha256_begin,
+    sha256_changed_leaves,
+    sha256_digests,
+    sha256_leaves,
+    sha256_messages,
+    sha256_paths,
+)
 from pulse_rl.state.digest import changed_leaves_of, leaves_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -135,3 +143,36 @@ def test_refusals() -> None:
     for positions in ([4], [0, 0], [2, 1], [1, 2**32 - 1], [3, 9, 2]):
         with pytest.raises(IndexError, match="ascending"):
             sha256_changed_leaves([one], 64, 2, np.uint32(positions), np.zeros(2 * len(positions), np.uint8))
+
+
+def absorbed(pieces: list[bytes], path: str) -> bytes:
+    """The digest of a message of which each piece is absorbed by itself, from the midstate of the one before."""
+    midstate = sha256_begin(1)
+    for piece in pieces:
+        data = np.frombuffer(piece, np.uint8)
+        midstate = sha256_absorb(np.frombuffer(midstate, np.uint8), [data], path)
+    return sha256_digests(np.frombuffer(midstate, np.uint8), path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_hash_is_passed_on_at_every_cut(path: str, rng: np.random.Generator) -> None:
+    message = rng.bytes(3 * 64 + 11)
+    for cut in range(len(message) + 1):
+        assert absorbed([message[:cut], message[cut:]], path) == sha256(message).digest()
+
+
+@given(pieces=st.lists(st.binary(max_size=200), max_size=9))
+def test_a_hash_is_passed_on_through_many_hands(pieces: list[bytes]) -> None:
+    assert absorbed(pieces, "") == sha256(b"".join(pieces)).digest()
+
+
+def test_midstates_side_by_side_and_what_is_none(rng: np.random.Generator) -> None:
+    messages = [rng.bytes(n) for n in (0, 1, 64, 1000)]
+    midstates = np.frombuffer(sha256_begin(4), np.uint8)
+    absorbed_by_all = sha256_absorb(midstates, [np.frombuffer(m, np.uint8) for m in messages])
+    found = sha256_digests(np.frombuffer(absorbed_by_all, np.uint8))
+    assert found == b"".join(sha256(m).digest() for m in messages)
+    with pytest.raises(ValueError, match="104 bytes"):
+        sha256_digests(midstates[1:])
+    with pytest.raises(ValueError, match="number"):
+        sha256_absorb(midstates, [midstates])

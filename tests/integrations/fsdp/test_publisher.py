@@ -2,38 +2,172 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pulse_rl import LocalStore
+from pulse_rl import LocalStore, Published
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from tests.support.sharded import followed, gathered, policy, require_equal, step
-from tests.support.trainers import Trainer, together
+from tests.support.trainers import Trainer, each, together
 
 pytestmark = pytest.mark.slow
 
+State = Mapping[str, torch.Tensor]
+COLUMNS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
-def fsdp2(trainer: Trainer) -> None:
-    trainer.connect("fsdp2")
-    model = policy()
-    mesh = init_device_mesh("cpu", (trainer.size,))
+
+def followed_for(
+    trainer: Trainer,
+    name: str,
+    state: Callable[[], State],
+    whole: Callable[[State], State] = gathered,
+    *,
+    versions: int = 4,
+    **settings: Any,
+) -> list[Published]:
+    """Publishes some steps of ``state``; a subscriber that follows, and one that comes new, hold ``whole`` of it."""
+    store = LocalStore(trainer.folder / f"store-of-{name}")
+    follower = followed(store)
+    done = []
+    with ShardedPublisher(store, stream="policy", threads=1) as publisher:
+        for seed in range(versions):
+            now = state()
+            step(now, seed)
+            done.append(publisher.publish(now, metadata={"step": seed}, **settings))
+            assert done[-1].version == seed
+            assert (done[-1].changed is None) == (seed == 0)
+            require_equal(follower, whole(now), done[-1])
+            require_equal(followed(store), whole(now), done[-1])
+    return done
+
+
+def sharded(mesh: Any, **settings: Any) -> nn.Module:
+    model = policy(**settings)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    store = LocalStore(trainer.folder / "store")
-    follower = followed(store)
+    return model
+
+
+def fsdp2(trainer: Trainer) -> None:
+    followed_for(trainer, "fsdp2", sharded(init_device_mesh("cpu", (trainer.size,))).state_dict)
+
+
+def leaves_that_ranks_share(trainer: Trainer) -> None:
+    """Rows of 700 FP32 numbers: the ranks' borders lie within leaves, and some leaves are of one rank alone."""
+    model = sharded(init_device_mesh("cpu", (trainer.size,)), rows=1501, width=700, blocks=1, dtype=torch.float32)
+    followed_for(trainer, "leaves_that_ranks_share", model.state_dict, versions=2)
+
+
+def replicas(trainer: Trainer) -> None:
+    model = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+    followed_for(trainer, "replicas", model.state_dict)
+
+
+def columns(trainer: Trainer) -> None:
+    mesh = init_device_mesh("cpu", (trainer.size,))
+    model = policy()
+    for block in model.blocks:
+        parallelize_module(block, mesh, COLUMNS)
+    followed_for(trainer, "columns", model.state_dict)
+
+
+def columns_and_rows(trainer: Trainer) -> None:
+    """Both along each of the dimensions: FSDP2 over tensor parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = policy()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], COLUMNS)
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    followed_for(trainer, "columns_and_rows", model.state_dict)
+
+
+def any_placement(trainer: Trainer) -> None:
+    """Tensors of one, two and three dimensions, some larger than a block, cut in every way."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = {
+        "rows": ((7, 30), (Shard(0), Replicate())),
+        "columns": ((30, 7), (Replicate(), Shard(1))),
+        "both": ((30, 7), (Shard(0), Shard(1))),
+        "twice": ((30, 7), (Shard(1), Shard(1))),
+        "middle": ((5, 9, 4), (Replicate(), Shard(1))),
+        "last": ((5, 9, 4), (Shard(2), Shard(0))),
+        "few": ((3,), (Shard(0), Shard(0))),
+        "none": ((0, 4), (Shard(0), Shard(1))),
+        "nowhere": ((2, 2), (Replicate(), Replicate())),
+        "large": ((1100, 4099), (Shard(1), Replicate())),
+    }
+    torch.manual_seed(3)
+    state = {
+        name: distribute_tensor(torch.randn(shape).to(torch.bfloat16), mesh, placement)
+        for name, (shape, placement) in placements.items()
+    }
+    followed_for(trainer, "any_placement", lambda: state, versions=3)
+
+
+def stages_and_experts(trainer: Trainer) -> None:
+    """Plain tensors that some ranks have: a stage each, experts by twos, what all have."""
+    torch.manual_seed(5)
+    whole = {f"stages.{k}.weight": torch.randn(30, 20) for k in range(trainer.size)}
+    whole |= {f"experts.{k}.weight": torch.randn(9, 20) for k in range(2)} | {"norm": torch.randn(20)}
+    mine = {f"stages.{trainer.rank}.weight", f"experts.{trainer.rank % 2}.weight", "norm"}
+
+    def state() -> State:
+        return whole
+
+    store = LocalStore(trainer.folder / "store-of-stages")
     with ShardedPublisher(store, stream="policy", threads=1) as publisher:
-        for seed in range(4):
-            state = model.state_dict()
-            step(state, seed)
-            published = publisher.publish(state, metadata={"step": seed})
-            assert published.version == seed
-            assert (published.changed is None) == (seed == 0)
-            require_equal(follower, gathered(state), published)
-            require_equal(followed(store), gathered(state), published)
+        for seed in range(3):
+            step(whole, seed)
+            published = publisher.publish({name: whole[name] for name in state() if name in mine})
+            require_equal(followed(store), whole, published)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_subscriber_holds_what_the_ranks_would_have_gathered(ranks: int) -> None:
-    together(fsdp2, ranks)
+def ties(trainer: Trainer) -> None:
+    """A head that is the embedding: stored once, whatever the number of rows that a rank has."""
+    model = sharded(init_device_mesh("cpu", (trainer.size,)), rows=3, tied=True)
+
+    def whole(state: State) -> State:
+        gathered_ones = gathered(state)
+        return gathered_ones | {"head.weight": gathered_ones["embed.weight"]}
+
+    published = followed_for(trainer, "ties", model.state_dict, whole)[-1]
+    assert published.elements == sum(p.numel() for p in policy(rows=3, tied=True).parameters()) + 1
+
+
+def a_compute_dtype(trainer: Trainer) -> None:
+    """FP32 parameters are published as BF16."""
+
+    def cast(state: State) -> State:
+        return {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in gathered(state).items()}
+
+    mesh = init_device_mesh("cpu", (trainer.size,))
+    model = sharded(mesh, dtype=torch.float32)
+    followed_for(trainer, "a_compute_dtype", model.state_dict, cast, dtype="BF16")
+
+
+def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
+    failed = each(trainer, cases, trainer.size)
+    assert not failed, "\n".join(failed)
+
+
+def test_two_ranks() -> None:
+    together(ranks_program, 2, fsdp2, leaves_that_ranks_share, columns, ties, stages_and_experts, seconds=60)
+
+
+def test_four_ranks() -> None:
+    cases = (fsdp2, leaves_that_ranks_share, replicas, columns, columns_and_rows, any_placement, ties, a_compute_dtype)
+    together(ranks_program, 4, *cases, seconds=90)
+
+
+def test_one_rank_writes_what_a_publisher_does() -> None:
+    together(ranks_program, 1, fsdp2)

@@ -1,0 +1,157 @@
+"""Whoever reads a stream reads that of a sharded trainer: select, folds, relay, gc, verify, audit, several stores."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from pulse_rl import (
+    MemoryStore,
+    Publisher,
+    Relay,
+    Subscriber,
+    audit,
+    fold_stream,
+    gc_stream,
+    state_root,
+    verify_stream,
+)
+from pulse_rl.errors import ChainGap
+from pulse_rl.integrations.torch import to_torch
+from pulse_rl.stream.stream import Stream
+from tests.integrations.fsdp.conftest import VERSIONS, ShardedStream
+from tests.support.sharded import bits, followed
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_version_and_link_is_right(sharded_stream: ShardedStream) -> None:
+    reports = list(verify_stream(sharded_stream.store(), "policy"))
+    assert [report.root for report in reports] == [state_root(state) for state in sharded_stream.states]
+    assert all(report.ok for report in reports)
+    assert [len(report.links) for report in reports] == [1, 1, 1, 1, 1, 2, 1, 1, 1]
+
+
+def test_parts_and_shards_are_the_ranks(sharded_stream: ShardedStream) -> None:
+    stream = Stream(sharded_stream.store(), "policy")
+    for version in range(VERSIONS):
+        manifest = stream.manifest(version)
+        assert manifest.format == "pulse.manifest.3"
+        assert (manifest.patch is None) == (version == 0)
+        assert manifest.patch is None or len(manifest.patch.parts) == 3
+        assert (manifest.anchor is not None) == (version in (0, 5))
+        assert manifest.anchor is None or len(manifest.anchor.shards) == 3
+
+
+def test_what_changed_is_told_exactly(sharded_stream: ShardedStream) -> None:
+    """An update along several versions has each changed element once, with its bits now."""
+    store = sharded_stream.store()
+    reader = followed(store)
+    reader.sync(1)
+    first = {name: tensor.clone() for name, tensor in to_torch(reader.state).items()}
+    for before, after in pairwise([1, 4, VERSIONS - 1]):
+        update = reader.sync(after)
+        assert update is not None
+        for tensor in update.tensors:
+            flat = first[tensor.spec.name].reshape(-1)
+            old, new = sharded_stream.states[before][tensor.spec.name], sharded_stream.states[after][tensor.spec.name]
+            changed = torch.nonzero(old.reshape(-1) != new.reshape(-1)).reshape(-1)
+            assert tensor.indices is not None
+            assert set(changed.tolist()) <= set(tensor.indices.tolist())
+            assert len(set(tensor.indices.tolist())) == len(tensor.indices)
+            flat[torch.from_numpy(tensor.indices)] = new.reshape(-1)[torch.from_numpy(tensor.indices)]
+        for name, tensor in sharded_stream.states[after].items():
+            assert torch.equal(bits(first[name]), bits(tensor)), name
+
+
+@pytest.mark.parametrize("pattern", ["blocks.0.*", "embed.weight", "*.norm.bias"])
+def test_a_selecting_subscriber_holds_its_tensors(sharded_stream: ShardedStream, pattern: str) -> None:
+    store = sharded_stream.store()
+    reader = followed(store, select=pattern)
+    reader.sync(3)  # from an anchor
+    for version in range(3, VERSIONS):
+        reader.sync(version)
+        held = to_torch(reader.state)
+        for name, tensor in held.items():
+            assert torch.equal(bits(tensor), bits(sharded_stream.states[version][name])), (version, name)
+    assert 0 < len(held) < len(sharded_stream.states[0])
+
+
+def test_folds_over_parts(sharded_stream: ShardedStream) -> None:
+    store = sharded_stream.store()
+    assert list(fold_stream(store, "policy", folds=(4,))) == [(0, 4), (4, 8)]
+    reader = followed(store)
+    reader.sync(0)
+    for version in range(1, 8):
+        store.delete(f"policy/versions/{version:012d}.json") if version != 4 else None
+    reader.sync()
+    assert reader.root == state_root(sharded_stream.states[8])
+
+
+def test_a_relay_and_its_garbage(sharded_stream: ShardedStream) -> None:
+    source, target = sharded_stream.store(), MemoryStore()
+    relay = Relay(source, target, stream="policy", keep=2, threads=1)
+    while relay.sync():
+        pass
+    reader = followed(target)
+    reader.sync()
+    assert reader.root == state_root(sharded_stream.states[-1])
+
+
+def test_garbage_collection_keeps_all_parts(sharded_stream: ShardedStream) -> None:
+    store = sharded_stream.store()
+    gc_stream(store, "policy", keep=2, grace_seconds=0)
+    assert Stream(store, "policy").versions() == [5, 6, 7, 8]
+    assert all(report.ok for report in verify_stream(store, "policy"))
+
+
+def test_an_audit_names_what_differs(sharded_stream: ShardedStream) -> None:
+    reader = followed(sharded_stream.store())
+    reader.sync()
+    live = {name: tensor.clone() for name, tensor in sharded_stream.states[-1].items()}
+    assert audit(live, reader.digest).ok
+    live["blocks.1.up.bias"][3] += 1
+    assert audit(live, reader.digest).differing == ("blocks.1.up.bias",)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_part_that_is_lost_or_damaged_is_a_broken_link(sharded_stream: ShardedStream, part: int) -> None:
+    """The state stays where it was; an anchor leads past it."""
+    for damage in (b"", b"damaged"):
+        store = sharded_stream.store()
+        patch = Stream(store, "policy").manifest(3).patch
+        assert patch
+        name = f"policy/payloads/{patch.parts[part].sha256}.patch"
+        store.delete(name)
+        if damage:
+            store.put(name, damage)
+        reader = followed(store)
+        reader.sync(2)
+        with pytest.raises(ChainGap, match=patch.parts[part].sha256[:12]):
+            reader.sync(3)
+        assert reader.root == state_root(sharded_stream.states[2])
+        reader.sync()
+        assert reader.root == state_root(sharded_stream.states[-1])
+
+
+def test_a_publisher_takes_the_stream_over(sharded_stream: ShardedStream) -> None:
+    store = sharded_stream.store()
+    state = {name: tensor.clone() for name, tensor in sharded_stream.states[-1].items()}
+    state["blocks.0.up.bias"][7] += 1
+    reader = followed(store)
+    reader.sync()
+    with Publisher(store, stream="policy") as publisher:
+        published = publisher.publish(state)
+    assert (published.version, published.changed) == (VERSIONS, 1)
+    update = reader.sync()
+    assert update is not None
+    assert reader.root == state_root(state)
+
+
+def test_a_subscriber_of_two_stores(sharded_stream: ShardedStream) -> None:
+    near, far = MemoryStore(), sharded_stream.store()
+    reader = Subscriber([near, far], stream="policy")
+    reader.sync()
+    assert reader.root == state_root(sharded_stream.states[-1])
