@@ -90,7 +90,7 @@ def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None
         if changes is None:
             return
         old = bits.take(block.read(state), changes.positions)
-        _scatter(block, state, changes)
+        scatter(block, state, changes)
         if changes.values.flags.writeable:
             changes.values[:] = old
             undo[index] = changes
@@ -127,12 +127,12 @@ def apply_patch(
     def run(index: int) -> tuple[Changes, list[bytes] | None]:
         block, entry = blocks[index], header.blocks[index]
         before = block.read(state)
-        changes = _decode(index, block, entry, payloads[index], before)
+        changes = decode_block(index, block, entry, payloads[index], before)
         if entry.codec_id == codecs.SAME:
             return changes, None
         # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
         journal[index] = Changes(changes.positions, bits.take(before, changes.positions))
-        _scatter(block, state, changes)
+        scatter(block, state, changes)
         return changes, None if sliced else block_leaves(block, state)
 
     tree = TreeUpdate(digest)
@@ -157,13 +157,14 @@ def apply_patch(
             )
     except BaseException:
         for index, undo in journal.items():
-            _scatter(blocks[index], state, undo)
+            scatter(blocks[index], state, undo)
         raise
     return AppliedPatch(joined, target, journal)
 
 
-def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, before: UIntArray) -> Changes:
-    """The changes of one block; every error names the block and its tensors."""
+def decode_block(index: int, block: Block, entry: BlockEntry, payload: memoryview, before: UIntArray) -> Changes:
+    """The changes of one block with elements ``before``, checked against its entry; every error names the block and its
+    tensors. Raises CorruptPatch."""
     where = f"block {index} ({block})"
     if entry.codec_id == codecs.SAME:
         return Changes(np.empty(0, np.uint32), np.empty(0, block.dtype.uint))
@@ -181,7 +182,8 @@ def _decode(index: int, block: Block, entry: BlockEntry, payload: memoryview, be
     return changes
 
 
-def _scatter(block: Block, state: State, changes: Changes) -> None:
+def scatter(block: Block, state: State, changes: Changes) -> None:
+    """Makes the changes of a block in a state."""
     for segment, base, piece in pieces_of(block, changes):
         bits.put(state.read(*segment.place), piece.positions, piece.values, base)
 

@@ -58,28 +58,34 @@ def widened(specs: tuple[TensorSpec, ...], names: Collection[str], block_element
     return tuple(spec for spec in specs if spec.name in held)
 
 
-def read_part(
-    files: Sequence[tuple[Read, int]], held_of: Callable[[PatchHeader | PartsHeader], Collection[str]]
-) -> tuple[PatchHeader | PartsHeader, dict[int, memoryview], int]:
-    """(header, the held blocks' bytes by index, bytes read) of a patch whose ``files``, one for each part, are given by
-    their readers and lengths. ``held_of`` says which tensors are held. Raises CorruptPatch."""
-    read = [_read_header(*file) for file in files]
-    headers = [header for header, _, _ in read]
-    first = headers[0]
-    whole: PatchHeader | PartsHeader
-    if isinstance(first, PatchHeader):
-        if len(headers) > 1:
-            raise CorruptPatch("a whole patch is one of several parts")
-        whole = first
-    else:
-        whole = PartsHeader.of([_part_of(header) for header in headers])
-    held, found, total, before = held_of(whole), dict[int, memoryview](), sum(nbytes for _, _, nbytes in read), 0
-    for (reader, _), (header, start, _) in zip(files, read, strict=True):
-        blocks, more = _read_blocks(reader, header, start, held)
-        found |= {before + index: block for index, block in blocks.items()}
-        before += len(header.blocks)
-        total += more
-    return whole, found, total
+class PatchFiles:
+    """A patch of which the headers are read at once and blocks when they are asked for. ``files`` are its files, one
+    for each part, as their readers and lengths; ``read`` counts the bytes that were read. Raises CorruptPatch."""
+
+    def __init__(self, files: Sequence[tuple[Read, int]]) -> None:
+        headers = [_read_header(*file) for file in files]
+        self.read = sum(nbytes for _, _, nbytes in headers)
+        self._files = [(read, header, start) for (read, _), (header, start, _) in zip(files, headers, strict=True)]
+        first = headers[0][0]
+        self.header: PatchHeader | PartsHeader
+        if isinstance(first, PatchHeader) and len(headers) == 1:
+            self.header = first
+        else:
+            self.header = PartsHeader.of([_part_of(header) for header, _, _ in headers])
+        self.blocks = self.header.cut()
+
+    def payloads(self, chosen: Sequence[int]) -> dict[int, memoryview]:
+        """The bytes of the ``chosen`` blocks by index, in ascending order; empty where nothing changed. What is damaged
+        is asked for once more. Raises CorruptPatch."""
+        found: dict[int, memoryview] = {}
+        before = 0
+        for read, header, start in self._files:
+            here = [k - before for k in chosen if before <= k < before + len(header.blocks)]
+            blocks, nbytes = _read_blocks(read, header, start, here)
+            found |= {before + k: block for k, block in blocks.items()}
+            before += len(header.blocks)
+            self.read += nbytes
+        return found
 
 
 def _part_of(header: PatchHeader | PartHeader) -> PartHeader:
@@ -107,13 +113,10 @@ def _read_header(read: Read, nbytes: int) -> tuple[PatchHeader | PartHeader, int
 
 
 def _read_blocks(
-    read: Read, header: PatchHeader | PartHeader, start: int, held: Collection[str]
+    read: Read, header: PatchHeader | PartHeader, start: int, chosen: Sequence[int]
 ) -> tuple[dict[int, memoryview], int]:
-    """The bytes of the blocks of the tensors ``held``, which begin at byte ``start`` of the file, and the number of
-    bytes read for them. Raises CorruptPatch; what is damaged is asked for once more."""
-    held = set(held)
-    blocks = header.cut()
-    chosen = [k for k, block in enumerate(blocks) if any(s.spec.name in held for s in block.segments)]
+    """The bytes of the ``chosen`` blocks of a file of which they begin at byte ``start``, and the number of bytes read
+    for them."""
     places = list(accumulate((entry.length for entry in header.blocks), initial=start))
     found = {k: memoryview(b"") for k in chosen}
     total = 0
@@ -128,7 +131,7 @@ def _read_blocks(
                 found |= pieces
                 break
             if not again:
-                raise CorruptPatch(f"block {bad[0]} ({blocks[bad[0]]}) does not match its SHA-256")
+                raise CorruptPatch(f"block {bad[0]} ({header.cut()[bad[0]]}) does not match its SHA-256")
     return found, total
 
 

@@ -126,8 +126,8 @@ def restore(
     proves names, dtypes, shapes and bits (DigestMismatch), so that the shards' own digests need not be computed.
     Raises CorruptCheckpoint.
     """
-    headers = list(ordered_map(_read_header, shards, threads))
-    specs = _whole_tensors(headers)
+    headers = list(ordered_map(read_shard_header, shards, threads))
+    specs = whole_tensors(headers)
     if (sum(s.elements for s in specs), sum(s.nbytes for s in specs)) != (elements, dense_bytes):
         raise CorruptCheckpoint(f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors")
     state, sliced = State.empty(specs), _sliced(headers)
@@ -170,8 +170,8 @@ def restore_part(
 ) -> State:
     """The tensors ``held`` of an anchor, of which nothing else is read but the shards' headers. ``tree`` is the whole
     state's, proved by its root; each leaf is compared with it (DigestMismatch). Raises CorruptCheckpoint."""
-    headers = list(ordered_map(lambda shard: _read_header(shard, _FIRST_READ_OF_A_PART), shards, threads))
-    if _whole_tensors(headers) != tree.specs:
+    headers = list(ordered_map(lambda shard: read_shard_header(shard, _FIRST_READ_OF_A_PART), shards, threads))
+    if whole_tensors(headers) != tree.specs:
         raise CorruptCheckpoint("the anchor's shards do not hold the tensors of the version's digest tree")
     state, names = State.empty(held), {spec.name for spec in held}
     sliced = _sliced(headers)
@@ -204,7 +204,7 @@ def restore_part(
     return state
 
 
-def _whole_tensors(headers: list[_ShardHeader]) -> tuple[TensorSpec, ...]:
+def whole_tensors(headers: list[ShardHeader]) -> tuple[TensorSpec, ...]:
     """The tensors of the state, in the order of their names. Raises CorruptCheckpoint unless each element of each is in
     one shard."""
     found: dict[str, list[Segment]] = {}
@@ -226,18 +226,18 @@ def _whole_tensors(headers: list[_ShardHeader]) -> tuple[TensorSpec, ...]:
     return tuple(sorted((segments[0].spec for segments in found.values()), key=lambda s: s.name.encode()))
 
 
-def _sliced(headers: list[_ShardHeader]) -> set[str]:
+def _sliced(headers: list[ShardHeader]) -> set[str]:
     return {segment.spec.name for header in headers for segment in header.segments if not segment.is_whole}
 
 
-def _leaves_of_slices(state: State, headers: list[_ShardHeader], threads: int | None) -> dict[str, bytes]:
+def _leaves_of_slices(state: State, headers: list[ShardHeader], threads: int | None) -> dict[str, bytes]:
     """The leaves of the tensors of ``state`` that came in slices: these end within leaves."""
     sliced = _sliced(headers)
     specs = tuple(spec for spec in state.specs if spec.name in sliced)
     return state_digest(State(specs, {spec.name: state.read(spec.name) for spec in specs}), threads=threads).leaves
 
 
-def _mismatch(state: State, payloads: list[Payload], headers: list[_ShardHeader]) -> DigestMismatch:
+def _mismatch(state: State, payloads: list[Payload], headers: list[ShardHeader]) -> DigestMismatch:
     """The error that names the damaged shard, of a state that has another root than its manifest says."""
     for payload, header in zip(payloads, headers, strict=True):
         read = [header.data, *(state.read(*segment.place).view(np.uint8) for segment in header.segments)]
@@ -246,7 +246,7 @@ def _mismatch(state: State, payloads: list[Payload], headers: list[_ShardHeader]
     return DigestMismatch("the anchor's root is not its manifest's, though its shards are those that it names")
 
 
-class _ShardHeader(NamedTuple):
+class ShardHeader(NamedTuple):
     """``segments`` in the order in which their bytes tile the shard behind the header, whose own bytes are ``data``."""
 
     segments: list[Segment]
@@ -264,7 +264,8 @@ class _Range(NamedTuple):
     pieces: list[tuple[str, int, int]]
 
 
-def _read_header(shard: tuple[Payload, RangeReader], first_read: int = _FIRST_READ) -> _ShardHeader:
+def read_shard_header(shard: tuple[Payload, RangeReader], first_read: int = _FIRST_READ) -> ShardHeader:
+    """The header of a shard. Raises CorruptCheckpoint and StoreError."""
     payload, read = shard
     try:
         head = read(0, min(first_read, payload.bytes))
@@ -279,11 +280,11 @@ def _read_header(shard: tuple[Payload, RangeReader], first_read: int = _FIRST_RE
         raise
     except PulseError as error:
         raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}…: {error}") from error
-    return _ShardHeader(segments, np.frombuffer(head[:start], np.uint8))
+    return ShardHeader(segments, np.frombuffer(head[:start], np.uint8))
 
 
 def _ranges(
-    payload: Payload, read: RangeReader, header: _ShardHeader, names: Collection[str] | None = None
+    payload: Payload, read: RangeReader, header: ShardHeader, names: Collection[str] | None = None
 ) -> Iterator[_Range]:
     """The shard's bytes behind the header, or those of the tensors ``names``, in ranges over many tensors: one request
     per tensor would cost more time than its bytes on most networks."""

@@ -10,9 +10,7 @@ from .._util.settings import checked_collection
 from ..errors import FormatError, InputError
 from ..events import Listener, progress_to
 from ..patch import DEFAULT_BLOCK_ELEMENTS
-from ..patch.header import PatchHeader
-from ..patch.part import PartPatch, read_part, widened
-from ..patch.parts import PartsHeader
+from ..patch.part import PartPatch, PatchFiles, widened
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec
 from ..stream import anchor
@@ -62,16 +60,15 @@ class Selection:
     def fetch(self, stream: Stream, link: Link, manifest: Manifest) -> PartPatch:
         """The blocks of the link's patch that are needed here, and the digests that prove the version with them."""
         assert link.payloads
-
-        def held(header: PatchHeader | PartsHeader) -> list[str]:
-            if header.elements != manifest.elements:
-                raise FormatError(f"{link} is for {header.elements} elements, not for {manifest.elements}")
-            return [spec.name for spec in self.held(header.specs, manifest.aliases)]
-
-        files = [(stream.part_reader(payload, PATCH), payload.bytes) for payload in link.payloads]
-        header, blocks, nbytes = read_part(files, held)
+        files = PatchFiles([(stream.part_reader(payload, PATCH), payload.bytes) for payload in link.payloads])
+        header = files.header
+        if header.elements != manifest.elements:
+            raise FormatError(f"{link} is for {header.elements} elements, not for {manifest.elements}")
+        held = {spec.name for spec in self.held(header.specs, manifest.aliases)}
+        chosen = [k for k, block in enumerate(files.blocks) if any(s.spec.name in held for s in block.segments)]
+        payloads = files.payloads(chosen)
         tensors = read_tensors(stream, manifest.root, len(header.specs))
-        return PartPatch(header, blocks, tensors, nbytes + len(tensors))
+        return PartPatch(header, payloads, tensors, files.read + len(tensors))
 
     def restore(
         self, stream: Stream, manifest: Manifest, *, threads: int | None, listener: Listener | None

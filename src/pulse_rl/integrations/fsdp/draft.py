@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +26,7 @@ from .ranks import Ranks
 from .windows import Windows, cut_slices
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(NamedTuple):
     """What this rank publishes of a committed ``version`` with this ``root``, and the leaves that end on it."""
 
     version: int
@@ -181,5 +181,19 @@ def hash_the_rest(draft: Draft, ranks: Ranks, threads: int | None) -> int:
     packed = np.bitwise_or.reduce([np.frombuffer(message[8:], np.uint8) for message in said])
     changed = np.unpackbits(packed, count=len(leaves)).tolist()
     some = [fragments for fragments, flag in zip(leaves, changed, strict=True) if flag]
-    draft.leaves |= hash_shared(some, ranks, draft.elements, threads)
+    with ranks.alone_together():
+        draft.leaves |= hash_shared(some, ranks, draft.elements, threads)
     return sum(int.from_bytes(message[:8], "little") for message in said)
+
+
+def all_inner_leaves(state: SlicedState, layout: Layout, threads: int | None) -> Leaves:
+    """The leaves that lie wholly in what this rank publishes, its ``state``."""
+    found: Leaves = {}
+    blocks = cut_slices(layout.specs, state.segments)
+
+    def work(block: Block) -> Leaves:
+        return inner_leaves(block, lambda segment: state.read(*segment.place))
+
+    for leaves in ordered_map(work, blocks, threads):
+        found |= leaves
+    return found

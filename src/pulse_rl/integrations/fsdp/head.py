@@ -10,11 +10,13 @@ from ..._util.serial import unstoppable
 from ...errors import PublisherConflict
 from ...events import Metadata
 from ...stream import manifest as manifests
-from ...stream.manifest import Manifest
+from ...stream.chain import Link, resolved
+from ...stream.manifest import Manifest, Payload
 from ...stream.signing import Signer
 from ...stream.stream import Stream
 from ...sync.commit import Committer, Content
 from ...sync.resume import bytes_since_anchor
+from ...sync.route import Route
 from ...sync.upload import Uploaded
 
 
@@ -36,6 +38,15 @@ class Found(NamedTuple):
     def from_message(cls, message: bytes) -> Found:
         said: dict[str, Any] = json.loads(message)
         return cls(**said | {"names": tuple(said["names"])})
+
+
+def links_of_message(message: bytes) -> list[Link]:
+    """The links that `Head.path_to` told of."""
+    found = []
+    for base, version, said in json.loads(message):
+        payloads = tuple(Payload(*payload) for payload in said)
+        found.append(Link(base, version, sum(payload.bytes for payload in payloads), payloads))
+    return found
 
 
 class Head:
@@ -79,6 +90,19 @@ class Head:
         if self._signer and head.signature and head.signature.key != self._signer.public_key:
             self._anchor_due = True  # for those who trust the new key only
         return Found(version=head.version, root=head.root, names=tuple(sorted(set(head.aliases.values()))))
+
+    def path_to(self, version: int) -> bytes:
+        """The links from an anchor to ``version``, as `links_of_message` reads them. Raises ChainGap, and what reading
+        manifests raises."""
+        path = []
+        for planned in Route(self._stream, version).plan(None):
+            link = resolved(planned, self._stream.manifest(planned.version))
+            if link.base is not None:
+                self._stream.check_link(link)
+            path.append(link)
+        return json.dumps(
+            [[link.base, link.version, [[p.sha256, p.bytes] for p in link.payloads or ()]] for link in path]
+        ).encode()
 
     def needs_anchor(self, patch_bytes: int, state_bytes: int) -> bool:
         """Whether a version with a patch of so many bytes is to have an anchor beside it."""

@@ -264,4 +264,16 @@ def ended_leaves(layout: Layout, rank: int) -> Iterable[tuple[str, int]]:
             yield segment.spec.name, leaf
 
 
+def difference(old: Layout, new: Layout) -> str:
+    """Why no patch leads from one to the other; "" if one does."""
+    if old.specs != new.specs:
+        changed = {s.name for s in old.specs}.symmetric_difference(s.name for s in new.specs) or {
+            a.name for a, b in zip(old.specs, new.specs, strict=True) if a != b
+        }
+        return f"anchor: tensor {min(changed)!r} is not as in the version before"
+    if old.published != new.published:
+        return "anchor: the ranks have other slices than of the version before"
+    return ""
+
+
 _HINT = "Each rank passes its own shards as DTensors; plain tensors are whole, on one rank or on several."

@@ -39,10 +39,11 @@ from ...stream.trees import put_trees
 from ...sync.commit import Content
 from .draft import Baseline, Draft, hash_the_rest, make_draft
 from .head import Found, Head
-from .layout import Held, Layout, make_layout
+from .layout import Held, Layout, difference, make_layout
 from .leaves import gather_tree
 from .local import LocalState, from_message, to_message
 from .ranks import Ranks
+from .resume import restore_baseline
 from .upload import Stored, store, uploaded
 
 _MAX_STALE_COMMITS = 8
@@ -200,16 +201,13 @@ class ShardedPublisher(Unique):
         try:
             local = self._meet(order)
             for _ in range(_MAX_STALE_COMMITS):
-                self._follow(self._on_first(self._head_of_all.settle))
+                self._follow(self._ranks.on_first(self._head_of_all.settle))
                 found = self._resume()
                 timer.end("resume")
-                built = self._build(local, found, timer)
-                if found.version is not None:
-                    built = self._matched(local, found, found.version, built, timer)
-                draft = built.draft
+                built = self._take_up(local, found, timer) or self._build(local, found, timer)
                 manifest = self._store_and_commit(order, built, timer)
                 if manifest:
-                    return self._published(manifest, draft, timer)
+                    return self._published(manifest, built.draft, timer)
             raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
         except RankLost:
             self._baseline, self._pending = None, None
@@ -238,7 +236,7 @@ class ShardedPublisher(Unique):
     def _resume(self) -> Found:
         """What the head is. The baseline goes unless it is that."""
         version = self._baseline.version if self._baseline else None
-        found = Found.from_message(self._on_first(lambda: self._head_of_all.find(version).to_message()))
+        found = Found.from_message(self._ranks.on_first(lambda: self._head_of_all.find(version).to_message()))
         if not found.keep:
             self._baseline = None
         if found.lost is not None:
@@ -247,7 +245,7 @@ class ShardedPublisher(Unique):
 
     def _build(self, local: LocalState, found: Found, timer: PhaseTimer) -> _Built:
         layout, reason = self._layout_of(found), ""
-        if self._baseline and (reason := _difference(self._baseline.layout, layout)):
+        if self._baseline and (reason := difference(self._baseline.layout, layout)):
             self._baseline = None  # before another is made
         made: list[Draft] = []
 
@@ -268,19 +266,32 @@ class ShardedPublisher(Unique):
 
         self._ranks.together(build)
         patch_bytes = hash_the_rest(made[0], self._ranks, self._threads)
-        tree = gather_tree(layout, self._ranks, made[0].leaves)
-        root = self._on_first(lambda: tree.root.encode() if tree else b"").decode()
+        with self._ranks.alone_together():
+            tree = gather_tree(layout, self._ranks, made[0].leaves)
+        root = self._ranks.on_first(lambda: tree.root.encode() if tree else b"").decode()
         timer.end("build")
         return _Built(made[0], root, tree, patch_bytes)
 
-    def _matched(self, local: LocalState, found: Found, version: int, built: _Built, timer: PhaseTimer) -> _Built:
-        """A state that is the head becomes the baseline, and the next version changes nothing."""
-        if built.root != found.root:
-            self._tell(Resumed(self._stream.name, version, "anchored", "the ranks have other weights"))
-            return built
-        self._baseline = built.draft.take_effect(version, found.root)
-        self._tell(Resumed(self._stream.name, version, "matched"))
-        return self._build(local, Found(keep=True), timer)
+    def _take_up(self, local: LocalState, found: Found, timer: PhaseTimer) -> _Built | None:
+        """Makes the head the baseline, where there is one and the ranks have another or none; then the version after
+        it. None if that has to be an anchor."""
+        if found.version is None:
+            return None
+        built = self._build(local, found, timer)
+        how, reason = "matched", ""
+        if built.root == found.root:
+            self._baseline = built.draft.take_effect(found.version, found.root)
+        else:
+            layout = built.draft.layout
+            del built  # before another state is restored
+            restored = restore_baseline(
+                self._stream, self._head_of_all, self._ranks, layout, found.version, found.root, threads=self._threads
+            )
+            how, reason = "restored", restored if isinstance(restored, str) else ""
+            self._baseline = None if isinstance(restored, str) else restored
+        self._tell(Resumed(self._stream.name, found.version, "anchored" if reason else how, reason))
+        timer.end("resume")
+        return None if reason else self._build(local, Found(keep=True), timer)
 
     def _layout_of(self, found: Found) -> Layout:
         """Of what all ranks have told; the same on all."""
@@ -304,7 +315,7 @@ class ShardedPublisher(Unique):
                 put_trees(self._stream, built.tree, leaves=with_anchor)
             return b"anchor" if with_anchor else b""
 
-        with_anchor = bool(self._on_first(decide))
+        with_anchor = bool(self._ranks.on_first(decide))
 
         def put() -> bytes:
             return store(
@@ -326,13 +337,9 @@ class ShardedPublisher(Unique):
             return self._head_of_all.commit(content, made, order.metadata)
 
         self._pending = draft
-        manifest = self._follow(self._on_first(commit))
+        manifest = self._follow(self._ranks.on_first(commit))
         timer.end("commit")
         return manifest
-
-    def _on_first(self, work: Callable[[], bytes]) -> bytes:
-        """What ``work()`` returns on rank 0; the others do not call it."""
-        return self._ranks.together(work if self._ranks.rank == 0 else bytes)[0]
 
     def _follow(self, said: bytes) -> Manifest | None:
         """Moves the baseline to the pending version, if rank 0 has committed it; else gives that up."""
@@ -387,15 +394,3 @@ def _made(source: Mapping[str, Any], dtype: str | None) -> Callable[[], LocalSta
 
         return refuse
     return lambda: local
-
-
-def _difference(old: Layout, new: Layout) -> str:
-    """Why no patch leads from one to the other; "" if one does."""
-    if old.specs != new.specs:
-        changed = {s.name for s in old.specs}.symmetric_difference(s.name for s in new.specs) or {
-            a.name for a, b in zip(old.specs, new.specs, strict=True) if a != b
-        }
-        return f"anchor: tensor {min(changed)!r} is not as in the version before"
-    if old.published != new.published:
-        return "anchor: the ranks have other slices than of the version before"
-    return ""

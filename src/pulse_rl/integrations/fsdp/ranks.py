@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -72,6 +72,10 @@ class Ranks:
                 raise _retold(rank, said[1:])
         return [said[1:] for said in messages]
 
+    def on_first(self, work: Callable[[], bytes]) -> bytes:
+        """What ``work()`` returns on rank 0; the others do not call it. Raises as `together` does."""
+        return self.together(work if self.rank == 0 else bytes)[0]
+
     def swap(self, sent: Mapping[int, Bytes], lengths: Mapping[int, int]) -> dict[int, Bytes]:
         """Sends arrays to other ranks and receives arrays of ``lengths`` from others; what is for this rank itself is
         passed on. A rank calls this in the same order as those with which it deals. Raises RankLost."""
@@ -93,6 +97,15 @@ class Ranks:
 
         self._guard(exchange)
         return received
+
+    @contextmanager
+    def alone_together(self) -> Iterator[None]:
+        """Around steps in which the ranks wait for each other but cannot tell of an error: one parts them."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Gives the group up. Safe after a failure."""

@@ -1,0 +1,163 @@
+"""Ranks that come and go: a killed one, other numbers of them, publishers of another kind in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from pulse_rl import Event, LocalStore, Publisher, Resumed, Store
+from pulse_rl.errors import RankLost, StoreUnavailable
+from pulse_rl.integrations.fsdp import ShardedPublisher
+from tests.support.sharded import followed, gathered, policy, require_equal, step
+from tests.support.stores import FaultyStore
+from tests.support.trainers import Group, Trainer, together
+
+pytestmark = pytest.mark.slow
+
+
+def sharded(trainer: Trainer, size: int, steps: int) -> nn.Module:
+    """The policy after so many ``steps``, over ``size`` ranks."""
+    model = policy(rows=1501, width=70, blocks=1)
+    for seed in range(steps):
+        step(model.state_dict(), seed)
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    return model
+
+
+@contextmanager
+def publishing(store: Store | str, **settings: Any) -> Iterator[tuple[ShardedPublisher, list[Event]]]:
+    events: list[Event] = []
+    with ShardedPublisher(store, stream="policy", threads=1, on_event=events.append, **settings) as publisher:
+        yield publisher, events
+
+
+def resumed(events: list[Event]) -> list[str]:
+    return [event.how for event in events if isinstance(event, Resumed)]
+
+
+def resharding(trainer: Trainer) -> None:
+    """2, 4, 1 ranks, a Publisher, and 3: each goes on with a patch from what it reads of the store."""
+    store = LocalStore(trainer.folder / "store")
+    follower = followed(store)
+    version = 0
+    for size in (2, 4, 1, 0, 3):
+        ranks = tuple(range(max(size, 1)))
+        if trainer.rank in ranks:
+            trainer.connect(f"{size} ranks", ranks)
+            model = sharded(trainer, len(ranks), version)
+            if size == 0:
+                step(model.state_dict(), version)
+                whole = gathered(model.state_dict())
+                with Publisher(store, stream="policy") as plain:
+                    published = plain.publish(whole)
+                require_equal(follower, whole, published)
+            else:
+                with publishing(store) as (publisher, events):
+                    for seed in (version, version + 1, version + 2):
+                        state = model.state_dict()
+                        step(state, seed)
+                        published = publisher.publish(state)
+                        assert published.version == seed
+                        assert (published.changed is None) == (seed == 0), published.reason
+                        require_equal(follower, gathered(state), published)
+                        require_equal(followed(store), gathered(state), published)
+                    assert resumed(events) == ([] if version == 0 else ["restored"])
+        version += 3 if size else 1
+        trainer.barrier(f"done with {size}", tuple(range(trainer.size)))
+
+
+def test_a_stream_goes_on_with_other_numbers_of_ranks() -> None:
+    together(resharding, 4, seconds=60)
+
+
+def the_same_weights(trainer: Trainer) -> None:
+    """A restart from the checkpoint of the head needs nothing of the store."""
+    store = LocalStore(trainer.folder / "store")
+    for start in range(2):
+        trainer.connect(f"start {start}")
+        model = sharded(trainer, trainer.size, 1)
+        with publishing(store) as (publisher, events):
+            published = publisher.publish(model.state_dict())
+            assert (published.version, published.changed) == (start, 0 if start else None)
+            assert resumed(events) == ["matched"] * start
+            require_equal(followed(store), gathered(model.state_dict()), published)
+
+
+def test_ranks_with_the_weights_of_the_head_take_it_as_it_is() -> None:
+    together(the_same_weights, 2)
+
+
+def killed(trainer: Trainer, place: str) -> None:
+    """Rank 1 dies in the middle of a version; the others are told, and new ranks go on."""
+    trainer.connect("first")
+    store = LocalStore(trainer.folder / "store")
+    model = sharded(trainer, trainer.size, 1)
+    with publishing(store, timeout_seconds=20) as (publisher, _):
+        published = publisher.publish(model.state_dict())
+        require_equal(followed(store), gathered(model.state_dict()), published)
+        step(model.state_dict(), 1)
+        whole = gathered(model.state_dict())
+        if trainer.rank == 1:
+            target = {"upload": "store", "build": "make_draft"}[place]
+            import pulse_rl.integrations.fsdp.publisher as module
+
+            setattr(module, target, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            publisher.publish(model.state_dict())
+        with pytest.raises(RankLost):
+            publisher.publish(model.state_dict())
+        with pytest.raises(RankLost):  # for good
+            publisher.publish(model.state_dict())
+    trainer.put("told")
+    trainer.get("told", 2 if trainer.rank == 0 else 0)
+    ranks = (0, 2)
+    trainer.connect("second", ranks)
+    again = policy(rows=1501, width=70, blocks=1)
+    with torch.no_grad():
+        for name, tensor in again.state_dict().items():
+            tensor.copy_(whole[name])
+    fully_shard(again, mesh=init_device_mesh("cpu", (2,)))
+    with publishing(store) as (publisher, events):
+        published = publisher.publish(again.state_dict())
+        assert published.version == 1
+        assert published.changed
+        assert resumed(events) == ["restored"]
+        require_equal(followed(store), whole, published)
+
+
+@pytest.mark.parametrize("place", ["build", "upload"])
+def test_a_killed_rank_leaves_the_chain_whole(place: str) -> None:
+    Group(killed, 3, place, seconds=60, lost=(1,)).results()
+
+
+def failing(trainer: Trainer) -> None:
+    """What fails on one rank fails on all; the next call goes on where they were."""
+    trainer.connect("failing")
+    plain = LocalStore(trainer.folder / "store")
+    model = sharded(trainer, trainer.size, 0)
+    store = FaultyStore(plain)
+    with publishing(store) as (publisher, events):
+        publisher.publish(model.state_dict())
+        for kind, where, rank in (("put", "payloads", 1), ("put_new", "versions", 0)):
+            step(model.state_dict(), 1)
+            if trainer.rank == rank:
+                store.fail_on(kind, where)
+            with pytest.raises(StoreUnavailable):
+                publisher.publish(model.state_dict())
+        published = publisher.publish(model.state_dict())
+        assert published.version in (1, 2)
+        assert published.changed is not None
+        assert resumed(events) == []
+        require_equal(followed(plain), gathered(model.state_dict()), published)
+
+
+def test_what_fails_on_one_rank_fails_on_all() -> None:
+    together(failing, 2)
