@@ -117,11 +117,13 @@ def check_block_elements(block_elements: int) -> None:
         raise InputError(f"block_elements must be a multiple of {BLOCK_UNIT} up to {MAX_BLOCK_ELEMENTS}")
 
 
-def parse_header(data: memoryview, specs: Sequence[TensorSpec] | None = None) -> tuple[PatchHeader, int]:
+def parse_header(
+    data: memoryview, specs: Sequence[TensorSpec] | None = None, *, elements: int | None = None
+) -> tuple[PatchHeader, int]:
     """(header, bytes of prelude and header) from the start of a patch file; raises CorruptPatch.
 
-    A reader that knows the ``specs`` of its state says so: a header that is longer than any for these tensors, or
-    speaks of more elements, is then refused before it takes memory.
+    A reader that knows the ``specs`` of its state, or how many ``elements`` it has, says so: a header that is longer
+    than any for these tensors, or speaks of more elements, is then refused before it takes memory.
     """
     if len(data) < PRELUDE_BYTES:
         raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this one has {len(data)}")
@@ -139,7 +141,7 @@ def parse_header(data: memoryview, specs: Sequence[TensorSpec] | None = None) ->
         raise CorruptPatch("the header is truncated or does not match its SHA-256")
     try:
         header = _Reader(_zstd.decompress(body, plain)).header(
-            None if specs is None else sum(s.elements for s in specs)
+            elements if specs is None else sum(s.elements for s in specs)
         )
     except (FormatError, InputError) as error:
         raise CorruptPatch(f"the header is malformed: {error}") from error

@@ -57,15 +57,18 @@ def widened(specs: tuple[TensorSpec, ...], names: Collection[str], block_element
     return tuple(spec for spec in specs if spec.name in held)
 
 
-def read_header(read: Read, nbytes: int) -> tuple[PatchHeader, int, int]:
-    """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes``. Raises CorruptPatch."""
+def read_header(read: Read, nbytes: int, specs: tuple[TensorSpec, ...]) -> tuple[PatchHeader, int, int]:
+    """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes`` for a state of ``specs``. Raises
+    CorruptPatch, and StateMismatch where it is for another state."""
     head = read(0, min(_FIRST_READ, nbytes))
     end = header_end(head)
     if end > nbytes:
         raise CorruptPatch(f"the header ends at byte {end} of {nbytes}")
     if end > len(head):
         head += read(len(head), end)
-    header, end = parse_header(memoryview(head))
+    header, end = parse_header(memoryview(head), specs)
+    if header.specs != specs:
+        raise StateMismatch("the patch is for other tensors than those of the state")
     if end + header.body_bytes != nbytes:
         raise CorruptPatch(f"the patch has {nbytes} bytes, its header implies {end + header.body_bytes}")
     return header, end, len(head)
