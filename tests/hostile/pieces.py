@@ -54,6 +54,11 @@ def plain_header(names: bytes, count: int, dtypes: bytes, shapes: bytes, blocks:
     return root + root + unit + varint(count) + names + dtypes + shapes + blocks
 
 
+def header_of_many_blocks() -> bytes:
+    """A patch file of some hundred bytes for one tensor of 2^40 elements, in 2^20 blocks that are as they were."""
+    return framed(plain_header(name(b"w"), 1, b"\x0c", varint(1) + varint(1 << 40), bytes(1 << 20), unit=b"\x01"))
+
+
 def name(text: bytes, shared: int = 0) -> bytes:
     return varint(shared) + varint(len(text)) + text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -53,6 +54,39 @@ def test_the_model_holds_theta_while_it_is_looked_at() -> None:
         assert same(job.weights(), start(loop))
 
 
+def test_a_look_within_a_look_leaves_theta_in_the_model() -> None:
+    """An evaluation that on_round calls looks at theta, too; what is published after it is still theta."""
+    seen: list[bool] = []
+
+    def look(_: Round) -> None:
+        with loop.at_theta():
+            seen.append(same(job.weights(), flat(loop.theta())))
+        seen.append(same(job.weights(), flat(loop.theta())))
+        loop.rewind()
+        seen.append(same(job.weights(), flat(loop.theta())))
+
+    job, loop = made(on_round=look)
+    with loop:
+        for _ in range(2):
+            round_of(job)
+            assert same(job.weights(), start(loop))
+    assert seen == [True] * 6
+
+
+def test_who_leaves_tells_the_others_even_if_the_model_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, loop = made()
+
+    def fails(_: object) -> None:
+        raise RuntimeError("an error of the device")
+
+    loop.__enter__()
+    round_of(job)
+    monkeypatch.setattr(loop.parameters, "write", fails)
+    with pytest.raises(RuntimeError, match="device"):
+        loop.close()
+    assert loop._exchange is None
+
+
 def test_outside_the_loop_the_model_holds_theta() -> None:
     """After it was left, after a checkpoint was loaded, and not in mid-round."""
     job, loop = made()
@@ -92,7 +126,9 @@ def followed(job: Job, loop: PulseLoCo, reference: Reference, *, from_theta: boo
         reference.lookahead = torch.tensor(0.0)
     hook = job.optimizer.register_step_post_hook(lambda *_: sent.append(job.weights()))
     job.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # before the loop's own
-    round_of(job)
+    with loop.at_theta() if from_theta else nullcontext():
+        round_of(job)
+        assert same(job.weights(), flat(loop.theta())) == from_theta
     hook.remove()
     _, values = reference.select(sent[-1])
     reference.lookahead = torch.tensor(7.0)
@@ -122,8 +158,7 @@ def test_steps_that_start_at_theta_are_counted_from_there() -> None:
     reference = Reference(flat(loop.theta()), lookahead=7.0)
     with loop:
         followed(job, loop, reference)
-        with loop.at_theta():
-            followed(job, loop, reference, from_theta=True)
+        followed(job, loop, reference, from_theta=True)
         followed(job, loop, reference)
 
 

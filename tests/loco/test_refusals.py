@@ -14,7 +14,7 @@ import torch
 from pulse_rl.errors import CorruptMessage, Diverged, InputError, NonFinite, PulseError, StateMismatch
 from pulse_rl.loco import DiLoCo, PulseLoCo
 from pulse_rl.loco.exchange import Exchange
-from pulse_rl.loco.transfer import Coder
+from pulse_rl.loco.transfer import Coder, Transfer
 from pulse_rl.loco.wire import Message
 from tests.support.loco_reference import Job, flat, same
 from tests.support.trainers import Trainer, force_scattered, together
@@ -245,6 +245,25 @@ def garbled_round(trainer: Trainer, collective: str = "_all_gather_array") -> No
         assert loop.round == 2
 
 
+def unknown_answer(trainer: Trainer, answer: bytes) -> None:
+    """Trainer 0 answers with what is neither sums nor one of the reasons why there are none."""
+    job = Job()
+    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=3) as loop:
+        for _ in range(2):
+            job.step(trainer.rank)
+        before = held(loop)
+        with pytest.MonkeyPatch.context() as patch:
+            if trainer.rank == 0:
+                patch.setattr(Transfer, "_answer", lambda *_: answer)
+            job.step(trainer.rank)
+            with pytest.raises(CorruptMessage, match="no known form"):
+                job.step(trainer.rank)
+        assert kept(loop, before)
+        assert loop._pending_message is None, "nobody has counted it"
+        job.step(trainer.rank)
+        assert loop.round == 2
+
+
 def refuse(trainer: Trainer, scattered: bool) -> list[str]:
     """Every case in a world of its own. Returns those that failed, and how."""
     force_scattered(scattered)
@@ -259,6 +278,7 @@ def refuse(trainer: Trainer, scattered: bool) -> list[str]:
     }
     if scattered:
         cases["garbled parts"] = lambda t: garbled_round(t, "_all_to_all_arrays")
+        cases |= {f"answer {a!r}": lambda t, a=a: unknown_answer(t, a) for a in (b"", b"garbage", b"PLSHx")}
         cases |= {f"{f.__name__} sums": lambda t, f=f: damaged(t, f, sums=True) for f in damages}
     else:
         cases |= {

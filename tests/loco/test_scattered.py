@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl.loco import PulseLoCo, Round, parameters
+from pulse_rl.loco import PulseLoCo, Round, bits, parameters
 from tests.support.loco_reference import Job, flat, same
 from tests.support.trainers import Trainer, force_scattered, together
 
@@ -162,3 +162,20 @@ def cancelled(trainer: Trainer) -> None:
 
 def test_entries_that_cancel() -> None:
     together(cancelled, 3, seconds=60)
+
+
+def elsewhere(trainer: Trainer) -> None:
+    trainer.connect("start")
+    job = Job()
+    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
+        exchange = loop._exchange
+        assert exchange is not None
+        with torch.device("meta"):
+            arrived, _ = exchange.all_to_all([bytes([trainer.rank, to]) for to in range(2)], max_bytes=[9, 9])
+            mean, finite = bits.mean([torch.ones(3, device="cpu"), torch.zeros(3, device="cpu")])
+        assert arrived == [bytes([source, trainer.rank]) for source in range(2)]
+        assert (mean.tolist(), finite) == ([0.5, 0.5, 0.5], True)
+
+
+def test_wherever_the_program_makes_its_tensors_messages_are_the_hosts() -> None:
+    together(elsewhere, 2, seconds=60)

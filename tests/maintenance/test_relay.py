@@ -386,3 +386,51 @@ def test_events_and_refusals(rng: Rng) -> None:
         Relay(source, MemoryStore(), stream="policy", keep=0)
     with pytest.raises(InputError):
         Relay(source, MemoryStore(), stream="policy", follow_restarts=True, identity="0" * 32)
+
+
+def test_its_retention_where_versions_come_by_anchors(rng: Rng) -> None:
+    source, target = MemoryStore(), MemoryStore()
+    publisher = Publisher(source, stream="policy", mode="anchor", threads=1)
+    relay = Relay(source, target, stream="policy", keep=1, threads=1)
+    for state in history(rng, 4):
+        publisher.publish(state)
+        relay.sync()
+    assert names(target, "policy/versions") == ["policy/versions/000000000003.json"]
+    assert_whole(target)
+
+
+def test_anchors_that_come_faster_than_one_crosses_do_not_starve_it(rng: Rng) -> None:
+    states = iter(history(rng, 40))
+    source, target = MemoryStore(), MemoryStore()
+    publisher = Publisher(source, stream="policy", threads=1, shard_bytes=600, anchor_ratio=1e9)
+    publisher.publish(next(states))
+    relay = Relay(source, target, stream="policy", threads=1)
+    relay.sync()
+    shards = len(Subscriber(source, stream="policy").stream.manifest(0).anchor.shards)  # type: ignore[union-attr]
+    assert shards > 4
+    begun, listed = 0, len(names(target, "policy/links"))
+    while len(names(target, "policy/links")) == listed:
+        publisher.publish(next(states), anchor=True)
+        begun += 1
+        relay.sync(shards=2)
+    assert begun <= 3 + shards // 2
+    assert Subscriber(target, stream="policy", threads=1).sync().version == begun  # type: ignore[union-attr]
+
+
+def test_a_call_copies_as_many_shards_as_it_is_told(rng: Rng) -> None:
+    states = history(rng, 3)
+    source, target = MemoryStore(), MemoryStore()
+    publisher = Publisher(source, stream="policy", threads=1, shard_bytes=600, anchor_ratio=1e9)
+    publisher.publish(states[0])
+    relay = Relay(source, target, stream="policy", threads=1)
+    relay.sync()
+    publisher.publish(states[1], anchor=True)
+    first = relay.sync(shards=1)
+    assert first is not None
+    assert (first.version, first.links) == (1, ("the patch 0->1", "the anchor of version 1"))
+    while (done := relay.sync(shards=1)) is not None:
+        assert done.links == ("the anchor of version 1",)
+    assert_whole(target)
+    assert len(names(target, "policy/links")) == 2
+    with pytest.raises(InputError):
+        relay.sync(shards=0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from hashlib import sha256
 
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, PublisherConflict, Relay, Signer, StreamReplaced, Subscriber
+from pulse_rl import MemoryStore, Publisher, PublisherConflict, PulseError, Relay, Signer, StreamReplaced, Subscriber
+from tests.hostile.pieces import header_of_many_blocks
 from tests.support.relays import assert_whole, newest_root
 from tests.support.states import Rng, TinyTrainer, history, roots
 from tests.support.stores import names
@@ -143,3 +145,49 @@ def test_what_lies_in_the_place_of_a_version_makes_room(rng: Rng) -> None:
     relay.sync()
     assert newest_root(target) == roots(states)[1]
     assert_whole(target)
+
+
+def test_a_source_that_was_set_back_does_not_break_the_target(rng: Rng) -> None:
+    """A store that was restored from a backup goes on from an earlier version: its next patch has another base."""
+    states = history(rng, 6)
+    source, target = MemoryStore(), MemoryStore()
+    with Publisher(source, stream="policy", threads=1, anchor_ratio=1e9) as publisher:
+        publisher.publish(states[0])
+        backup = {name: source.get(name) for name in names(source, "policy")}
+        publisher.publish(states[1])
+        relay = Relay(source, target, stream="policy", threads=1)
+        relay.sync()
+    for name in names(source, "policy"):
+        source.delete(name)
+    for name, data in backup.items():
+        source.put(name, data)
+    publisher = Publisher(source, stream="policy", threads=1, anchor_ratio=1e9)
+    for state in states[2:4]:
+        publisher.publish(state)
+    with pytest.raises(PulseError):
+        relay.sync()
+    assert newest_root(target) == roots(states)[1], "the target shows what it had"
+    publisher.publish(states[4], anchor=True)
+    relay.sync()
+    assert newest_root(target) == roots(states)[4]
+
+
+def test_a_fold_of_another_size_of_state_is_not_cut(rng: Rng) -> None:
+    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
+    publisher = Publisher(source, stream="s", threads=1, anchor_ratio=1e9)
+    for version in range(18):
+        trainer.step()
+        root = publisher.publish(trainer.state).root
+        if version == 0:
+            Relay(source, target, stream="s", threads=1).sync()
+    bomb = header_of_many_blocks()
+    name = f"s/payloads/{sha256(bomb).hexdigest()}.patch"
+    source.put(name, bomb)
+    link = f"s/links/{16:012d}-{0:012d}-{len(bomb):015d}-{sha256(bomb).hexdigest()}"
+    source.put(link, b"")
+    tracemalloc.start()
+    Relay(source, target, stream="s", threads=1).sync()
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
+    assert newest_root(target, "s") == root
+    assert link not in names(target, "s/links")

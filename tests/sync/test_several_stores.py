@@ -331,3 +331,51 @@ def test_no_store_is_refused(stores: list[Store]) -> None:
         Subscriber(stores, stream="policy")
     with pytest.raises(InputError):
         Subscriber([MemoryStore()], stream="policy", patience_seconds=-1)
+
+
+def test_a_stream_begun_anew_behind_two_stale_stores_is_noticed(rng: Rng, clock: Clock) -> None:
+    fleet, middle = Fleet(rng), MemoryStore()
+    fleet.publish(3)
+    Relay(fleet.origin, middle, stream="policy", threads=1).sync()
+    stores = [fleet.near, middle, fleet.origin]
+    worker = Subscriber(stores, stream="policy", threads=1)
+    worker.sync()
+    replace_origin(fleet, fleet.states[7])
+    clock.now += 100
+    with pytest.raises(StreamReplaced):
+        worker.sync()
+
+
+def test_a_base_of_an_earlier_stream_in_a_stale_store_holds_nobody(rng: Rng) -> None:
+    fleet = Fleet(rng)
+    fleet.publish(3)
+    root = replace_origin(fleet, fleet.states[7])
+    for options in ({}, {"follow_restarts": True}):
+        worker = fleet.worker(base=fleet.states[2], patience_seconds=0, **options)
+        update = worker.sync()
+        assert update is not None
+        assert (worker.version, worker.root, update.previous) == (0, root, None)
+
+
+def test_a_restart_is_followed_once_the_origin_can_be_asked(rng: Rng) -> None:
+    """What was followed is not forgotten before the origin has said what it is now."""
+    fleet = Fleet(rng)
+    fleet.publish(3)
+    worker = fleet.worker(patience_seconds=0, follow_restarts=True)
+    worker.sync()
+    root = replace_origin(fleet, fleet.states[7])
+    stream = worker._nearest.streams[-1]
+    newest, asked = stream.newest, list[bool]()
+
+    def away_at_second(after: int | None = None, *, anybody: bool = False) -> object:
+        asked.append(anybody)
+        if anybody and asked.count(True) == 2:
+            raise StoreUnavailable("the origin is away")
+        return newest(after, anybody=anybody)
+
+    stream.newest = away_at_second  # type: ignore[method-assign, assignment]
+    with pytest.raises(StoreUnavailable):
+        worker.sync()
+    assert worker.version == 2
+    worker.sync()
+    assert (worker.version, worker.root) == (0, root)

@@ -32,20 +32,26 @@ def relay(args: argparse.Namespace, console: Console) -> int:
     }
 
     def sync() -> None:
-        """All streams, then the first error, so that one stream does not hold the others up."""
+        """All streams by turns, a shard each, then the first error: one stream does not hold the others up."""
         failed: list[PulseError] = []
-        for stream, each in relays.items():
-            try:
-                done = each.sync()
-                if done is not None:
-                    _show(done, console)
-                elif each.version is None:
-                    raise EmptyStream(f"stream {stream!r} has no versions in {args.source}")
-                elif args.once:
-                    facts = {"stream": stream, "version": each.version, "links": [], "bytes": 0}
-                    console.result(facts, [f"version {each.version} of {stream} is the newest"])
-            except PulseError as error:
-                failed.append(error)
+        moved, waiting = set[str](), list(relays)
+        while waiting:
+            for stream in tuple(waiting):
+                each = relays[stream]
+                try:
+                    done = each.sync(shards=None if len(relays) == 1 else 1)
+                    if done is not None:
+                        moved.add(stream)
+                        _show(done, console)
+                        continue
+                    if each.version is None:
+                        raise EmptyStream(f"stream {stream!r} has no versions in {args.source}")
+                    if args.once and stream not in moved:
+                        facts = {"stream": stream, "version": each.version, "links": [], "bytes": 0}
+                        console.result(facts, [f"version {each.version} of {stream} is the newest"])
+                except PulseError as error:
+                    failed.append(error)
+                waiting.remove(stream)
         if failed:
             raise min(failed, key=lambda error: error.retryable)
 

@@ -77,7 +77,7 @@ def mean(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
     this order, is divided by their number and rounded to FP32 (an FP64 mean is not), then to the dtype.
     """
     first, dtype = values[0], values[0].dtype
-    total, same = torch.zeros(first.shape, dtype=torch.float64), torch.ones(first.shape, dtype=torch.bool)
+    total, same = torch.zeros_like(first, dtype=torch.float64), torch.ones_like(first, dtype=torch.bool)
     for value in values:
         total += value.double()
         same &= value.view(_INTS[value.element_size()]) == first.view(_INTS[first.element_size()])
@@ -95,5 +95,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
     """`_PIECE` odd numbers at random, INT64."""
-    drawn = torch.randint(-(1 << 62), 1 << 62, (_PIECE,), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator("cpu").manual_seed(1)
+    drawn = torch.randint(-(1 << 62), 1 << 62, (_PIECE,), generator=generator, device="cpu")
     return (2 * drawn + 1).to(device)

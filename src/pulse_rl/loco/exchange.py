@@ -149,7 +149,7 @@ class Exchange:
     ) -> list[npt.NDArray[np.uint8]]:
         """The pieces for this trainer, of ``lengths`` bytes."""
         own = torch.from_numpy(np.concatenate(pieces))
-        out = torch.empty(sum(lengths), dtype=torch.uint8)
+        out = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
         sizes = [len(piece) for piece in pieces]
         self._guard(lambda: dist.all_to_all_single(out, own, lengths, sizes, group=self._group))
         self.sent_bytes += len(own) - sizes[self.rank]

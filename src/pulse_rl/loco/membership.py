@@ -1,18 +1,19 @@
 """The trainers' handshake: are they compatible, who leads, who is behind (docs/loco.md, section 5).
 
-All but `exchange_handshakes` are pure functions of the handshakes, which are in rank order.
+All but `exchange_handshakes` and `require_same_tensors` are pure functions of the handshakes, which are in rank order.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from hashlib import sha256
 from typing import Any, Self
 
 from ..errors import CorruptMessage, Diverged, InputError, StateMismatch
+from ..state.digest import StateDigest
 from ..state.tensors import TensorSpec
 from .exchange import Exchange
 
@@ -96,6 +97,17 @@ def find_leader(handshakes: Sequence[Handshake]) -> int:
 def find_behind(handshakes: Sequence[Handshake], leader: int) -> list[int]:
     """The ranks that hold another state than the leader."""
     return [rank for rank, handshake in enumerate(handshakes) if handshake.state != handshakes[leader].state]
+
+
+def require_same_tensors(exchange: Exchange, number: int, trees: Mapping[str, StateDigest]) -> None:
+    """Raises Diverged on all trainers, naming the first tensor that differs among the ``trees`` of round ``number``."""
+    for what, tree in trees.items():
+        by_rank = exchange.all_gather_fixed(b"".join(tree.tensor(spec) for spec in tree.specs))
+        for i, spec in enumerate(tree.specs):
+            found = [digests[32 * i : 32 * i + 32] for digests in by_rank]
+            diverged = [rank for rank, digest in enumerate(found) if digest != found[0]]
+            if diverged:
+                raise Diverged(f"round {number}: {what} of {spec.name!r} on trainers {diverged} is not trainer 0's")
 
 
 def require_no_divergence(handshakes: Sequence[Handshake], leader: int) -> None:

@@ -27,6 +27,7 @@ from .membership import (
     find_leader,
     require_no_divergence,
     require_same_model_and_settings,
+    require_same_tensors,
     specs_digest,
 )
 from .parameters import FlatBlock, Parameters
@@ -107,14 +108,15 @@ class OuterLoop(Unique, ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._unhook()
-        self._leave(error)
+        try:
+            self._unhook()
+        finally:
+            self._leave(error)
 
     def close(self) -> None:
         """Removes the hooks and leaves the group; the model holds theta, or the local steps of a round under way. The
         others get TrainerLeft in their next round."""
-        self._unhook()
-        self._leave()
+        self.__exit__(None, None, None)
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -302,15 +304,8 @@ class OuterLoop(Unique, ABC):
 
     def _require_same_tensors(self, exchange: Exchange) -> None:
         """Raises Diverged, naming the first tensor of theta or momentum that differs. All trainers must call it."""
-        for what, flat in (("theta", self.theta_flat), ("momentum", self.momentum_flat)):
-            digest = self._digest(flat)
-            by_rank = exchange.all_gather_fixed(b"".join(digest.tensor(s) for s in digest.specs))
-            for i, spec in enumerate(digest.specs):
-                found = [digests[32 * i : 32 * i + 32] for digests in by_rank]
-                diverged = [rank for rank, tensor_digest in enumerate(found) if tensor_digest != found[0]]
-                if diverged:
-                    place = f"{what} of {spec.name!r} on trainers {diverged}"
-                    raise Diverged(f"round {self.round}: {place} is not trainer 0's")
+        trees = {"theta": self._digest(self.theta_flat), "momentum": self._digest(self.momentum_flat)}
+        require_same_tensors(exchange, self.round, trees)
 
     # -- state
 
@@ -350,12 +345,16 @@ class OuterLoop(Unique, ABC):
             for key, flat in self._arrays().items():
                 flat[:] = fresh[key]
             (self.round, self.inner_step), self._messages, self._from_checkpoint = counters, list(messages), True
+            self._loaded(state)
             self.untrained.load(buffers)
             if self.inner_step == 0:
                 self._start_steps()
                 self.untrained.restore()
 
         self._serial.run(load, whole=True)
+
+    def _loaded(self, state: Mapping[str, Any]) -> None:  # optional hook
+        """Takes what else a subclass needs from a ``state`` that is being loaded; must not fail."""
 
     def _state_dict(self) -> dict[str, Any]:
         buffers = self.untrained.saved()

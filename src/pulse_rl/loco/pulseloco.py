@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .._native import add_entries
 from .._util.settings import checked_number
-from ..errors import InputError, NonFinite, StateMismatch
+from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from .exchange import Exchange
 from .gate import Floats, Positions, is_finite, open_entries, rounding_of
 from .membership import Delivery, Handshake, delivery_of
@@ -24,6 +24,8 @@ from .transfer import Coder, Own, Transfer, Transferred
 from .wire import Entries, Wire
 
 _MOST_SCALE = 1024.0
+_OPENS = np.float32(2.0**63)
+"""Finite for the gate, and as much as any parameter that is."""
 
 
 class PulseLoCo(OuterLoop):
@@ -36,11 +38,13 @@ class PulseLoCo(OuterLoop):
 
     ``lookahead``: the inner steps start from ``theta - lookahead * residual``, so that what was held back is not learnt
     again in each round. "auto", the default, is ``outer_lr / (1 - outer_momentum)``, what an entry that is sent moves
-    theta by in the end; 0 is the paper's. What trainers share, evaluate and publish is theta: the model holds it while
-    ``on_round`` is called, within `at_theta`, and after the loop was left at a round's end; `theta` has it always.
+    theta by in the end, 1024 at most; 0 is the paper's. What trainers share, evaluate and publish is theta: the model
+    holds it while ``on_round`` is called, within `at_theta`, and after the loop was left at a round's end; `theta` has
+    it always.
     ``gate_scale``: the gate asks ``cast(theta) != cast(theta - gate_scale * s)``; 1 is the paper's, less sends less.
 
-    The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes per parameter. Raises, from inside
+    The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes per parameter, and 4 more while the
+    model is written. Raises, from inside
     ``step()`` of the last inner optimizer: TrainerLost and TrainerLeft (see `rejoin`), NonFinite (see `rewind`),
     Diverged, CorruptMessage, InputError.
     """
@@ -90,6 +94,7 @@ class PulseLoCo(OuterLoop):
         self._known: Known | None = None
         # The lookahead with which the inner steps under way have started.
         self._started_with = np.float32(0)
+        self._at_theta = False
 
     @contextmanager
     def at_theta(self) -> Iterator[None]:
@@ -105,13 +110,15 @@ class PulseLoCo(OuterLoop):
                 f"{self.inner_step} inner steps of the round are taken: the model is on its way",
                 hint="loco.theta() has theta at any time; on_round is called while the model holds it.",
             )
-        if not self.lookahead:
+        if not self.lookahead or self._at_theta:
             yield
             return
         try:
+            self._at_theta = True
             self._serial.run(lambda: give(np.float32(0)), whole=True)
             yield
         finally:
+            self._at_theta = False
             self._serial.run(lambda: give(None), whole=True)
 
     def residual(self) -> dict[str, torch.Tensor]:
@@ -124,8 +131,9 @@ class PulseLoCo(OuterLoop):
     def _join(self) -> None:
         self._known = None  # others may come from other rounds
         super()._join()
-        if self.inner_step == 0 and self._started_with != self.lookahead:
-            self._serial.run(lambda: self._start_steps(self.lookahead), whole=True)
+        inside = np.float32(0) if self._at_theta else self.lookahead
+        if self.inner_step == 0 and self._started_with != inside:
+            self._serial.run(lambda: self._start_steps(inside), whole=True)
 
     def _unhook(self) -> None:
         super()._unhook()
@@ -137,8 +145,12 @@ class PulseLoCo(OuterLoop):
         with self._phase("gate"):
             own = self._gate()
         coder = Coder(self.round, self.theta_flat, self.momentum_flat, self._rounding, self._wire, self.threads)
+
+        def announce(digest: str) -> None:
+            self._pending_message = None if own.bad else digest
+
         transfer = Transfer(
-            exchange, coder, self.parameters.blocks, self._phase, lambda: self._require_same_tensors(exchange)
+            exchange, coder, self.parameters.blocks, self._phase, lambda: self._require_same_tensors(exchange), announce
         )
         arrived: Transferred | None = None
         try:
@@ -146,8 +158,9 @@ class PulseLoCo(OuterLoop):
                 arrived = transfer.scatter(own, self._known.counts if self._known else None)
             if arrived is None:
                 arrived = transfer.gather(own)
-        finally:
-            self._pending_message = None if own.bad else transfer.digest
+        except (NonFinite, CorruptMessage, Diverged):  # on all trainers alike: nobody has counted it
+            self._pending_message = None
+            raise
         return self._received(exchange, own, arrived)
 
     def _received(self, exchange: Exchange, own: Own, arrived: Transferred) -> Received:
@@ -206,7 +219,7 @@ class PulseLoCo(OuterLoop):
 
     def _start_steps(self, lookahead: np.float32 | None = None) -> None:
         """With this object's own lookahead by default; outside the loop the model holds theta."""
-        inside = self.lookahead if self._hooks else np.float32(0)
+        inside = self.lookahead if self._hooks and not self._at_theta else np.float32(0)
         self._started_with = inside if lookahead is None else lookahead
         if not self._started_with:
             self.parameters.write(self.theta_flat)
@@ -238,7 +251,8 @@ class PulseLoCo(OuterLoop):
         if positions is None or self.gate_scale == 1:
             return positions
         zero = np.zeros_like(s)
-        return open_entries(theta, self.gate_scale * s, zero, zero, np.empty_like(s), self._rounding)
+        scaled = np.clip(self.gate_scale * s, -_OPENS, _OPENS)
+        return open_entries(theta, scaled, zero, zero, np.empty_like(s), self._rounding)
 
     def _values(self, theta: Floats, s: Floats) -> Floats:
         """The values to send for the selected entries ``s``, before they are rounded to the wire dtype."""
@@ -273,8 +287,9 @@ class PulseLoCo(OuterLoop):
         if not isinstance(ahead, float) or not 0 <= ahead <= _MOST_SCALE:
             raise StateMismatch(f"the saved state's steps started with lookahead {ahead!r}")
         super().load_state_dict(state)
-        if self.inner_step:
-            self._started_with = np.float32(ahead)
+
+    def _loaded(self, state: Mapping[str, Any]) -> None:
+        self._started_with = np.float32(state.get("started_with", 0.0))
         self._pending_message = None
 
     # -- state

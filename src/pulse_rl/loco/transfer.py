@@ -90,7 +90,7 @@ class Coder:
 
 class Transfer:
     """One trainer's side of one round's transfer. ``require_same`` raises Diverged if trainers hold different tensors,
-    which is why a message could not be read then. ``digest`` is that of what this trainer has sent."""
+    which is why a message could not be read then. ``announce`` gets the digest of a message before it is sent."""
 
     def __init__(
         self,
@@ -99,17 +99,17 @@ class Transfer:
         blocks: Sequence[FlatBlock],
         phase: Phase,
         require_same: Callable[[], None],
+        announce: Callable[[str], None],
     ) -> None:
         self._exchange, self._coder, self._blocks = exchange, coder, blocks
-        self._phase, self._require_same = phase, require_same
-        self.digest: str | None = None
+        self._phase, self._require_same, self._announce = phase, require_same, announce
 
     def gather(self, own: Own) -> Transferred:
         """Every trainer gets every message. Raises NonFinite, CorruptMessage and Diverged on all of them alike."""
         exchange, units = self._exchange, whole(self._blocks)
         with self._phase("gate"):
             message = self._message(units, own)
-            self.digest = digest_of(message)
+            self._announce(digest_of(message))
         problem: CorruptMessage | None = None
         messages: list[bytes] = []
         others: list[list[Entries]] = [[] for _ in units]
@@ -140,7 +140,8 @@ class Transfer:
         mine = shares[exchange.rank]
         with self._phase("gate"):
             parts = [self._message(units, own) for units in shares]
-            self.digest = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
+            digest = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
+            self._announce(digest)
         problem: CorruptMessage | None = None
         lengths = [0] * exchange.size
         sums: list[Entries] = []
@@ -158,7 +159,7 @@ class Transfer:
                 if bad is None:
                     sums = self._sums(mine, arrived, own)
                     with self._phase("gate"):
-                        answer = self._answer(exact, mine, sums)
+                        answer = self._answer(exact, mine, sums, digest)
                 else:
                     answer = _NON_FINITE + bad.encode()
         except CorruptMessage as error:
@@ -176,6 +177,8 @@ class Transfer:
         except CorruptMessage as error:
             problem = problem or error
         self._all_read(problem)
+        if not all(_is_answer(a) for a in answers):
+            raise CorruptMessage("a trainer's sums are of no known form")
         for a in answers:
             if a.startswith(_NON_FINITE):
                 raise NonFinite(a.removeprefix(_NON_FINITE).decode(errors="replace"))
@@ -206,11 +209,10 @@ class Transfer:
 
             return list(ordered_map(add, list(zip(units, decoded, strict=True)), self._coder.threads))
 
-    def _answer(self, exact: Coder, units: Sequence[Unit], sums: list[Entries]) -> bytes:
+    def _answer(self, exact: Coder, units: Sequence[Unit], sums: list[Entries], digest: str) -> bytes:
         if not all(is_finite(values).all() for _, values in sums):
             return _TOO_LARGE
-        assert self.digest is not None
-        return SumsMessage(self.digest, exact.encode(units, sums)).to_bytes()
+        return SumsMessage(digest, exact.encode(units, sums)).to_bytes()
 
     def _read_answers(
         self,
@@ -243,6 +245,10 @@ class Transfer:
             self._require_same()
             cause = problem or "their own errors say why"
             raise CorruptMessage(f"trainers {failed} could not read a message: {cause}") from problem
+
+
+def _is_answer(data: bytes) -> bool:
+    return data.startswith((SumsMessage.MAGIC, _NON_FINITE)) or data == _TOO_LARGE
 
 
 def _not_finite(messages: Sequence[bytes]) -> str | None:

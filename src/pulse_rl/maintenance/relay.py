@@ -39,6 +39,7 @@ from .gc import gc_stream
 _CHUNK_BYTES = 8 << 20
 _TRIES = 2
 _SEARCHED_ANCHORS = 16
+_MOST_GIVEN_UP = 2
 
 
 class _AnchorCopy(NamedTuple):
@@ -46,6 +47,8 @@ class _AnchorCopy(NamedTuple):
 
     manifest: Manifest
     done: int = 0
+    given_up: int = 0
+    """How many copies of older anchors were given up for it."""
 
 
 class Relay:
@@ -96,28 +99,33 @@ class Relay:
         """The newest version in the target when it was last looked at, None while there is none."""
         return self._have
 
-    def sync(self) -> Relayed | None:
+    def sync(self, *, shards: int | None = None) -> Relayed | None:
         """Copies what is new; None if nothing is. The newest version comes first, by the cheapest path from what the
-        target has; then the newest anchor, piece by piece, between which newer versions still come first.
+        target has; then the newest anchor, shard by shard, between which newer versions still come first. ``shards``:
+        the most of them that one call copies (None: all); later calls go on with the rest.
 
         A version is shown in the target once all is there that leads to it. Payloads are checked against their SHA-256
         before they are stored, manifests and folds' links as a subscriber checks them. Raises StreamReplaced,
         PublisherConflict where somebody publishes to the target, ChainGap where nothing leads to the newest version,
         and StoreError; a repeated call goes on where this one stopped.
         """
+        if shards is not None:
+            checked_count("shards", shards)
         with failures_to(self._listener, self._source.name, "relay"):
-            return self._sync()
+            return self._sync(shards)
 
-    def _sync(self) -> Relayed | None:
+    def _sync(self, shards: int | None) -> Relayed | None:
         started = time.perf_counter()
         self._links, self._nbytes = [], 0
         previous = self._find_held()
         if not self._searched:
             self._anchor, self._searched = self._unfinished_anchor(), True
         self._follow()
-        while self._anchor is not None:
+        copied = 0
+        while self._anchor is not None and copied != shards:
             self._copy_shard(self._anchor)
             self._follow()
+            copied += 1
         if not self._links:
             return None
         assert self._have is not None
@@ -137,6 +145,8 @@ class Relay:
             found = self._target.newest().manifest
         if found is not None:
             self._identify(found.identity)
+        else:
+            self._anchor = None
         self._have = found.version if found else None
         return self._have
 
@@ -166,7 +176,7 @@ class Relay:
 
     def _reach(self, version: int) -> None:
         """Copies the cheapest working path of links to ``version``, link by link; avoids one that cannot be used."""
-        route, at = Route(self._source, version), self._have
+        route, at, anchored = Route(self._source, version), self._have, False
         while self._have != version:
             try:
                 path = route.plan(at)
@@ -186,9 +196,12 @@ class Relay:
                     self._tell(link, error)
                     break
                 at = link.version
+                anchored = anchored or link.base is None
                 self._links.append(link)
                 if self._have is None or at > self._have:
                     self._have = at
+        if anchored:
+            self._collect()
 
     def _copy(self, link: Link, manifest: Manifest) -> None:
         """All that leads along ``link``, then the manifest of its version."""
@@ -198,10 +211,13 @@ class Relay:
             copy_trees(self._source, self._target, manifest, leaves=True)
             self._show(manifest)
             self._target.put_anchor_link(link.version, link.nbytes)
+            self._anchor = None  # of an older version
             return
         if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
             raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
         statement = self._source.fold_statement(link)
+        if statement is None and manifest.patch and manifest.patch.base_root != self._target.manifest(link.base).root:
+            raise DigestMismatch(f"{link} starts from another version {link.base} than the one in the target")
         for payload in link.payloads or ():
             new = self._copy_payload(payload, PATCH)
             if statement is not None:
@@ -209,8 +225,8 @@ class Relay:
         if statement is not None:
             self._target.put_fold_link_as(link, statement)
         self._show(manifest)
-        if manifest.anchor:
-            self._anchor = _AnchorCopy(manifest)
+        if manifest.anchor and (self._anchor is None or self._anchor.given_up < _MOST_GIVEN_UP):
+            self._anchor = _AnchorCopy(manifest, given_up=self._anchor.given_up + 1 if self._anchor else 0)
 
     def _check_fold(self, link: Link, manifest: Manifest, payload: Payload, new: bool) -> None:
         """Raises DigestMismatch, and takes back what is ``new``, unless the fold is one from its base to its version:
@@ -220,7 +236,8 @@ class Relay:
         try:
             prelude = self._target.store.get(name, 0, min(PRELUDE_BYTES, payload.bytes))
             end = min(header_end(prelude), payload.bytes)
-            header, _ = parse_header(memoryview(self._target.store.get(name, 0, end)))
+            head = memoryview(self._target.store.get(name, 0, end))
+            header, _ = parse_header(head, elements=manifest.elements)
             base_root = self._target.manifest(link.base).root
             if (header.base_root, header.target_root) != (base_root, manifest.root):
                 raise DigestMismatch(f"{link} does not lead from one version to the other")

@@ -96,11 +96,13 @@ def check_block_elements(block_elements: int) -> None:
         raise InputError(f"block_elements must be a multiple of {BLOCK_UNIT} up to {MAX_BLOCK_ELEMENTS}")
 
 
-def parse_header(data: memoryview, specs: Sequence[TensorSpec] | None = None) -> tuple[PatchHeader, int]:
+def parse_header(
+    data: memoryview, specs: Sequence[TensorSpec] | None = None, *, elements: int | None = None
+) -> tuple[PatchHeader, int]:
     """(header, bytes of prelude and header) from the start of a patch file; raises CorruptPatch.
 
-    A reader that knows the ``specs`` of its state says so: a header that is longer than any for these tensors, or
-    speaks of more elements, is then refused before it takes memory.
+    A reader that knows the ``specs`` of its state, or how many ``elements`` it has, says so: a header that is longer
+    than any for these tensors, or speaks of more elements, is then refused before it takes memory.
     """
     if format_of(data) == FORMAT_OF_PARTS:
         raise CorruptPatch(
@@ -109,7 +111,7 @@ def parse_header(data: memoryview, specs: Sequence[TensorSpec] | None = None) ->
         )
     plain, end = open_header(data, FORMAT, None if specs is None else most_bytes(specs))
     with malformed():
-        header = HeaderReader(plain).header(None if specs is None else sum(s.elements for s in specs))
+        header = HeaderReader(plain).header(elements if specs is None else sum(s.elements for s in specs))
     return header, end
 
 

@@ -59,11 +59,12 @@ def widened(specs: tuple[TensorSpec, ...], names: Collection[str], block_element
 
 
 class PatchFiles:
-    """A patch of which the headers are read at once and blocks when they are asked for. ``files`` are its files, one
-    for each part, as their readers and lengths; ``read`` counts the bytes that were read. Raises CorruptPatch."""
+    """A patch for a state of ``specs``, of which the headers are read at once and blocks when they are asked for.
+    ``files`` are its files, one for each part, as their readers and lengths; ``read`` counts the bytes that were read.
+    Raises CorruptPatch, and StateMismatch where it is for another state."""
 
-    def __init__(self, files: Sequence[tuple[Read, int]]) -> None:
-        headers = [_read_header(*file) for file in files]
+    def __init__(self, files: Sequence[tuple[Read, int]], specs: tuple[TensorSpec, ...]) -> None:
+        headers = [_read_header(*file, specs) for file in files]
         self.read = sum(nbytes for _, _, nbytes in headers)
         self._files = [(read, header, start) for (read, _), (header, start, _) in zip(files, headers, strict=True)]
         first = headers[0][0]
@@ -72,6 +73,8 @@ class PatchFiles:
             self.header = first
         else:
             self.header = PartsHeader.of([_part_of(header) for header, _, _ in headers])
+        if self.header.specs != specs:
+            raise StateMismatch("the patch is for other tensors than those of the state")
         self.blocks = self.header.cut()
 
     def payloads(self, chosen: Sequence[int]) -> dict[int, memoryview]:
@@ -94,8 +97,8 @@ def _part_of(header: PatchHeader | PartHeader) -> PartHeader:
     return header
 
 
-def _read_header(read: Read, nbytes: int) -> tuple[PatchHeader | PartHeader, int, int]:
-    """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes``. Raises CorruptPatch."""
+def _read_header(read: Read, nbytes: int, specs: tuple[TensorSpec, ...]) -> tuple[PatchHeader | PartHeader, int, int]:
+    """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes`` for a state of ``specs``."""
     head = read(0, min(_FIRST_READ, nbytes))
     end = header_end(head)
     if end > nbytes:
@@ -104,9 +107,9 @@ def _read_header(read: Read, nbytes: int) -> tuple[PatchHeader | PartHeader, int
         head += read(len(head), end)
     header: PatchHeader | PartHeader
     if format_of(head) == FORMAT:
-        header, end = parse_header(memoryview(head))
+        header, end = parse_header(memoryview(head), specs)
     else:
-        header, end = parse_part_header(memoryview(head))
+        header, end = parse_part_header(memoryview(head), specs)
     if end + header.body_bytes != nbytes:
         raise CorruptPatch(f"the patch has {nbytes} bytes, its header implies {end + header.body_bytes}")
     return header, end, len(head)

@@ -12,7 +12,7 @@ from ..events import PathFailed, PhaseTimer, progress_to
 from ..patch import parse_patch
 from ..patch.header import MAX_HEADER_BYTES
 from ..patch.part import PartPatch
-from ..state.digest import StateDigest
+from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec, check_tensor_name
 from ..stream import anchor
 from ..stream.chain import Link, resolved
@@ -61,7 +61,9 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         timer.end("plan")
         if host.version is not None and path[0].base is None:
             beside, passed = HostState(threads=host.threads, listener=host.listener, selection=host.selection), []
-        with closing(_fetch_ahead(stream, path, host.selection)) as fetched:
+        if host.selection and path[0].base is None:
+            path = path[:1]  # what is needed of the patches follows from the anchor's tensors
+        with closing(_fetch_ahead(stream, path, beside or host)) as fetched:
             for item in fetched:
                 timer.end("fetch")
                 try:
@@ -81,20 +83,21 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
 
 def follow_link(host: HostState, stream: Stream, link: Link) -> None:
     """Follows this one link only; raises its error."""
-    with closing(_fetch_ahead(stream, [link], host.selection)) as fetched:
+    with closing(_fetch_ahead(stream, [link], host)) as fetched:
         for item in fetched:
             _follow(host, stream, item)
 
 
-def _fetch_ahead(stream: Stream, path: list[Link], selection: Selection | None) -> Generator[_Fetched, None, None]:
+def _fetch_ahead(stream: Stream, path: list[Link], host: HostState) -> Generator[_Fetched, None, None]:
     """The path's links with the bytes of their patches, a few ahead of their use."""
+    held = host.digest if host.version is not None else None
 
     def fetch(planned: Link) -> _Fetched:
         link = planned
         try:
             manifest = stream.manifest(planned.version)
             link = resolved(planned, manifest)
-            payload = _payload_of(stream, link, manifest, selection)
+            payload = _payload_of(stream, link, manifest, host.selection, held)
             if isinstance(payload, PartPatch):
                 link = link._replace(nbytes=payload.read)
             return _Fetched(planned, link, manifest, payload)
@@ -105,7 +108,7 @@ def _fetch_ahead(stream: Stream, path: list[Link], selection: Selection | None) 
 
 
 def _payload_of(
-    stream: Stream, link: Link, manifest: Manifest, selection: Selection | None
+    stream: Stream, link: Link, manifest: Manifest, selection: Selection | None, held: StateDigest | None
 ) -> list[bytes] | PartPatch | None:
     if link.base is None:
         return None
@@ -113,7 +116,8 @@ def _payload_of(
         raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
     stream.check_link(link)
     if selection:
-        return selection.fetch(stream, link, manifest)
+        assert isinstance(held, PartDigest)
+        return selection.fetch(stream, link, manifest, held)
     return list(ordered_map(lambda part: stream.fetch(part, PATCH), link.payloads or (), _PREFETCH))
 
 

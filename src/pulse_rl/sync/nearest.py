@@ -53,14 +53,16 @@ class Nearest:
                 self._add(phases, move_to_newest(host, stream))
                 self._agree_with(stream, host)
                 answered, error = True, None
-                if host.version is not None and stream.shows(host.version) and not self._is_late(host.version, place):
-                    return phases
             except StreamReplaced as replaced:
                 if self._is_origin(place):
                     raise
                 error = self._pass(place, replaced)
+                continue
             except _PASSED as refused:
                 error = self._pass(place, refused)
+                continue
+            if host.version is not None and stream.shows(host.version) and not self._is_late(host.version, place):
+                return phases
         if error and (host.version is None or not answered):
             raise error
         self._ahead = None  # what is listed there cannot be reached: it is looked at again later
@@ -106,13 +108,18 @@ class Nearest:
         return False
 
     def begin_anew(self) -> None:
-        """Forgets whose stream it was. Of several stores the origin says whose it is now."""
+        """Forgets whose stream it was. Of several stores the origin says whose it is now; raises StoreError, and then
+        forgets nothing."""
+        newest = self.streams[-1].newest(anybody=True).manifest if len(self.streams) > 1 else None
         for stream in self.streams:
             stream.forget()
         self._ahead = None
-        if len(self.streams) > 1:
-            newest = self.streams[-1].newest(anybody=True).manifest
-            self._identify(newest.identity if newest else "")
+        self.identify(newest.identity if newest else "")
+
+    def identify(self, identity: str) -> None:
+        """Says whose stream it is in all stores, "" where nothing says so."""
+        for stream in self.streams:
+            stream.identity = identity or None
 
     def _is_late(self, version: int, place: int) -> bool:
         """Whether a store farther than the one at ``place`` has had a version above ``version`` for too long. Raises
@@ -143,13 +150,9 @@ class Nearest:
 
     def _agree_with(self, stream: Stream, host: HostState) -> None:
         if host.version is not None:
-            self._identify(stream.identity or "")
+            self.identify(stream.identity or "")
         if host.version is not None and host.version != self._at:
             self._followed, self._at = stream, host.version
-
-    def _identify(self, identity: str) -> None:
-        for stream in self.streams:
-            stream.identity = identity or None
 
     def _pass(self, place: int, error: PulseError) -> PulseError:
         if self._listener:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import translate
 
 from .._util.settings import checked_collection
-from ..errors import FormatError, InputError
+from ..errors import InputError, StateMismatch
 from ..events import Listener, progress_to
 from ..patch import DEFAULT_BLOCK_ELEMENTS
 from ..patch.part import PartPatch, PatchFiles, widened
-from ..state.digest import PartDigest, StateDigest
+from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State, TensorSpec
 from ..stream import anchor
 from ..stream.chain import Link
@@ -49,26 +49,30 @@ class Selection:
         aliases = {alias: name for alias, name in state.aliases.items() if name in chosen}
         return State(specs, {spec.name: state.read(spec.name) for spec in specs}, aliases)
 
-    def part_of(self, state: State, tree: StateDigest, aliases: Mapping[str, str]) -> tuple[State, PartDigest]:
-        """A copy of what is held of a whole ``state`` with its ``tree``."""
+    def part_of(
+        self, state: State, tree: StateDigest, aliases: Mapping[str, str], *, threads: int | None
+    ) -> tuple[State, PartDigest]:
+        """A copy of what is held of a whole ``state`` with its ``tree``; ``aliases`` are those of its version. Raises
+        StateMismatch where the caller has changed the state since it was hashed."""
         held = self.held(tree.specs, aliases)
-        part = State.empty(held, _of(aliases, held))
-        for spec in held:
-            part.read(spec.name)[:] = state.read(spec.name)
-        return part, _part_of(tree, held)
+        part = State.empty(held, _of(state.aliases, held))
+        digest = _part_of(tree, held)
+        if state_digest(part, source=state, threads=threads).leaves != digest.leaves:
+            raise StateMismatch("the state was changed while it was copied")
+        return part, digest
 
-    def fetch(self, stream: Stream, link: Link, manifest: Manifest) -> PartPatch:
-        """The blocks of the link's patch that are needed here, and the digests that prove the version with them."""
+    def fetch(self, stream: Stream, link: Link, manifest: Manifest, held: PartDigest) -> PartPatch:
+        """The blocks of the link's patch that are needed where ``held`` is, and the digests that prove the version with
+        them."""
         assert link.payloads
-        files = PatchFiles([(stream.part_reader(payload, PATCH), payload.bytes) for payload in link.payloads])
-        header = files.header
-        if header.elements != manifest.elements:
-            raise FormatError(f"{link} is for {header.elements} elements, not for {manifest.elements}")
-        held = {spec.name for spec in self.held(header.specs, manifest.aliases)}
-        chosen = [k for k, block in enumerate(files.blocks) if any(s.spec.name in held for s in block.segments)]
+        files = PatchFiles(
+            [(stream.part_reader(payload, PATCH), payload.bytes) for payload in link.payloads], held.whole
+        )
+        names = {spec.name for spec in held.specs}
+        chosen = [k for k, block in enumerate(files.blocks) if any(s.spec.name in names for s in block.segments)]
         payloads = files.payloads(chosen)
-        tensors = read_tensors(stream, manifest.root, len(header.specs))
-        return PartPatch(header, payloads, tensors, files.read + len(tensors))
+        tensors = read_tensors(stream, manifest.root, len(held.whole))
+        return PartPatch(files.header, payloads, tensors, files.read + len(tensors))
 
     def restore(
         self, stream: Stream, manifest: Manifest, *, threads: int | None, listener: Listener | None

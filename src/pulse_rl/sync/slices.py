@@ -46,10 +46,9 @@ def restore_slices(
     if not path or path[0].base is not None:
         raise ChainGap("no anchor leads to the version")
     anchor = _AnchorFiles([(payload, stream.shard_reader(payload)) for payload in path[0].payloads or ()], threads)
-    patches = [_patch_files(stream, link) for link in path[1:]]
-    for found in (anchor.specs, *(patch.header.specs for patch in patches)):
-        if found != specs:
-            raise StateMismatch("the version before has other tensors")
+    if anchor.specs != specs:
+        raise StateMismatch("the version before has other tensors")
+    patches = [_patch_files(stream, link, specs) for link in path[1:]]
     state = SlicedState.allocate(segments)
     for batch in _batches(specs, state.segments):
         wanted: _Ranges = {s.spec.name: [(s.start, s.stop)] for s in batch}
@@ -67,8 +66,8 @@ def restore_slices(
     return state
 
 
-def _patch_files(stream: Stream, link: Link) -> PatchFiles:
-    return PatchFiles([(stream.part_reader(payload, PATCH), payload.bytes) for payload in link.payloads or ()])
+def _patch_files(stream: Stream, link: Link, specs: tuple[TensorSpec, ...]) -> PatchFiles:
+    return PatchFiles([(stream.part_reader(payload, PATCH), payload.bytes) for payload in link.payloads or ()], specs)
 
 
 def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iterator[list[Segment]]:

@@ -41,14 +41,14 @@ class Subscriber(Unique):
     damaged, or a farther one has had a newer version for ``patience_seconds``. ``stream``: its name. ``base``: a state
     that the worker has already, such as its checkpoint's path: where its root is that of a version of the stream,
     syncing starts there instead of from an anchor. ``cache``: a folder in which payloads are kept, not to be downloaded
-    again after a restart. ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each; extra ``[sign]``); then
-    only manifests that one of them has signed are accepted. ``identity``: the stream's (`Manifest.identity`); without
-    it the first version decides, and later ones of another stream of this name are passed over. If the stream is
-    deleted and begun anew, `sync` raises StreamReplaced; with ``follow_restarts`` it starts over with the new one
-    instead. ``select``: names of tensors, or patterns such as ``"layers.0.*"``, where the stream is published with
-    ``selectable``: only these are fetched, held, verified and shown (None: all). ``threads``: the maximum number of
-    threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises InputError, InvalidName and
-    StoreError.
+    again after a restart (not with ``select``). ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each;
+    extra ``[sign]``); then only manifests that one of them has signed are accepted. ``identity``: the stream's
+    (`Manifest.identity`); without it the first version decides, and later ones of another stream of this name are
+    passed over. If the stream is deleted and begun anew, `sync` raises StreamReplaced; with ``follow_restarts`` it
+    starts over with the new one instead. ``select``: names of tensors, or patterns such as ``"layers.0.*"``, where the
+    stream is published with ``selectable``: only these are fetched, held, verified and shown (None: all). ``threads``:
+    the maximum number of threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises
+    InputError, InvalidName and StoreError.
 
     Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves at a verified
     version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by
@@ -79,6 +79,11 @@ class Subscriber(Unique):
         opened = [open_store(each) for each in given]
         if not opened:
             raise InputError("no store was given", hint="Give a store, or several in order of preference.")
+        if select is not None and cache is not None:
+            raise InputError(
+                "select and cache do not go together: what is selected is fetched in ranges, which are not kept",
+                hint="Give one of the two.",
+            )
         trusted = trusted_by(trusted_keys)
         streams = [
             Stream(
@@ -208,12 +213,13 @@ class Subscriber(Unique):
         host = self._host
         host.recover()
         self._settle_deliveries()
+        newcomer = host.version is None and not self._pinned
         if self._base is not None and self._adopt_base(self._base):
             self._base = None
         looked = time.perf_counter() - started
         phases: dict[str, float] = {}
         if target is None:
-            phases = self._follow()
+            phases = self._follow(newcomer)
         elif host.version is None or host.version < target:
             phases = self._nearest.move_to(host, target)
         host = self._host
@@ -237,15 +243,14 @@ class Subscriber(Unique):
             )
         return update
 
-    def _follow(self) -> dict[str, float]:
-        newcomer = self._host.version is None and not self._pinned
+    def _follow(self, newcomer: bool) -> dict[str, float]:
         try:
             return self._nearest.move_to_newest(self._host)
         except StreamReplaced:
             if not self._follow_restarts and not newcomer:
                 raise
-            self._forget()
             self._nearest.begin_anew()
+            self._forget()
             return self._nearest.move_to_newest(self._host)
 
     def _refused(self, version: int, error: PulseError) -> None:
@@ -317,7 +322,8 @@ class Subscriber(Unique):
                 # What the worker has is what it loaded, under the names that it knows: aliases that the version adds
                 # are delivered with the next update.
                 if self._selection:
-                    own, digest = self._selection.part_of(own, digest, manifest.aliases)
+                    own, digest = self._selection.part_of(own, digest, manifest.aliases, threads=self._threads)
+                self._nearest.identify(self.stream.identity or manifest.identity)
                 self._host.adopt(version, own, digest)
                 break
         return True
