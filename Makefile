@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-vllm demo-trl demo-loco test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-network bench-loco study faults mutants fuzz dist clean
+.PHONY: demo demo-vllm demo-trl demo-loco test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-loco study faults mutants fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -151,6 +151,10 @@ bench: $(VENV)/.ready $(VENV)/.bench
 # First publish, publish, first sync, sync; ARGS="--beside CHECKOUT" measures another checkout's library in the same run.
 bench-speed: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.speed $(ARGS)
+
+# Publishing from 1, 2 and 4 ranks: the table of docs/sharded.md.
+bench-sharded: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.sharded $(ARGS)
 
 study: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.study $(ARGS)

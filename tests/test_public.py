@@ -26,6 +26,7 @@ LIST = Path(__file__).parent / "public_api.txt"
 MODULES = (
     "pulse_rl",
     "pulse_rl.codec",
+    "pulse_rl.integrations.fsdp",
     "pulse_rl.integrations.peft",
     "pulse_rl.integrations.torch",
     "pulse_rl.integrations.transformers",
