@@ -23,6 +23,7 @@ from pulse_rl import (
     Store,
     Subscriber,
     Update,
+    anchor_stream,
     audit,
     fold_stream,
     gc_stream,
@@ -416,3 +417,18 @@ def test_other_names_that_a_version_adds_reach_who_selects(rng: Rng) -> None:
         assert [t.indices for t in update.tensors if t.spec.name == "a.embed"] == [None]
     assert worker.sync() is not None
     assert worker.state.names == ["a.embed", "a.head"]
+
+
+def test_an_anchor_on_demand_is_selectable_if_its_version_was(rng: Rng) -> None:
+    state = staged(rng)
+    for selectable in (True, False):
+        store = MemoryStore()
+        Publisher(store, stream="policy", selectable=selectable).publish(state)
+        anchor_stream(store, "policy", threads=1)
+        gc_stream(store, "policy", keep=1, grace_seconds=0)
+        assert names(store, "policy/versions") == ["policy/versions/000000000001.json"]
+        assert bool(names(store, "policy/trees")) == selectable
+        if selectable:
+            worker = reader(store, "stages.0.*")
+            worker.sync()
+            assert snapshot(worker.state) == snapshot(part(state, "stages.0."))
