@@ -24,8 +24,8 @@ def anchor_stream(
     on_event: Listener | None = None,
 ) -> Published:
     """Publishes the newest version of ``stream`` in ``store`` once more, as it is, with an anchor, and returns what it
-    cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it. It is selectable if the version
-    was.
+    cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it. It is
+    selectable if the version was.
 
     ``signer`` signs it; then only versions that its key or one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits
     each) has signed are taken. ``identity``: the stream's, where it is known. ``threads``: the maximum number (None:
