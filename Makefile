@@ -4,11 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-<<<<<<< HEAD
-.PHONY: demo demo-vllm demo-trl demo-loco test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-loco study faults mutants fuzz dist clean
-=======
-.PHONY: demo demo-vllm demo-trl demo-loco test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-network bench-fleet bench-loco study faults mutants fuzz dist clean
->>>>>>> main
+.PHONY: demo demo-vllm demo-trl demo-loco demo-fleet test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco study faults mutants fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -23,6 +19,10 @@ demo-vllm:
 demo-trl:
 	@$(MAKE) --no-print-directory $(ENGINES)/.ready $(ENGINES)/.trl
 	$(ENGINES)/bin/python -m examples.trl_grpo $(ARGS)
+
+# Two policies, sharded trainers, two regions behind slow links with a relay each; workers die and join, a region is cut off.
+demo-fleet: $(VENV)/.ready
+	$(BIN)/python -m examples.fleet $(ARGS)
 
 demo-loco: $(VENV)/.ready
 	$(BIN)/python -m examples.loco $(ARGS)

@@ -11,13 +11,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from os import getpid
-from pathlib import Path
 from typing import Any
 
 import pulse_rl
 
 from .display import Display
-from .processes import GAVE_UP, JournalReader
+from .processes import GAVE_UP, JournalReader, tail
 from .settings import STREAM, RunFolder, Settings
 from .summary import print_summary, save_plot
 
@@ -214,7 +213,3 @@ def parse_kill(text: str, settings: Settings) -> tuple[str, int]:
     if role not in settings.roles or not step.isdecimal():
         raise SystemExit(f"--kill {text}: expected for instance trainer@50 or worker-0@50")
     return role, int(step)
-
-
-def tail(log: Path, lines: int = 20) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -133,3 +133,7 @@ class JournalReader:
             except json.JSONDecodeError:
                 continue  # torn by a SIGKILL in the middle of a write; the step is reported again
         return events
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pulse_rl
 
-from ..grpo.orchestrator import tail
-from ..grpo.processes import JournalReader, PeerVanished, sole_holder
+from ..grpo.processes import JournalReader, PeerVanished, sole_holder, tail
 from ..grpo.rollouts import reports_of
 from ..grpo.settings import STREAM
 from .settings import RunFolder, Settings

@@ -1,0 +1,212 @@
+"""``python -m examples.fleet``: starts the fleet, kills, cuts and mends, shows it all, compares the final weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pulse_rl
+
+from ..grpo.processes import JournalReader, PeerVanished, sole_holder, tail
+from .policies import warm_up
+from .settings import CUT, FIRST, JOINING, KILLED, POLICIES, REGIONS, RunFolder, Settings
+from .table import Table
+
+POLL_SECONDS = 0.2
+STOP_SECONDS = 20.0
+SPANS = (8,)
+"""Versions that a fold at the origin stands for."""
+
+
+class RunFailed(RuntimeError):
+    """A process of the run failed, or weights differ at the end."""
+
+
+class Fleet:
+    def __init__(self, settings: Settings, folder: RunFolder) -> None:
+        self.settings, self.folder = settings, folder
+        self.table = Table(settings)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.readers: dict[str, JournalReader] = {}
+        self.plan = [
+            (settings.killed_at, self._kill),
+            (settings.joined_at, self._join),
+            (settings.cut_at, self._cut),
+            (settings.mended_at, self._mend),
+        ]
+
+    def run(self) -> None:
+        """The whole run. Raises RunFailed; leaves no process behind."""
+        began = time.monotonic()
+        try:
+            for name in POLICIES:
+                for rank in range(self.settings.ranks):
+                    self._start(f"trainer-{name}" + (f"-{rank}" if rank else ""), "trainer", policy=name, rank=rank)
+            for region in REGIONS:
+                self._start(f"relay-{region}", "relay", region=region)
+            self._await(lambda: all(self.table.at_relay(r, p) is not None for r in REGIONS for p in POLICIES))
+            for name, region in FIRST.items():
+                self._worker(name, region)
+            while not self._ended():
+                self._wait()
+                while self.plan and self.table.step >= self.plan[0][0]:
+                    self.plan.pop(0)[1]()
+            self._await(self._relays_have_all)
+        finally:
+            stop(list(self.processes.values()))
+        self._read()
+        self.table.summarise(time.monotonic() - began)
+        print(f"  report     pulse report {self.folder.root} -o report.html")
+        self._compare()
+
+    def _await(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self.settings.patience
+        while not is_so():
+            if time.monotonic() > deadline:
+                raise RunFailed("a relay does not get on; see its log")
+            self._wait()
+
+    def _wait(self) -> None:
+        time.sleep(POLL_SECONDS)
+        self._look()
+
+    def _start(self, role: str, module: str, **options: object) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            f"examples.fleet.{module}",
+            str(self.folder.root),
+            "--parent",
+            str(os.getpid()),
+        ]
+        for option, value in options.items():
+            command += [f"--{option}", str(value)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        }
+        with self.folder.log(role).open("ab") as log:
+            self.processes[role] = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
+            )
+        self.readers.setdefault(role, JournalReader(self.folder.journal(role)))
+
+    def _worker(self, name: str, region: str) -> None:
+        self.table.homes[name] = region
+        self._start(name, "worker", name=name, region=region)
+
+    def _read(self) -> None:
+        for role, reader in self.readers.items():
+            for event in reader.read():
+                self.table.see(role, event)
+
+    def _look(self) -> None:
+        self._read()
+        for role, process in self.processes.items():
+            if process.poll():
+                log = self.folder.log(role)
+                raise RunFailed(f"{role} ended with status {process.returncode}; the end of {log}:\n{tail(log)}")
+
+    def _ended(self) -> bool:
+        return not self.plan and all(
+            process.poll() == 0 for role, process in self.processes.items() if not role.startswith("relay-")
+        )
+
+    def _relays_have_all(self) -> bool:
+        newest = {policy: self.table.results[f"trainer-{policy}"]["version"] for policy in POLICIES}
+        return all(self.table.at_relay(region, policy) == newest[policy] for region in REGIONS for policy in POLICIES)
+
+    def _kill(self) -> None:
+        for name in KILLED:
+            self.table.note(f"killing {name} with SIGKILL")
+            process = self.processes.pop(name)
+            process.kill()
+            process.wait()
+            self.table.workers.pop(name, None)
+
+    def _join(self) -> None:
+        for name, region in JOINING.items():
+            self.table.note(f"{name} joins {region}")
+            self._worker(name, region)
+
+    def _cut(self) -> None:
+        self.table.note(f"{CUT} is cut off")
+        self.folder.cut(CUT).touch()
+
+    def _mend(self) -> None:
+        for policy in POLICIES:  # as `pulse fold` does now and then
+            list(pulse_rl.fold_stream(pulse_rl.LocalStore(self.folder.origin), policy, SPANS, threads=1))
+        self.table.note(f"{CUT} is back")
+        self.folder.cut(CUT).unlink()
+
+    def _compare(self) -> None:
+        """Compares the roots of trainers, live models and newcomers in every store. Raises RunFailed."""
+        expected = set(FIRST) - set(KILLED) | set(JOINING)
+        stores = {"origin": self.folder.origin, **{region: self.folder.near(region) for region in REGIONS}}
+        different = []
+        for policy in POLICIES:
+            trained = self.table.results[f"trainer-{policy}"]
+            print(f"\n  {policy:9} {trained['root']}  version {trained['version']}, its {self.settings.ranks} ranks")
+            roots = {name: self.table.results[name]["roots"][policy] for name in sorted(expected)}
+            for place, path in stores.items():
+                with pulse_rl.Subscriber(pulse_rl.LocalStore(path), stream=policy, threads=1) as newcomer:
+                    newcomer.sync()
+                    roots[f"a newcomer at {place}"] = newcomer.root
+            for name, root in roots.items():
+                same = root == trained["root"]
+                print(f"    {name:22} {root[:16]}…  {'bit-identical' if same else 'DIFFERENT'}")
+                different += [] if same else [f"{policy} of {name}"]
+        if different:
+            raise RunFailed(f"the weights differ: {', '.join(different)}")
+        print("\nevery worker of both regions holds both policies, bit for bit")
+
+
+def stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.fleet", description=__doc__)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder, a new one")
+    for setting in fields(Settings):
+        parser.add_argument("--" + setting.name.replace("_", "-"), type=type(setting.default), default=setting.default)
+    args = parser.parse_args()
+    folder = RunFolder((args.run or Path("runs") / time.strftime("fleet-%Y%m%d-%H%M%S")).absolute())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        settings = replace(Settings(), **{f.name: getattr(args, f.name) for f in fields(Settings)})
+        folder.root.mkdir(parents=True)
+        with sole_holder(folder.root / "run.lock"):
+            settings.save(folder.settings)
+            print(f"run folder: {folder.root}")
+            print(f"warm-up: supervised steps {warm_up(settings, folder)}", flush=True)
+            Fleet(settings, folder).run()
+    except (RunFailed, PeerVanished, ValueError) as error:
+        print(f"\nFAILED: {error}", file=sys.stderr)
+        return 1
+    except FileExistsError:
+        print(f"\nFAILED: {folder.root} exists already; a run begins in a new folder", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

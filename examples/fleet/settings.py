@@ -1,0 +1,117 @@
+"""What there is in a fleet, and what lies where in a run's folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..grpo.processes import write_file_atomically
+
+POLICIES = ("solver", "verifier")
+REGIONS = {"near": 50e6, "far": 10e6}
+"""Bits per second of a region's link to the origin, shared by all that is in the region, in each direction."""
+
+FIRST = {
+    "worker-0": "near",
+    "worker-1": "near",
+    "worker-2": "near",
+    "worker-3": "far",
+    "worker-4": "far",
+    "worker-5": "far",
+}
+JOINING = {"worker-6": "near", "worker-7": "far"}
+KILLED = ("worker-1", "worker-4")
+CUT = "far"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a run. ``killed_at``, ``joined_at``, ``cut_at`` and ``mended_at`` are steps of the solver."""
+
+    steps: int = 80
+    lr: float = 3e-5
+    verifier_lr: float = 5e-4
+    ranks: int = 2
+    prompts: int = 8
+    group: int = 8
+    max_lag: int = 12
+    sft_accuracy: float = 0.6
+    patience: float = 120.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name != "seed" and value <= 0:
+                raise ValueError(f"{name} must be positive")
+
+    def lr_of(self, policy: str) -> float:
+        return self.lr if policy == "solver" else self.verifier_lr
+
+    @property
+    def killed_at(self) -> int:
+        return self.steps // 5
+
+    @property
+    def joined_at(self) -> int:
+        return self.steps * 2 // 5
+
+    @property
+    def cut_at(self) -> int:
+        return self.steps // 2
+
+    @property
+    def mended_at(self) -> int:
+        return self.steps * 4 // 5
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = json.dumps(asdict(self), indent=1) + "\n"
+        write_file_atomically(path, lambda file: file.write(data.encode()))
+
+    @classmethod
+    def load(cls, path: Path) -> Settings:
+        return cls(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The places in a run's folder. A region's processes reach the origin over the region's link alone."""
+
+    root: Path
+
+    @property
+    def settings(self) -> Path:
+        return self.root / "settings.json"
+
+    @property
+    def origin(self) -> Path:
+        return self.root / "origin"
+
+    def near(self, region: str) -> Path:
+        """The store that a region's relay keeps."""
+        return self.root / f"store-{region}"
+
+    def link(self, region: str, way: str) -> Path:
+        return self.root / f"link-{region}-{way}"
+
+    def cut(self, region: str) -> Path:
+        """Exists while the region is cut off."""
+        return self.root / f"cut-{region}"
+
+    def start(self, policy: str) -> Path:
+        """The weights that a policy starts from."""
+        return self.root / f"{policy}.pt"
+
+    def meeting(self, policy: str) -> Path:
+        return self.root / f"meeting-{policy}"
+
+    def journal(self, role: str) -> Path:
+        return self.root / f"{role}.jsonl"
+
+    def events(self, role: str) -> Path:
+        """The library's events in one process, for ``pulse report``."""
+        return self.root / f"events-{role}.jsonl"
+
+    def log(self, role: str) -> Path:
+        return self.root / f"{role}.log"
