@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pulse_rl import Event, LocalStore, Publisher, Resumed, Store
-from pulse_rl.errors import RankLost, StoreUnavailable
+from pulse_rl import Event, LocalStore, Publisher, Resumed, Signer, Store
+from pulse_rl.errors import PublisherConflict, RankLost, StoreUnavailable
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.stores import FaultyStore
@@ -161,3 +161,106 @@ def failing(trainer: Trainer) -> None:
 
 def test_what_fails_on_one_rank_fails_on_all() -> None:
     together(failing, 2)
+
+
+def superseded(trainer: Trainer) -> None:
+    """Another publisher takes the stream over: all ranks are told, at their next version."""
+    trainer.connect("superseded")
+    store = LocalStore(trainer.folder / "store")
+    model = sharded(trainer, trainer.size, 0)
+    with publishing(store) as (publisher, _):
+        publisher.publish(model.state_dict())
+        whole = gathered(model.state_dict())
+        if trainer.rank == 0:
+            with Publisher(store, stream="policy") as other:
+                other.publish(whole)
+        trainer.barrier("taken over", (0, 1))
+        for _ in range(2):
+            with pytest.raises(PublisherConflict):
+                publisher.publish(model.state_dict())
+    assert followed(store).sync().version == 1
+
+
+def test_another_publisher_is_noticed_by_all() -> None:
+    together(superseded, 2)
+
+
+def signed(trainer: Trainer) -> None:
+    """Signed and selectable, with anchors as the ratio says; junk in the place of the next version is passed over."""
+    trainer.connect("signed")
+    store = LocalStore(trainer.folder / "store")
+    signer = Signer(bytes(32))
+    model = sharded(trainer, trainer.size, 0)
+    anchored = []
+    with publishing(store, signer=signer, selectable=True, anchor_ratio=0.1) as (publisher, _):
+        for seed in range(6):
+            if trainer.rank == 0 and seed == 2:
+                store.put_new("policy/versions/000000000002.json", b"junk")
+            state = model.state_dict()
+            step(state, seed)
+            published = publisher.publish(state)
+            anchored.append(published.anchored)
+            require_equal(followed(store, trusted_keys=[signer.public_key]), gathered(state), published)
+    assert published.version == 6
+    assert anchored[0]
+    assert 0 < sum(anchored[1:]) < 5
+    selecting = followed(store, trusted_keys=[signer.public_key], select="embed.*")
+    selecting.sync()
+    assert selecting.version == 6
+    identity = publisher.identity
+    assert identity == selecting.identity
+
+
+def test_a_signed_selectable_stream() -> None:
+    together(signed, 2)
+
+
+def emptied(trainer: Trainer) -> None:
+    """The store lost the newest version: the ranks go on above it with an anchor."""
+    trainer.connect("emptied")
+    store = LocalStore(trainer.folder / "store")
+    model = sharded(trainer, trainer.size, 0)
+    with publishing(store) as (publisher, events):
+        for seed in range(3):
+            step(model.state_dict(), seed)
+            publisher.publish(model.state_dict())
+        if trainer.rank == 0:
+            store.delete("policy/versions/000000000002.json")
+        trainer.barrier("deleted", (0, 1))
+        step(model.state_dict(), 3)
+        published = publisher.publish(model.state_dict())
+        assert published.version == 3
+        assert published.changed is None
+        assert resumed(events) == ["anchored"]
+        require_equal(followed(store), gathered(model.state_dict()), published)
+
+
+def test_a_lost_head_is_followed_by_an_anchor() -> None:
+    together(emptied, 2)
+
+
+def unreadable(trainer: Trainer, damaged: str) -> None:
+    """A head that cannot be restored, because a payload is damaged, is followed by an anchor."""
+    store = LocalStore(trainer.folder / "store")
+    for start in range(2):
+        trainer.connect(f"start {start}")
+        model = sharded(trainer, trainer.size, start)
+        with publishing(store) as (publisher, events):
+            for seed in range(3):
+                step(model.state_dict(), 10 + seed)
+                published = publisher.publish(model.state_dict())
+                assert (published.changed is None) == (seed == 0)
+            require_equal(followed(store), gathered(model.state_dict()), published)
+            assert resumed(events) == ["anchored"] * start
+        trainer.barrier(f"done {start}", (0, 1))
+        if trainer.rank == 0 and start == 0:
+            name = next(info.name for info in store.list("policy/payloads") if info.name.endswith(damaged))
+            data = bytearray(store.get(name))
+            data[-1] ^= 1
+            store.put(name, bytes(data))
+        trainer.barrier(f"damaged {start}", (0, 1))
+
+
+@pytest.mark.parametrize("damaged", ["patch", "safetensors"])
+def test_a_head_that_is_damaged_is_followed_by_an_anchor(damaged: str) -> None:
+    together(unreadable, 2, damaged)
