@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -229,7 +230,7 @@ def interrupted(trainer: Trainer) -> None:
     encode = draft_module.encode_proved
 
     def interrupt(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         until = time.monotonic() + 10
         while not running.operation.stopping and time.monotonic() < until:
             time.sleep(0.001)
