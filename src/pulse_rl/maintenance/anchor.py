@@ -8,6 +8,7 @@ from ..errors import EmptyStream
 from ..events import Listener, Published
 from ..store import Store, open_store
 from ..stream.signing import Signer
+from ..stream.trees import is_selectable
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 
@@ -23,7 +24,8 @@ def anchor_stream(
     on_event: Listener | None = None,
 ) -> Published:
     """Publishes the newest version of ``stream`` in ``store`` once more, as it is, with an anchor, and returns what it
-    cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it.
+    cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it. It is
+    selectable if the version was.
 
     ``signer`` signs it; then only versions that its key or one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits
     each) has signed are taken. ``identity``: the stream's, where it is known. ``threads``: the maximum number (None:
@@ -46,6 +48,7 @@ def anchor_stream(
         signer=signer,
         trusted_keys=trusted_keys,
         identity=reader.identity,
+        selectable=is_selectable(reader.stream, reader.root),
         threads=threads,
         on_event=on_event,
     ) as publisher:
