@@ -37,7 +37,8 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{args.elements / 1e6:.0f} M BF16 weights, {len(os.sched_getaffinity(0))} cores, one thread a rank")
     print(
-        "| ranks | a version, s | CPU, s a rank | CPU, s in all | patch, bytes | first version, s | host memory / share |"
+        "| ranks | a version, s | CPU, s a rank | CPU, s in all "
+        "| patch, bytes | first version, s | host memory / share |"
     )
     print("|---|---|---|---|---|---|---|")
     for size in args.ranks:
