@@ -30,11 +30,16 @@ COLUMNS = 2048
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=192 * MIB, help="of the state (default: %(default)s)")
-    parser.add_argument("--versions", type=int, default=5, help="with a patch, the median counts (default: %(default)s)")
+    parser.add_argument(
+        "--versions", type=int, default=5, help="with a patch, the median counts (default: %(default)s)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     args = parser.parse_args()
     print(f"{args.elements / 1e6:.0f} M BF16 weights, {len(os.sched_getaffinity(0))} cores, one thread a rank")
-    print("| ranks | a version, s | CPU, s a rank | CPU, s in all | patch, bytes | first version, s | host memory / share |")
+    print(
+        "| ranks | a version, s | CPU, s a rank | CPU, s in all "
+        "| patch, bytes | first version, s | host memory / share |"
+    )
     print("|---|---|---|---|---|---|---|")
     for size in args.ranks:
         found = _measure(size, args.elements, args.versions)

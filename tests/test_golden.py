@@ -75,3 +75,13 @@ def test_an_unchanged_state_gives_this_header() -> None:
     expected = bytes.fromhex(root + root) + bytes([4, 2, 0, 3]) + b"a.x" + bytes([2, 1]) + b"y"
     assert built.header._plain() == expected + bytes([15, 2, 2, 2, 3, 0, 0, 0])
     assert built.chunks[0][:16] == b"\x89PULSE\r\n" + (1).to_bytes(4, "little") + bytes(4)
+
+
+def test_a_stream_of_three_ranks_is_followed() -> None:
+    """Manifests of format 3: an anchor whose shards hold slices, and patches in parts."""
+    subscriber = Subscriber(LocalStore(GOLDEN.parent / "format-3" / "store"), stream="golden", identity=IDENTITY)
+    for version, root in enumerate([OLD_ROOT, NEW_ROOT, OLD_ROOT]):
+        update = subscriber.sync(target=version)
+        assert update is not None
+        assert (update.root, update.metadata) == (root, {"step": version})
+        assert version == 0 or update.changed == 243

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pulse_rl import LocalStore, Published
+from pulse_rl.errors import InputError, RankLost, StateMismatch, UnsupportedTensor
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.trainers import Trainer, each, together
@@ -37,7 +38,7 @@ def followed_for(
     store = LocalStore(trainer.folder / f"store-of-{name}")
     follower = followed(store)
     done = []
-    with ShardedPublisher(store, stream="policy", threads=1) as publisher:
+    with ShardedPublisher(store, stream="policy", threads=2) as publisher:
         for seed in range(versions):
             now = state()
             step(now, seed)
@@ -145,14 +146,40 @@ def ties(trainer: Trainer) -> None:
 
 
 def a_compute_dtype(trainer: Trainer) -> None:
-    """FP32 parameters are published as BF16."""
+    """FP32 parameters are published as BF16, those that are moved, too."""
 
     def cast(state: State) -> State:
         return {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in gathered(state).items()}
 
     mesh = init_device_mesh("cpu", (trainer.size,))
-    model = sharded(mesh, dtype=torch.float32)
+    model = policy(dtype=torch.float32)
+    parallelize_module(model.blocks[0], mesh, COLUMNS)
+    fully_shard(model.blocks[1], mesh=mesh)
     followed_for(trainer, "a_compute_dtype", model.state_dict, cast, dtype="BF16")
+
+
+def refusals(trainer: Trainer) -> None:
+    """What cannot be published is refused on all ranks, in words, and the next call works."""
+    mesh = init_device_mesh("cpu", (trainer.size,))
+    mine = {"mine": torch.ones(3 + trainer.rank), "all": torch.ones(4)}
+    half = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], shape=(5, 4), stride=(4, 1), run_check=False)
+    store = LocalStore(trainer.folder / "store-of-refusals")
+    with ShardedPublisher(store, stream="policy", threads=1) as publisher:
+        for state, error, words in (
+            (mine, StateMismatch, "'mine' is F32"),
+            ({"sum": DTensor.from_local(torch.ones(2), mesh, [Partial()])}, UnsupportedTensor, r"Partial\(sum\)"),
+            ({"half": half}, UnsupportedTensor, "'half'"),
+            ({"strings": "no tensor"} if trainer.rank else {}, UnsupportedTensor, "'strings'"),
+            ("no mapping" if trainer.rank == 0 else {}, InputError, "not a mapping"),
+        ):
+            with pytest.raises(error, match=words):
+                publisher.publish(state)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="metadata"):
+            publisher.publish({}, metadata={"a": object()} if trainer.rank == 1 else {})  # type: ignore[dict-item]
+        published = publisher.publish({"all": mine["all"]})
+        require_equal(followed(store), {"all": mine["all"]}, published)
+    with pytest.raises(RankLost, match="closed"):
+        publisher.publish({"all": mine["all"]})
 
 
 def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
@@ -161,7 +188,7 @@ def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
 
 
 def test_two_ranks() -> None:
-    together(ranks_program, 2, fsdp2, leaves_that_ranks_share, columns, ties, stages_and_experts, seconds=60)
+    together(ranks_program, 2, fsdp2, leaves_that_ranks_share, columns, ties, stages_and_experts, refusals, seconds=60)
 
 
 def test_four_ranks() -> None:

@@ -59,7 +59,7 @@ def _box(name: str, tensor: DTensor, local_shape: tuple[int, ...]) -> Box:
         if isinstance(placement, Replicate):
             continue
         if dim is None or not (isinstance(placement, Shard) or split is not None):
-            raise UnsupportedTensor(f"tensor {name!r} is placed as {placement}", hint=_HINT)
+            raise UnsupportedTensor(f"tensor {name!r} is placed as {placement!r}", hint=_HINT)
         # FSDP2 over tensor parallelism along one dimension: each of ``split`` pieces is sharded by itself.
         pieces = [of[dim]] if split is None else [_chunk(of[dim], split, k) for k in range(split)]
         of[dim] = _merged([run for piece in pieces for run in _chunk(piece, size, index)])
@@ -67,7 +67,7 @@ def _box(name: str, tensor: DTensor, local_shape: tuple[int, ...]) -> Box:
     if box.local_shape != local_shape:
         raise UnsupportedTensor(
             f"the shard of tensor {name!r} is {list(local_shape)}, but {list(box.local_shape)} by its placements "
-            f"{tuple(map(str, tensor.placements))}",
+            f"{tensor.placements}",
             hint=_HINT,
         )
     return box

@@ -50,11 +50,27 @@ _MAX_STALE_COMMITS = 8
 
 
 class _Order(NamedTuple):
-    """What a rank was told to publish. ``local`` is called for its part, and raises what is wrong with that."""
+    """What a rank was told to publish. ``local`` is called for its part, and raises what is wrong with the order."""
 
     local: Callable[[], LocalState]
     metadata: Metadata
     anchor: bool
+
+    @classmethod
+    def of(cls, source: Mapping[str, Any], metadata: Metadata | None, dtype: str | None, anchor: bool) -> Self:
+        """Looks at all of it in the caller's thread; an error is kept until all ranks can be told."""
+        try:
+            facts = checked_metadata({} if metadata is None else metadata)
+            local = LocalState(source, dtype)
+            await_devices(local.source)
+        except PulseError as error:
+            refused = error
+
+            def refuse() -> LocalState:
+                raise refused
+
+            return cls(refuse, {}, anchor)
+        return cls(lambda: local, facts, anchor)
 
 
 class _Built(NamedTuple):
@@ -156,7 +172,7 @@ class ShardedPublisher(Unique):
         RankLost.
         """
         with failures_to(self._listener, self._stream.name, "publish"):
-            order = _Order(_made(source, dtype), checked_metadata({} if metadata is None else metadata), anchor)
+            order = _Order.of(source, metadata, dtype, anchor)
             return self._serial.run(lambda: self._publish(order, PhaseTimer()))
 
     def head(self) -> Manifest | None:
@@ -378,19 +394,3 @@ class ShardedPublisher(Unique):
         )
         self._tell(published)
         return published
-
-
-def _made(source: Mapping[str, Any], dtype: str | None) -> Callable[[], LocalState]:
-    """What makes this rank's part, which is looked at in the caller's thread; an error is kept until all ranks can be
-    told."""
-    try:
-        local = LocalState(source, dtype)
-        await_devices(local.source)
-    except PulseError as error:
-        refused = error
-
-        def refuse() -> LocalState:
-            raise refused
-
-        return refuse
-    return lambda: local

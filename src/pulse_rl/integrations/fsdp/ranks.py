@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ... import errors
+from ..._util.serial import unstoppable
+from ..._util.threads import checkpoint
 from ...errors import InputError, PulseError, RankLost, StreamError
 
 R = TypeVar("R")
@@ -59,6 +61,7 @@ class Ranks:
         failure: BaseException | None = None
         message = b""
         try:
+            checkpoint()
             message = b"+" + work()
         except RankLost:
             raise  # the group is lost for all
@@ -73,8 +76,11 @@ class Ranks:
         return [said[1:] for said in messages]
 
     def on_first(self, work: Callable[[], bytes]) -> bytes:
-        """What ``work()`` returns on rank 0; the others do not call it. Raises as `together` does."""
-        return self.together(work if self.rank == 0 else bytes)[0]
+        """What ``work()`` returns on rank 0; the others do not call it, and cannot fail. Raises as `together` does."""
+        if self.rank == 0:
+            return self.together(work)[0]
+        with unstoppable():
+            return self.together(bytes)[0]
 
     def swap(self, sent: Mapping[int, Bytes], lengths: Mapping[int, int]) -> dict[int, Bytes]:
         """Sends arrays to other ranks and receives arrays of ``lengths`` from others; what is for this rank itself is
@@ -100,9 +106,11 @@ class Ranks:
 
     @contextmanager
     def alone_together(self) -> Iterator[None]:
-        """Around steps in which the ranks wait for each other but cannot tell of an error: one parts them."""
+        """Around steps in which the ranks wait for each other but cannot tell of an error: one parts them. No interrupt
+        does."""
         try:
-            yield
+            with unstoppable():
+                yield
         except BaseException:
             self.close()
             raise

@@ -1,0 +1,157 @@
+"""Who publishes what: boxes of elements, segments, blocks and leaves, against plain arrays."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pulse_rl.errors import StateMismatch
+from pulse_rl.integrations.fsdp.layout import Box, Held, Layout, ended_leaves, make_layout, shared_leaves
+from pulse_rl.integrations.fsdp.windows import _put, cut_slices
+from pulse_rl.patch.blocks import DEFAULT_BLOCK_ELEMENTS, cut
+from pulse_rl.patch.parts import require_tiled
+from pulse_rl.state.digest import LEAF_BYTES
+from pulse_rl.state.slices import Segment
+from pulse_rl.state.tensors import DTYPES, TensorSpec
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
+    of = []
+    for n in shape:
+        ends = sorted(draw(st.sets(st.integers(0, n), max_size=4)))
+        of.append(tuple(pairwise(ends))[::2])
+    return Box(tuple(of), shape)
+
+
+def places(box: Box) -> np.ndarray:
+    """The box's elements in the flattened tensor, by numpy."""
+    index = np.arange(int(np.prod(box.shape))).reshape(box.shape)
+    for axis, runs in enumerate(box.of):
+        chosen = [k for start, stop in runs for k in range(start, stop)]
+        index = np.take(index, chosen, axis)
+    return index.reshape(-1)
+
+
+@given(box=boxes())
+def test_a_box_is_where_its_elements_are(box: Box) -> None:
+    expected = places(box)
+    assert box.elements == len(expected)
+    if box.elements:
+        np.testing.assert_array_equal(box.places(0, box.elements), expected)
+    for flat in range(int(np.prod(box.shape)) + 1):
+        assert box.below(flat) == np.count_nonzero(expected < flat)
+    flat_range = box.flat()
+    contiguous = len(expected) == 0 or np.array_equal(expected, np.arange(expected[0], expected[0] + len(expected)))
+    if flat_range is not None:
+        assert contiguous
+        assert not box.elements or flat_range == (expected[0], expected[-1] + 1)
+    elif contiguous:  # two ranges of indices that touch are not seen as one
+        assert any(len(runs) > 1 for runs in box.of)
+
+
+@given(one=boxes(), data=st.data())
+def test_boxes_meet_where_they_share_an_element(one: Box, data: st.DataObject) -> None:
+    other = data.draw(boxes().filter(lambda box: box.shape == one.shape)) if len(one.shape) < 2 else one
+    assert one.meets(other) == bool(set(places(one)) & set(places(other)))
+
+
+@given(box=boxes(), data=st.data())
+def test_what_arrives_is_put_in_its_place(box: Box, data: st.DataObject) -> None:
+    size = int(np.prod(box.shape))
+    if not box.elements or not box.shape:
+        return
+    start = data.draw(st.integers(0, size - 1))
+    stop = data.draw(st.integers(start + 1, size))
+    target = Segment(TensorSpec("a", DTYPES["U16"], box.shape), start, stop)
+    low, high = box.below(start), box.below(stop)
+    if low == high:
+        return
+    values = np.arange(size, dtype=np.uint16) + 1
+    whole = np.zeros(stop - start, np.uint16)
+    _put(whole, target, box, (low, high), values[places(box)][low:high])
+    inside = np.zeros(size, np.uint16)
+    inside[places(box)] = values[places(box)]
+    np.testing.assert_array_equal(whole, inside[start:stop])
+
+
+def rows(spec: TensorSpec, *ends: int) -> list[Box]:
+    tail = tuple(((0, n),) for n in spec.shape[1:])
+    return [Box((((start, stop),) if start < stop else (), *tail), spec.shape) for start, stop in pairwise((0, *ends))]
+
+
+def layout_of(*tensors: list[tuple[TensorSpec, Box]]) -> Layout:
+    return make_layout([[Held(spec, box, None) for spec, box in mine] for mine in tensors])
+
+
+BF16 = DTYPES["BF16"]
+SMALL = [TensorSpec(f"small.{k}", BF16, (600, 1000)) for k in range(9)]
+LARGE = TensorSpec("large", DTYPES["F32"], (5000, 1001))
+
+
+def four_ranks() -> Layout:
+    """Small tensors and a large one, cut unevenly; one rank has no row of it."""
+    of = [rows(spec, 100 + 10 * k, 300, 310, 600) for k, spec in enumerate(SMALL)]
+    large = rows(LARGE, 1234, 1234, 4000, 5000)
+    return layout_of(
+        *([*((s, box[rank]) for s, box in zip(SMALL, of, strict=True)), (LARGE, large[rank])] for rank in range(4))
+    )
+
+
+def test_blocks_tile_and_join_what_is_joined_in_the_whole_state() -> None:
+    layout = four_ranks()
+    parts = [cut_slices(layout.specs, layout.segments(rank)) for rank in range(4)]
+    require_tiled([block for blocks in parts for block in blocks], layout.specs)
+    whole = [{s.spec.name for s in block.segments} for block in cut(layout.specs, DEFAULT_BLOCK_ELEMENTS)]
+    for blocks in parts:
+        for block in blocks:
+            assert any({s.spec.name for s in block.segments} <= names for names in whole)
+    assert max(len(block.segments) for block in parts[0]) > 1
+
+
+def test_each_leaf_ends_on_one_rank_and_shared_ones_are_whole() -> None:
+    layout = four_ranks()
+    ended = [leaf for rank in range(4) for leaf in ended_leaves(layout, rank)]
+    every = [(spec.name, k) for spec in layout.specs for k in range(-(-spec.nbytes // LEAF_BYTES))]
+    assert sorted(ended) == sorted(every)
+    shared = shared_leaves(layout)
+    assert shared
+    for fragments in shared:
+        assert len(fragments) > 1
+        assert all(a.segment.stop == b.segment.start for a, b in pairwise(fragments))
+        last = fragments[-1]
+        width, nbytes = last.segment.spec.dtype.width, last.segment.spec.nbytes
+        assert fragments[0].segment.start * width == last.leaf * LEAF_BYTES
+        assert last.segment.stop * width == min((last.leaf + 1) * LEAF_BYTES, nbytes)
+        assert (last.segment.spec.name, last.leaf) in list(ended_leaves(layout, last.rank))
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"), [((2000, 4000), "is on no rank"), ((2000, 5000, 5000), None), ((5000, 5000), None)]
+)
+def test_each_element_is_on_a_rank(ends: tuple[int, ...], words: str | None) -> None:
+    ranks = [[(LARGE, box)] for box in rows(LARGE, *ends)]
+    if words is None:
+        layout_of(*ranks)
+        return
+    with pytest.raises(StateMismatch, match=words):
+        layout_of(*ranks)
+
+
+def test_elements_on_two_ranks_are_refused_unless_the_slices_are_equal() -> None:
+    first, second = rows(LARGE, 3000, 5000)
+    overlapping = Box((((2000, 5000),), ((0, 1001),)), LARGE.shape)
+    with pytest.raises(StateMismatch, match="alone"):
+        layout_of([(LARGE, first)], [(LARGE, overlapping)])
+    left = Box((((0, 5000),), ((0, 600),)), LARGE.shape)
+    with pytest.raises(StateMismatch, match="same elements"):
+        layout_of([(LARGE, left)], [(LARGE, first)])
+    with pytest.raises(StateMismatch, match="on no rank"):
+        layout_of([(LARGE, left)], [(LARGE, Box((((0, 5000),), ((601, 1001),)), LARGE.shape))])
+    replicas = layout_of([(LARGE, first)], [(LARGE, first)], [(LARGE, second)], [(LARGE, second)])
+    assert list(replicas.published["large"]) == [0, 2]

@@ -1,0 +1,96 @@
+"""Patches in parts, as ranks of a sharded trainer make them, without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import numpy as np
+
+from pulse_rl import Manifest, Payload, State, Store, codec
+from pulse_rl.integrations.fsdp.windows import cut_slices
+from pulse_rl.patch import parse_patch
+from pulse_rl.patch.build import encode_proved, entry_of
+from pulse_rl.patch.parts import PartHeader
+from pulse_rl.state.digest import state_digest
+from pulse_rl.state.slices import Segment
+from pulse_rl.stream.manifest import FORMAT_OF_SLICES, AnchorRef, PatchRef
+from pulse_rl.stream.names import PATCH, SHARD
+from pulse_rl.stream.slices import in_file_order, sliced_header
+from pulse_rl.stream.stream import Stream
+
+Rng = np.random.Generator
+
+
+def slices_of(state: State, rng: Rng, ranks: int) -> list[tuple[Segment, ...]]:
+    """Each tensor cut at random places, a range for each rank; some have none."""
+    found: list[list[Segment]] = [[] for _ in range(ranks)]
+    for spec in state.specs:
+        if not spec.elements:
+            found[0].append(Segment(spec, 0, 0))
+            continue
+        ends = sorted(rng.integers(0, spec.elements, ranks - 1, endpoint=True).tolist())
+        for of, start, stop in zip(found, [0, *ends], [*ends, spec.elements], strict=True):
+            if start < stop:
+                of.append(Segment(spec, start, stop))
+    return [tuple(of) for of in found]
+
+
+def part(old: State, new: State, segments: Sequence[Segment], **other: str) -> bytes:
+    """The part of the patch from ``old`` to ``new`` that holds ``segments``; ``other`` fields of its header."""
+    blocks = cut_slices(old.specs, tuple(s for s in segments if s.elements))
+    coded = [encode_proved(codec.by_name("context"), block, block.read(old), block.read(new))[0] for block in blocks]
+    header = PartHeader(
+        other.get("base_root", state_digest(old).root),
+        other.get("target_root", state_digest(new).root),
+        tuple(segment.spec for segment in segments),
+        tuple(blocks),
+        tuple(map(entry_of, coded)),
+    )
+    return header.to_bytes() + b"".join(encoded.payload for encoded in coded)
+
+
+def shard(state: State, segments: Sequence[Segment]) -> bytes:
+    """The shard of an anchor of ``state`` that holds ``segments``."""
+    ordered = in_file_order(segments)
+    return sliced_header(ordered) + b"".join(state.read(*segment.place).tobytes() for segment in ordered)
+
+
+def payload(data: bytes) -> Payload:
+    return Payload(sha256(data).hexdigest(), len(data))
+
+
+def sharded_stream(store: Store, name: str, states: Sequence[State], identity: str, rng: Rng, ranks: int) -> None:
+    """A stream of ``states``: an anchor in slices, then patches in parts."""
+    stream = Stream(store, name)
+    for version, state in enumerate(states):
+        slices, patch, anchor = slices_of(state, rng, ranks), None, None
+        if version:
+            before = states[version - 1]
+            files = [part(before, state, segments) for segments in slices]
+            changed = sum(entry.changed for entry in parse_patch(files).header.blocks)
+            patch = PatchRef(version - 1, state_digest(before).root, changed, tuple(map(payload, files)))
+        else:
+            files = [shard(state, segments) for segments in slices]
+            anchor = AnchorRef(tuple(map(payload, files)))
+        for data in files:
+            stream.put_payload(payload(data), SHARD if anchor else PATCH, data)
+        manifest = Manifest(
+            format=FORMAT_OF_SLICES,
+            stream=name,
+            identity=identity,
+            version=version,
+            epoch=1,
+            root=state_digest(state).root,
+            elements=state.elements,
+            dense_bytes=state.nbytes,
+            publisher="5" * 16,
+            created=1764000000.5,
+            aliases={},
+            metadata={"step": version},
+            patch=patch,
+            anchor=anchor,
+            digest="",
+            signature=None,
+        )
+        assert stream.commit(manifest.sealed())
