@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from examples.fleet.links import Direction
 from pulse_rl import LocalStore
 from pulse_rl.stream.manifest import Manifest

@@ -204,10 +204,10 @@ class HeaderReader:
         self.end()
         return PatchHeader(base, target, block_elements, specs, blocks)
 
-    def specs(self) -> tuple[TensorSpec, ...]:
+    def specs(self, most: int = MAX_TENSORS) -> tuple[TensorSpec, ...]:
         names: list[bytes] = []
         previous, total = b"", 0
-        for _ in range(self.number(MAX_TENSORS)):
+        for _ in range(self.number(most)):
             shared, length = self.number(len(previous)), self.number(MAX_NAME_BYTES)
             if shared + length > MAX_NAME_BYTES:
                 raise CorruptPatch(f"a tensor name has {shared + length} bytes, more than {MAX_NAME_BYTES}")

@@ -13,7 +13,7 @@ from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec
 from .blocks import cut
 from .header import FORMAT, PatchHeader, format_of, header_end, parse_header
-from .parts import PartHeader, PartsHeader, parse_part_header
+from .parts import PartHeader, PartsHeader, Room, parse_part_header
 
 _FIRST_READ = 1 << 12
 _GAP_BYTES = 1 << 12
@@ -64,7 +64,8 @@ class PatchFiles:
     Raises CorruptPatch, and StateMismatch where it is for another state."""
 
     def __init__(self, files: Sequence[tuple[Read, int]], specs: tuple[TensorSpec, ...]) -> None:
-        headers = [_read_header(*file, specs) for file in files]
+        room = Room()
+        headers = [_read_header(*file, specs, room) for file in files]
         self.read = sum(nbytes for _, _, nbytes in headers)
         self._files = [(read, header, start) for (read, _), (header, start, _) in zip(files, headers, strict=True)]
         first = headers[0][0]
@@ -97,7 +98,9 @@ def _part_of(header: PatchHeader | PartHeader) -> PartHeader:
     return header
 
 
-def _read_header(read: Read, nbytes: int, specs: tuple[TensorSpec, ...]) -> tuple[PatchHeader | PartHeader, int, int]:
+def _read_header(
+    read: Read, nbytes: int, specs: tuple[TensorSpec, ...], room: Room
+) -> tuple[PatchHeader | PartHeader, int, int]:
     """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes`` for a state of ``specs``."""
     head = read(0, min(_FIRST_READ, nbytes))
     end = header_end(head)
@@ -109,7 +112,7 @@ def _read_header(read: Read, nbytes: int, specs: tuple[TensorSpec, ...]) -> tupl
     if format_of(head) == FORMAT:
         header, end = parse_header(memoryview(head), specs)
     else:
-        header, end = parse_part_header(memoryview(head), specs)
+        header, end = parse_part_header(memoryview(head), specs, room=room)
     if end + header.body_bytes != nbytes:
         raise CorruptPatch(f"the patch has {nbytes} bytes, its header implies {end + header.body_bytes}")
     return header, end, len(head)

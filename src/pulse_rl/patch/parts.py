@@ -12,7 +12,7 @@ from ..codec import MAX_BLOCK_ELEMENTS
 from ..errors import CorruptPatch, InputError
 from ..state.digest import StateDigest
 from ..state.slices import Segment
-from ..state.tensors import State, TensorSpec
+from ..state.tensors import MAX_TENSORS, State, TensorSpec
 from .blocks import DEFAULT_BLOCK_ELEMENTS, Block
 from .header import (
     FORMAT_OF_PARTS,
@@ -81,22 +81,40 @@ class PartHeader:
         return closed_header(bytes(out), FORMAT_OF_PARTS)
 
 
-def parse_part_header(data: memoryview, specs: Sequence[TensorSpec] | None = None) -> tuple[PartHeader, int]:
+class Room:
+    """What the headers of all parts of a patch may list together: tensors, each time, and slices."""
+
+    def __init__(self) -> None:
+        self.left = MAX_SEGMENTS
+
+    def take(self, count: int) -> None:
+        """Raises CorruptPatch."""
+        self.left -= count
+        if self.left < 0:
+            raise CorruptPatch(f"the parts of the patch list more than {MAX_SEGMENTS} tensors and slices")
+
+
+def parse_part_header(
+    data: memoryview, specs: Sequence[TensorSpec] | None = None, *, room: Room | None = None
+) -> tuple[PartHeader, int]:
     """(header, bytes of prelude and header) from the start of a part; raises CorruptPatch. ``specs``, where given, are
-    the tensors of the state: a header that is longer than any for these is refused before it takes memory."""
+    the tensors of the state: a header that is longer than any for these is refused before it takes memory. ``room`` is
+    that of all parts of the patch."""
     most = None if specs is None else most_bytes(specs) + _SEGMENT_BYTES * MAX_SEGMENTS
     plain, end = open_header(data, FORMAT_OF_PARTS, most)
     with malformed():
-        return _read(HeaderReader(plain)), end
+        return _read(HeaderReader(plain), room or Room()), end
 
 
-def _read(reader: HeaderReader) -> PartHeader:
+def _read(reader: HeaderReader, room: Room) -> PartHeader:
     base, target = reader.take(32).hex(), reader.take(32).hex()
-    specs = reader.specs()
+    specs = reader.specs(min(MAX_TENSORS, room.left))
+    room.take(len(specs))
     segments: list[Segment] = []
     for spec in specs:
         at = 0
-        count = reader.number(MAX_SEGMENTS - len(segments))
+        count = reader.number(room.left)
+        room.take(count)
         if (count == 0) != (spec.elements == 0):
             raise CorruptPatch(f"tensor {spec.name!r} of {spec.elements} elements has {count} slices")
         for _ in range(count):
@@ -169,10 +187,10 @@ class PartsPatch:
     @classmethod
     def parse(cls, parts: Iterable[bytes | memoryview], specs: Sequence[TensorSpec] | None = None) -> PartsPatch:
         """Checks all that `Patch.parse` does of each part, and that the parts belong together. Raises CorruptPatch."""
-        headers, bodies = [], []
+        headers, bodies, room = [], [], Room()
         for data in parts:
             view = memoryview(data)
-            header, size = parse_part_header(view, specs)
+            header, size = parse_part_header(view, specs, room=room)
             if size + header.body_bytes != len(view):
                 raise CorruptPatch(f"the part has {len(view)} bytes, its header implies {size + header.body_bytes}")
             headers.append(header)

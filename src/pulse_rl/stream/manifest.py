@@ -147,6 +147,8 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield f"has a patch from version {patch.base}"
     if patch and len(patch.parts) > (MAX_PARTS if manifest.format == FORMAT_OF_SLICES else 1):
         yield f"has a patch in {len(patch.parts)} parts"
+    if patch and len({part.sha256 for part in patch.parts}) < len(patch.parts):
+        yield "lists a part twice"
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
     facts = [value for value in manifest.metadata.values() if isinstance(value, int)]
     if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in [*counts, *(p.bytes for p in payloads), *facts]):

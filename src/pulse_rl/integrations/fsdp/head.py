@@ -7,10 +7,11 @@ import time
 from typing import Any, NamedTuple
 
 from ..._util.serial import unstoppable
-from ...errors import PublisherConflict
+from ...errors import ChainGap, InputError, PublisherConflict
 from ...events import Metadata
 from ...stream import manifest as manifests
 from ...stream.chain import Link, resolved
+from ...stream.doubts import UNREADABLE
 from ...stream.manifest import Manifest, Payload
 from ...stream.signing import Signer
 from ...stream.stream import Stream
@@ -61,6 +62,7 @@ class Head:
         self._pending: tuple[Manifest, float] | None = None
         self._since_anchor = 0
         self._anchor_due = False
+        self._seen_together = False
 
     def settle(self) -> bytes:
         """Commits what an earlier call has left pending, unless its payloads may have been collected since. The
@@ -86,7 +88,10 @@ class Head:
         head = committer.head
         if head is None:
             return Found()
-        self._since_anchor = bytes_since_anchor(self._stream, head.version, self._anchor_ratio)
+        try:
+            self._since_anchor = bytes_since_anchor(self._stream, head.version, self._anchor_ratio)
+        except (ChainGap, *UNREADABLE):  # newcomers cannot come here from the last anchor
+            self._anchor_due = True
         if self._signer and head.signature and head.signature.key != self._signer.public_key:
             self._anchor_due = True  # for those who trust the new key only
         return Found(version=head.version, root=head.root, names=tuple(sorted(set(head.aliases.values()))))
@@ -115,6 +120,13 @@ class Head:
             manifest = self._signer.sign(manifest)
         # Before it is created for good: what no reader could parse must not be committed.
         manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
+        if not self._seen_together or manifest.anchor:
+            if not self._stream.stores(manifest):
+                raise InputError(
+                    "rank 0 does not find in its store what the ranks have stored",
+                    hint="Give all ranks the same store, by an address that means the same everywhere.",
+                )
+            self._seen_together = True
         self._pending = manifest, time.time()
         return self._confirm(manifest)
 

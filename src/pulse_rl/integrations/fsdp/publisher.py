@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -14,7 +14,7 @@ from ... import codec as codecs
 from ..._util.serial import SerialThread, Unique, unstoppable
 from ..._util.settings import checked_collection, checked_number
 from ..._util.threads import checked_threads
-from ...errors import InputError, PublisherConflict, PulseError, RankLost
+from ...errors import InputError, PublisherConflict, PulseError
 from ...events import (
     Event,
     Listener,
@@ -28,11 +28,10 @@ from ...events import (
     progress_to,
 )
 from ...state.digest import StateDigest
-from ...state.snapshot import await_devices
 from ...store import Store, open_store
 from ...stream import manifest as manifests
 from ...stream.anchor import DEFAULT_SHARD_BYTES
-from ...stream.manifest import MAX_NUMBER, Manifest, checked_metadata
+from ...stream.manifest import MAX_NUMBER, Manifest
 from ...stream.signing import Signer, TrustedKeys
 from ...stream.stream import Stream
 from ...stream.trees import put_trees
@@ -42,35 +41,12 @@ from .head import Found, Head
 from .layout import Held, Layout, difference, make_layout
 from .leaves import gather_tree
 from .local import LocalState, from_message, to_message
+from .order import Order
 from .ranks import Ranks
 from .resume import restore_baseline
 from .upload import Stored, store, uploaded
 
 _MAX_STALE_COMMITS = 8
-
-
-class _Order(NamedTuple):
-    """What a rank was told to publish. ``local`` is called for its part, and raises what is wrong with the order."""
-
-    local: Callable[[], LocalState]
-    metadata: Metadata
-    anchor: bool
-
-    @classmethod
-    def of(cls, source: Mapping[str, Any], metadata: Metadata | None, dtype: str | None, anchor: bool) -> Self:
-        """Looks at all of it in the caller's thread; an error is kept until all ranks can be told."""
-        try:
-            facts = checked_metadata({} if metadata is None else metadata)
-            local = LocalState(source, dtype)
-            await_devices(local.source)
-        except PulseError as error:
-            refused = error
-
-            def refuse() -> LocalState:
-                raise refused
-
-            return cls(refuse, {}, anchor)
-        return cls(lambda: local, facts, anchor)
 
 
 class _Built(NamedTuple):
@@ -131,26 +107,33 @@ class ShardedPublisher(Unique):
             raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
         trusted = checked_collection("trusted_keys", trusted_keys, "[key]")
         keys = [*([signer.public_key] if signer else ()), *trusted]
-        self._stream = Stream(
-            open_store(store),
-            stream,
-            TrustedKeys(keys) if keys else None,
-            signer=signer,
-            identity=identity,
-            on_refused=self._refused,
-        )
+        self._ranks = Ranks(process_group, timeout_seconds)
+        opened: list[Stream] = []
+
+        def open_stream() -> bytes:
+            trusted = TrustedKeys(keys) if keys else None
+            where = open_store(store)
+            opened.append(Stream(where, stream, trusted, signer=signer, identity=identity, on_refused=self._refused))
+            return b""
+
+        try:
+            self._ranks.together(open_stream)
+        except BaseException:
+            self._ranks.close()
+            raise
+        self._stream = opened[0]
         self._codec = codec
         self._shard_bytes = shard_bytes
         self._selectable = selectable
         self._threads = threads
         self._listener = on_event
         self._serial = SerialThread("ShardedPublisher")
-        self._ranks = Ranks(process_group, timeout_seconds)
         self._head_of_all = Head(self._stream, signer, anchor_ratio)
         self._baseline: Baseline | None = None
         self._pending: Draft | None = None
         self._told: tuple[list[bytes], list[list[Held]]] | None = None
         self._layout: tuple[object, Layout] | None = None
+        self._untold: list[Event] = []
 
     def publish(
         self,
@@ -172,7 +155,7 @@ class ShardedPublisher(Unique):
         RankLost.
         """
         with failures_to(self._listener, self._stream.name, "publish"):
-            order = _Order.of(source, metadata, dtype, anchor)
+            order = Order.of(source, metadata, dtype, anchor)
             return self._serial.run(lambda: self._publish(order, PhaseTimer()))
 
     def head(self) -> Manifest | None:
@@ -213,23 +196,33 @@ class ShardedPublisher(Unique):
 
     # -- in the order of a publish
 
-    def _publish(self, order: _Order, timer: PhaseTimer) -> Published:
+    def _publish(self, order: Order, timer: PhaseTimer) -> Published:
         try:
-            local = self._meet(order)
-            for _ in range(_MAX_STALE_COMMITS):
-                self._follow(self._ranks.on_first(self._head_of_all.settle))
-                found = self._resume()
-                timer.end("resume")
-                built = self._take_up(local, found, timer) or self._build(local, found, timer)
-                manifest = self._store_and_commit(order, built, timer)
-                if manifest:
-                    return self._published(manifest, built.draft, timer)
-            raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
-        except RankLost:
-            self._baseline, self._pending = None, None
+            manifest, draft = self._commit_together(order, timer)
+        except BaseException as error:
+            if error is not self._ranks.common_error:
+                # The others do not know of it: none of them may mistake its next step for theirs.
+                self._baseline, self._pending = None, None
+                self._ranks.close()
             raise
+        finally:
+            self._tell_what_waited()  # a listener that fails must not part the ranks
+        return self._published(manifest, draft, timer)
 
-    def _meet(self, order: _Order) -> LocalState:
+    def _commit_together(self, order: Order, timer: PhaseTimer) -> tuple[Manifest, Draft]:
+        local = self._meet(order)
+        for _ in range(_MAX_STALE_COMMITS):
+            self._follow(self._ranks.on_first(self._head_of_all.settle))
+            found = self._resume()
+            timer.end("resume")
+            built = self._take_up(local, found, timer) or self._build(local, found, timer)
+            manifest = self._store_and_commit(order, built, timer)
+            if manifest:
+                return manifest, built.draft
+        came = f"{_MAX_STALE_COMMITS} commits of older publishers came between"
+        raise self._ranks.known_to_all(PublisherConflict(came))
+
+    def _meet(self, order: Order) -> LocalState:
         """This rank's part of the state. The ranks tell each other what they have, if that is not as it was."""
         made: list[LocalState] = []
         messages: list[bytes] = []
@@ -256,7 +249,7 @@ class ShardedPublisher(Unique):
         if not found.keep:
             self._baseline = None
         if found.lost is not None:
-            self._tell(Resumed(self._stream.name, found.lost, "anchored", "the store no longer holds it"))
+            self._untold.append(Resumed(self._stream.name, found.lost, "anchored", "the store no longer holds it"))
         return found
 
     def _build(self, local: LocalState, found: Found, timer: PhaseTimer) -> _Built:
@@ -305,7 +298,7 @@ class ShardedPublisher(Unique):
             )
             how, reason = "restored", restored if isinstance(restored, str) else ""
             self._baseline = None if isinstance(restored, str) else restored
-        self._tell(Resumed(self._stream.name, found.version, "anchored" if reason else how, reason))
+        self._untold.append(Resumed(self._stream.name, found.version, "anchored" if reason else how, reason))
         timer.end("resume")
         return None if reason else self._build(local, Found(keep=True), timer)
 
@@ -317,10 +310,17 @@ class ShardedPublisher(Unique):
             known = frozenset(spec.name for spec in self._baseline.layout.specs)
         key = tuple(self._told[0]), known
         if self._layout is None or self._layout[0] != key:
-            self._layout = key, make_layout(self._told[1], known)
+            told, made = self._told[1], list[Layout]()
+
+            def make() -> bytes:
+                made.append(make_layout(told, known))
+                return b""
+
+            self._ranks.together(make)
+            self._layout = key, made[0]
         return self._layout[1]
 
-    def _store_and_commit(self, order: _Order, built: _Built, timer: PhaseTimer) -> Manifest | None:
+    def _store_and_commit(self, order: Order, built: _Built, timer: PhaseTimer) -> Manifest | None:
         """None if the version's number is taken."""
         draft, layout, base = built.draft, built.draft.layout, built.draft.base
 
@@ -369,6 +369,11 @@ class ShardedPublisher(Unique):
             self._baseline = pending.take_effect(manifest.version, manifest.root)
         self._stream.identity = manifest.identity
         return manifest
+
+    def _tell_what_waited(self) -> None:
+        waiting, self._untold = self._untold, []
+        for event in waiting:
+            self._tell(event)
 
     def _tell(self, event: Event) -> None:
         if self._listener:

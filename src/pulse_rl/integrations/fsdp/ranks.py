@@ -35,6 +35,9 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
         self.size, self.rank = 1, 0
+        self.common_error: BaseException | None = None
+        """The last error that all ranks know of."""
+        self._step = 0
         self._timeout_seconds = timeout_seconds
         self._given_up = ""
         self._group: dist.ProcessGroup | None = None
@@ -69,11 +72,16 @@ class Ranks:
             failure, message = error, b"-" + _told(error)
         messages = [message] if self.size == 1 else self._all_gather(message)
         if failure is not None:
-            raise failure
+            raise self.known_to_all(failure)
         for rank, said in enumerate(messages):
             if said[:1] == b"-":
-                raise _retold(rank, said[1:])
+                raise self.known_to_all(_retold(rank, said[1:]))
         return [said[1:] for said in messages]
+
+    def known_to_all(self, error: BaseException) -> BaseException:
+        """``error``, which is raised on all ranks alike: they stay together."""
+        self.common_error = error
+        return error
 
     def on_first(self, work: Callable[[], bytes]) -> bytes:
         """What ``work()`` returns on rank 0; the others do not call it, and cannot fail. Raises as `together` does."""
@@ -125,7 +133,12 @@ class Ranks:
                 dist.destroy_process_group(group)
 
     def _all_gather(self, message: bytes) -> list[bytes]:
-        lengths = [struct.unpack("<Q", m)[0] for m in self._all_gather_equal(struct.pack("<Q", len(message)))]
+        self._step += 1
+        heads = [struct.unpack("<QQ", m) for m in self._all_gather_equal(struct.pack("<QQ", self._step, len(message)))]
+        if any(step != self._step for step, _ in heads):
+            self._given_up = "the ranks have parted: they are at different steps"
+            raise RankLost(self._given_up)
+        lengths = [length for _, length in heads]
         padded = self._all_gather_equal(message.ljust(max(lengths), b"\0"))
         return [m[:length] for m, length in zip(padded, lengths, strict=True)]
 
