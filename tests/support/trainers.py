@@ -24,9 +24,13 @@ import torch.distributed as dist
 from pulse_rl.errors import PulseError
 from pulse_rl.loco import pulseloco, shares
 
+_SHARDED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+
 # One process imports torch; the trainers are forks of it, which takes hundredths of a second.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pulse_rl.loco"])
+_PROCESSES.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "pulse_rl.loco", "pulse_rl.integrations.fsdp", *_SHARDED]
+)
 
 
 @dataclass(frozen=True)

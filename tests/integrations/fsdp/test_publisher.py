@@ -133,6 +133,24 @@ def stages_and_experts(trainer: Trainer) -> None:
             require_equal(followed(store), whole, published)
 
 
+def a_tensor_that_moves(trainer: Trainer) -> None:
+    """Other slices than of the version before, other tensors: an anchor, and then patches again."""
+    state = {"expert": torch.arange(300.0), "norm": torch.ones(20)}
+    store = LocalStore(trainer.folder / "store-of-moves")
+    follower = followed(store)
+    with ShardedPublisher(store, stream="policy", threads=1) as publisher:
+        for seed, (rank, more, reason) in enumerate(
+            [(0, 0, ""), (0, 0, ""), (1, 0, "other slices"), (1, 0, ""), (1, 1, "'more'"), (1, 1, "")]
+        ):
+            step(state, seed)
+            whole = state | ({"more": torch.zeros(5)} if more else {})
+            mine = {name: tensor for name, tensor in whole.items() if name != "expert" or trainer.rank == rank}
+            published = publisher.publish(mine)
+            assert (published.changed is None) == (seed == 0 or bool(reason))
+            assert reason in published.reason
+            require_equal(follower, whole, published)
+
+
 def ties(trainer: Trainer) -> None:
     """A head that is the embedding: stored once, whatever the number of rows that a rank has."""
     model = sharded(init_device_mesh("cpu", (trainer.size,)), rows=3, tied=True)
@@ -188,7 +206,18 @@ def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
 
 
 def test_two_ranks() -> None:
-    together(ranks_program, 2, fsdp2, leaves_that_ranks_share, columns, ties, stages_and_experts, refusals, seconds=60)
+    together(
+        ranks_program,
+        2,
+        fsdp2,
+        leaves_that_ranks_share,
+        columns,
+        ties,
+        stages_and_experts,
+        a_tensor_that_moves,
+        refusals,
+        seconds=60,
+    )
 
 
 def test_four_ranks() -> None:
