@@ -91,8 +91,9 @@ class WayPlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """``ways`` has a plan for each of ``WAYS`` and each of ``METHODS``. ``relays_pay_from``: the number of workers in a
-    region from which on a relay brings a patch to all of them sooner; None: never."""
+    """What `make_fleet_plan` predicts for ``scenario`` and ``fleet``: ``ways`` has a plan for each of ``WAYS`` and each
+    of ``METHODS``. ``relays_pay_from``: the number of workers in a region from which on a relay brings a patch to all
+    of them sooner; None: never."""
 
     scenario: Scenario
     fleet: Fleet
@@ -108,13 +109,14 @@ def make_fleet_plan(scenario: Scenario, fleet: Fleet) -> FleetPlan:
 
 
 def density_of(density: float, versions: int) -> float:
-    """The density of the net changes of so many ``versions``, as if they were independent: an upper bound."""
+    """The density of the net changes of so many ``versions`` of this ``density``, as if they were independent: an upper
+    bound."""
     return -math.expm1(versions * math.log1p(-density)) if density < 1 else 1.0
 
 
 def catch_up_bytes(scenario: Scenario, versions: int) -> dict[str, float]:
-    """Bytes that bring a worker which is so many ``versions`` behind to the newest one: by all "patches", by "folds" of
-    64 and 8, by the "full" state."""
+    """Bytes that bring a worker of ``scenario`` which is so many ``versions`` behind to the newest one: by all
+    "patches", by "folds" of 64 and 8, by the "full" state."""
     patch = _patch_bytes(scenario, "context")
     folds, rest = 0.0, versions
     for span in _SPANS:

@@ -249,7 +249,7 @@ class ShardedPublisher(Unique):
         if not found.keep:
             self._baseline = None
         if found.lost is not None:
-            self._untold.append(Resumed(self._stream.name, found.lost, "anchored", "the store no longer holds it"))
+            self._resumed(found.lost, "anchored", "the store no longer holds it")
         return found
 
     def _build(self, local: LocalState, found: Found, timer: PhaseTimer) -> _Built:
@@ -298,7 +298,7 @@ class ShardedPublisher(Unique):
             )
             how, reason = "restored", restored if isinstance(restored, str) else ""
             self._baseline = None if isinstance(restored, str) else restored
-        self._untold.append(Resumed(self._stream.name, found.version, "anchored" if reason else how, reason))
+        self._resumed(found.version, "anchored" if reason else how, reason)
         timer.end("resume")
         return None if reason else self._build(local, Found(keep=True), timer)
 
@@ -325,8 +325,8 @@ class ShardedPublisher(Unique):
         draft, layout, base = built.draft, built.draft.layout, built.draft.base
 
         def decide() -> bytes:
-            long = self._head_of_all.needs_anchor(built.patch_bytes, layout.nbytes)
-            with_anchor = base is None or order.anchor or long
+            due = self._head_of_all.needs_anchor(built.patch_bytes, layout.nbytes)
+            with_anchor = base is None or order.anchor or due
             if self._selectable and built.tree:
                 put_trees(self._stream, built.tree, leaves=with_anchor)
             return b"anchor" if with_anchor else b""
@@ -370,10 +370,12 @@ class ShardedPublisher(Unique):
         self._stream.identity = manifest.identity
         return manifest
 
+    def _resumed(self, version: int, how: str, reason: str) -> None:
+        self._untold.append(Resumed(self._stream.name, version, how, reason))
+
     def _tell_what_waited(self) -> None:
-        waiting, self._untold = self._untold, []
-        for event in waiting:
-            self._tell(event)
+        while self._untold:
+            self._tell(self._untold.pop(0))
 
     def _tell(self, event: Event) -> None:
         if self._listener:
