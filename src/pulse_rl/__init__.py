@@ -73,7 +73,7 @@ from .state.digest import StateDigest, state_digest
 from .state.rounding import round_to_bf16
 from .state.tensors import Bits, DType, State, TensorSpec, UIntArray
 from .state.wrappers import unwrapped
-from .store import Data, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
+from .store import Data, HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.manifest import AnchorRef, Manifest, PatchRef, Payload, Signature
 from .stream.signing import Signer
 from .sync.group import Member
@@ -115,6 +115,7 @@ __all__ = [
     "Folded",
     "FormatError",
     "GcPlan",
+    "HttpStore",
     "InputError",
     "IntegrityError",
     "InvalidName",

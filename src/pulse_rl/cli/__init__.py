@@ -19,7 +19,7 @@ from ..errors import PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
 from ..state.rounding import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
-from . import engines, files, plan, relay, report, streams, study
+from . import engines, files, plan, relay, report, serve, streams, study
 from .output import Console
 
 _MOST_SECONDS = 1e9
@@ -131,7 +131,8 @@ def make_parser() -> argparse.ArgumentParser:
         "store",
         metavar="STORE",
         nargs="+",
-        help="a folder, or a file://, s3://, gs:// or az:// URL; several in order of preference, the stream's own last",
+        help="a folder, or a file://, http://, s3://, gs:// or az:// URL; several in order of preference, the stream's "
+        "own last",
     )
     kept = command.add_mutually_exclusive_group(required=True)
     kept.add_argument("--out", type=_path, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
@@ -204,6 +205,25 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=relay.relay)
 
+    command = commands.add_parser(
+        "serve", parents=[common], help="show a folder to readers over HTTP, for workers without credentials"
+    )
+    command.add_argument("folder", metavar="FOLDER", help="the store's folder, such as a relay's target")
+    command.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="this machine's address to listen at (default: 127.0.0.1)",
+    )
+    command.add_argument(
+        "--port",
+        type=_port,
+        default=serve.DEFAULT_PORT,
+        metavar="N",
+        help=f"port to listen at; 0: a free one (default: {serve.DEFAULT_PORT})",
+    )
+    command.set_defaults(run=serve.serve)
+
     command = commands.add_parser("keygen", parents=[common], help="make a private key and print its public key")
     command.add_argument("file", metavar="FILE", help="file to write the private key to; must not exist")
     command.set_defaults(run=streams.keygen)
@@ -221,6 +241,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
     return int(text)
 
 

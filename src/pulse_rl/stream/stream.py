@@ -81,6 +81,11 @@ class Stream:
                 self._listed[name.version] = info
         return list(self._listed)
 
+    @property
+    def last_listed(self) -> str:
+        """The name behind which the names of new versions are: of the last version that was listed, or below all."""
+        return self.names.version(max(self._listed)) if self._listed else f"{self.names.versions}/0"
+
     def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
         """The highest version above ``after`` that can be read and trusted; others may lie above it. Bounded work,
         however many these are: what was refused is looked at again ever more rarely. With ``anybody``, of any stream
@@ -213,7 +218,7 @@ class Stream:
         for _ in range(2):
             stored = self.store.head(name).nbytes
             if stored == payload.bytes:
-                data = self.store.get(name)
+                data = self.store.get(name, 0, payload.bytes)
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
         raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
