@@ -80,6 +80,7 @@ from .sync.group import Member
 from .sync.publisher import Publisher
 from .sync.submit import Submission
 from .sync.subscriber import Subscriber
+from .sync.subscribers import Subscribers
 from .sync.update import TensorUpdate, Update
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ __all__ = [
     "Submission",
     "Subscriber",
     "SubscriberPoisoned",
+    "Subscribers",
     "Synced",
     "TensorSpec",
     "TensorUpdate",

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from .._util.serial import SerialThread, Unique
 from .._util.settings import checked_number, checked_path
@@ -57,6 +57,8 @@ class Subscriber(Unique):
     any. It cannot be copied, pickled, or used in a forked process.
     """
 
+    _idle_seconds: ClassVar[float | None] = None
+
     def __init__(
         self,
         store: Store | str | Sequence[Store | str],
@@ -102,7 +104,7 @@ class Subscriber(Unique):
         self._pause = Pause(streams[0], patience_seconds if len(streams) > 1 else math.inf)
         self._pinned = identity is not None
         self._follow_restarts = follow_restarts
-        self._serial = SerialThread("Subscriber")
+        self._serial = SerialThread("Subscriber", self._idle_seconds)
         self._selection = None if select is None else Selection(select)
         self._host = HostState(threads=threads, listener=on_event, selection=self._selection)
         self._base = base
