@@ -332,10 +332,10 @@ def test_one_request_waits_for_all_streams_of_a_server(tmp_path: Path, rng: Rng)
                 began = time.monotonic()
                 fleet.publish(version, name)
                 assert take(updates, 1) == {name: fleet.roots[version]}
-                assert time.monotonic() - began < 10
+                assert time.monotonic() - began < 15
 
 
-def test_two_iterations_meet_the_same_tensors(rng: Rng) -> None:
+def test_updates_make_the_publishers_state(rng: Rng) -> None:
     """What an update writes, over all versions, makes the publisher's state."""
     store = MemoryStore()
     fleet = Fleet(store, 1, rng)

@@ -22,6 +22,8 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         return streams.follow(args, console)
     if len(args.store) > 1:
         raise InputError("an engine follows one store", hint="Give the nearest one.")
+    if args.select:
+        raise InputError("an engine needs all tensors of its model", hint="Leave --select out, or give --out.")
     if args.store[0].startswith("memory:"):
         raise InputError("an engine cannot open a memory:// store", hint="Give a folder or an object store.")
     handle: EngineHandle | None = None

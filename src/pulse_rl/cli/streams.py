@@ -38,6 +38,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         signer=_signer(args),
         trusted_keys=args.trust or (),
         identity=args.identity,
+        selectable=args.selectable,
         threads=args.threads,
         on_event=console,
     )
@@ -56,6 +57,7 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
         signer=_signer(args),
         trusted_keys=args.trust or (),
         identity=args.identity,
+        selectable=args.selectable,
         threads=args.threads,
         on_event=console,
     )
@@ -67,14 +69,16 @@ def follow(args: argparse.Namespace, console: Console) -> int:
     out = Path(args.out)
     if (out / INDEX_NAME).exists():
         raise InputError(f"{out} holds a sharded checkpoint", hint="Give --out a separate folder.")
+    base = _own_checkpoint(out / FILE_NAME)
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
-        base=_own_checkpoint(out / FILE_NAME),
+        base=None if args.select else base,  # a part of a state has no version's root
         cache=args.cache,
         trusted_keys=args.trust,
         identity=args.identity,
         follow_restarts=args.follow_restarts,
+        select=args.select,
         threads=args.threads,
         on_event=console,
     )

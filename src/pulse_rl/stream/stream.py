@@ -75,16 +75,18 @@ class Stream:
     def versions(self, after: int | None = None) -> list[int]:
         """The committed versions greater than ``after``, ascending."""
         start_after = None if after is None else self.names.version(after)
-        self._listed = {}
+        self._listed, listed = {}, dict[int, ObjectInfo]()
         for info in self.store.list(self.names.versions, start_after):
             if isinstance(name := self.names.parse(info.name), VersionName):
-                self._listed[name.version] = info
-        return list(self._listed)
+                listed[name.version] = info
+        self._listed = listed  # whole, for `last_listed` in another thread
+        return list(listed)
 
     @property
     def last_listed(self) -> str:
         """The name behind which the names of new versions are: of the last version that was listed, or below all."""
-        return self.names.version(max(self._listed)) if self._listed else f"{self.names.versions}/0"
+        listed = self._listed
+        return self.names.version(max(listed)) if listed else f"{self.names.versions}/0"
 
     def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
         """The highest version above ``after`` that can be read and trusted; others may lie above it. Bounded work,

@@ -274,39 +274,40 @@ class Subscribers(Unique):
         self._schedule.give_back(followed, rest, at_once=False)
 
     def _wait_for_new(self) -> None:
-        """Waits at the store for all streams that rest; what is not waited for, since it came later, is polled."""
+        """Waits at the store for all streams; those that it does not wait for, since they came later, are polled."""
         assert self._notifier is not None
         seconds = _SHORTEST_WAIT
         while not self._closed.is_set():
             followed = tuple(self._followed.values())
-            resting = {each.subscriber.stream.last_listed: each for each in followed if self._rests(each)}
-            polled = sum(each.error is None for each in followed) > len(resting)
+            after = {each.subscriber.stream.last_listed: each for each in followed}
+            waited_for = {name: each for name, each in after.items() if _can_be_told(each, name)}
+            polled = sum(each.error is None for each in followed) > len(waited_for)
             seconds = _SHORTEST_WAIT if polled else min(2 * seconds, _LONGEST_WAIT)
-            self._waited_for = frozenset(resting.values())
-            if not resting:
+            self._waited_for = frozenset(waited_for.values())
+            if not waited_for:
                 self._closed.wait(_SHORTEST_WAIT)
                 continue
             try:
-                folders = self._notifier.wait_for_new(resting, seconds)
+                folders = self._notifier.wait_for_new(waited_for, seconds)
             except StoreError:
                 self._waited_for = frozenset()
                 self._closed.wait(_SHORTEST_WAIT)
                 continue
-            for after, each in resting.items():
-                if after.rpartition("/")[0] in folders:
-                    each.told = after
+            for name, each in waited_for.items():
+                if name.rpartition("/")[0] in folders:
+                    each.told = name
                     self._schedule.put(each)
-
-    def _rests(self, each: _Followed) -> bool:
-        """Whether a stream is to be waited for. One of which the store said in vain that it has something is not."""
-        vain = each.told == each.subscriber.stream.last_listed
-        return not each.taken and each.error is None and not vain and each.rests_until <= time.monotonic()
 
     def _find(self, stream: str) -> _Followed:
         try:
             return self._followed[stream]
         except KeyError:
             raise InputError(f"the stream {stream!r} is not followed", hint="Add it first.") from None
+
+
+def _can_be_told(each: _Followed, after: str) -> bool:
+    """Whether to wait for what is behind ``after``. A stream of which that was told once is polled until it moves."""
+    return each.error is None and each.told != after and each.rests_until <= time.monotonic()
 
 
 def _checked_rate(value: float | None) -> float:
