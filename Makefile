@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-vllm demo-trl demo-loco test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-network bench-loco study faults mutants fuzz dist clean
+.PHONY: demo demo-vllm demo-trl demo-loco test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-network bench-fleet bench-loco study faults mutants fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -158,6 +158,10 @@ study: $(VENV)/.ready $(VENV)/.bench
 # Weight sync between network namespaces with rate-limited links, on one machine; needs root.
 bench-network: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.network $(ARGS)
+
+# 1 to 400 subscribers against one S3-compatible store, and through relays; ARGS=--plan: what is expected of larger fleets.
+bench-fleet: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.fleet $(ARGS)
 
 # PULSELoCo beside DDP and DiLoCo: traffic, convergence, cost. Some 40 minutes on two cores; with root, in namespaces.
 bench-loco: $(VENV)/.ready $(VENV)/.bench

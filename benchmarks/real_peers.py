@@ -113,17 +113,20 @@ class Grail(RealPeer):
             {k: torch.from_numpy(v.view(np.int16)).view(torch.bfloat16) for k, v in state.items()}
             for state in (old, new)
         )
-        self.data, self.digest, self.made = b"", "", self.a
+        self.base, self.data, self.digest, self.made = self.a, b"", "", self.a
+
+    def prepare(self) -> None:
+        self.base = {name: tensor.clone() for name, tensor in self.a.items()}  # it is patched in place
 
     def publish(self) -> int:
-        sparse, shapes, _ = self.delta.compute_sparse_delta(self.b, self.a)
+        sparse, shapes, _ = self.delta.compute_sparse_delta(self.b, self.base)
         self.data = self.codec.encode_sparse_delta_v3_1(sparse, shapes)
         self.digest = self.delta.compute_weights_hash(self.b)
         return len(self.data)
 
     def consume(self) -> None:
         sparse, shapes = self.codec.decode_sparse_delta_v3_1(self.data)
-        self.made = self.delta.apply_sparse_delta(self.a, sparse, shapes)
+        self.made = self.delta.apply_sparse_delta(self.base, sparse, shapes)
         assert self.delta.verify_weights_hash(self.made, self.digest)
 
     def check(self) -> None:

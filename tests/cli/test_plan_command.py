@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,3 +74,16 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
     captured = capsys.readouterr()
     assert message in captured.err
     assert json.loads(captured.out)["error"] == "input"
+
+
+def test_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = ["--workers", "1000", "--regions", "4", "--region-bandwidth", "1Gbit", "--origin-bandwidth", "10Gbit"]
+    assert main(["plan", *SEVEN, *fleet, "--away", "200"]) == 0
+    out = capsys.readouterr().out
+    assert "1,000 workers in 4 regions, 250 in each" in out
+    assert "a relay is sooner from" in out
+    facts: Any = planned(capsys, *SEVEN, *fleet, "--away", "200")["fleet"]
+    assert facts["ways"]["relays"]["context"]["versions"] == 1 < facts["ways"]["direct"]["context"]["versions"]
+    assert facts["catch_up_bytes"]["folds"] < facts["catch_up_bytes"]["patches"]
+    assert "fleet" not in planned(capsys, *SEVEN)
+    assert main(["plan", *SEVEN, "--regions", "2"]) == 1, "one worker has one region"

@@ -177,15 +177,21 @@ def test_streams_come_and_go(rng: Rng) -> None:
         assert take(updates, 1) == {"later": fleet.roots[2]}
 
 
-def test_a_stream_is_given_what_a_subscriber_is(rng: Rng) -> None:
+def test_a_stream_is_given_what_a_subscriber_is(tmp_path: Path, rng: Rng) -> None:
+    """A part is not cached, which would fetch all of it."""
     store = MemoryStore()
     states = history(rng, 1)
     publisher = Publisher(store, stream="whole", selectable=True, threads=1)
     publisher.publish(states[0])
-    with Subscribers(store, poll_seconds=0.02) as subscribers:
+    with Subscribers(store, poll_seconds=0.02, cache=tmp_path / "cache") as subscribers:
         subscribers.add("whole", select="embed.*", identity=publisher.identity)
         _, update = next(subscribers.updates(timeout_seconds=SOON))
         assert [tensor.spec.name for tensor in update.tensors] == ["embed.weight"]
+        assert not (tmp_path / "cache").exists()
+        subscribers.remove("whole")
+        subscribers.add("whole")
+        next(subscribers.updates(timeout_seconds=SOON))
+        assert list((tmp_path / "cache").iterdir())
 
 
 def test_several_threads_share_the_updates(rng: Rng) -> None:

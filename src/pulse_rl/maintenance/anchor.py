@@ -8,6 +8,7 @@ from ..errors import EmptyStream
 from ..events import Listener, Published
 from ..store import Store, open_store
 from ..stream.signing import Signer
+from ..stream.trees import is_selectable
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 
@@ -24,11 +25,11 @@ def anchor_stream(
     on_event: Listener | None = None,
 ) -> Published:
     """Publishes the newest version of ``stream`` in ``store`` once more, as it is, with an anchor, and returns what it
-    cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it.
+    cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it. It is
+    selectable if the version was, or with ``selectable``, as in `Publisher`.
 
     ``signer`` signs it; then only versions that its key or one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits
-    each) has signed are taken. ``identity``: the stream's, where it is known. ``selectable``: for subscribers that
-    select, too, as in `Publisher`. ``threads``: the maximum number (None:
+    each) has signed are taken. ``identity``: the stream's, where it is known. ``threads``: the maximum number (None:
     one per core); ``on_event`` gets the events of restoring and publishing. This takes the stream over: a trainer that
     still publishes to it is refused at its next commit; one that is about to start need not call it, since
     ``publish(anchor=True)`` does the same. Raises EmptyStream, and what `Subscriber.sync` and `Publisher.publish`
@@ -48,7 +49,7 @@ def anchor_stream(
         signer=signer,
         trusted_keys=trusted_keys,
         identity=reader.identity,
-        selectable=selectable,
+        selectable=selectable or is_selectable(reader.stream, reader.root),
         threads=threads,
         on_event=on_event,
     ) as publisher:

@@ -69,6 +69,15 @@ def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
     raise AssertionError
 
 
+def is_selectable(stream: Stream, root: str) -> bool:
+    """Whether the digests of the version with this root are stored."""
+    try:
+        stream.store.head(stream.names.tree(root, TENSORS))
+    except NotFound:
+        return False
+    return True
+
+
 def copy_trees(source: Stream, target: Stream, manifest: Manifest, *, leaves: bool) -> None:
     """Stores in ``target`` what ``source`` has of a version's tree, if it is right; nothing depends on it but
     subscribers that select. Raises StoreError, but not NotFound."""

@@ -96,9 +96,9 @@ class Subscribers(Unique):
         self._several = len(opened) > 1
         if rate < math.inf:
             opened = [PacedStore(each, rate) for each in opened]
+        self._stores = self._cached = opened
         if cache is not None:
-            opened = [CachedStore(each, checked_path(cache), payload_digest) for each in opened]
-        self._stores = opened
+            self._cached = [CachedStore(each, checked_path(cache), payload_digest) for each in opened]
         self._options: dict[str, Any] = {
             "trusted_keys": trusted_keys,
             "follow_restarts": follow_restarts,
@@ -141,7 +141,8 @@ class Subscribers(Unique):
             raise InputError("these Subscribers are closed", hint="Make new ones.")
         if stream in self._followed:
             raise InputError(f"the stream {stream!r} is followed already", hint="Remove it first.")
-        subscriber = _Pooled(self._stores, stream=stream, base=base, select=select, identity=identity, **self._options)
+        stores = self._cached if select is None else self._stores  # ranges are not kept
+        subscriber = _Pooled(stores, stream=stream, base=base, select=select, identity=identity, **self._options)
         followed = _Followed(stream, subscriber, priority, _checked_rate(bytes_per_second))
         self._followed[stream] = followed
         self._schedule.put(followed)
