@@ -126,7 +126,15 @@ def test_many_wait_without_a_thread_each(served: FolderServer, tmp_path: Path) -
 
 
 def test_bad_waits_are_refused(served: FolderServer) -> None:
-    for query, body in (("wait=x", b"a/b"), ("wait=-1", b"a/b"), ("wait=nan", b"a/b"), ("wait=1", b"a"), ("", b"..")):
+    many = b"\n".join(b"a%d/b" % k for k in range(4097))
+    for query, body in (
+        ("wait=1", many),
+        ("wait=x", b"a/b"),
+        ("wait=-1", b"a/b"),
+        ("wait=nan", b"a/b"),
+        ("wait=1", b"a"),
+        ("", b".."),
+    ):
         connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
         connection.request("POST", f"/?{query}", body)
         assert connection.getresponse().status == 400

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from .._util.jitter import jittered
 from .._util.units import format_bytes
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..integrations import sglang, vllm
@@ -53,7 +54,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
                 wait = args.poll
             if args.once:
                 return 0
-            time.sleep(wait)
+            time.sleep(jittered(wait))
     finally:
         if handle is not None:
             handle.close()

@@ -30,6 +30,8 @@ PAGE: Final = 1000
 """Objects in a page of a listing; one with fewer is the last."""
 MAX_LISTED: Final = 1_000_000
 MAX_WAIT_SECONDS: Final = 25.0
+MAX_WAITED: Final = 4096
+"""Folders for which one request may wait; the server looks at each of them ten times a second."""
 
 _PAGE_BYTES = 1 << 20
 _KEPT_CONNECTIONS = 8
@@ -125,7 +127,8 @@ class HttpStore:
 
     def wait_for_new(self, after: Collection[str], seconds: float) -> set[str]:
         """Of the folders of the objects ``after``, those that have an object with a greater name: as soon as one has,
-        or after at most ``seconds``, none. One request, which the server answers late. Raises StoreError."""
+        or after at most ``seconds``, none. One request, which the server answers late, for at most 4096 folders. Raises
+        StoreError."""
         seconds = min(max(seconds, 0.0), MAX_WAIT_SECONDS)
         folders = {check_name(name).rpartition("/")[0] for name in after}
         found = self._lines("POST", f"?wait={seconds:.3f}", body="\n".join(after).encode(), more_seconds=seconds)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from ..errors import InputError
 from .base import MAX_NAME, is_name
-from .http import MAX_WAIT_SECONDS, PAGE
+from .http import MAX_WAIT_SECONDS, MAX_WAITED, PAGE
 from .local import LocalStore
 from .watch import Watch
 
@@ -140,7 +140,11 @@ class _Handlers:
             raise web.HTTPBadRequest from None
         base = request.path.removeprefix("/")
         asked = [base + name for name in (await request.text()).split("\n")]
-        if not seconds >= 0 or not all(_is_path(name) and "/" in name.removeprefix(base) for name in asked):
+        if (
+            not seconds >= 0
+            or len(asked) > MAX_WAITED
+            or not all(_is_path(name) and "/" in name.removeprefix(base) for name in asked)
+        ):
             raise web.HTTPBadRequest
         after = dict(name.rsplit("/", 1) for name in asked)
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,7 @@ from ..errors import ConcurrentUse, InputError, PulseError, StoreError
 from ..events import Event, Listener, checked_listener
 from ..state.checkpoint import StateSource
 from ..store import CachedStore, Store, open_store
+from ..store.http import MAX_WAITED
 from ..store.notifier import notifier_of
 from ..store.paced import PacedStore
 from ..stream.names import payload_digest
@@ -281,7 +283,8 @@ class Subscribers(Unique):
         while not self._closed.is_set():
             followed = tuple(self._followed.values())
             after = {each.subscriber.stream.last_listed: each for each in followed}
-            waited_for = {name: each for name, each in after.items() if _can_be_told(each, name)}
+            told = ((name, each) for name, each in after.items() if _can_be_told(each, name))
+            waited_for = dict(islice(told, MAX_WAITED))
             polled = sum(each.error is None for each in followed) > len(waited_for)
             seconds = _SHORTEST_WAIT if polled else min(2 * seconds, _LONGEST_WAIT)
             self._waited_for = frozenset(waited_for.values())
