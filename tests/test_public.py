@@ -39,6 +39,7 @@ MODULES = (
     "pulse_rl.plan",
     "pulse_rl.report",
     "pulse_rl.store",
+    "pulse_rl.store.server",
     "pulse_rl.study",
     "pulse_rl.testing",
 )

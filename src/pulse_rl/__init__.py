@@ -74,13 +74,14 @@ from .state.digest import StateDigest, state_digest
 from .state.rounding import round_to_bf16
 from .state.tensors import Bits, DType, State, TensorSpec, UIntArray
 from .state.wrappers import unwrapped
-from .store import Data, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
+from .store import Data, HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.manifest import AnchorRef, Manifest, PatchRef, Payload, Signature
 from .stream.signing import Signer
 from .sync.group import Member
 from .sync.publisher import Publisher
 from .sync.submit import Submission
 from .sync.subscriber import Subscriber
+from .sync.subscribers import Subscribers
 from .sync.update import TensorUpdate, Update
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ __all__ = [
     "Folded",
     "FormatError",
     "GcPlan",
+    "HttpStore",
     "InputError",
     "IntegrityError",
     "InvalidName",
@@ -160,6 +162,7 @@ __all__ = [
     "Submission",
     "Subscriber",
     "SubscriberPoisoned",
+    "Subscribers",
     "Synced",
     "TensorSpec",
     "TensorUpdate",

@@ -67,7 +67,8 @@ def test_a_stream_that_is_not_there_yet_is_waited_for(follow: Follow, tmp_path: 
     (note,) = follow.notes
     assert "stream 'policy' has no versions" in note
     assert "retrying" in note
-    assert set(follow.waits) == {0.5}
+    assert follow.waits == pytest.approx([0.5] * len(follow.waits), rel=0.25)
+    assert len(set(follow.waits)) > 1, "workers that start together part"
 
 
 def test_a_gap_is_waited_for_until_it_heals(follow: Follow, tmp_path: Path, rng: Rng) -> None:
@@ -89,14 +90,14 @@ def test_a_gap_is_waited_for_until_it_heals(follow: Follow, tmp_path: Path, rng:
     later = functools.partial(publisher.publish, states[2])
     assert follow(lose, nothing, nothing, nothing, find, later) == roots(states)
     assert len([note for note in follow.notes if "retrying" in note]) == 1
-    assert follow.waits == [0.5, 1.0, 2.0, 4.0, 8.0, 0.5, 0.5]
+    assert follow.waits == pytest.approx([0.5, 1.0, 2.0, 4.0, 8.0, 0.5, 0.5], rel=0.25)
 
 
 def test_waits_grow_to_a_minute(follow: Follow, tmp_path: Path, rng: Rng) -> None:
     Publisher(LocalStore(tmp_path / "store"), stream="policy").publish(history(rng, 1)[0])
     shutil.rmtree(tmp_path / "store" / "policy" / "payloads")
     assert follow(*[nothing] * 9) == []
-    assert follow.waits[-2:] == [60.0, 60.0]
+    assert follow.waits[-2:] == pytest.approx([60.0, 60.0], rel=0.25)
 
 
 def test_once_waits_for_nothing(follow: Follow, tmp_path: Path, rng: Rng) -> None:

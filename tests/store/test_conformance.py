@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, ObjectStore, Store, open_store
+from pulse_rl import HttpStore, LocalStore, MemoryStore, ObjectStore, Store, open_store
 from pulse_rl.store import CachedStore, create_or_confirm
 from pulse_rl.store.check import check_store
+from pulse_rl.store.server import FolderServer
 from pulse_rl.stream.names import payload_digest
 from pulse_rl.testing import StoreConformance
+from tests.support.http import ServedStore
 from tests.support.stores import names, s3_store
 
 counter = itertools.count()
@@ -75,6 +78,29 @@ class TestCachedStore(OwnStore):
 
     def peer_of(self, store: Store) -> Store:
         return CachedStore(self.inner, self.root / f"cache-{next(counter)}", payload_digest)
+
+
+class TestServedStore(OwnStore):
+    """A folder that is read over HTTP."""
+
+    many_objects: ClassVar[int] = 1003
+
+    @pytest.fixture(autouse=True)
+    def server(self, tmp_path: Path) -> Iterator[None]:
+        self.root = tmp_path
+        with FolderServer(tmp_path) as server:
+            self.url = server.url
+            yield
+
+    def new_store(self) -> Store:
+        folder = f"store-{next(counter)}"
+        reader = open_store(f"{self.url}/{folder}/")
+        assert isinstance(reader, HttpStore)
+        return ServedStore(LocalStore(self.root / folder), reader)
+
+    def peer_of(self, store: Store) -> Store:
+        assert isinstance(store, ServedStore)
+        return ServedStore(store.folder, HttpStore(f"{self.url}/{store.folder.root.name}"))
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(open_store("memory://"), "a") == []
 
 
-@pytest.mark.parametrize("address", ["ftp://x/y", "http://x/y", "file://host/x", "S4://x"])
+@pytest.mark.parametrize("address", ["ftp://x/y", "file://host/x", "S4://x"])
 def test_addresses_that_are_no_store(address: str) -> None:
     with pytest.raises(InputError):
         open_store(address)

@@ -24,6 +24,7 @@ from pulse_rl import (
     audit,
     fold_stream,
     gc_stream,
+    state_root,
 )
 from pulse_rl.events import Event, Synced
 from tests.support import states
@@ -333,3 +334,31 @@ def test_digests_go_with_their_versions(rng: Rng) -> None:
     worker = reader(store, "stages.1.*")
     worker.sync()
     assert worker.version == 5
+
+
+def test_digests_that_are_switched_on_later_count_from_then_on(rng: Rng) -> None:
+    store = MemoryStore()
+    versions = [staged(rng)]
+    for _ in range(5):
+        versions.append(mutated(rng, versions[-1], 0.01))
+    plain = Publisher(store, stream="policy", anchor_ratio=1e9)
+    for tensors in versions[:2]:
+        plain.publish(tensors)
+    whole = Subscriber(store, stream="policy")
+    whole.sync()
+    based = Subscriber(store, stream="policy", select="stages.3.*", base=versions[1])
+    based.sync()
+    newcomer = Subscriber(store, stream="policy", select="stages.3.*")
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9, selectable=True)
+    for k, tensors in enumerate(versions[2:], 2):
+        publisher.publish(tensors, anchor=k == 4)
+        for worker in (whole, based):
+            worker.sync()
+            assert worker.root == state_root(tensors)
+        if k < 4:
+            with pytest.raises(ChainGap, match="trees"):
+                newcomer.sync()
+        else:
+            newcomer.sync()
+            assert newcomer.root == state_root(tensors)
+            assert snapshot(newcomer.state) == snapshot(part(tensors, "stages.3."))

@@ -21,7 +21,7 @@ from .threads import LOOK_SECONDS, Call, running
 
 R = TypeVar("R")
 _IDLE_SECONDS = 10.0
-"""After so long without an operation the thread ends; the next one starts it again."""
+"""After so long without an operation a thread ends; the next one starts it again."""
 
 
 class Operation(Call[R]):
@@ -57,10 +57,12 @@ class Unique:
 
 
 class SerialThread(Unique):
-    """Runs the operations of ``owner`` (words for messages). The thread starts with the first, and ends with this."""
+    """Runs the operations of ``owner`` (words for messages). The thread starts with the first, and ends with this, or
+    after ``idle_seconds`` without one (None: ten). What a thread of a pool (`pooled`) asks for runs in that thread."""
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, idle_seconds: float | None = None) -> None:
         self._owner = owner
+        self._idle_seconds = idle_seconds
         self._operations: SimpleQueue[Operation[Any] | None] = SimpleQueue()
         self._serving = allocate_lock()
         self._ident: list[int] = []
@@ -79,6 +81,8 @@ class SerialThread(Unique):
             return work()
         self._take_turn()
         try:
+            if getattr(running, "pooled", False) and self._serving.acquire(blocking=False):
+                return self._run_here(work)
             operation = Operation(_unstoppable(work) if whole else work)
             try:
                 self._put(operation)
@@ -103,6 +107,14 @@ class SerialThread(Unique):
         finally:
             self._callers.pop("caller", None)
 
+    def _run_here(self, work: Callable[[], R]) -> R:
+        self._ident[:] = [get_ident()]
+        try:
+            return work()
+        finally:
+            self._ident.clear()
+            self._serving.release()
+
     def _take_turn(self) -> None:
         if os.getpid() != self._process:
             raise InputError(
@@ -115,16 +127,22 @@ class SerialThread(Unique):
     def _put(self, operation: Operation[Any]) -> None:
         self._operations.put(operation)
         if not self._serving.locked():
-            start_new_thread(_serve, (self._operations, self._serving, self._ident))
+            idle_seconds = _IDLE_SECONDS if self._idle_seconds is None else self._idle_seconds
+            start_new_thread(_serve, (self._operations, self._serving, self._ident, idle_seconds))
 
 
-def _serve(operations: SimpleQueue[Operation[Any] | None], serving: Any, ident: list[int]) -> None:
+def pooled() -> None:
+    """Makes the calling thread one of a pool: it is not the main thread, so that no interrupt reaches what it runs."""
+    running.pooled = True
+
+
+def _serve(operations: SimpleQueue[Operation[Any] | None], serving: Any, ident: list[int], idle_seconds: float) -> None:
     # Only one thread serves, should two have been started. One that ends looks once more after it has said so: what
     # came in between is served by it, what comes later starts another.
     while serving.acquire(blocking=False):
         ident[:] = [get_ident()]
         try:
-            while (operation := operations.get(timeout=_IDLE_SECONDS)) is not None:
+            while (operation := operations.get(timeout=idle_seconds)) is not None:
                 operation.run()
                 del operation  # what it holds is not kept until the next one comes
         except Empty:

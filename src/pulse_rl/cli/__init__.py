@@ -19,7 +19,7 @@ from ..errors import PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
 from ..state.rounding import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
-from . import engines, files, plan, relay, report, streams, study
+from . import engines, files, plan, relay, report, serve, streams, study
 from .output import Console
 
 _MOST_SECONDS = 1e9
@@ -74,6 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
     trust.add_argument("--identity", metavar="ID", help="accept only versions of the stream with this identity")
     signing = argparse.ArgumentParser(add_help=False)
     signing.add_argument("--sign-key", metavar="FILE", help="sign with this private key (see keygen)")
+    selectable = argparse.ArgumentParser(add_help=False)
+    selectable.add_argument(
+        "--selectable",
+        action="store_true",
+        help="store the tensors' digests, too, for `pulse follow --select`; give it with every version",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("diff", parents=[common, coding], help="make a patch from two checkpoints")
@@ -103,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     checkpoint.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
     command = commands.add_parser(
         "publish",
-        parents=[common, coding, checkpoint, stream, signing, trust],
+        parents=[common, coding, checkpoint, stream, selectable, signing, trust],
         help="publish a checkpoint as the next version",
     )
     command.add_argument(
@@ -119,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "anchor",
-        parents=[common, stream, signing, trust],
+        parents=[common, stream, selectable, signing, trust],
         help="publish the newest version once more, whole, for newcomers to start from",
     )
     command.set_defaults(run=streams.anchor)
@@ -131,7 +137,8 @@ def make_parser() -> argparse.ArgumentParser:
         "store",
         metavar="STORE",
         nargs="+",
-        help="a folder, or a file://, s3://, gs:// or az:// URL; several in order of preference, the stream's own last",
+        help="a folder, or a file://, http://, s3://, gs:// or az:// URL; several in order of preference, the stream's "
+        "own last",
     )
     kept = command.add_mutually_exclusive_group(required=True)
     kept.add_argument("--out", type=_path, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
@@ -141,6 +148,12 @@ def make_parser() -> argparse.ArgumentParser:
         choices=["keep", "abort", "wait"],
         default="keep",
         help="what becomes of an engine's requests at an update (default: keep)",
+    )
+    command.add_argument(
+        "--select",
+        action="append",
+        metavar="PATTERN",
+        help="of a selectable stream, only the tensors with this name, or one like 'layers.0.*'; may be repeated",
     )
     command.add_argument("--once", action="store_true", help="sync once, then exit")
     command.add_argument(
@@ -204,6 +217,25 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=relay.relay)
 
+    command = commands.add_parser(
+        "serve", parents=[common], help="show a folder to readers over HTTP, for workers without credentials"
+    )
+    command.add_argument("folder", metavar="FOLDER", help="the store's folder, such as a relay's target")
+    command.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="this machine's address to listen at (default: 127.0.0.1)",
+    )
+    command.add_argument(
+        "--port",
+        type=_port,
+        default=serve.DEFAULT_PORT,
+        metavar="N",
+        help=f"port to listen at; 0: a free one (default: {serve.DEFAULT_PORT})",
+    )
+    command.set_defaults(run=serve.serve)
+
     command = commands.add_parser("keygen", parents=[common], help="make a private key and print its public key")
     command.add_argument("file", metavar="FILE", help="file to write the private key to; must not exist")
     command.set_defaults(run=streams.keygen)
@@ -221,6 +253,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
     return int(text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from .._util.jitter import jittered
 from .._util.units import format_bytes
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..integrations import sglang, vllm
@@ -22,6 +23,8 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         return streams.follow(args, console)
     if len(args.store) > 1:
         raise InputError("an engine follows one store", hint="Give the nearest one.")
+    if args.select:
+        raise InputError("an engine needs all tensors of its model", hint="Leave --select out, or give --out.")
     if args.store[0].startswith("memory:"):
         raise InputError("an engine cannot open a memory:// store", hint="Give a folder or an object store.")
     handle: EngineHandle | None = None
@@ -51,7 +54,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
                 wait = args.poll
             if args.once:
                 return 0
-            time.sleep(wait)
+            time.sleep(jittered(wait))
     finally:
         if handle is not None:
             handle.close()

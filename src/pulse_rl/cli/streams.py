@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from .._util.jitter import jittered
 from .._util.units import format_bytes
 from ..errors import EmptyStream, FormatError, InputError, PulseError, UnsupportedTensor
 from ..events import Published
@@ -37,6 +38,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         signer=_signer(args),
         trusted_keys=args.trust or (),
         identity=args.identity,
+        selectable=args.selectable,
         threads=args.threads,
         on_event=console,
     )
@@ -55,6 +57,7 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
         signer=_signer(args),
         trusted_keys=args.trust or (),
         identity=args.identity,
+        selectable=args.selectable,
         threads=args.threads,
         on_event=console,
     )
@@ -66,14 +69,16 @@ def follow(args: argparse.Namespace, console: Console) -> int:
     out = Path(args.out)
     if (out / INDEX_NAME).exists():
         raise InputError(f"{out} holds a sharded checkpoint", hint="Give --out a separate folder.")
+    base = _own_checkpoint(out / FILE_NAME)
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
-        base=_own_checkpoint(out / FILE_NAME),
+        base=None if args.select else base,  # a part of a state has no version's root
         cache=args.cache,
         trusted_keys=args.trust,
         identity=args.identity,
         follow_restarts=args.follow_restarts,
+        select=args.select,
         threads=args.threads,
         on_event=console,
     )
@@ -91,12 +96,18 @@ def follow(args: argparse.Namespace, console: Console) -> int:
             facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
             console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
 
-    return keep_on(sync, args, console)
+    return keep_on(sync, args, console, subscriber.wait)
 
 
-def keep_on(work: Callable[[], None], args: argparse.Namespace, console: Console) -> int:
-    """Does ``work`` once, or every ``args.poll`` seconds. At an error that may pass it says so once, and tries again
-    after ever longer."""
+def _sleep(seconds: float) -> None:
+    time.sleep(jittered(seconds))
+
+
+def keep_on(
+    work: Callable[[], None], args: argparse.Namespace, console: Console, pause: Callable[[float], None] = _sleep
+) -> int:
+    """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that may pass it
+    says so once, and tries again after ever longer."""
     wait = args.poll
     while True:
         try:
@@ -105,14 +116,16 @@ def keep_on(work: Callable[[], None], args: argparse.Namespace, console: Console
             if args.once or not error.retryable:
                 raise
             console.note(f"{error}; retrying")
-            # What is missing or damaged is fetched again at each try; an empty stream costs one listing.
-            wait = args.poll if isinstance(error, EmptyStream) else min(max(2 * wait, _LEAST_WAIT), _MOST_WAIT)
+            if not isinstance(error, EmptyStream):  # what is missing or damaged is fetched again at each try
+                wait = min(max(2 * wait, _LEAST_WAIT), _MOST_WAIT)
+                _sleep(max(wait, args.poll))
+                continue
         else:
             console.forget_notes()
-            wait = args.poll
         if args.once:
             return 0
-        time.sleep(max(wait, args.poll))
+        wait = args.poll
+        pause(wait)
 
 
 def verify(args: argparse.Namespace, console: Console) -> int:

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlparse
 from ..errors import InputError
 from .base import Data, ObjectInfo, Store, create_or_confirm
 from .cached import CachedStore
+from .http import HttpStore
 from .local import LocalStore
 from .memory import MemoryStore
 from .object import ObjectStore
@@ -22,6 +23,7 @@ from .object import ObjectStore
 __all__ = [
     "CachedStore",
     "Data",
+    "HttpStore",
     "LocalStore",
     "MemoryStore",
     "ObjectInfo",
@@ -31,13 +33,14 @@ __all__ = [
     "open_store",
 ]
 
-_ONE_SLASH = re.compile(r"(file|memory|s3a?|gs|az|abfss?):/?(?!/)")
+_ONE_SLASH = re.compile(r"(file|memory|https?|s3a?|gs|az|abfss?):/?(?!/)")
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
 def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store:
     """The store at ``address``: a folder's path, ``file:///folder``, ``memory://`` (new and empty each time),
-    ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``. A store is returned unchanged.
+    ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``, or, for readers, ``http://host:port``
+    or ``https://…`` with those of `HttpStore`. A store is returned unchanged.
 
     Raises InputError for any other address and StoreError when the store cannot be opened.
     """
@@ -61,6 +64,9 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
         return MemoryStore()
     if url.scheme in _OBJECT_SCHEMES:
         return ObjectStore(text, **options)
+    if url.scheme in ("http", "https"):
+        return HttpStore(text, **options)
     raise InputError(
-        f"{text} is not a store address", hint="Use a folder's path, file://, memory://, s3://, gs:// or az://."
+        f"{text} is not a store address",
+        hint="Use a folder's path, file://, memory://, http://, s3://, gs:// or az://.",
     )

@@ -29,43 +29,43 @@ class CachedStore:
         digest_of: Callable[[str], str | None],
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
-        self._store = store
+        self.store = store
         self._kept = LocalStore(folder)
         self._digest_of = digest_of
         self._max_bytes = max_bytes
         self._checked: set[str] = set()
 
     def put(self, name: str, data: Data) -> None:
-        self._store.put(name, data)
+        self.store.put(name, data)
 
     def put_new(self, name: str, data: bytes) -> None:
-        self._store.put_new(name, data)
+        self.store.put_new(name, data)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         digest = self._digest_of(name)
         if digest is None:
-            return self._store.get(name, start, stop)
+            return self.store.get(name, start, stop)
         if not self._has(name, digest):
             try:
                 self._keep(name, digest)
             except StoreFull:
-                return self._store.get(name, start, stop)
+                return self.store.get(name, start, stop)
         try:
             return self._kept.get(name, start, stop)
         except NotFound:  # it was not what its name says, or has just made room for another
-            return self._store.get(name, start, stop)
+            return self.store.get(name, start, stop)
 
     def head(self, name: str) -> ObjectInfo:
         digest = self._digest_of(name)
         if digest and self._has(name, digest):
             return self._kept.head(name)
-        return self._store.head(name)
+        return self.store.head(name)
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        return self._store.list(folder, start_after)
+        return self.store.list(folder, start_after)
 
     def delete(self, name: str) -> None:
-        self._store.delete(name)
+        self.store.delete(name)
         self._drop(name)
 
     def _has(self, name: str, digest: str) -> bool:
@@ -85,14 +85,14 @@ class CachedStore:
         return True
 
     def _keep(self, name: str, digest: str) -> None:
-        size = self._store.head(name).nbytes
+        size = self.store.head(name).nbytes
         if size > self._max_bytes:
             return
         running = sha256()
 
         def chunks() -> Iterator[bytes]:
             for at in range(0, size, _CHUNK_BYTES):
-                chunk = self._store.get(name, at, min(at + _CHUNK_BYTES, size))
+                chunk = self.store.get(name, at, min(at + _CHUNK_BYTES, size))
                 running.update(chunk)
                 yield chunk
 

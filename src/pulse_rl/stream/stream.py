@@ -75,11 +75,18 @@ class Stream:
     def versions(self, after: int | None = None) -> list[int]:
         """The committed versions greater than ``after``, ascending."""
         start_after = None if after is None else self.names.version(after)
-        self._listed = {}
+        self._listed, listed = {}, dict[int, ObjectInfo]()
         for info in self.store.list(self.names.versions, start_after):
             if isinstance(name := self.names.parse(info.name), VersionName):
-                self._listed[name.version] = info
-        return list(self._listed)
+                listed[name.version] = info
+        self._listed = listed  # whole, for `last_listed` in another thread
+        return list(listed)
+
+    @property
+    def last_listed(self) -> str:
+        """The name behind which the names of new versions are: of the last version that was listed, or below all."""
+        listed = self._listed
+        return self.names.version(max(listed)) if listed else f"{self.names.versions}/0"
 
     def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
         """The highest version above ``after`` that can be read and trusted; others may lie above it. Bounded work,
@@ -213,7 +220,7 @@ class Stream:
         for _ in range(2):
             stored = self.store.head(name).nbytes
             if stored == payload.bytes:
-                data = self.store.get(name)
+                data = self.store.get(name, 0, payload.bytes)
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
         raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")

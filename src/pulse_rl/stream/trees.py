@@ -62,7 +62,7 @@ def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
             nbytes = _length(stream.store, name)
             if nbytes > most:
                 raise CorruptCheckpoint(f"{name} has {nbytes} bytes, more than {most}")
-            return _parsed(stream.store.get(name), manifest, name), nbytes
+            return _parsed(_at_most(stream.store, name, nbytes), manifest, name), nbytes
         except (CorruptCheckpoint, DigestMismatch):
             if not again:
                 raise

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from .._util.serial import SerialThread, Unique
 from .._util.settings import checked_number, checked_path
@@ -25,6 +26,7 @@ from ..stream.stream import Stream
 from .delivery import Step
 from .host_state import HostState
 from .nearest import DEFAULT_PATIENCE_SECONDS, Nearest
+from .pause import Pause
 from .selection import Selection
 from .update import Receipt, Update, make_update
 
@@ -54,6 +56,8 @@ class Subscriber(Unique):
     version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by
     any. It cannot be copied, pickled, or used in a forked process.
     """
+
+    _idle_seconds: ClassVar[float | None] = None
 
     def __init__(
         self,
@@ -97,9 +101,10 @@ class Subscriber(Unique):
         ]
         self.stream = streams[0]
         self._nearest = Nearest(streams, patience_seconds, on_event)
+        self._pause = Pause(streams[0], patience_seconds if len(streams) > 1 else math.inf)
         self._pinned = identity is not None
         self._follow_restarts = follow_restarts
-        self._serial = SerialThread("Subscriber")
+        self._serial = SerialThread("Subscriber", self._idle_seconds)
         self._selection = None if select is None else Selection(select)
         self._host = HostState(threads=threads, listener=on_event, selection=self._selection)
         self._base = base
@@ -175,21 +180,28 @@ class Subscriber(Unique):
         return self._serial.run(lambda: self._update(Step(None, self._manifest().version), time.perf_counter()))
 
     def updates(self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None) -> Iterator[Update]:
-        """Yields updates as versions appear, looking every ``poll_seconds``; ends when none has appeared for
-        ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before. Raises InputError, and
-        what `sync` raises."""
+        """Yields updates as versions appear, with a `wait` of ``poll_seconds`` between looks; ends when none has
+        appeared for ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before. Raises
+        InputError, and what `sync` raises."""
         last = time.monotonic()
         checked_number("poll_seconds", poll_seconds, most=_LONGEST_POLL)
         if timeout_seconds is not None:
             checked_number("timeout_seconds", timeout_seconds)
-        while timeout_seconds is None or time.monotonic() - last < timeout_seconds:
+        timeout = math.inf if timeout_seconds is None else timeout_seconds
+        while time.monotonic() - last < timeout:
             update = self.sync()
             if update is None:
-                time.sleep(poll_seconds)
+                self._pause.take(poll_seconds, timeout - (time.monotonic() - last))
             else:
                 yield update
                 update.acknowledge()
                 last = time.monotonic()
+
+    def wait(self, poll_seconds: float = 1.0, most_seconds: float = math.inf) -> None:
+        """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less; where the (nearest) store is
+        an `HttpStore`, until its server has something new, for at most 25 seconds. Ends within ``most_seconds``."""
+        checked_number("poll_seconds", poll_seconds, most=_LONGEST_POLL)
+        self._pause.take(poll_seconds, checked_number("most_seconds", most_seconds))
 
     def awaits(self, update: Update) -> bool:
         """Whether ``update``, which this subscriber returned, is still to be acknowledged."""

@@ -1,0 +1,254 @@
+"""Shows a folder to readers over HTTP (docs/protocol.md, section 11); needs the extra ``serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ..errors import InputError
+from .base import MAX_NAME, is_name
+from .http import MAX_WAIT_SECONDS, MAX_WAITED, PAGE
+from .local import LocalStore
+from .watch import Watch
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+__all__ = ["FolderServer"]
+
+_INSTALL = "Install it: pip install 'pulse-rl[serve]'."
+_CHUNK_BYTES = 1 << 20
+_LONGEST_PATH = 2 * MAX_NAME
+_STALLED_SECONDS = 60.0
+_MAX_ASKED_BYTES = 1 << 20
+_START_SECONDS = 30.0
+_HIDDEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.EACCES)
+
+
+class FolderServer:
+    """Serves the objects below ``folder`` to whoever reaches ``bind`` at ``port`` (0: a free one), read-only, on a
+    thread of its own, until `close`. A context manager.
+
+    ``bind`` is an address of this machine; the default admits this machine only. Links below the folder are not
+    followed. Raises InputError where the extra ``serve`` is missing, the folder is none, or the port cannot be had.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, bind: str = "127.0.0.1", port: int = 0) -> None:
+        try:
+            import aiohttp.web  # noqa: F401
+        except ImportError:
+            raise InputError("serving needs aiohttp", hint=_INSTALL) from None
+        root = Path(folder).absolute()
+        if not root.is_dir():
+            raise InputError(f"there is no folder {root}", hint="Check the path, or create the folder first.")
+        self._handlers = _Handlers(root)
+        self._bind, self._port = bind, port
+        self._loop = asyncio.new_event_loop()
+        self._ending = asyncio.Event()
+        self._started = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="pulse-serve", daemon=True)
+        self._thread.start()
+        if not self._started.wait(_START_SECONDS) or self._error is not None:
+            raise InputError(f"cannot serve at {bind}, port {port}: {self._error}", hint="Choose another port.")
+
+    @property
+    def url(self) -> str:
+        """The address of the folder, for `open_store`."""
+        host = f"[{self._bind}]" if ":" in self._bind else self._bind
+        return f"http://{host}:{self._port}"
+
+    def close(self) -> None:
+        """Ends all connections, within seconds. May be called twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as error:
+            self._error = error
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+            self._started.set()
+
+    async def _serve(self) -> None:
+        from aiohttp import web
+
+        app = web.Application(client_max_size=_MAX_ASKED_BYTES)
+        app.router.add_get("/{name:.*}", self._handlers.get)
+        app.router.add_post("/{base:(.*/)?}", self._handlers.wait)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._bind, self._port).start()
+            self._port = runner.addresses[0][1]
+            self._started.set()
+            await self._ending.wait()
+        finally:
+            self._handlers.watch.close()
+            await runner.cleanup()
+
+
+class _Handlers:
+    def __init__(self, root: Path) -> None:
+        self.watch = Watch(root)
+        self._root = root
+        self._store = LocalStore(root)
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        name = request.path.removeprefix("/")
+        if name.endswith("/"):
+            listing = await asyncio.to_thread(self._list, name[:-1], request.query.get("after", ""))
+            return web.Response(text=listing, charset="ascii")
+        handle = await asyncio.to_thread(_open, self._root, name)
+        if handle is None:
+            raise web.HTTPNotFound
+        try:
+            return await _send(request, handle)
+        finally:
+            os.close(handle)
+
+    async def wait(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        try:
+            seconds = float(request.query.get("wait", "0"))
+        except ValueError:
+            raise web.HTTPBadRequest from None
+        base = request.path.removeprefix("/")
+        asked = [base + name for name in (await request.text()).split("\n")]
+        if (
+            not seconds >= 0
+            or len(asked) > MAX_WAITED
+            or not all(_is_path(name) and "/" in name.removeprefix(base) for name in asked)
+        ):
+            raise web.HTTPBadRequest
+        after = dict(name.rsplit("/", 1) for name in asked)
+
+        def news(folders: set[str]) -> list[str]:
+            return [folder for folder in sorted(folders) if self._list(folder, after[folder], 1)]
+
+        found = await self.watch.wait(set(after), news, min(seconds, MAX_WAIT_SECONDS))
+        return web.Response(text="".join(f"{folder.removeprefix(base)}\n" for folder in found), charset="ascii")
+
+    def _list(self, folder: str, after: str, most: int = PAGE) -> str:
+        """Lines of the objects of a folder behind a name, at most a page. Names are relative to the folder."""
+        if not _is_path(folder):
+            return ""
+        with _opened_folder(self._root, folder) as handle:
+            if handle is None:
+                return ""
+        prefix = f"{folder}/"
+        found = (i for i in self._store.list(folder, prefix + after) if not (self._root / i.name).is_symlink())
+        lines = (f"{i.nbytes} {max(int(i.modified), 0)} {i.name.removeprefix(prefix)}\n" for i in islice(found, most))
+        return "".join(lines)
+
+
+async def _send(request: web.Request, handle: int) -> web.StreamResponse:
+    """Answers with the bytes of an open file that were asked for."""
+    from aiohttp import web
+
+    info = os.fstat(handle)
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "Last-Modified": formatdate(max(int(info.st_mtime), 0), usegmt=True),
+        "Accept-Ranges": "bytes",
+    }
+    start, stop, status = 0, info.st_size, 200
+    if "Range" in request.headers:
+        outside = web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{info.st_size}"})
+        try:
+            asked = request.http_range
+        except ValueError:
+            raise outside from None
+        start, stop, _ = asked.indices(info.st_size)
+        if start >= stop:
+            raise outside
+        status = 206
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{info.st_size}"
+    response = web.StreamResponse(status=status, headers={**headers, "Content-Length": str(stop - start)})
+    await response.prepare(request)
+    while start < stop and request.method != "HEAD":
+        chunk = await asyncio.to_thread(os.pread, handle, min(_CHUNK_BYTES, stop - start), start)
+        if not chunk:  # it was cut meanwhile; the reader notices that bytes are missing
+            raise ConnectionResetError
+        async with asyncio.timeout(_STALLED_SECONDS):
+            await response.write(chunk)
+        start += len(chunk)
+    return response
+
+
+def _is_path(name: str) -> bool:
+    """Whether it is an object's name, or that of one in a store in a folder below."""
+    return len(name) <= _LONGEST_PATH and all(map(is_name, name.split("/")))
+
+
+def _open(root: Path, name: str) -> int | None:
+    """A file below ``root``, open; None where there is none that may be shown. No link is followed below ``root``."""
+    folder, _, last = name.rpartition("/")
+    if not _is_path(name):
+        return None
+    with _opened_folder(root, folder) as above:
+        if above is None:
+            return None
+        try:
+            handle = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above)
+        except OSError as error:
+            _require_hidden(error)
+            return None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        return None
+    return handle
+
+
+@contextmanager
+def _opened_folder(root: Path, folder: str) -> Iterator[int | None]:
+    """A folder below ``root``, open; None where there is none that may be shown."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    handle: int | None = None
+    try:
+        try:
+            handle = os.open(root, flags)
+            for part in folder.split("/") if folder else ():
+                inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=handle)
+                os.close(handle)
+                handle = inner
+        except OSError as error:
+            if handle is not None:
+                os.close(handle)
+                handle = None
+            _require_hidden(error)
+        yield handle
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _require_hidden(error: OSError) -> None:
+    """Raises ``error`` unless it says that there is nothing to be shown."""
+    if error.errno not in _HIDDEN:
+        raise error

@@ -1,0 +1,330 @@
+"""Follows many streams of one store with a few threads."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from .._util.jitter import jittered
+from .._util.serial import Operation, Unique, pooled
+from .._util.settings import checked_collection, checked_count, checked_number, checked_path
+from .._util.threads import Stopped
+from ..errors import ConcurrentUse, InputError, PulseError, StoreError
+from ..events import Event, Listener, checked_listener
+from ..state.checkpoint import StateSource
+from ..store import CachedStore, Store, open_store
+from ..store.http import MAX_WAITED
+from ..store.notifier import notifier_of
+from ..store.paced import PacedStore
+from ..stream.names import payload_digest
+from .nearest import DEFAULT_PATIENCE_SECONDS
+from .schedule import Schedule, Turn
+from .subscriber import Subscriber
+from .update import Update
+
+_MOST_BACKOFF = 60.0
+_CLOSE_SECONDS = 5.0
+_SHORTEST_WAIT, _LONGEST_WAIT = 1.0, 25.0
+_WAITED_FOR_SECONDS = 30.0
+_LOOK_SECONDS = 0.5
+
+
+class _Pooled(Subscriber):
+    """What its owner's threads ask of it needs a thread only for as long as it takes."""
+
+    _idle_seconds = 0.0
+
+
+class _Followed(Turn):
+    """A stream that is followed. ``told`` is the object behind which the store said something new is; until
+    ``rests_until`` it rests for the sake of its ``bytes_per_second``."""
+
+    __slots__ = ("bytes_per_second", "error", "failures", "name", "operation", "rests_until", "subscriber", "told")
+
+    def __init__(self, name: str, subscriber: Subscriber, priority: float, bytes_per_second: float) -> None:
+        super().__init__(priority)
+        self.name = name
+        self.subscriber = subscriber
+        self.bytes_per_second = bytes_per_second
+        self.operation: Operation[Update | None] | None = None
+        self.error: PulseError | None = None
+        self.failures = 0
+        self.rests_until = 0.0
+        self.told = ""
+
+
+class Subscribers(Unique):
+    """Follows ``streams``, hundreds of adapters say, of one ``store`` (or several, nearest first) with ``threads``
+    threads in all, however many streams there are. A context manager; see `close`.
+
+    `updates` yields what is new as it comes; `add` and `remove` streams at any time. Each stream is looked at every
+    ``poll_seconds``, a quarter more or less; at an `HttpStore` one request waits for all of them. ``threads`` streams
+    are synced at a time, each of which may read up to four patches ahead. ``bytes_per_second`` bounds what all streams
+    read together. ``cache``, ``trusted_keys``, ``follow_restarts`` and ``patience_seconds`` are those of `Subscriber`,
+    for each. A stream that fails (`failures`, and `CallFailed` to ``on_event``) is tried again after ever longer, up to
+    a minute, and holds up no other. ``on_event`` is called by one thread at a time. Raises InputError, InvalidName and
+    StoreError.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | Sequence[Store | str],
+        streams: Collection[str] = (),
+        *,
+        threads: int = 4,
+        poll_seconds: float = 1.0,
+        bytes_per_second: float | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        trusted_keys: Collection[str] | None = None,
+        follow_restarts: bool = False,
+        patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+        on_event: Listener | None = None,
+    ) -> None:
+        self._poll = checked_number("poll_seconds", poll_seconds, least=0.01, most=1e6)
+        rate = _checked_rate(bytes_per_second)
+        self._patience = checked_number("patience_seconds", patience_seconds)
+        given: Sequence[Any] = store if isinstance(store, list | tuple) else [store]
+        if not given:
+            raise InputError("no store was given", hint="Give a store, or several in order of preference.")
+        opened = [open_store(each) for each in given]
+        self._notifier = notifier_of(opened[0])
+        self._several = len(opened) > 1
+        if rate < math.inf:
+            opened = [PacedStore(each, rate) for each in opened]
+        self._stores = self._cached = opened
+        if cache is not None:
+            self._cached = [CachedStore(each, checked_path(cache), payload_digest) for each in opened]
+        self._options: dict[str, Any] = {
+            "trusted_keys": trusted_keys,
+            "follow_restarts": follow_restarts,
+            "patience_seconds": patience_seconds,
+            "threads": 1,
+            "on_event": _one_at_a_time(checked_listener(on_event)),
+        }
+        self._followed: dict[str, _Followed] = {}
+        self._schedule = Schedule(self._poll)
+        self._ready: SimpleQueue[tuple[_Followed, Update] | Exception] = SimpleQueue()
+        self._waited_for: frozenset[_Followed] = frozenset()
+        self._closed = threading.Event()
+        work = [threading.Thread(target=self._work, daemon=True) for _ in range(checked_count("threads", threads))]
+        self._threads = work
+        for name in checked_collection("streams", streams, '["policy"]'):
+            self.add(name)
+        if self._notifier is not None:
+            threading.Thread(target=self._wait_for_new, daemon=True).start()
+        for thread in work:
+            thread.start()
+
+    def add(
+        self,
+        stream: str,
+        *,
+        priority: float = 1.0,
+        bytes_per_second: float | None = None,
+        base: StateSource | None = None,
+        select: str | Collection[str] | None = None,
+        identity: str | None = None,
+    ) -> Subscriber:
+        """Follows ``stream``, too, and returns its Subscriber, which has ``base``, ``select`` and ``identity``.
+
+        Where more streams wait for a thread than there are, one with twice the ``priority`` waits half as long.
+        ``bytes_per_second`` bounds its payloads: after an update it rests until their average is below. Raises
+        InputError for a stream that is followed, and what `Subscriber` raises.
+        """
+        checked_number("priority", priority, least=1e-3, most=1e3)
+        if self._closed.is_set():
+            raise InputError("these Subscribers are closed", hint="Make new ones.")
+        if stream in self._followed:
+            raise InputError(f"the stream {stream!r} is followed already", hint="Remove it first.")
+        stores = self._cached if select is None else self._stores  # ranges are not kept
+        subscriber = _Pooled(stores, stream=stream, base=base, select=select, identity=identity, **self._options)
+        followed = _Followed(stream, subscriber, priority, _checked_rate(bytes_per_second))
+        self._followed[stream] = followed
+        self._schedule.put(followed)
+        return subscriber
+
+    def remove(self, stream: str) -> None:
+        """Follows ``stream`` no longer, and lets its state go. A sync in progress stops soon; its update is not
+        delivered. Raises InputError where it is not followed."""
+        followed = self._find(stream)
+        del self._followed[stream]
+        self._schedule.end(followed)
+        if followed.operation is not None:
+            followed.operation.stopping = True
+        elif not followed.taken:
+            followed.subscriber.close()
+
+    def __getitem__(self, stream: str) -> Subscriber:
+        """The Subscriber of ``stream``. Its ``version`` and ``status`` may be read at any time, its state from when
+        `updates` yields an update of it until the next one is asked for. Raises InputError."""
+        return self._find(stream).subscriber
+
+    def __contains__(self, stream: object) -> bool:
+        return stream in self._followed
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the streams."""
+        return iter(tuple(self._followed))
+
+    def __len__(self) -> int:
+        return len(self._followed)
+
+    @property
+    def failures(self) -> dict[str, PulseError]:
+        """By stream, the error of the last look, where it failed."""
+        return {name: each.error for name, each in tuple(self._followed.items()) if each.error is not None}
+
+    def updates(self, *, timeout_seconds: float | None = None) -> Iterator[tuple[str, Update]]:
+        """Yields (stream, update) as versions come; ends when none has come for ``timeout_seconds`` (None: never), or
+        when this is closed. Asking for the next one acknowledges the one before, whose stream rests until then. Several
+        threads may iterate: each update goes to one of them. Raises InputError, and what ``on_event`` raises."""
+        timeout = math.inf if timeout_seconds is None else checked_number("timeout_seconds", timeout_seconds)
+        last = time.monotonic()
+        while not self._closed.is_set() and (left := last + timeout - time.monotonic()) > 0:
+            try:
+                ready = self._ready.get(timeout=min(left, _LOOK_SECONDS))
+            except Empty:
+                continue
+            if isinstance(ready, Exception):
+                raise ready
+            followed, update = ready
+            try:
+                if followed.ended:
+                    continue
+                yield followed.name, update
+                update.acknowledge()
+                last = time.monotonic()
+            finally:
+                nbytes = update.payload_bytes
+                del ready, update
+                self._come_back(followed, nbytes)
+
+    def close(self) -> None:
+        """Stops following, within five seconds: a request that takes longer ends by itself, and nothing comes of it.
+        Lets all states go. May be called twice."""
+        self._closed.set()
+        self._schedule.close()
+        followed = [*self._followed.values()]
+        for each in followed:
+            if (operation := each.operation) is not None:
+                operation.stopping = True
+        ends = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, ends - time.monotonic()))
+        for each in followed:
+            if not each.taken:
+                each.subscriber.close()
+        self._followed = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- the threads
+
+    def _work(self) -> None:
+        pooled()
+        while (turn := self._schedule.take()) is not None:
+            assert isinstance(turn, _Followed)
+            self._sync(turn)
+
+    def _sync(self, followed: _Followed) -> None:
+        followed.operation = operation = Operation(followed.subscriber.sync)
+        if followed.ended or self._closed.is_set():
+            operation.stopping = True
+        update: Update | None = None
+        wait = self._poll
+        try:
+            operation.run()
+            update = operation.result()
+            followed.error, followed.failures = None, 0
+        except (Stopped, ConcurrentUse):
+            pass
+        except PulseError as error:
+            followed.error, followed.failures = error, followed.failures + 1
+            wait = min(self._poll * 2.0 ** min(followed.failures, 20), max(_MOST_BACKOFF, self._poll))
+        except Exception as error:  # a listener's, most likely: not the stream's
+            self._ready.put(error)
+        finally:
+            followed.operation = None
+        if followed.ended or self._closed.is_set():
+            followed.subscriber.close()
+        elif update is not None:
+            self._ready.put((followed, update))
+        else:
+            if followed.error is None and followed in self._waited_for:
+                wait = min(_WAITED_FOR_SECONDS, self._patience) if self._several else _WAITED_FOR_SECONDS
+            self._schedule.give_back(followed, jittered(wait))
+
+    def _come_back(self, followed: _Followed, nbytes: int) -> None:
+        """The owner of an update of ``nbytes`` is done with it."""
+        if followed.ended or self._closed.is_set():
+            followed.subscriber.close()
+            return
+        rest = nbytes / followed.bytes_per_second
+        followed.rests_until = time.monotonic() + rest
+        self._schedule.give_back(followed, rest, at_once=False)
+
+    def _wait_for_new(self) -> None:
+        """Waits at the store for all streams; those that it does not wait for, since they came later, are polled."""
+        assert self._notifier is not None
+        seconds = _SHORTEST_WAIT
+        while not self._closed.is_set():
+            followed = tuple(self._followed.values())
+            after = {each.subscriber.stream.last_listed: each for each in followed}
+            told = ((name, each) for name, each in after.items() if _can_be_told(each, name))
+            waited_for = dict(islice(told, MAX_WAITED))
+            polled = sum(each.error is None for each in followed) > len(waited_for)
+            seconds = _SHORTEST_WAIT if polled else min(2 * seconds, _LONGEST_WAIT)
+            self._waited_for = frozenset(waited_for.values())
+            if not waited_for:
+                self._closed.wait(_SHORTEST_WAIT)
+                continue
+            try:
+                folders = self._notifier.wait_for_new(waited_for, seconds)
+            except StoreError:
+                self._waited_for = frozenset()
+                self._closed.wait(_SHORTEST_WAIT)
+                continue
+            for name, each in waited_for.items():
+                if name.rpartition("/")[0] in folders:
+                    each.told = name
+                    self._schedule.put(each)
+
+    def _find(self, stream: str) -> _Followed:
+        try:
+            return self._followed[stream]
+        except KeyError:
+            raise InputError(f"the stream {stream!r} is not followed", hint="Add it first.") from None
+
+
+def _can_be_told(each: _Followed, after: str) -> bool:
+    """Whether to wait for what is behind ``after``. A stream of which that was told once is polled until it moves."""
+    return each.error is None and each.told != after and each.rests_until <= time.monotonic()
+
+
+def _checked_rate(value: float | None) -> float:
+    return math.inf if value is None else checked_number("bytes_per_second", value, least=1.0)
+
+
+def _one_at_a_time(listener: Listener | None) -> Listener | None:
+    if listener is None:
+        return None
+    lock = threading.Lock()
+
+    def tell(event: Event) -> None:
+        with lock:
+            listener(event)
+
+    return tell

@@ -1,0 +1,214 @@
+"""The HTTP store against servers that lie, send without end, or hardly send at all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from pulse_rl import HttpStore, InputError, LocalStore, NotFound, StoreError, StoreUnavailable, open_store
+from pulse_rl.store.server import FolderServer
+from tests.support.http import Liar, answer, answering
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulse_rl.store.http._FIRST_PAUSE", 0.01)
+
+
+DATE = "Last-Modified: Sun, 22 Nov 2026 05:48:56 GMT"
+
+
+def test_addresses() -> None:
+    for good in ("http://host", "http://host:1/", "https://host/a/b", "http://[::1]:80/a"):
+        assert isinstance(open_store(good), HttpStore)
+    for bad in (
+        *("http://", "http:/host", "http://host:x", "http://host:99999", "http://ho st", "http://host/\r\nX: y"),
+        *("http://host/?a", "http://host/#a", "http://me:word@host", "ftp://host", "http://[::1"),
+    ):
+        with pytest.raises(InputError):
+            open_store(bad)
+    with pytest.raises(InputError, match="timeout_seconds"):
+        HttpStore("http://host", timeout_seconds=0)
+
+
+def test_writing_is_refused(tmp_path: Path) -> None:
+    with FolderServer(tmp_path) as server:
+        store = open_store(server.url)
+        for write in (lambda: store.put("a/b", b"x"), lambda: store.put_new("a/b", b"x"), lambda: store.delete("a/b")):
+            with pytest.raises(StoreError, match="for readers") as caught:
+                write()
+            assert not caught.value.retryable
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "sent"),
+    [
+        ("a redirect", answer("302 Found", b"", "Location: file:///etc/passwd")),
+        ("no access", answer("403 Forbidden")),
+        ("an odd status", answer("204 No Content")),
+        ("no length", b"HTTP/1.1 200 OK\r\n\r\n0123456789"),
+        ("chunks", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\na\r\n0123456789\r\n0\r\n\r\n"),
+        ("a coded body", answer("200 OK", b"0123456789", "Content-Encoding: gzip")),
+        ("a negative length", answer("200 OK", b"", length=-1)),
+        ("a huge length", answer("200 OK", b"x" * 100, length=10**15)),
+        ("another range", answer("206 Partial Content", b"0123456789", "Content-Range: bytes 1-10/99", DATE)),
+        ("more than the range", answer("206 Partial Content", b"0" * 11, "Content-Range: bytes 0-9/10", DATE)),
+        ("less than the range", answer("206 Partial Content", b"0" * 9, "Content-Range: bytes 0-9/10", DATE)),
+        ("the whole object, longer", answer("200 OK", b"0" * 11, DATE)),
+    ],
+)
+def test_wrong_answers_are_errors(what: str, sent: bytes) -> None:
+    with answering(sent) as server:
+        store = HttpStore(server.url, timeout_seconds=5)
+        for read in (lambda: store.get("a/b", 0, 10), lambda: store.get("a/b", 2, 12)):
+            with pytest.raises(StoreError) as caught:
+                read()
+            assert not isinstance(caught.value, NotFound | StoreUnavailable), what
+
+
+def test_a_whole_object_is_bounded() -> None:
+    with (
+        answering(answer("200 OK", b"x" * 1000, length=10**12)) as server,
+        pytest.raises(StoreError, match="1000000000000 bytes"),
+    ):
+        HttpStore(server.url).get("a/b")
+
+
+def test_a_head_without_a_time_is_an_error() -> None:
+    for date in ("X: y", "Last-Modified: yesterday", "Last-Modified: Sun, 99 Nov 99999 05:48:56 GMT"):
+        with answering(answer("200 OK", b"", date)) as server, pytest.raises(StoreError, match="when"):
+            HttpStore(server.url).head("a/b")
+
+
+def test_what_breaks_is_asked_for_again() -> None:
+    good = answer("200 OK", b"0123456789", DATE)
+    bad = (answer("503 Busy"), answer("200 OK", b"0123", length=10), b"", good)
+    answers = itertools.cycle(bad)
+    with Liar(lambda _, peer: peer.sendall(next(answers))) as server:
+        assert HttpStore(server.url).get("a/b") == b"0123456789"
+        assert server.requests == 4
+
+
+def test_what_goes_on_breaking_is_unavailable() -> None:
+    for sent in (answer("500 Oops"), answer("200 OK", b"0123", length=10), b"SSH-2.0-x\r\n", b""):
+        with answering(sent) as server:
+            with pytest.raises(StoreUnavailable):
+                HttpStore(server.url).get("a/b")
+            assert server.requests == 4
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(StoreUnavailable):
+            HttpStore(f"http://127.0.0.1:{taken.getsockname()[1]}").head("a/b")
+
+
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nX-", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"])
+def test_slow_bytes_end_at_the_deadline(begin: bytes) -> None:
+    """A byte now and then would keep a timeout for each packet alive."""
+
+    def drip(_: bytes, peer: socket.socket) -> None:
+        peer.sendall(begin)
+        while True:
+            peer.sendall(b"x")
+            time.sleep(0.05)
+
+    with Liar(drip) as server:
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="timed out"):
+            HttpStore(server.url, timeout_seconds=0.5).get("a/b", 0, 99)
+        assert time.monotonic() - started < 5
+
+
+def test_endless_headers_end() -> None:
+    def flood(_: bytes, peer: socket.socket) -> None:
+        peer.sendall(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            peer.sendall(b"X-Y: z\r\n" * 100)
+
+    with Liar(flood) as server, pytest.raises(StoreUnavailable):
+        HttpStore(server.url, timeout_seconds=1).get("a/b")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"<html><body>Index of /a</body></html>\n",
+        b"1 2 b\n1 2 b\n",
+        b"1 2 c\n1 2 b\n",
+        b"1 2 /c\n",
+        b"1 2 ../b\n",
+        b"-1 2 b\n",
+        b"1 2 b c\n",
+        "1 2 ü\n".encode(),
+        b"1" * 5000 + b" 2 b\n",
+        b"1 2 b\n" * 1000,
+    ],
+)
+def test_false_lists_are_errors(lines: bytes) -> None:
+    with answering(answer("200 OK", lines)) as server, pytest.raises(StoreError) as caught:
+        list(HttpStore(server.url).list("a"))
+    assert not isinstance(caught.value, StoreUnavailable)
+
+
+def test_a_huge_page_is_refused() -> None:
+    with answering(answer("200 OK", b"1 2 b\n" * (1 << 18))) as server, pytest.raises(StoreError, match="1572864"):
+        list(HttpStore(server.url).list("a"))
+
+
+def test_an_endless_list_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulse_rl.store.http.MAX_LISTED", 5000)
+    pages = itertools.count()
+
+    def page(_: bytes, peer: socket.socket) -> None:
+        first = next(pages) * 1000
+        peer.sendall(answer("200 OK", b"".join(b"1 2 %09d\n" % k for k in range(first, first + 1000))))
+
+    with Liar(page) as server:
+        listed = HttpStore(server.url).list("a")
+        assert len(list(itertools.islice(listed, 5000))) == 5000
+        with pytest.raises(StoreError, match="more than 5000"):
+            next(listed)
+        assert server.requests == 5
+
+
+def test_a_server_that_tells_of_other_folders_is_not_believed() -> None:
+    with answering(answer("200 OK", b"b\n")) as server, pytest.raises(StoreError, match="not asked"):
+        HttpStore(server.url).wait_for_new(["a/1"], 1)
+
+
+def test_connections_are_kept_and_replaced(tmp_path: Path) -> None:
+    LocalStore(tmp_path).put("a/b", b"0123456789")
+    with FolderServer(tmp_path) as server:
+        store, port = HttpStore(server.url), int(server.url.rsplit(":", 1)[1])
+        for _ in range(5):
+            assert store.get("a/b", 2, 4) == b"23"
+            with pytest.raises(NotFound):
+                store.head("a/c")
+        assert len(store._idle) == 1
+    with pytest.raises(StoreUnavailable):
+        store.get("a/b")
+    with FolderServer(tmp_path, port=port):
+        assert store.get("a/b") == b"0123456789"
+        kept = store._idle[0]
+    with FolderServer(tmp_path, port=port):
+        assert store.get("a/b") == b"0123456789", "the server has closed what was kept"
+        assert store._idle[0] is not kept
+
+
+def test_a_forked_process_uses_connections_of_its_own(tmp_path: Path) -> None:
+    LocalStore(tmp_path).put("a/b", b"0123456789")
+    with FolderServer(tmp_path) as server:
+        store = HttpStore(server.url)
+        store.get("a/b")
+        (kept,) = store._idle
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if store.get("a/b", 0, 1) == b"0" and kept not in store._idle else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert store.get("a/b", 0, 1) == b"0"
+        assert store._idle == [kept]

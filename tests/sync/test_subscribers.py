@@ -1,0 +1,386 @@
+"""Many streams followed by a few threads: none is missed, none holds up another, and all of it ends in time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pulse_rl import (
+    ChainGap,
+    InputError,
+    InvalidName,
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    Relay,
+    Store,
+    Subscribers,
+    Update,
+    state_root,
+)
+from pulse_rl.events import CallFailed, Event
+from pulse_rl.store.server import FolderServer
+from pulse_rl.sync.schedule import Schedule, Turn
+from tests.support.http import CountedHttpStore, asked
+from tests.support.states import Rng, Tensors, history, roots
+from tests.support.stores import FaultyStore
+
+SOON = 30.0
+"""Within this many seconds everything comes; nothing waits for it to pass."""
+
+
+class Fleet:
+    """Publishers of the streams "0", "1", … of one store."""
+
+    def __init__(self, store: Store, count: int, rng: Rng, versions: int = 4) -> None:
+        self.states = history(rng, versions)
+        self.roots = roots(self.states)
+        self.names = [str(k) for k in range(count)]
+        self.publishers = {name: Publisher(store, stream=name, threads=1, anchor_ratio=1e9) for name in self.names}
+
+    def publish(self, version: int, *names: str) -> None:
+        for name in names or self.names:
+            self.publishers[name].publish(self.states[version])
+
+
+def take(updates: Iterator[tuple[str, Update]], count: int) -> dict[str, str]:
+    """The roots of so many updates by stream."""
+    return {name: update.root for name, update in (next(updates) for _ in range(count))}
+
+
+def running_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+def test_hundreds_of_streams_take_a_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulse_rl._util.serial._IDLE_SECONDS", 0.05)  # of the publishers' threads
+    store, state = MemoryStore(), {"adapter": np.zeros(64, np.float32)}
+    root = state_root(state)
+    publishers = [Publisher(store, stream=f"adapter-{k}", threads=1) for k in range(300)]
+    for publisher in publishers:
+        publisher.publish(state)
+    time.sleep(1)
+    before = running_threads()
+    with Subscribers(store, [f"adapter-{k}" for k in range(300)], threads=3) as subscribers:
+        seen: Counter[str] = Counter()
+        most = 0
+        for name, update in subscribers.updates(timeout_seconds=SOON):
+            assert update.root == root
+            seen[name] += 1
+            most = max(most, running_threads())
+            if len(seen) == 300:
+                break
+        time.sleep(1.5)
+        assert max(most, running_threads()) - before <= 3
+        assert subscribers["adapter-7"].root == root
+        assert set(seen.values()) == {1}
+    assert running_threads() <= before + 1
+
+
+def test_updates_come_one_after_another(rng: Rng) -> None:
+    store = MemoryStore()
+    fleet = Fleet(store, 5, rng)
+    with Subscribers(store, fleet.names, poll_seconds=0.02) as subscribers:
+        updates = subscribers.updates(timeout_seconds=SOON)
+        for version in range(4):
+            fleet.publish(version)
+            assert take(updates, 5) == dict.fromkeys(fleet.names, fleet.roots[version])
+        assert list(subscribers.updates(timeout_seconds=0.2)) == []
+        assert subscribers.failures == {}
+        assert [subscribers[name].version for name in subscribers] == [3] * len(subscribers)
+
+
+def test_a_stream_rests_while_its_update_is_used(rng: Rng) -> None:
+    store = MemoryStore()
+    fleet = Fleet(store, 2, rng)
+    fleet.publish(0)
+    with Subscribers(store, ["0"], poll_seconds=0.02) as subscribers:
+        updates = subscribers.updates(timeout_seconds=SOON)
+        next(updates)
+        fleet.publish(1, "0")
+        time.sleep(0.3)
+        assert subscribers["0"].version == 0
+        assert subscribers["0"].root == fleet.roots[0]
+        name, update = next(updates)
+        assert (name, update.previous, update.version) == ("0", 0, 1)
+
+
+def test_what_was_not_acknowledged_comes_again(rng: Rng) -> None:
+    """A reader that broke out of its loop has not said that it has the update."""
+    store = MemoryStore()
+    fleet = Fleet(store, 1, rng)
+    fleet.publish(0)
+    with Subscribers(store, fleet.names, poll_seconds=0.02) as subscribers:
+        updates = subscribers.updates(timeout_seconds=SOON)
+        next(updates)
+        fleet.publish(1)
+        next(updates)
+        updates.close()  # type: ignore[attr-defined]
+        fleet.publish(2)
+        late = subscribers.updates(timeout_seconds=SOON)
+        found = [next(late)[1]]
+        while found[-1].version < 2:
+            found.append(next(late)[1])
+        assert found[0].previous == 0
+
+
+def test_a_stream_that_fails_holds_up_no_other(rng: Rng) -> None:
+    store = FaultyStore(MemoryStore())
+    fleet = Fleet(store, 6, rng)
+    fleet.publish(0)
+    told: list[Event] = []
+    with Subscribers(store, fleet.names, threads=1, poll_seconds=0.02, on_event=told.append) as subscribers:
+        updates = subscribers.updates(timeout_seconds=SOON)
+        take(updates, 6)
+        store.damage = lambda name, data: data[:-1] if name.startswith("3/payloads") else data
+        for version in (1, 2):
+            fleet.publish(version)
+            found = take(updates, 5)
+            assert found == {name: fleet.roots[version] for name in fleet.names if name != "3"}
+        deadline = time.monotonic() + SOON
+        while not subscribers.failures and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert isinstance(subscribers.failures["3"], ChainGap)
+        assert any(isinstance(event, CallFailed) and event.stream == "3" for event in told)
+        store.damage = lambda name, data: data
+        assert take(updates, 1) == {"3": fleet.roots[2]}
+        assert subscribers.failures == {}
+
+
+def test_streams_come_and_go(rng: Rng) -> None:
+    store = MemoryStore()
+    fleet = Fleet(store, 3, rng)
+    fleet.publish(0)
+    with Subscribers(store, poll_seconds=0.02) as subscribers:
+        updates = subscribers.updates(timeout_seconds=SOON)
+        for name in fleet.names:
+            assert subscribers.add(name) is subscribers[name]
+            assert take(updates, 1) == {name: fleet.roots[0]}
+        subscribers.remove("1")
+        assert "1" not in subscribers
+        assert list(subscribers) == ["0", "2"]
+        fleet.publish(1)
+        assert take(updates, 2) == {"0": fleet.roots[1], "2": fleet.roots[1]}
+        subscribers.add("1")
+        assert take(updates, 1) == {"1": fleet.roots[1]}
+        subscribers.add("later")
+        later = Publisher(store, stream="later", threads=1)
+        later.publish(fleet.states[2])
+        assert take(updates, 1) == {"later": fleet.roots[2]}
+
+
+def test_a_stream_is_given_what_a_subscriber_is(tmp_path: Path, rng: Rng) -> None:
+    """A part is not cached, which would fetch all of it."""
+    store = MemoryStore()
+    states = history(rng, 1)
+    publisher = Publisher(store, stream="whole", selectable=True, threads=1)
+    publisher.publish(states[0])
+    with Subscribers(store, poll_seconds=0.02, cache=tmp_path / "cache") as subscribers:
+        subscribers.add("whole", select="embed.*", identity=publisher.identity)
+        _, update = next(subscribers.updates(timeout_seconds=SOON))
+        assert [tensor.spec.name for tensor in update.tensors] == ["embed.weight"]
+        assert not (tmp_path / "cache").exists()
+        subscribers.remove("whole")
+        subscribers.add("whole")
+        next(subscribers.updates(timeout_seconds=SOON))
+        assert list((tmp_path / "cache").iterdir())
+
+
+def test_several_threads_share_the_updates(rng: Rng) -> None:
+    store = MemoryStore()
+    fleet = Fleet(store, 20, rng)
+    fleet.publish(0)
+    seen: list[str] = []
+    with Subscribers(store, fleet.names, poll_seconds=0.05) as subscribers:
+
+        def read() -> None:
+            seen.extend(name for name, _ in subscribers.updates(timeout_seconds=2))
+
+        readers = [threading.Thread(target=read) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+    assert sorted(seen) == sorted(fleet.names)
+
+
+def test_a_rate_of_a_stream_holds_for_this_stream_alone(rng: Rng) -> None:
+    store = MemoryStore()
+    fleet = Fleet(store, 2, rng)
+    fleet.publish(0)
+    with Subscribers(store, ["1"], poll_seconds=0.02) as subscribers:
+        updates = subscribers.updates(timeout_seconds=SOON)
+        take(updates, 1)
+        nbytes = sum(info.nbytes for info in store.list("0/payloads"))
+        subscribers.add("0", bytes_per_second=nbytes)
+        took = time.monotonic()
+        take(updates, 1)
+        for version in (1, 2):
+            fleet.publish(version, "1")
+            assert take(updates, 1) == {"1": fleet.roots[version]}
+        fleet.publish(1, "0")
+        assert take(updates, 1) == {"0": fleet.roots[1]}
+        assert 0.9 < time.monotonic() - took < SOON
+
+
+def test_a_rate_of_all_bounds_what_they_read_together(rng: Rng) -> None:
+    inner = MemoryStore()
+    store = FaultyStore(inner)
+    fleet = Fleet(inner, 4, rng, versions=1)
+    fleet.publish(0)
+    nbytes = sum(info.nbytes for name in fleet.names for info in inner.list(name))
+    began = time.monotonic()
+    with Subscribers(store, fleet.names, bytes_per_second=nbytes / 2) as subscribers:
+        assert len(take(subscribers.updates(timeout_seconds=SOON), 4)) == 4
+        assert 1.0 < time.monotonic() - began < SOON, "two seconds, less the last reads"
+
+
+def test_closing_does_not_wait_for_a_store_that_hangs(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulse_rl.sync.subscribers._CLOSE_SECONDS", 0.5)
+    store, hangs, reached = FaultyStore(MemoryStore()), threading.Event(), threading.Event()
+    fleet = Fleet(store, 3, rng)
+    fleet.publish(0)
+
+    def hang(name: str, data: bytes) -> bytes:
+        reached.set()
+        hangs.wait(SOON)
+        return data
+
+    store.damage = hang
+    subscribers = Subscribers(store, fleet.names)
+    assert reached.wait(SOON)
+    began = time.monotonic()
+    subscribers.close()
+    subscribers.close()
+    assert time.monotonic() - began < 5
+    assert list(subscribers.updates()) == []
+    hangs.set()
+    with pytest.raises(InputError, match="closed"):
+        subscribers.add("4")
+
+
+def test_closing_ends_an_iteration(rng: Rng) -> None:
+    subscribers = Subscribers(MemoryStore(), ["nothing"])
+    threading.Timer(0.3, subscribers.close).start()
+    assert list(subscribers.updates(timeout_seconds=SOON)) == []
+
+
+def test_refusals() -> None:
+    with Subscribers(MemoryStore(), ["a"]) as subscribers:
+        for wrong in (
+            lambda: subscribers.add("a"),
+            lambda: subscribers.remove("b"),
+            lambda: subscribers["b"],
+            lambda: subscribers.add("b", priority=0),
+            lambda: subscribers.add("b", bytes_per_second=0),
+            lambda: Subscribers(MemoryStore(), "a"),
+            lambda: Subscribers(MemoryStore(), threads=0),
+            lambda: Subscribers(MemoryStore(), poll_seconds=0),
+            lambda: Subscribers([]),
+        ):
+            with pytest.raises(InputError):
+                wrong()
+        with pytest.raises(InvalidName):
+            subscribers.add("../a")
+        assert list(subscribers) == ["a"]
+
+
+def test_what_a_listener_raises_reaches_the_reader(rng: Rng) -> None:
+    store = MemoryStore()
+    Fleet(store, 1, rng).publish(0)
+
+    def listen(_: Event) -> None:
+        raise ZeroDivisionError("of the listener")
+
+    with (
+        Subscribers(store, ["0"], on_event=listen) as subscribers,
+        pytest.raises(ZeroDivisionError, match="of the listener"),
+    ):
+        next(subscribers.updates(timeout_seconds=SOON))
+
+
+def test_a_farther_store_is_read_where_the_nearer_one_is_stale(tmp_path: Path, rng: Rng) -> None:
+    origin, near = LocalStore(tmp_path / "origin"), LocalStore(tmp_path / "near")
+    fleet = Fleet(origin, 2, rng)
+    fleet.publish(0)
+    for name in fleet.names:
+        Relay(origin, near, stream=name).sync()
+    with Subscribers([near, origin], fleet.names, poll_seconds=0.02, patience_seconds=0.2) as subscribers:
+        updates = subscribers.updates(timeout_seconds=SOON)
+        take(updates, 2)
+        fleet.publish(1)
+        assert take(updates, 2) == dict.fromkeys(fleet.names, fleet.roots[1])
+
+
+def test_one_request_waits_for_all_streams_of_a_server(tmp_path: Path, rng: Rng) -> None:
+    folder = LocalStore(tmp_path)
+    fleet = Fleet(folder, 30, rng, versions=2)
+    fleet.publish(0)
+    with FolderServer(tmp_path) as server:
+        store = CountedHttpStore(server.url)
+        with Subscribers(store, fleet.names) as subscribers:
+            updates = subscribers.updates(timeout_seconds=SOON)
+            assert len(take(updates, 30)) == 30
+            assert list(subscribers.updates(timeout_seconds=4)) == []
+            asked(store)
+            assert list(subscribers.updates(timeout_seconds=3)) == []
+            assert len(asked(store)) <= 10, "not thirty a second"
+            for name in ("3", "17", "3"):
+                version = 1 if subscribers[name].version == 0 else 0
+                began = time.monotonic()
+                fleet.publish(version, name)
+                assert take(updates, 1) == {name: fleet.roots[version]}
+                assert time.monotonic() - began < 15
+
+
+def test_updates_make_the_publishers_state(rng: Rng) -> None:
+    """What an update writes, over all versions, makes the publisher's state."""
+    store = MemoryStore()
+    fleet = Fleet(store, 1, rng)
+    live: dict[str, np.ndarray] = {}
+    with Subscribers(store, fleet.names, poll_seconds=0.02) as subscribers:
+        updates = subscribers.updates(timeout_seconds=SOON)
+        for version in range(4):
+            fleet.publish(version)
+            _, update = next(updates)
+            for name, indices, values in update:
+                if indices is None:
+                    live[name] = np.array(values).ravel()
+                else:
+                    live[name][indices] = values
+            for name, tensor in _bits(fleet.states[version]).items():
+                assert np.array_equal(live[name], tensor)
+
+
+def _bits(state: Tensors) -> dict[str, np.ndarray]:
+    return {name: np.asarray(tensor.array).ravel() for name, tensor in state.items()}
+
+
+def test_the_schedule_takes_the_earliest_deadline() -> None:
+    """Due time, and a second less for each waiting of a turn with priority; so nothing waits for ever."""
+    schedule = Schedule(1.0)
+    turns = {name: Turn(priority) for name, priority in (("low", 0.1), ("plain", 1.0), ("high", 10.0))}
+    for turn in turns.values():
+        schedule.put(turn)
+    assert [schedule.take() for _ in turns] == [turns["high"], turns["plain"], turns["low"]]
+    schedule.give_back(turns["low"], 0.0)
+    time.sleep(0.05)
+    schedule.give_back(turns["high"], 0.0)
+    assert schedule.take() is turns["high"]
+    schedule.put(turns["high"])
+    schedule.give_back(turns["high"], 99.0)
+    assert schedule.take() is turns["high"], "it was put while it was taken"
+    schedule.give_back(turns["high"], 99.0)
+    schedule.put(turns["high"], 0.0)
+    schedule.end(turns["low"])
+    assert schedule.take() is turns["high"]
+    threading.Timer(0.1, schedule.close).start()
+    assert schedule.take() is None
