@@ -8,8 +8,8 @@ import pytest
 from pulse_rl import State, StateMismatch, WrongBase, codec
 from pulse_rl.errors import CorruptPatch, DigestMismatch, PulseError
 from pulse_rl.patch import Patch, apply_patch, build_patch, parse_patch
-from pulse_rl.patch.header import closed_header, open_header
-from pulse_rl.patch.parts import PartsPatch, parse_part_header
+from pulse_rl.patch.header import closed_header, open_header, put_number
+from pulse_rl.patch.parts import MAX_SEGMENTS, PartsPatch, Room, parse_part_header
 from pulse_rl.patch.undo import by_whole_blocks
 from pulse_rl.state.digest import state_digest
 from tests.support.parts import part, slices_of
@@ -125,3 +125,24 @@ def test_counts_that_cannot_be(counts: tuple[int, ...], words: str) -> None:
     plain = bytes(64) + bytes([1, 0, 1]) + b"a" + bytes([2]) + bytes([1, 10]) + bytes(counts)
     with pytest.raises(CorruptPatch, match=words):
         parse_part_header(memoryview(closed_header(plain, 2)))
+
+
+def number(value: int) -> bytes:
+    out = bytearray()
+    put_number(out, value)
+    return bytes(out)
+
+
+def test_parts_share_one_budget() -> None:
+    """What is small as a file may list as much as a patch is allowed to; several such files together may not."""
+    count = number(300)
+    slices = b"\x00\x01" * 300
+    plain = bytes(64) + bytes([1, 0, 1]) + b"a" + bytes([2, 1]) + count + count + slices + number(1) + count + b"\0"
+    small = memoryview(closed_header(plain, 2))
+    assert Room().left == MAX_SEGMENTS
+    room = Room()
+    room.left = 1000
+    for _ in range(3):
+        assert len(parse_part_header(small, room=room)[0].cuts) == 1
+    with pytest.raises(CorruptPatch, match="more than 96"):
+        parse_part_header(small, room=room)

@@ -121,6 +121,10 @@ EDITS = {
     "patch from a negative version": put("patch", "base", value=-1),
     "patch without parts": put("patch", "parts", value=[]),
     "patch in parts in format 2": lambda m: m["patch"]["parts"].append(m["patch"]["parts"][0]),
+    "a part twice": lambda m: (
+        m.update(format="pulse.manifest.3"),
+        m["patch"]["parts"].append(m["patch"]["parts"][0]),
+    ),
     "the format of slices without an identity": lambda m: m.update(format="pulse.manifest.3", identity=""),
     "anchor without shards": lambda m: m.update(patch=None, anchor={"shards": []}),
     "neither patch nor anchor": lambda m: m.update(patch=None, anchor=None),

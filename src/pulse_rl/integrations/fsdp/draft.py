@@ -17,6 +17,7 @@ from ...patch.build import encode_proved, entry_of
 from ...patch.header import BlockEntry, PatchHeader
 from ...patch.parts import PartHeader
 from ...state import bits
+from ...state.digest import StateDigest
 from ...state.slices import Segment, SlicedState
 from ...state.tensors import UIntArray
 from .layout import Fragment, Layout, shared_leaves
@@ -114,6 +115,16 @@ class Draft:
             for segment in block.segments:
                 self._places.setdefault(segment.spec.name, []).append((index, segment, base))
                 base += segment.elements
+
+
+class Built(NamedTuple):
+    """The next version: this rank's ``draft``, the ``root``, on rank 0 the digest ``tree``, and the ``patch_bytes`` of
+    all ranks."""
+
+    draft: Draft
+    root: str
+    tree: StateDigest | None
+    patch_bytes: int
 
 
 def make_draft(

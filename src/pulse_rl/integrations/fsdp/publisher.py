@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from hashlib import sha256
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -27,7 +27,6 @@ from ...events import (
     failures_to,
     progress_to,
 )
-from ...state.digest import StateDigest
 from ...store import Store, open_store
 from ...stream import manifest as manifests
 from ...stream.anchor import DEFAULT_SHARD_BYTES
@@ -36,7 +35,7 @@ from ...stream.signing import Signer, TrustedKeys
 from ...stream.stream import Stream
 from ...stream.trees import put_trees
 from ...sync.commit import Content
-from .draft import Baseline, Draft, hash_the_rest, make_draft
+from .draft import Baseline, Built, Draft, hash_the_rest, make_draft
 from .head import Found, Head
 from .layout import Held, Layout, difference, make_layout
 from .leaves import gather_tree
@@ -47,16 +46,6 @@ from .resume import restore_baseline
 from .upload import Stored, store, uploaded
 
 _MAX_STALE_COMMITS = 8
-
-
-class _Built(NamedTuple):
-    """The next version: this rank's ``draft``, the ``root``, on rank 0 the digest ``tree``, and the ``patch_bytes`` of
-    all ranks."""
-
-    draft: Draft
-    root: str
-    tree: StateDigest | None
-    patch_bytes: int
 
 
 class ShardedPublisher(Unique):
@@ -252,7 +241,7 @@ class ShardedPublisher(Unique):
             self._resumed(found.lost, "anchored", "the store no longer holds it")
         return found
 
-    def _build(self, local: LocalState, found: Found, timer: PhaseTimer) -> _Built:
+    def _build(self, local: LocalState, found: Found, timer: PhaseTimer) -> Built:
         layout, reason = self._layout_of(found), ""
         if self._baseline and (reason := difference(self._baseline.layout, layout)):
             self._baseline = None  # before another is made
@@ -279,9 +268,9 @@ class ShardedPublisher(Unique):
             tree = gather_tree(layout, self._ranks, made[0].leaves)
         root = self._ranks.on_first(lambda: tree.root.encode() if tree else b"").decode()
         timer.end("build")
-        return _Built(made[0], root, tree, patch_bytes)
+        return Built(made[0], root, tree, patch_bytes)
 
-    def _take_up(self, local: LocalState, found: Found, timer: PhaseTimer) -> _Built | None:
+    def _take_up(self, local: LocalState, found: Found, timer: PhaseTimer) -> Built | None:
         """Makes the head the baseline, where there is one and the ranks have another or none; then the version after
         it. None if that has to be an anchor."""
         if found.version is None:
@@ -320,7 +309,7 @@ class ShardedPublisher(Unique):
             self._layout = key, made[0]
         return self._layout[1]
 
-    def _store_and_commit(self, order: Order, built: _Built, timer: PhaseTimer) -> Manifest | None:
+    def _store_and_commit(self, order: Order, built: Built, timer: PhaseTimer) -> Manifest | None:
         """None if the version's number is taken."""
         draft, layout, base = built.draft, built.draft.layout, built.draft.base
 
