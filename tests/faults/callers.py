@@ -119,12 +119,12 @@ class torn_writes:  # noqa: N801 (it is used as a function is)
         self._calls, self._first, self._times = 0, first, times
 
     def __enter__(self) -> torn_writes:
-        self._whole = apply._scatter
-        apply._scatter = self._torn  # type: ignore[assignment]
+        self._whole = apply.scatter
+        apply.scatter = self._torn  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        apply._scatter = self._whole
+        apply.scatter = self._whole
 
     def _torn(self, block: Any, state: Any, changes: Any) -> None:
         self._calls += 1

@@ -66,8 +66,8 @@ PUBLISHER = [
     ),
     one(
         "what is pending is committed though its payloads are gone",
-        "sync.publisher",
-        "return fresh and not newer and self._stream.stores(pending.manifest)",
+        "sync.commit",
+        "return fresh and not newer and self._stream.stores(manifest)",
         "return True",
     ),
     one(
