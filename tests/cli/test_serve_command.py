@@ -40,6 +40,7 @@ def test_a_worker_follows_what_is_served(pulse: Pulse, tmp_path: Path, rng: Rng)
 
 def test_refusals(pulse: Pulse, tmp_path: Path) -> None:
     pulse.refused("serve", tmp_path / "nothing", kind="input", match="no folder")
+    pulse.refused("serve", tmp_path, "--bind", "", "--port", "0", kind="input", match="empty address")
     for port in ("-1", "65536", "x"):
         with pytest.raises(SystemExit, match="2"):
             pulse("serve", tmp_path, "--port", port)

@@ -36,6 +36,14 @@ def test_addresses() -> None:
         HttpStore("http://host", timeout_seconds=0)
 
 
+@pytest.mark.parametrize("url", ["host:x", "host/?a", "ho st", "[::1", "host", "/host:1", "host/#a"])
+@pytest.mark.parametrize("word", ["secret", "1/secret"])
+def test_passwords_are_not_printed(url: str, word: str) -> None:
+    with pytest.raises(InputError, match="no credentials") as caught:
+        HttpStore(f"http://me:{word}@{url}")
+    assert "secret" not in f"{caught.value} {caught.value.hint}"
+
+
 def test_writing_is_refused(tmp_path: Path) -> None:
     with FolderServer(tmp_path) as server:
         store = open_store(server.url)
@@ -124,6 +132,42 @@ def test_slow_bytes_end_at_the_deadline(begin: bytes) -> None:
         assert time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize("status", ["206 Partial Content", "416 Range Not Satisfiable"])
+def test_a_part_is_not_the_whole(status: str) -> None:
+    with answering(answer(status, b"0123", "Content-Range: bytes 0-3/10", DATE)) as server:
+        store = HttpStore(server.url)
+        for read in (lambda: store.get("a/b"), lambda: store.head("a/b"), lambda: list(store.list("a"))):
+            with pytest.raises(StoreError, match=f"status {status[:3]}"):
+                read()
+
+
+def test_endless_interim_answers_end() -> None:
+    """`http.client` skips them, however many."""
+
+    def flood(_: bytes, peer: socket.socket) -> None:
+        stop = time.monotonic() + 8
+        while time.monotonic() < stop:
+            peer.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
+
+    with Liar(flood) as server:
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="timed out"):
+            HttpStore(server.url, timeout_seconds=0.5).get("a/b")
+        assert time.monotonic() - started < 5
+
+
+def test_a_long_body_may_take_longer_than_the_timeout() -> None:
+    def send(_: bytes, peer: socket.socket) -> None:
+        peer.sendall(answer("200 OK", b"", DATE, length=1 << 18))
+        for _ in range(16):
+            peer.sendall(bytes(1 << 14))
+            time.sleep(0.1)
+
+    with Liar(send) as server:
+        assert HttpStore(server.url, timeout_seconds=0.5).get("a/b") == bytes(1 << 18)
+        assert server.requests == 1
+
+
 def test_endless_headers_end() -> None:
     def flood(_: bytes, peer: socket.socket) -> None:
         peer.sendall(b"HTTP/1.1 200 OK\r\n")
@@ -144,6 +188,9 @@ def test_endless_headers_end() -> None:
         b"1 2 ../b\n",
         b"-1 2 b\n",
         b"1 2 b c\n",
+        b"<html>maintenance</html>",
+        b"1 2 b",
+        b"1 2 b\n1 2 c",
         "1 2 ü\n".encode(),
         b"1" * 5000 + b" 2 b\n",
         b"1 2 b\n" * 1000,
@@ -198,6 +245,21 @@ def test_connections_are_kept_and_replaced(tmp_path: Path) -> None:
     with FolderServer(tmp_path, port=port):
         assert store.get("a/b") == b"0123456789", "the server has closed what was kept"
         assert store._idle[0] is not kept
+
+
+def test_a_connection_is_not_kept_for_ever(tmp_path: Path) -> None:
+    LocalStore(tmp_path).put("a/b", b"0123456789")
+    with FolderServer(tmp_path) as server:
+        store = HttpStore(server.url)
+        store.get("a/b")
+        (kept,) = store._idle
+        store.get("a/b")
+        assert store._idle == [kept]
+        kept.idle_since -= 31
+        store.get("a/b")
+        assert len(store._idle) == 1
+        assert store._idle != [kept]
+        assert kept._connection.sock is None
 
 
 def test_a_forked_process_uses_connections_of_its_own(tmp_path: Path) -> None:

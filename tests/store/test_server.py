@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pulse_rl import HttpStore, InputError, LocalStore, NotFound
+from pulse_rl.store import ObjectInfo
 from pulse_rl.store.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
 from tests.support.stores import names
@@ -128,21 +131,22 @@ def test_many_wait_without_a_thread_each(served: FolderServer, tmp_path: Path) -
 def test_bad_waits_are_refused(served: FolderServer) -> None:
     many = b"\n".join(b"a%d/b" % k for k in range(4097))
     for query, body in (
-        ("wait=1", many),
         ("wait=x", b"a/b"),
         ("wait=-1", b"a/b"),
         ("wait=nan", b"a/b"),
         ("wait=1", b"a"),
+        ("wait=1", b"a/b\xff"),
         ("", b".."),
     ):
         connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
         connection.request("POST", f"/?{query}", body)
         assert connection.getresponse().status == 400
         connection.close()
-    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
-    connection.request("POST", "/?wait=1", b"a/b\n" * (1 << 19))
-    assert connection.getresponse().status == 413
-    connection.close()
+    for body in (many, b"a/b\n" * (1 << 19), b"\n" * 4096):
+        connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
+        connection.request("POST", "/?wait=1", body)
+        assert connection.getresponse().status == 413
+        connection.close()
 
 
 def test_closing_ends_waits_and_connections(tmp_path: Path) -> None:
@@ -193,3 +197,99 @@ def test_a_file_that_shrinks_while_it_is_sent_is_missed(served: FolderServer, tm
     with pytest.raises(NotFound):
         HttpStore(served.url).head("gone")
     assert HttpStore(served.url).get("big") == b"\0"
+
+
+def test_the_clients_charset_is_not_used(served: FolderServer) -> None:
+    """Some take quadratic time, on the thread that answers everybody."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
+    connection.request("POST", "/?wait=0", b"a/a", {"Content-Type": "text/plain; charset=punycode"})
+    answer = connection.getresponse()
+    assert (answer.status, answer.read()) == (200, b"a\n")
+    connection.close()
+
+
+def test_waits_leave_threads_for_readers(served: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, done = threading.Event(), LocalStore.list
+
+    def stuck(self: LocalStore, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        slow.wait(20)
+        return done(self, folder, start_after)
+
+    monkeypatch.setattr(LocalStore, "list", stuck)
+    waiters = [threading.Thread(target=HttpStore(served.url).wait_for_new, args=(["a/a"], 20)) for _ in range(50)]
+    for waiter in waiters:
+        waiter.start()
+    try:
+        time.sleep(0.5)
+        assert HttpStore(served.url, timeout_seconds=5).get("a/b") == b"0123456789"
+    finally:
+        slow.set()
+        for waiter in waiters:
+            waiter.join(20)
+
+
+def test_a_wait_ends_with_its_client(served: FolderServer) -> None:
+    waiters = served._handlers.watch._waiters
+    peer = socket.create_connection(("127.0.0.1", int(served.url.rsplit(":", 1)[1])))
+    peer.sendall(b"POST /?wait=25 HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\na/c")
+    until(lambda: len(waiters) == 1)
+    peer.close()
+    until(lambda: not waiters)
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_root_that_is_gone_is_no_empty_store(served: FolderServer, tmp_path: Path) -> None:
+    (tmp_path / "root").rename(tmp_path / "moved")
+    for path in ("/a/", "/a/b", "/a/c"):
+        assert ask(served, "GET", path)[0] == 503
+    assert ask(served, "HEAD", "/a/b")[0] == 503
+    (tmp_path / "moved").rename(tmp_path / "root")
+    assert ask(served, "GET", "/a/b")[0] == 200
+
+
+def test_what_the_disk_refuses_is_not_missing(served: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.open
+
+    def refused(path: str, *args: int, **options: int) -> int:
+        if path in refusals:
+            raise OSError(refusals[path], "refused")
+        return really(path, *args, **options)
+
+    refusals: dict[str, int] = {}
+    monkeypatch.setattr(os, "open", refused)
+    for part in ("a", "b"):
+        for code, status in ((errno.EACCES, 403), (errno.EIO, 503), (errno.EMFILE, 503)):
+            refusals = {part: code}
+            assert ask(served, "GET", "/a/b")[0] == status
+            assert ask(served, "GET", "/a/")[0] == (status if part == "a" else 200)
+    assert ask(served, "GET", f"/a/{'x' * 300}")[0] == 404
+
+
+def test_what_may_be_kept(served: FolderServer) -> None:
+    assert ask(served, "GET", "/a/b")[2]["Cache-Control"] == "no-cache"
+    assert ask(served, "GET", "/a/b", Range="bytes=2-4")[2]["Cache-Control"] == "no-cache"
+    for method, path in (("GET", "/a/"), ("GET", "/a/c"), ("POST", "/?wait=x"), ("PUT", "/a/b")):
+        assert ask(served, method, path)[2]["Cache-Control"] == "no-store", path
+
+
+def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulse_rl.store.server._KEEPALIVE_SECONDS", 0.2)
+    with (
+        FolderServer(tmp_path) as server,
+        socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=10) as peer,
+    ):
+        peer.sendall(b"GET /a/b HTTP/1.1\r\nHost: x\r\n\r\n")
+        while peer.recv(65536):
+            pass
+
+
+def test_an_empty_address_is_not_every_address(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="empty") as caught:
+        FolderServer(tmp_path, bind="")
+    assert "0.0.0.0" in caught.value.hint

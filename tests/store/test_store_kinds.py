@@ -189,6 +189,16 @@ def test_nothing_is_swept_or_written_through_a_link(tmp_path: Path) -> None:
     assert [p.name for p in home.iterdir()] == [".old.abcd_123"]
 
 
+def test_a_link_to_itself_is_a_store_error(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("s/a", b"x")
+    (tmp_path / "s" / "b").symlink_to("b")
+    for read in (store.get, store.head, lambda _: names(store, "s")):
+        with pytest.raises(StoreError, match="s/b") as caught:
+            read("s/b")
+        assert not isinstance(caught.value, NotFound)
+
+
 def test_what_is_no_file_is_an_error_and_never_waited_for(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put("s/a", b"x")

@@ -15,11 +15,18 @@ class DeadlineSocket:
         self._sock = sock
         self._deadline = 0.0
         self._rate = 1
+        self._expected = 0
 
     def begin(self, seconds: float, least_rate: int) -> None:
-        """The next exchange ends within ``seconds``, and a second more for each ``least_rate`` bytes received."""
+        """The next exchange ends within ``seconds``, and a second more for each ``least_rate`` bytes received of what
+        `expect` announces."""
         self._deadline = time.monotonic() + seconds
         self._rate = least_rate
+        self._expected = 0
+
+    def expect(self, nbytes: int) -> None:
+        """So many bytes to come move the deadline."""
+        self._expected = nbytes
 
     def sendall(self, data: Any) -> None:
         self._limit()
@@ -32,7 +39,9 @@ class DeadlineSocket:
         self._sock.close()
 
     def received(self, nbytes: int) -> None:
-        self._deadline += nbytes / self._rate
+        counted = min(nbytes, self._expected)
+        self._expected -= counted
+        self._deadline += counted / self._rate
 
     def _limit(self) -> None:
         left = self._deadline - time.monotonic()

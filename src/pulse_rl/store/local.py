@@ -84,10 +84,14 @@ class LocalStore:
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         for name in self._names_below(check_name(folder), start_after):
-            with suppress(FileNotFoundError):  # deleted since the folder was read
+            try:
                 info = (self.root / name).stat()
-                if stat.S_ISREG(info.st_mode):
-                    yield ObjectInfo(name, info.st_size, info.st_mtime)
+            except FileNotFoundError:  # deleted since the folder was read
+                continue
+            except OSError as error:
+                raise disk_error(error, f"read {name}") from error
+            if stat.S_ISREG(info.st_mode):
+                yield ObjectInfo(name, info.st_size, info.st_mtime)
 
     def delete(self, name: str) -> None:
         self._require_no_link(name)

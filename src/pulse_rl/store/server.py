@@ -7,15 +7,15 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
-from ..errors import InputError
+from ..errors import InputError, StoreError
 from .base import MAX_NAME, is_name
 from .http import MAX_WAIT_SECONDS, MAX_WAITED, PAGE
 from .local import LocalStore
@@ -32,7 +32,11 @@ _LONGEST_PATH = 2 * MAX_NAME
 _STALLED_SECONDS = 60.0
 _MAX_ASKED_BYTES = 1 << 20
 _START_SECONDS = 30.0
-_HIDDEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.EACCES)
+_KEEPALIVE_SECONDS = 75.0
+_ALL_INTERFACES = "Give an address of this machine; 0.0.0.0 stands for all of them."
+_HIDDEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.ENAMETOOLONG)
+
+T = TypeVar("T")
 
 
 class FolderServer:
@@ -40,7 +44,8 @@ class FolderServer:
     thread of its own, until `close`. A context manager.
 
     ``bind`` is an address of this machine; the default admits this machine only. Links below the folder are not
-    followed. Raises InputError where the extra ``serve`` is missing, the folder is none, or the port cannot be had.
+    followed. Raises InputError where the extra ``serve`` is missing, the folder is none, ``bind`` is empty, or the
+    port cannot be had.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, bind: str = "127.0.0.1", port: int = 0) -> None:
@@ -48,6 +53,8 @@ class FolderServer:
             import aiohttp.web  # noqa: F401
         except ImportError:
             raise InputError("serving needs aiohttp", hint=_INSTALL) from None
+        if not bind:
+            raise InputError("an empty address to serve at", hint=_ALL_INTERFACES)
         root = Path(folder).absolute()
         if not root.is_dir():
             raise InputError(f"there is no folder {root}", hint="Check the path, or create the folder first.")
@@ -88,6 +95,7 @@ class FolderServer:
         except Exception as error:
             self._error = error
         finally:
+            self._handlers.watch.shutdown()
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
             self._started.set()
@@ -98,7 +106,10 @@ class FolderServer:
         app = web.Application(client_max_size=_MAX_ASKED_BYTES)
         app.router.add_get("/{name:.*}", self._handlers.get)
         app.router.add_post("/{base:(.*/)?}", self._handlers.wait)
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        app.on_response_prepare.append(_uncached)
+        runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=_KEEPALIVE_SECONDS
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, self._bind, self._port).start()
@@ -121,9 +132,10 @@ class _Handlers:
 
         name = request.path.removeprefix("/")
         if name.endswith("/"):
-            listing = await asyncio.to_thread(self._list, name[:-1], request.query.get("after", ""))
+            after = request.query.get("after", "")
+            listing = await _answered(asyncio.to_thread(self._list, name[:-1], after))
             return web.Response(text=listing, charset="ascii")
-        handle = await asyncio.to_thread(_open, self._root, name)
+        handle = await _answered(asyncio.to_thread(_open, self._root, name))
         if handle is None:
             raise web.HTTPNotFound
         try:
@@ -138,20 +150,27 @@ class _Handlers:
             seconds = float(request.query.get("wait", "0"))
         except ValueError:
             raise web.HTTPBadRequest from None
+        body = await request.read()
+        count = body.count(b"\n") + 1
+        if count > MAX_WAITED:
+            raise web.HTTPRequestEntityTooLarge(MAX_WAITED, count, text=f"{count} names, at most {MAX_WAITED}")
+        try:
+            lines = body.decode("ascii").split("\n")
+        except ValueError:
+            raise web.HTTPBadRequest from None
         base = request.path.removeprefix("/")
-        asked = [base + name for name in (await request.text()).split("\n")]
-        if (
-            not seconds >= 0
-            or len(asked) > MAX_WAITED
-            or not all(_is_path(name) and "/" in name.removeprefix(base) for name in asked)
-        ):
+        asked = [base + name for name in lines]
+        if not seconds >= 0 or not all(_is_path(name) and "/" in name.removeprefix(base) for name in asked):
             raise web.HTTPBadRequest
         after = dict(name.rsplit("/", 1) for name in asked)
 
-        def news(folders: set[str]) -> list[str]:
-            return [folder for folder in sorted(folders) if self._list(folder, after[folder], 1)]
+        def gone() -> bool:
+            return request.transport is None or request.transport.is_closing()
 
-        found = await self.watch.wait(set(after), news, min(seconds, MAX_WAIT_SECONDS))
+        def news(folders: set[str]) -> list[str]:
+            return [folder for folder in sorted(folders) if not gone() and self._list(folder, after[folder], 1)]
+
+        found = await _answered(self.watch.wait(set(after), news, min(seconds, MAX_WAIT_SECONDS), gone))
         return web.Response(text="".join(f"{folder.removeprefix(base)}\n" for folder in found), charset="ascii")
 
     def _list(self, folder: str, after: str, most: int = PAGE) -> str:
@@ -167,6 +186,23 @@ class _Handlers:
         return "".join(lines)
 
 
+async def _uncached(_: web.Request, response: web.StreamResponse) -> None:
+    """Objects say for themselves how they may be kept; nothing else may be."""
+    response.headers.setdefault("Cache-Control", "no-store")
+
+
+async def _answered(work: Awaitable[T]) -> T:
+    """What ``work`` returns; the status of what the disk says otherwise: it is not known whether there is an object."""
+    from aiohttp import web
+
+    try:
+        return await work
+    except PermissionError:
+        raise web.HTTPForbidden from None
+    except (OSError, StoreError):
+        raise web.HTTPServiceUnavailable from None
+
+
 async def _send(request: web.Request, handle: int) -> web.StreamResponse:
     """Answers with the bytes of an open file that were asked for."""
     from aiohttp import web
@@ -176,6 +212,7 @@ async def _send(request: web.Request, handle: int) -> web.StreamResponse:
         "Content-Type": "application/octet-stream",
         "Last-Modified": formatdate(max(int(info.st_mtime), 0), usegmt=True),
         "Accept-Ranges": "bytes",
+        "Cache-Control": "no-cache",
     }
     start, stop, status = 0, info.st_size, 200
     if "Range" in request.headers:
@@ -227,25 +264,22 @@ def _open(root: Path, name: str) -> int | None:
 
 @contextmanager
 def _opened_folder(root: Path, folder: str) -> Iterator[int | None]:
-    """A folder below ``root``, open; None where there is none that may be shown."""
+    """A folder below ``root``, open; None where there is none that may be shown. Raises OSError where the root cannot
+    be opened: that it is gone says nothing about its objects."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    handle: int | None = None
+    handle, shown = os.open(root, flags), True
     try:
         try:
-            handle = os.open(root, flags)
             for part in folder.split("/") if folder else ():
                 inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=handle)
                 os.close(handle)
                 handle = inner
         except OSError as error:
-            if handle is not None:
-                os.close(handle)
-                handle = None
             _require_hidden(error)
-        yield handle
+            shown = False
+        yield handle if shown else None
     finally:
-        if handle is not None:
-            os.close(handle)
+        os.close(handle)
 
 
 def _require_hidden(error: OSError) -> None:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 _LOOK_SECONDS = 0.1
 _SETTLED_SECONDS = 2.1
+_THREADS = 4
 
 _Key = tuple[int, int] | None
 
 
 class _Waiter:
-    def __init__(self, folders: set[str]) -> None:
+    def __init__(self, folders: set[str], gone: Callable[[], bool]) -> None:
         self.folders = folders
+        self.gone = gone
         self.changed: set[str] = set()
         self.event = asyncio.Event()
 
     def wake(self, changed: set[str]) -> None:
-        if mine := changed & self.folders:
-            self.changed |= mine
+        self.changed |= changed & self.folders
+        if self.changed or self.gone():
             self.event.set()
 
 
@@ -30,7 +33,8 @@ class Watch:
     """Looks at the folders below ``root`` that somebody waits for, ten times a second, and at none otherwise.
 
     A folder is told changed by its time, and once more two seconds after a change: what came within the resolution of a
-    file system's clock did not show. Used from one event loop.
+    file system's clock did not show. Used from one event loop, with threads of its own: whoever else uses the loop's
+    threads does not queue behind lists.
     """
 
     def __init__(self, root: Path) -> None:
@@ -39,17 +43,21 @@ class Watch:
         self._keys: dict[str, _Key] = {}
         self._again: dict[str, float] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, "pulse-wait")
 
-    async def wait(self, folders: set[str], news: Callable[[set[str]], list[str]], seconds: float) -> list[str]:
+    async def wait(
+        self, folders: set[str], news: Callable[[set[str]], list[str]], seconds: float, gone: Callable[[], bool]
+    ) -> list[str]:
         """What ``news`` finds in the ``folders`` that change, as soon as it finds anything; nothing after so many
-        ``seconds``. It is called in a thread."""
-        waiter = _Waiter(folders)
+        ``seconds``, or once whoever waits is ``gone``. ``news`` is called in a thread."""
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(folders, gone)
         self._waiters.add(waiter)
         try:
             stop = time.monotonic() + seconds
             changed = folders
             while True:
-                found = await asyncio.to_thread(news, changed)
+                found = await loop.run_in_executor(self._threads, news, changed)
                 left = stop - time.monotonic()
                 if found or left <= 0:
                     return found
@@ -59,7 +67,7 @@ class Watch:
                     await asyncio.wait_for(waiter.event.wait(), left)
                 waiter.event.clear()
                 changed, waiter.changed = waiter.changed, set()
-                if not changed:
+                if not changed or gone():
                     return []
         finally:
             self._waiters.discard(waiter)
@@ -71,11 +79,16 @@ class Watch:
         for waiter in self._waiters:
             waiter.event.set()
 
+    def shutdown(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(cancel_futures=True)
+
     async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
             while self._waiters:
                 folders = {folder for waiter in self._waiters for folder in waiter.folders}
-                keys = await asyncio.to_thread(self._keys_of, folders)
+                keys = await loop.run_in_executor(self._threads, self._keys_of, folders)
                 now = time.monotonic()
                 changed = {f for f in folders if keys[f] != self._keys.get(f, ()) or now >= self._again.get(f, now + 1)}
                 for folder in changed:
