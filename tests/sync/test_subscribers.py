@@ -178,17 +178,18 @@ def test_streams_come_and_go(rng: Rng) -> None:
 
 
 def test_a_stream_is_given_what_a_subscriber_is(tmp_path: Path, rng: Rng) -> None:
-    """A part is not cached, which would fetch all of it."""
     store = MemoryStore()
     states = history(rng, 1)
     publisher = Publisher(store, stream="whole", selectable=True, threads=1)
     publisher.publish(states[0])
-    with Subscribers(store, poll_seconds=0.02, cache=tmp_path / "cache") as subscribers:
+    with Subscribers(store, poll_seconds=0.02) as subscribers:
         subscribers.add("whole", select="embed.*", identity=publisher.identity)
         _, update = next(subscribers.updates(timeout_seconds=SOON))
         assert [tensor.spec.name for tensor in update.tensors] == ["embed.weight"]
-        assert not (tmp_path / "cache").exists()
-        subscribers.remove("whole")
+    with Subscribers(store, poll_seconds=0.02, cache=tmp_path / "cache") as subscribers:
+        with pytest.raises(InputError, match="select and cache do not go together"):
+            subscribers.add("whole", select="embed.*")
+        assert "whole" not in subscribers
         subscribers.add("whole")
         next(subscribers.updates(timeout_seconds=SOON))
         assert list((tmp_path / "cache").iterdir())

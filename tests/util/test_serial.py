@@ -202,3 +202,32 @@ def test_a_stopped_map_leaves_nothing_running() -> None:
     with pytest.raises(Boom), interrupted_after(0.05):
         serial.run(work)
     assert running == [0]
+
+
+def test_what_a_map_runs_in_threads_stops_with_the_operation() -> None:
+    serial, stopped = SerialThread("Thing"), list[int]()
+
+    def slow(k: int) -> None:
+        try:
+            steps([], 5000)()
+        except Stopped:
+            stopped.append(k)
+            raise
+
+    started = time.monotonic()
+    with pytest.raises(Boom), interrupted_after(0.1):
+        serial.run(lambda: list(ordered_map(slow, range(2), 2)))
+    assert sorted(stopped) == [0, 1]
+    assert time.monotonic() - started < 5
+
+
+def test_what_a_map_runs_in_threads_ends_where_nothing_stops() -> None:
+    serial, done = SerialThread("Thing"), list[int]()
+
+    def inner() -> None:
+        with unstoppable():
+            list(ordered_map(lambda _: steps(done, 60)(), range(2), 2))
+
+    with pytest.raises(Boom), interrupted_after(0.02):
+        serial.run(inner)
+    assert len(done) == 120

@@ -114,7 +114,7 @@ class Call(Generic[R]):
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Generator[R, None, None]:
     """``function`` over ``items`` in threads; results in order, at most one item more than threads in flight. A single
-    item needs no thread.
+    item needs no thread. A `checkpoint` in ``function`` stops for the operation that runs in the caller's thread.
 
     The bound keeps peak memory at "blocks in flight" however long ``items`` is. An exception of any item is raised at
     its place. When this ends, in whatever way, no call is running any more and none begins: a caller that undoes what
@@ -137,7 +137,7 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | N
             calls.put(call)
             if started < threads:
                 started += 1
-                start_new_thread(_work_off, (calls,))
+                start_new_thread(_work_off, (calls, getattr(running, "operation", None)))
             if len(pending) > threads:
                 yield _next(pending)
         while pending:
@@ -168,7 +168,8 @@ def _next(pending: deque[Call[R]]) -> R:
     return pending.popleft().result()
 
 
-def _work_off(calls: SimpleQueue[Call[Any] | None]) -> None:
+def _work_off(calls: SimpleQueue[Call[Any] | None], operation: Any) -> None:
+    running.operation = operation
     while (call := calls.get()) is not None:
         call.run()
         del call  # what it holds is not kept until the next one comes

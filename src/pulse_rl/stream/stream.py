@@ -71,22 +71,23 @@ class Stream:
         self._manifests = KeptManifests()
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
+        self._accepted: int | None = None
 
     def versions(self, after: int | None = None) -> list[int]:
         """The committed versions greater than ``after``, ascending."""
         start_after = None if after is None else self.names.version(after)
-        self._listed, listed = {}, dict[int, ObjectInfo]()
+        self._listed = {}
         for info in self.store.list(self.names.versions, start_after):
             if isinstance(name := self.names.parse(info.name), VersionName):
-                listed[name.version] = info
-        self._listed = listed  # whole, for `last_listed` in another thread
-        return list(listed)
+                self._listed[name.version] = info
+        return list(self._listed)
 
     @property
-    def last_listed(self) -> str:
-        """The name behind which the names of new versions are: of the last version that was listed, or below all."""
-        listed = self._listed
-        return self.names.version(max(listed)) if listed else f"{self.names.versions}/0"
+    def last_accepted(self) -> str:
+        """The name behind which the names of new versions are: of the version that `newest` found last, or below all.
+        Junk may be listed behind it. May be read in any thread."""
+        accepted = self._accepted
+        return f"{self.names.versions}/0" if accepted is None else self.names.version(accepted)
 
     def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
         """The highest version above ``after`` that can be read and trusted; others may lie above it. Bounded work,
@@ -98,6 +99,8 @@ class Stream:
         doubts = self._doubts_of_anybody if anybody else self._doubts
         read = self._read if anybody else self.manifest
         found = doubts.first(above, lambda version: self._listed[version].nbytes, read) or known
+        if not anybody:
+            self._accepted = found.version if found else None
         if found and not anybody and (self._held is None or self._held.name != self.names.version(found.version)):
             self._held = self._listed[found.version]
         return Head(found, listed, None if found else doubts.error(above))
@@ -151,6 +154,7 @@ class Stream:
         """Forgets the manifests that were read, and which stream they were of."""
         self._manifests = KeptManifests()
         self._doubts = Doubts(self._on_refused)
+        self._accepted = None
         self.identity = None
 
     def commit(self, manifest: Manifest) -> bool:

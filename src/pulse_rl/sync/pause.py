@@ -28,7 +28,7 @@ class Pause:
         began = time.monotonic()
         seconds = min(self._most, most_seconds)
         if self._notifier is not None and seconds > 0:
-            after = self._stream.last_listed
+            after = self._stream.last_accepted
             try:
                 if self._notifier.wait_for_new([after], seconds) and after != self._told:
                     self._told = after

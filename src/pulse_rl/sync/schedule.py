@@ -9,8 +9,7 @@ from itertools import count
 
 
 class Turn:
-    """One stream's place in a `Schedule`. ``priority``: of two that are late, one of twice the priority is taken as if
-    it had waited twice as long."""
+    """One stream's place in a `Schedule`, with a ``priority`` that brings its deadline forward."""
 
     __slots__ = ("again", "ended", "entry", "priority", "taken")
 
@@ -24,7 +23,8 @@ class Turn:
 
 class Schedule:
     """Turns that become due, handed to the threads that ask. Among those that are due, the earliest deadline is first:
-    due time plus ``slack_seconds`` divided by the priority; so none waits for ever."""
+    due time plus ``slack_seconds`` divided by the priority. So priority is a head start of at most the difference of
+    two such quotients, however long the turns wait; and none waits for ever."""
 
     def __init__(self, slack_seconds: float) -> None:
         self._slack = slack_seconds

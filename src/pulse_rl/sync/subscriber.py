@@ -35,6 +35,15 @@ _KEPT_RECEIPTS = 8
 _LONGEST_POLL = 1e6
 
 
+def refuse_cached_parts(selects: bool, caches: bool) -> None:
+    """Raises InputError for a part of the tensors with a cache."""
+    if selects and caches:
+        raise InputError(
+            "select and cache do not go together: what is selected is fetched in ranges, which are not kept",
+            hint="Give one of the two.",
+        )
+
+
 class Subscriber(Unique):
     """Holds one version of a stream in host memory and moves it forward on `sync`. A context manager; see `close`.
 
@@ -58,6 +67,7 @@ class Subscriber(Unique):
     """
 
     _idle_seconds: ClassVar[float | None] = None
+    _owner_acknowledges: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -83,11 +93,7 @@ class Subscriber(Unique):
         opened = [open_store(each) for each in given]
         if not opened:
             raise InputError("no store was given", hint="Give a store, or several in order of preference.")
-        if select is not None and cache is not None:
-            raise InputError(
-                "select and cache do not go together: what is selected is fetched in ranges, which are not kept",
-                hint="Give one of the two.",
-            )
+        refuse_cached_parts(select is not None, cache is not None)
         trusted = trusted_by(trusted_keys)
         streams = [
             Stream(
@@ -111,7 +117,7 @@ class Subscriber(Unique):
         self._threads = threads
         self._listener = on_event
         self._delivered: list[Receipt] = []
-        self._acknowledging = False
+        self._acknowledging = self._owner_acknowledges
         self._in_doubt = False
 
     @property

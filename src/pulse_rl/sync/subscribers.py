@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -16,17 +17,17 @@ from .._util.jitter import jittered
 from .._util.serial import Operation, Unique, pooled
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import Stopped
-from ..errors import ConcurrentUse, InputError, PulseError, StoreError
+from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import Event, Listener, checked_listener
 from ..state.checkpoint import StateSource
 from ..store import CachedStore, Store, open_store
 from ..store.http import MAX_WAITED
 from ..store.notifier import notifier_of
-from ..store.paced import PacedStore
+from ..store.paced import Pace, PacedStore
 from ..stream.names import payload_digest
 from .nearest import DEFAULT_PATIENCE_SECONDS
 from .schedule import Schedule, Turn
-from .subscriber import Subscriber
+from .subscriber import Subscriber, refuse_cached_parts
 from .update import Update
 
 _MOST_BACKOFF = 60.0
@@ -37,16 +38,29 @@ _LOOK_SECONDS = 0.5
 
 
 class _Pooled(Subscriber):
-    """What its owner's threads ask of it needs a thread only for as long as it takes."""
+    """What its owner's threads ask of it needs a thread only for as long as it takes. `Subscribers.updates`
+    acknowledges every update that was taken over."""
 
     _idle_seconds = 0.0
+    _owner_acknowledges = True
 
 
 class _Followed(Turn):
     """A stream that is followed. ``told`` is the object behind which the store said something new is; until
-    ``rests_until`` it rests for the sake of its ``bytes_per_second``."""
+    ``rests_until`` it rests for the sake of its ``bytes_per_second``. ``raises``: an error that is none of this library
+    waits for a reader. ``failures`` counts the looks that failed, since one did not."""
 
-    __slots__ = ("bytes_per_second", "error", "failures", "name", "operation", "rests_until", "subscriber", "told")
+    __slots__ = (
+        "bytes_per_second",
+        "error",
+        "failures",
+        "name",
+        "operation",
+        "raises",
+        "rests_until",
+        "subscriber",
+        "told",
+    )
 
     def __init__(self, name: str, subscriber: Subscriber, priority: float, bytes_per_second: float) -> None:
         super().__init__(priority)
@@ -56,6 +70,7 @@ class _Followed(Turn):
         self.operation: Operation[Update | None] | None = None
         self.error: PulseError | None = None
         self.failures = 0
+        self.raises = False
         self.rests_until = 0.0
         self.told = ""
 
@@ -97,10 +112,12 @@ class Subscribers(Unique):
         self._notifier = notifier_of(opened[0])
         self._several = len(opened) > 1
         if rate < math.inf:
-            opened = [PacedStore(each, rate) for each in opened]
-        self._stores = self._cached = opened
+            pace = Pace(rate)
+            opened = [PacedStore(each, pace) for each in opened]
+        self._caches = cache is not None
         if cache is not None:
-            self._cached = [CachedStore(each, checked_path(cache), payload_digest) for each in opened]
+            opened = [CachedStore(each, checked_path(cache), payload_digest) for each in opened]
+        self._stores = opened
         self._options: dict[str, Any] = {
             "trusted_keys": trusted_keys,
             "follow_restarts": follow_restarts,
@@ -110,7 +127,7 @@ class Subscribers(Unique):
         }
         self._followed: dict[str, _Followed] = {}
         self._schedule = Schedule(self._poll)
-        self._ready: SimpleQueue[tuple[_Followed, Update] | Exception] = SimpleQueue()
+        self._ready: SimpleQueue[tuple[_Followed, Update | Exception]] = SimpleQueue()
         self._waited_for: frozenset[_Followed] = frozenset()
         self._closed = threading.Event()
         work = [threading.Thread(target=self._work, daemon=True) for _ in range(checked_count("threads", threads))]
@@ -134,17 +151,18 @@ class Subscribers(Unique):
     ) -> Subscriber:
         """Follows ``stream``, too, and returns its Subscriber, which has ``base``, ``select`` and ``identity``.
 
-        Where more streams wait for a thread than there are, one with twice the ``priority`` waits half as long.
-        ``bytes_per_second`` bounds its payloads: after an update it rests until their average is below. Raises
-        InputError for a stream that is followed, and what `Subscriber` raises.
+        Where more streams are due than there are threads, the earliest deadline is first: the time at which a stream
+        is due, and ``poll_seconds`` divided by its ``priority``. So a priority above 1 is a head start of less than
+        ``poll_seconds``. ``bytes_per_second`` bounds its payloads: after an update it rests until their average is
+        below. Raises InputError for a stream that is followed, and what `Subscriber` raises.
         """
         checked_number("priority", priority, least=1e-3, most=1e3)
         if self._closed.is_set():
             raise InputError("these Subscribers are closed", hint="Make new ones.")
         if stream in self._followed:
             raise InputError(f"the stream {stream!r} is followed already", hint="Remove it first.")
-        stores = self._cached if select is None else self._stores  # ranges are not kept
-        subscriber = _Pooled(stores, stream=stream, base=base, select=select, identity=identity, **self._options)
+        refuse_cached_parts(select is not None, self._caches)
+        subscriber = _Pooled(self._stores, stream=stream, base=base, select=select, identity=identity, **self._options)
         followed = _Followed(stream, subscriber, priority, _checked_rate(bytes_per_second))
         self._followed[stream] = followed
         self._schedule.put(followed)
@@ -156,8 +174,8 @@ class Subscribers(Unique):
         followed = self._find(stream)
         del self._followed[stream]
         self._schedule.end(followed)
-        if followed.operation is not None:
-            followed.operation.stopping = True
+        if (operation := followed.operation) is not None:
+            operation.stopping = True
         elif not followed.taken:
             followed.subscriber.close()
 
@@ -184,7 +202,9 @@ class Subscribers(Unique):
     def updates(self, *, timeout_seconds: float | None = None) -> Iterator[tuple[str, Update]]:
         """Yields (stream, update) as versions come; ends when none has come for ``timeout_seconds`` (None: never), or
         when this is closed. Asking for the next one acknowledges the one before, whose stream rests until then. Several
-        threads may iterate: each update goes to one of them. Raises InputError, and what ``on_event`` raises."""
+        threads may iterate: each update goes to one of them. Raises InputError, and what a look raised that is no
+        PulseError, such as what ``on_event`` raises; the streams are followed on, and another call goes on with them.
+        """
         timeout = math.inf if timeout_seconds is None else checked_number("timeout_seconds", timeout_seconds)
         last = time.monotonic()
         while not self._closed.is_set() and (left := last + timeout - time.monotonic()) > 0:
@@ -192,9 +212,12 @@ class Subscribers(Unique):
                 ready = self._ready.get(timeout=min(left, _LOOK_SECONDS))
             except Empty:
                 continue
-            if isinstance(ready, Exception):
-                raise ready
             followed, update = ready
+            if isinstance(update, Exception):
+                followed.raises = False
+                if followed.ended:
+                    continue
+                raise update
             try:
                 if followed.ended:
                     continue
@@ -237,7 +260,12 @@ class Subscribers(Unique):
         pooled()
         while (turn := self._schedule.take()) is not None:
             assert isinstance(turn, _Followed)
-            self._sync(turn)
+            try:
+                self._sync(turn)
+            except BaseException:  # memory may be short even for what follows a sync: the thread goes on
+                with suppress(BaseException):
+                    turn.failures += 1
+                    self._schedule.give_back(turn, self._backoff(turn))
 
     def _sync(self, followed: _Followed) -> None:
         followed.operation = operation = Operation(followed.subscriber.sync)
@@ -253,9 +281,13 @@ class Subscribers(Unique):
             pass
         except PulseError as error:
             followed.error, followed.failures = error, followed.failures + 1
-            wait = min(self._poll * 2.0 ** min(followed.failures, 20), max(_MOST_BACKOFF, self._poll))
-        except Exception as error:  # a listener's, most likely: not the stream's
-            self._ready.put(error)
+            wait = self._backoff(followed)
+        except Exception as error:  # a listener's, or of a store that is not ours
+            followed.failures += 1
+            wait = self._backoff(followed)
+            if not followed.raises:
+                followed.raises = True
+                self._ready.put((followed, error))
         finally:
             followed.operation = None
         if followed.ended or self._closed.is_set():
@@ -263,9 +295,12 @@ class Subscribers(Unique):
         elif update is not None:
             self._ready.put((followed, update))
         else:
-            if followed.error is None and followed in self._waited_for:
-                wait = min(_WAITED_FOR_SECONDS, self._patience) if self._several else _WAITED_FOR_SECONDS
+            if not followed.failures and followed in self._waited_for:
+                wait = max(wait, min(_WAITED_FOR_SECONDS, self._patience if self._several else math.inf))
             self._schedule.give_back(followed, jittered(wait))
+
+    def _backoff(self, followed: _Followed) -> float:
+        return min(self._poll * 2.0 ** min(followed.failures, 20), max(_MOST_BACKOFF, self._poll))
 
     def _come_back(self, followed: _Followed, nbytes: int) -> None:
         """The owner of an update of ``nbytes`` is done with it."""
@@ -278,29 +313,37 @@ class Subscribers(Unique):
 
     def _wait_for_new(self) -> None:
         """Waits at the store for all streams; those that it does not wait for, since they came later, are polled."""
-        assert self._notifier is not None
         seconds = _SHORTEST_WAIT
         while not self._closed.is_set():
             followed = tuple(self._followed.values())
-            after = {each.subscriber.stream.last_listed: each for each in followed}
-            told = ((name, each) for name, each in after.items() if _can_be_told(each, name))
-            waited_for = dict(islice(told, MAX_WAITED))
-            polled = sum(each.error is None for each in followed) > len(waited_for)
+            after = {each.subscriber.stream.last_accepted: each for each in followed}
+            can_be_told = ((name, each) for name, each in after.items() if _can_be_told(each, name))
+            waited_for = dict(islice(can_be_told, MAX_WAITED))
+            polled = sum(not each.failures for each in followed) > len(waited_for)
             seconds = _SHORTEST_WAIT if polled else min(2 * seconds, _LONGEST_WAIT)
-            self._waited_for = frozenset(waited_for.values())
-            if not waited_for:
-                self._closed.wait(_SHORTEST_WAIT)
-                continue
-            try:
-                folders = self._notifier.wait_for_new(waited_for, seconds)
-            except StoreError:
-                self._waited_for = frozenset()
-                self._closed.wait(_SHORTEST_WAIT)
-                continue
-            for name, each in waited_for.items():
-                if name.rpartition("/")[0] in folders:
-                    each.told = name
-                    self._schedule.put(each)
+            began = time.monotonic()
+            told = self._wait_for(waited_for, seconds)
+            for name, each in told.items():
+                each.told = name
+                self._schedule.put(each)
+            if not told:  # however soon the store said so
+                self._closed.wait(max(0.0, min(self._poll, began + seconds - time.monotonic())))
+
+    def _wait_for(self, waited_for: dict[str, _Followed], seconds: float) -> dict[str, _Followed]:
+        """Those of them of which the store says within ``seconds`` that they have something new."""
+        assert self._notifier is not None
+        if not waited_for:
+            self._closed.wait(_SHORTEST_WAIT)
+            return {}
+        self._waited_for = frozenset(waited_for.values())
+        try:
+            folders = self._notifier.wait_for_new(waited_for, seconds)
+        except Exception:  # of whatever kind: all are polled meanwhile
+            folders = set()
+            self._closed.wait(_SHORTEST_WAIT)
+        finally:
+            self._waited_for = frozenset()
+        return {name: each for name, each in waited_for.items() if name.rpartition("/")[0] in folders}
 
     def _find(self, stream: str) -> _Followed:
         try:
@@ -311,7 +354,7 @@ class Subscribers(Unique):
 
 def _can_be_told(each: _Followed, after: str) -> bool:
     """Whether to wait for what is behind ``after``. A stream of which that was told once is polled until it moves."""
-    return each.error is None and each.told != after and each.rests_until <= time.monotonic()
+    return not each.failures and each.told != after and each.rests_until <= time.monotonic()
 
 
 def _checked_rate(value: float | None) -> float:
