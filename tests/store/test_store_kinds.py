@@ -314,3 +314,12 @@ def test_a_poll_reads_no_folder_that_has_not_changed(tmp_path: Path, monkeypatch
     store.delete("s/versions/050")
     assert names(store, "s/versions", "s/versions/049") == ["s/versions/051"]
     assert reads
+
+
+@pytest.mark.parametrize(
+    "address", ["http:/me:secret@host", "http://me:secret@[::1", "file://me:secret@host/x", "ftp://me:se/cret@host"]
+)
+def test_a_password_in_an_address_is_not_shown(address: str) -> None:
+    with pytest.raises(InputError) as refused:
+        open_store(address)
+    assert "cret" not in str(refused.value)

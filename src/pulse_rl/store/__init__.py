@@ -33,6 +33,7 @@ __all__ = [
     "open_store",
 ]
 
+_PASSWORD = re.compile(r"^([A-Za-z0-9+.-]+:/*).*@")
 _ONE_SLASH = re.compile(r"(file|memory|https?|s3a?|gs|az|abfss?):/?(?!/)")
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
@@ -49,16 +50,16 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
     if not isinstance(address, str | os.PathLike) or not isinstance(text := os.fspath(address), str):
         raise InputError(f"{type(address).__name__} is not a store address")
     if not text or "\0" in text or _ONE_SLASH.match(text):
-        raise InputError(f"{text!r} is not a store address", hint="Write a path, or scheme://bucket/prefix.")
+        raise InputError(f"{_shown(text)!r} is not a store address", hint="Write a path, or scheme://bucket/prefix.")
     if "://" not in text:
         return LocalStore(Path(text).expanduser().absolute())
     try:
         url = urlparse(text)
     except ValueError as error:
-        raise InputError(f"{text} is not a valid address: {error}") from None
+        raise InputError(f"{_shown(text)} is not a valid address: {error}") from None
     if url.scheme == "file":
         if url.netloc not in ("", "localhost") or not url.path:
-            raise InputError(f"{text} names a host", hint="Write three slashes: file:///absolute/path.")
+            raise InputError(f"{_shown(text)} names a host", hint="Write three slashes: file:///absolute/path.")
         return LocalStore(Path(unquote(url.path)))
     if url.scheme == "memory":
         return MemoryStore()
@@ -67,6 +68,11 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
     if url.scheme in ("http", "https"):
         return HttpStore(text, **options)
     raise InputError(
-        f"{text} is not a store address",
+        f"{_shown(text)} is not a store address",
         hint="Use a folder's path, file://, memory://, http://, s3://, gs:// or az://.",
     )
+
+
+def _shown(address: str) -> str:
+    """An address without what may be a password in it."""
+    return _PASSWORD.sub(r"\1…@", address)
