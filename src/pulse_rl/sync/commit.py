@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from ..errors import PublisherConflict, StoreError
-from ..events import Metadata
+from ..events import Metadata, PhaseTimer, Published
 from ..stream import manifest as manifests
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
@@ -153,3 +153,24 @@ class Committer:
     def _refuse(self, reason: str) -> NoReturn:
         self._refused = f"{reason}; the chain is intact"
         raise PublisherConflict(self._refused)
+
+
+def published_as(manifest: Manifest, timer: PhaseTimer, reason: str, blocked_seconds: float | None = None) -> Published:
+    """What the version of ``manifest`` cost; the caller was held up for ``blocked_seconds`` of it (None: for all)."""
+    seconds = sum(timer.seconds.values())
+    return Published(
+        stream=manifest.stream,
+        version=manifest.version,
+        root=manifest.root,
+        elements=manifest.elements,
+        changed=manifest.patch.changed if manifest.patch else None,
+        dense_bytes=manifest.dense_bytes,
+        patch_bytes=sum(p.bytes for p in manifest.patch.parts) if manifest.patch else 0,
+        anchor_bytes=sum(p.bytes for p in manifest.anchor.shards) if manifest.anchor else 0,
+        seconds=seconds,
+        phases=timer.seconds,
+        metadata=manifest.metadata,
+        reason=reason,
+        identity=manifest.identity,
+        blocked_seconds=seconds if blocked_seconds is None else blocked_seconds,
+    )

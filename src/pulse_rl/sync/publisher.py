@@ -36,7 +36,7 @@ from ..stream.anchor import DEFAULT_SHARD_BYTES
 from ..stream.manifest import MAX_NUMBER, Manifest
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
-from .commit import Committer, Content
+from .commit import Committer, Content, published_as
 from .draft import Draft, FullDraft, make_draft
 from .folds import FoldMaker
 from .host_state import HostState
@@ -352,23 +352,7 @@ class Publisher(Unique):
     def _published(
         self, manifest: Manifest, draft: Draft, timer: PhaseTimer, blocked_seconds: float | None
     ) -> Published:
-        seconds = sum(timer.seconds.values())
-        published = Published(
-            stream=manifest.stream,
-            version=manifest.version,
-            root=manifest.root,
-            elements=manifest.elements,
-            changed=manifest.patch.changed if manifest.patch else None,
-            dense_bytes=manifest.dense_bytes,
-            patch_bytes=sum(p.bytes for p in manifest.patch.parts) if manifest.patch else 0,
-            anchor_bytes=sum(p.bytes for p in manifest.anchor.shards) if manifest.anchor else 0,
-            seconds=seconds,
-            phases=timer.seconds,
-            metadata=manifest.metadata,
-            reason=draft.reason,
-            identity=manifest.identity,
-            blocked_seconds=seconds if blocked_seconds is None else blocked_seconds,
-        )
+        published = published_as(manifest, timer, draft.reason, blocked_seconds)
         self._tell(published)
         self._notices.look_at(manifest.version, draft)
         return published

@@ -34,7 +34,7 @@ from ...stream.manifest import MAX_NUMBER, Manifest
 from ...stream.signing import Signer, TrustedKeys
 from ...stream.stream import Stream
 from ...stream.trees import put_trees
-from ...sync.commit import Content
+from ...sync.commit import Content, published_as
 from .draft import Baseline, Built, Draft, hash_the_rest, make_draft
 from .head import Found, Head
 from .layout import Held, Layout, difference, make_layout
@@ -371,22 +371,6 @@ class ShardedPublisher(Unique):
             self._listener(event)
 
     def _published(self, manifest: Manifest, draft: Draft, timer: PhaseTimer) -> Published:
-        seconds = sum(timer.seconds.values())
-        published = Published(
-            stream=manifest.stream,
-            version=manifest.version,
-            root=manifest.root,
-            elements=manifest.elements,
-            changed=manifest.patch.changed if manifest.patch else None,
-            dense_bytes=manifest.dense_bytes,
-            patch_bytes=sum(p.bytes for p in manifest.patch.parts) if manifest.patch else 0,
-            anchor_bytes=sum(p.bytes for p in manifest.anchor.shards) if manifest.anchor else 0,
-            seconds=seconds,
-            phases=timer.seconds,
-            metadata=manifest.metadata,
-            reason=draft.reason,
-            identity=manifest.identity,
-            blocked_seconds=seconds,
-        )
+        published = published_as(manifest, timer, draft.reason)
         self._tell(published)
         return published
