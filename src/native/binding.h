@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "context.h"
 #include "payload.h"
 #include "positions.h"
 #include "rounding.h"
@@ -71,6 +72,16 @@ inline std::vector<pulse::Run> checked_runs(const std::vector<RunTuple>& runs, u
     return result;
 }
 
+// Runs that cover `old`, whose elements are of that kind.
+inline std::vector<pulse::Run> checked_block(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind, const Bytes& old) {
+    if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 ||
+        kind.mask > 255) {
+        throw nb::value_error("width, shift or mask is out of range");
+    }
+    check_elements(old, kind.width, "old");
+    return checked_runs(runs, old.size() / size_t(kind.width));
+}
+
 template <class T>
 inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) {
     auto owned = std::make_unique<std::vector<T>>(std::move(values));
@@ -82,7 +93,8 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) 
 
 }  // namespace binding
 
-// The rans codec (module_rans.cpp), the leaves' digests (module_sha256.cpp), PULSELoCo's kernels (module_loco.cpp).
+// The history codec (module_history.cpp), the rans codec (module_rans.cpp), the leaves' digests (module_sha256.cpp), PULSELoCo's kernels (module_loco.cpp).
+void bind_history(nb::module_& m);
 void bind_rans(nb::module_& m);
 void bind_sha256(nb::module_& m);
 void bind_loco(nb::module_& m);

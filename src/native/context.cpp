@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 
+#include "block_models.h"
 #include "block_statistics.h"
 #include "payload.h"
 #include "step.h"
@@ -11,68 +11,12 @@
 namespace pulse {
 namespace {
 
-constexpr int kMostLength = 32;
-constexpr int kRareLevel = 12;  // from this level on a change is expected to be by one step
-
 // The adaptive models of a block; the same on both sides.
 struct Models {
     std::array<AdaptiveBit, 4> against;  // is the sign against the majority of the row's changes so far?
-    std::array<AdaptiveBit, kClasses> single;
-    std::array<AdaptiveBit, kClasses + kMostLength> longer, second;
-    AdaptiveBit absent, as_expected, lower;
-    std::array<AdaptiveBit, 8> further;
-
-    void expect(const std::array<uint8_t, kClasses>& levels) {
-        for (int c = 0; c < kClasses; c++) {
-            if (levels[c] >= kRareLevel) {
-                single[c].p = 64512;
-                single[c].seen = 6;
-            }
-        }
-    }
+    LevelModels levels;
+    SizeModels sizes;
 };
-
-// The levels of classes first .. first + count - 1. A float's rounding step doubles from one exponent to the next, which
-// halves the chance to change: two levels further.
-template <class Side>
-void code_levels(Side& side, Models& models, std::array<uint8_t, kClasses>& levels, int first, int count) {
-    int expected = 30;
-    for (int c = first; c < first + count; c++) {
-        side.next_symbol();
-        if (side.bit(models.absent, levels[c] == kAbsent)) {
-            levels[c] = kAbsent;
-            continue;
-        }
-        const int away = int(levels[c]) - expected;
-        int read = 0;
-        if (!side.bit(models.as_expected, away == 0)) {
-            const bool lower = side.bit(models.lower, away < 0);
-            const int distance = std::abs(away) - 1;
-            int k = 0;
-            while (k < kMostLevel && !side.bit(models.further[std::min(k, 7)], distance == k)) k++;
-            read = lower ? -(k + 1) : k + 1;
-        }
-        const int level = std::clamp(expected + read, 0, kMostLevel);
-        levels[c] = uint8_t(level);
-        expected = std::min(level + 2, kMostLevel);
-    }
-}
-
-// The size of a step, at least 1: its bit length in unary, one modelled bit below the top one, the rest plain.
-template <class Side>
-PULSE_INLINE uint32_t code_size(Side& side, Models& models, int cls, uint32_t size) {
-    const int length = 31 - __builtin_clz(size | 1);
-    if (side.bit(models.single[cls], length == 0)) return 1;
-    int n = 1;
-    while (n < kMostLength - 1 && !side.bit(models.longer[cls + n], length == n)) n++;
-    uint32_t read = 2 | uint32_t(side.bit(models.second[cls + n], (size >> (n - 1)) & 1));
-    for (int rest = n - 1; rest > 0;) {
-        const int count = std::min(rest, 16);
-        rest -= count;
-        read = read << count | side.plain((size >> rest) & ((1u << count) - 1), count);
-    }
-    return read;
-}
 
 template <class U>
 Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::vector<Run>& runs) {
@@ -89,8 +33,8 @@ Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::v
     for (int x : {plan.boost, plan.first, plan.count - 1}) result.payload.push_back(uint8_t(x));
     Writer side;
     Models models;
-    code_levels(side, models, plan.levels, plan.first, plan.count);
-    models.expect(plan.levels);
+    code_levels(side, models.levels, plan.levels, plan.first, plan.count);
+    models.sizes.expect(plan.levels);
     const Weights weights(plan.levels, plan.boost);
 
     Writer coded = std::move(side);  // unlike `side` seen by nobody else, so that it is kept in registers
@@ -103,7 +47,7 @@ Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::v
         const bool down = step >> (8 * sizeof(U) - 1);
         coded.bit(models.against[std::min(std::abs(balance), 3)], down != (balance < 0));
         balance += down ? -1 : 1;
-        code_size(coded, models, int(cls(before)), down ? U(-step) : step);
+        code_size(coded, models.sizes, int(cls(before)), down ? U(-step) : step);
     }
     const std::vector<uint8_t> code = coded.coder.finish();
     result.payload.insert(result.payload.end(), code.begin(), code.end());
@@ -128,8 +72,8 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     plan.levels.fill(kAbsent);
     Reader side{RangeDecoder(data + at_byte, size - at_byte)};
     Models models;
-    code_levels(side, models, plan.levels, plan.first, plan.count);
-    models.expect(plan.levels);
+    code_levels(side, models.levels, plan.levels, plan.first, plan.count);
+    models.sizes.expect(plan.levels);
     const Weights weights(plan.levels, plan.boost);
 
     Decoded result;
@@ -145,7 +89,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
         const U before = old[reader.position()];
         const bool down = coded.bit(models.against[std::min(std::abs(balance), 3)], false) != (balance < 0);
         balance += down ? -1 : 1;
-        const U length = U(code_size(coded, models, int(cls(before)), 0)), step = down ? U(-length) : length;
+        const U length = U(code_size(coded, models.sizes, int(cls(before)), 0)), step = down ? U(-length) : length;
         if (length == 0) throw Malformed("a change by nothing");
         values[i] = from_ordered(U(to_ordered(before, kind.floating) + step), kind.floating);
         found[i] = uint32_t(reader.position());

@@ -10,16 +10,6 @@ using namespace binding;
 
 namespace {
 
-// Runs that cover `old`, whose elements are of that kind.
-std::vector<pulse::Run> checked(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind, const Bytes& old) {
-    if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 ||
-        kind.mask > 255) {
-        throw nb::value_error("width, shift or mask is out of range");
-    }
-    check_elements(old, kind.width, "old");
-    return checked_runs(runs, old.size() / size_t(kind.width));
-}
-
 // Calls `f` with a null pointer to the unsigned type of that width.
 template <class F>
 void for_width(int width, F&& f) {
@@ -48,7 +38,7 @@ NB_MODULE(_kernels, m) {
         [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating,
            const std::vector<RunTuple>& runs) {
             const pulse::ElementKind kind{width, shift, mask, floating};
-            const auto covered = checked(runs, kind, old);
+            const auto covered = checked_block(runs, kind, old);
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
             check_elements(now, width, "new");
             pulse::Encoded encoded;
@@ -66,7 +56,7 @@ NB_MODULE(_kernels, m) {
         [](Bytes payload, Bytes old, int width, int shift, uint32_t mask, bool floating,
            const std::vector<RunTuple>& runs) {
             const pulse::ElementKind kind{width, shift, mask, floating};
-            const auto covered = checked(runs, kind, old);
+            const auto covered = checked_block(runs, kind, old);
             pulse::Decoded decoded;
             {
                 nb::gil_scoped_release release;
@@ -156,6 +146,7 @@ NB_MODULE(_kernels, m) {
         },
         "use"_a, "For tests: whether comparing and weighing use AVX-512; whether this processor can.");
 
+    bind_history(m);
     bind_rans(m);
     bind_sha256(m);
     bind_loco(m);

@@ -36,7 +36,7 @@ struct AdaptiveBit {
     uint16_t seen = 0;
 
     // Without branches: the bits of a code are hard to foresee.
-    void adapt(bool bit) {
+    PULSE_INLINE void adapt(bool bit) {
         const uint32_t miss = bit ? 65535u - p : p, step = (miss * kRates[seen]) >> 16;
         const uint32_t moved = bit ? p + step : p - step;
         p = uint16_t(moved < kLeastP ? kLeastP : moved > kMostP ? kMostP : moved);
@@ -79,7 +79,7 @@ public:
         }
     }
 
-    void bit(AdaptiveBit& model, bool value) {
+    PULSE_INLINE void bit(AdaptiveBit& model, bool value) {
         const uint64_t one = (range_ >> 16) * model.p;
         const uint64_t zero = uint64_t(value) - 1;  // all bits for a 0
         add(one & zero);
@@ -167,7 +167,7 @@ public:
         at_ = 8;
     }
 
-    bool bit(AdaptiveBit& model) {
+    PULSE_INLINE bool bit(AdaptiveBit& model) {
         const uint64_t one = (range_ >> 16) * model.p;
         const bool value = code_ < one;
         const uint64_t zero = uint64_t(value) - 1;  // all bits for a 0

@@ -13,6 +13,10 @@ namespace pulse {
 namespace {
 
 // The lowest byte of (x >> shift) of 64 elements; zeros, whatever their class, behind the `count` that there are.
+PULSE_VBMI_INLINE __m512i classes(const uint8_t* p, size_t count, __m128i shift) {
+    const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+    return _mm512_srl_epi16(_mm512_maskz_loadu_epi8(there, p), shift);  // bits of a neighbour are above the class's mask
+}
 PULSE_VBMI_INLINE __m512i classes(const uint16_t* p, size_t count, __m128i shift) {
     const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
     const __m512i low = _mm512_maskz_loadu_epi16(__mmask32(there), p);
@@ -38,11 +42,17 @@ PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const We
     const __m512i found =
         _mm512_and_si512(classes(p, count, _mm_cvtsi32_si128(cls.shift)), _mm512_set1_epi8(char(cls.mask)));
     const __m512i index = _mm512_sub_epi8(found, _mm512_set1_epi8(char(weights.first)));
-    const __mmask64 known = _mm512_cmplt_epu8_mask(index, _mm512_set1_epi8(64)) & there;
+    const __mmask64 known = _mm512_cmplt_epu8_mask(index, _mm512_set1_epi8(char(sizeof(U) == 1 ? 128 : 64))) & there;
     __m512i sum = _mm512_setzero_si512();
     for (int k = 0; k < 4; k++) {
         const __m512i plane = _mm512_loadu_si512(weights.planes[live][k]);
-        const __m512i bytes = _mm512_maskz_permutexvar_epi8(known, index, plane);
+        __m512i bytes;
+        if constexpr (sizeof(U) == 1) {
+            const __m512i rest = _mm512_loadu_si512(weights.planes[live][k] + 64);
+            bytes = _mm512_maskz_permutex2var_epi8(known, plane, index, rest);
+        } else {
+            bytes = _mm512_maskz_permutexvar_epi8(known, index, plane);
+        }
         sum = _mm512_add_epi64(sum, _mm512_slli_epi64(_mm512_sad_epu8(bytes, _mm512_setzero_si512()), unsigned(8 * k)));
     }
     return sum;
@@ -91,11 +101,18 @@ bool has_weight_vectors() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi");
 }
 
+PULSE_VBMI uint64_t vector_weight_sum(const uint8_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
+    return sum_of(p, count, cls, weights, live);
+}
 PULSE_VBMI uint64_t vector_weight_sum(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
     return sum_of(p, count, cls, weights, live);
 }
 PULSE_VBMI uint64_t vector_weight_sum(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
     return sum_of(p, count, cls, weights, live);
+}
+PULSE_VBMI size_t vector_weight_skip(const uint8_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                                     uint64_t& waited, uint64_t target) {
+    return skip(p, count, cls, weights, live, waited, target);
 }
 PULSE_VBMI size_t vector_weight_skip(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
                                      uint64_t& waited, uint64_t target) {
@@ -112,11 +129,18 @@ namespace pulse {
 
 bool has_weight_vectors() { return false; }
 
+uint64_t vector_weight_sum(const uint8_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
+    return plain_weight_sum(p, count, cls, weights.of[live].data());
+}
 uint64_t vector_weight_sum(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
     return plain_weight_sum(p, count, cls, weights.of[live].data());
 }
 uint64_t vector_weight_sum(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
     return plain_weight_sum(p, count, cls, weights.of[live].data());
+}
+size_t vector_weight_skip(const uint8_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                          uint64_t& waited, uint64_t target) {
+    return plain_weight_skip(p, count, cls, weights.of[live].data(), waited, target);
 }
 size_t vector_weight_skip(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
                           uint64_t& waited, uint64_t target) {

@@ -9,19 +9,25 @@ namespace pulse {
 bool has_weight_vectors();
 extern bool weight_vectors;
 
-// For elements of 2 and 4 bytes and `narrow` weights.
+// For `narrow` weights, or `wide` ones of elements of one byte.
+uint64_t vector_weight_sum(const uint8_t* p, size_t count, ClassOf cls, const Weights& weights, bool live);
 uint64_t vector_weight_sum(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live);
 uint64_t vector_weight_sum(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live);
+size_t vector_weight_skip(const uint8_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                          uint64_t& waited, uint64_t target);
 size_t vector_weight_skip(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
                           uint64_t& waited, uint64_t target);
 size_t vector_weight_skip(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
                           uint64_t& waited, uint64_t target);
 
 template <class U>
+inline bool use_weight_vectors(const Weights& weights) {
+    return weight_vectors && (sizeof(U) == 1 ? weights.wide : weights.narrow);
+}
+
+template <class U>
 inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
-    if constexpr (sizeof(U) == 2 || sizeof(U) == 4) {
-        if (count > 16 && weight_vectors && weights.narrow) return vector_weight_sum(p, count, cls, weights, live);
-    }
+    if (count > 16 && use_weight_vectors<U>(weights)) return vector_weight_sum(p, count, cls, weights, live);
     return plain_weight_sum(p, count, cls, weights.of[live].data());
 }
 
@@ -30,11 +36,9 @@ template <class U>
 inline size_t weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, uint64_t& waited,
                           uint64_t target) {
     const uint32_t* of = weights.of[live].data();
-    if constexpr (sizeof(U) == 2 || sizeof(U) == 4) {
-        if (weight_vectors && weights.narrow && count > 16) {
-            const size_t at = plain_weight_skip(p, 16, cls, of, waited, target);
-            return at < 16 ? at : at + vector_weight_skip(p + at, count - at, cls, weights, live, waited, target);
-        }
+    if (count > 16 && use_weight_vectors<U>(weights)) {
+        const size_t at = plain_weight_skip(p, 16, cls, of, waited, target);
+        return at < 16 ? at : at + vector_weight_skip(p + at, count - at, cls, weights, live, waited, target);
     }
     return plain_weight_skip(p, count, cls, of, waited, target);
 }

@@ -35,20 +35,23 @@ struct ClassOf {
 // The weights of the classes, in a row without and with a change so far.
 struct Weights {
     std::array<uint32_t, kClasses> of[2];
-    // The same for vectors, where all classes with a weight are among the 64 from `first` on: byte k of each.
-    bool narrow;
+    // The same for vectors, where all classes with a weight are among the 64 (`narrow`) or 128 (`wide`) from `first` on: byte
+    // k of each.
+    bool narrow, wide;
     uint8_t first = 0;
-    uint8_t planes[2][4][64] = {};
+    uint8_t planes[2][4][128] = {};
 
-    Weights(const std::array<uint8_t, kClasses>& levels, int boost) {
+    // Classes from `steady` on weigh as much in a row with a change.
+    Weights(const std::array<uint8_t, kClasses>& levels, int boost, int steady = kClasses) {
         int last = 0;
         for (int c = kClasses - 1; c >= 0; c--) {
             of[0][c] = weight_of_level(levels[c]);
-            of[1][c] = uint32_t(std::min(uint64_t(of[0][c]) << boost, kMostWeight));
+            of[1][c] = c < steady ? uint32_t(std::min(uint64_t(of[0][c]) << boost, kMostWeight)) : of[0][c];
             if (of[0][c]) last = std::max(last, c), first = uint8_t(c);
         }
         narrow = last - first < 64;
-        for (int c = first; narrow && c <= last; c++) {
+        wide = last - first < 128;
+        for (int c = first; wide && c <= last; c++) {
             for (int live = 0; live < 2; live++) {
                 for (int k = 0; k < 4; k++) planes[live][k][c - first] = uint8_t(of[live][c] >> (8 * k));
             }

@@ -15,6 +15,7 @@
     │   └── CorruptMessage      another trainer's message in a round
     ├── IntegrityError          well-formed, but does not match a digest
     │   ├── WrongBase           a patch for another state
+    │   │   └── WrongHistory    …or for one that came another way
     │   ├── DigestMismatch
     │   └── Untrusted           a manifest that no trusted key has signed
     ├── StoreError
@@ -122,6 +123,11 @@ class IntegrityError(PulseError):
 class WrongBase(IntegrityError):
     kind = "wrong_base"
     default_hint = "Apply the patch to the state whose root is the patch's base root (`pulse inspect` shows it)."
+
+
+class WrongHistory(WrongBase):
+    kind = "wrong_history"
+    default_hint = "Follow the stream with a Subscriber or `pulse pull`: they remember what the next patch needs."
 
 
 class DigestMismatch(IntegrityError):

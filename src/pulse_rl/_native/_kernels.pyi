@@ -21,6 +21,34 @@ def context_decode(
     floating: bool,
     runs: list[tuple[int, int, int]],
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]: ...
+def history_records(
+    positions: npt.NDArray[np.uint32],
+    old: npt.NDArray[np.uint8],
+    new: npt.NDArray[np.uint8],
+    width: int,
+    floating: bool,
+) -> npt.NDArray[np.uint8]: ...
+def history_merged(stretches: list[tuple[npt.NDArray[np.uint8], int]], elements: int) -> npt.NDArray[np.uint8]: ...
+def history_encode(
+    history: list[tuple[npt.NDArray[np.uint8], int]],
+    old: npt.NDArray[np.uint8],
+    new: npt.NDArray[np.uint8],
+    width: int,
+    shift: int,
+    mask: int,
+    floating: bool,
+    runs: list[tuple[int, int, int]],
+) -> tuple[bytes, int] | None: ...
+def history_decode(
+    history: list[tuple[npt.NDArray[np.uint8], int]],
+    payload: npt.NDArray[np.uint8],
+    old: npt.NDArray[np.uint8],
+    width: int,
+    shift: int,
+    mask: int,
+    floating: bool,
+    runs: list[tuple[int, int, int]],
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]: ...
 def rans_encode(
     old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], width: int, shift: int, mask: int, floating: bool
 ) -> tuple[bytes, int]: ...

@@ -13,20 +13,23 @@ import numpy as np
 from .._native import sampled_spread
 from ..errors import CorruptPatch, InputError
 from ..state.tensors import UIntArray
-from .base import MAX_BLOCK_ELEMENTS, Changes, Codec, Layout, Run
+from .base import MAX_BLOCK_ELEMENTS, Changes, Codec, Layout, Past, Run
 from .context import ContextCodec
 from .dense import DenseCodec
+from .history import HistoryCodec
 from .rans import RansCodec
 from .zstd import ZstdCodec
 
 __all__ = [
     "DEFAULT",
+    "HISTORY",
     "MAX_BLOCK_ELEMENTS",
     "SAME",
     "Changes",
     "Codec",
     "Encoded",
     "Layout",
+    "Past",
     "Run",
     "by_id",
     "by_name",
@@ -37,7 +40,10 @@ __all__ = [
 SAME = 0
 """The id of a block without changes: its payload is empty."""
 
-_CODECS: tuple[Codec, ...] = (DenseCodec(), ZstdCodec(), ContextCodec(), RansCodec())
+HISTORY = HistoryCodec.id
+"""The id of blocks that are decoded by what changed before."""
+
+_CODECS: tuple[Codec, ...] = (DenseCodec(), ZstdCodec(), ContextCodec(), RansCodec(), HistoryCodec())
 DEFAULT = "context"
 
 # From this density on `rans` takes the place of `context`, where the changes are so evenly spread that it costs at most
@@ -79,20 +85,27 @@ def by_id(codec_id: int) -> Codec:
 def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -> Encoded:
     """Encodes the change of one block from ``old`` to ``new``, described by ``layout``: with ``codec``, with the dense
     codec if that is smaller, or as `SAME` if nothing changed. Where many elements changed, ``rans`` stands in for
-    ``context``.
+    ``context`` and ``history``; ``context`` for ``history`` where the past does not help.
     """
     if not codec.supports(layout.dtype):
         codec = by_name("zstd")
-    if codec.name == "context" and _many_changes(old, new):
+    if codec.name in ("context", "history") and _many_changes(old, new):
         codec = by_name("rans")
-    payload, changed = codec.encode(old, new, layout)
+    if codec.name == "history" and not layout.past:
+        codec = by_name("context")
+    encoded = codec.encode(old, new, layout)
+    if encoded is None:
+        codec = by_name("context")
+        encoded = codec.encode(old, new, layout)
+        assert encoded is not None
+    payload, changed = encoded
     if changed == 0:
         return Encoded(SAME, b"", 0)
     if len(payload) > _TRY_DENSE * new.nbytes:
         dense = by_name("dense")
-        whole, _ = dense.encode(old, new, layout)
-        if len(whole) < len(payload):
-            return Encoded(dense.id, whole, changed)
+        whole = dense.encode(old, new, layout)
+        if whole and len(whole[0]) < len(payload):
+            return Encoded(dense.id, whole[0], changed)
     return Encoded(codec.id, payload, changed)
 
 

@@ -22,11 +22,17 @@ class Run(NamedTuple):
     phase: int
 
 
+Past = tuple[tuple[npt.NDArray[np.uint8], int], ...]
+"""What changed in a block in the last versions: records (`pulse_rl._native.history_records`) and how many versions they
+span, oldest first; the last ones end at the old bits."""
+
+
 class Layout(NamedTuple):
-    """What both sides know about a block besides the old bits: its dtype and its tensors' rows."""
+    """What both sides know about a block besides the old bits: its dtype, its tensors' rows, and its ``past``."""
 
     dtype: DType
     runs: tuple[Run, ...]
+    past: Past = ()
 
     @classmethod
     def flat(cls, dtype: DType, elements: int) -> Layout:
@@ -55,8 +61,9 @@ class Codec(Protocol):
         """Whether blocks of ``dtype`` can be encoded."""
         ...
 
-    def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
-        """(payload, number of changed elements) of the change from ``old`` to ``new``, described by ``layout``."""
+    def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int] | None:
+        """(payload, number of changed elements) of the change from ``old`` to ``new``, described by ``layout``; None
+        where another codec is as small."""
         ...
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:

@@ -17,10 +17,11 @@ from ..errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
 from ..state import bits
 from ..state.digest import StateDigest
 from ..state.tensors import State, TensorSpec, UIntArray
-from .blocks import Block, pieces_of
+from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, pieces_of
 from .build import BuiltPatch
 from .changes import StateChanges, TensorChanges
-from .header import FORMAT, BlockEntry, PatchHeader, format_of, parse_header
+from .header import FORMAT_OF_PARTS, BlockEntry, PatchHeader, format_of, parse_header
+from .history import History, Records, records_of
 from .part import PartPatch
 from .parts import PartsHeader, PartsPatch
 from .tree import TreeUpdate, block_leaves, rehashed
@@ -60,19 +61,20 @@ class Patch:
 
 def parse_patch(payloads: Sequence[bytes], specs: Sequence[TensorSpec] | None = None) -> Patch | PartsPatch:
     """The patch of these payloads, one file or one for each part; raises CorruptPatch."""
-    if len(payloads) == 1 and format_of(payloads[0]) == FORMAT:
+    if len(payloads) == 1 and format_of(payloads[0]) != FORMAT_OF_PARTS:
         return Patch.parse(payloads[0], specs)
     return PartsPatch.parse(payloads, specs)
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedPatch:
-    """What `apply_patch` did: the changes per tensor name, the digest tree of the state now, and the old bits by
-    index of the patch's block."""
+    """What `apply_patch` did: the changes per tensor name, the digest tree of the state now, the old bits by index of
+    the patch's block, and what a history is to remember of it, None where that was not asked for or cannot be had."""
 
     changes: StateChanges
     digest: StateDigest
     undo: dict[int, Changes]
+    records: dict[int, Records] | None
 
 
 def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None) -> dict[int, Changes]:
@@ -107,12 +109,16 @@ def apply_patch(
     state: State,
     digest: StateDigest,
     *,
+    history: History | None = None,
+    remember: bool = False,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AppliedPatch:
     """Turns ``state`` (host memory, with tree ``digest``) into the patch's target, or leaves it exactly as it was.
 
     The state's root must be the patch's base root (WrongBase), so that applying twice is refused rather than harmful.
+    ``history``: what changed up to ``state``; a patch that names another one is refused (WrongHistory).
+    ``remember``: keep records of it, for a history; not of a patch in parts or in blocks of another size.
     Every block's bytes are checked against the header, every changed leaf is hashed again and the root compared with
     the target root (DigestMismatch). On any failure, cancellation included, what was written is undone first.
     """
@@ -120,18 +126,25 @@ def apply_patch(
     if header.base_root != digest.root:
         raise WrongBase(f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…")
     patch.require(state, digest)
+    known = (history or History()).named(header.history)
     blocks, payloads = header.cut(), patch.payloads()
     sliced = isinstance(header, PartsHeader)  # blocks begin and end within leaves, which are hashed at the end
+    remember = remember and not sliced and header.block_elements == DEFAULT_BLOCK_ELEMENTS
     journal: dict[int, Changes] = {}
+    records: dict[int, Records] = {}
 
     def run(index: int) -> tuple[Changes, list[bytes] | None]:
         block, entry = blocks[index], header.blocks[index]
         before = block.read(state)
-        changes = decode_block(index, block, entry, payloads[index], before)
+        changes = decode_block(index, block, entry, payloads[index], before, known.past(index))
         if entry.codec_id == codecs.SAME:
             return changes, None
         # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
         journal[index] = Changes(changes.positions, bits.take(before, changes.positions))
+        if remember:
+            found = records_of(block.dtype, changes.positions, journal[index].values, changes.values)
+            if found is not None:
+                records[index] = found
         scatter(block, state, changes)
         return changes, None if sliced else block_leaves(block, state)
 
@@ -159,12 +172,14 @@ def apply_patch(
         for index, undo in journal.items():
             scatter(blocks[index], state, undo)
         raise
-    return AppliedPatch(joined, target, journal)
+    return AppliedPatch(joined, target, journal, records if remember else None)
 
 
-def decode_block(index: int, block: Block, entry: BlockEntry, payload: memoryview, before: UIntArray) -> Changes:
-    """The changes of one block with elements ``before``, checked against its entry; every error names the block and its
-    tensors. Raises CorruptPatch."""
+def decode_block(
+    index: int, block: Block, entry: BlockEntry, payload: memoryview, before: UIntArray, past: codecs.Past = ()
+) -> Changes:
+    """The changes of one block with elements ``before`` and this ``past``, checked against its entry; every error names
+    the block and its tensors. Raises CorruptPatch."""
     where = f"block {index} ({block})"
     if entry.codec_id == codecs.SAME:
         return Changes(np.empty(0, np.uint32), np.empty(0, block.dtype.uint))
@@ -174,7 +189,7 @@ def decode_block(index: int, block: Block, entry: BlockEntry, payload: memoryvie
         codec = codecs.by_id(entry.codec_id)
         if not codec.supports(block.dtype):
             raise CorruptPatch(f"codec {codec.name} does not code {block.dtype.name}")
-        changes = codec.decode(payload, before, block.layout)
+        changes = codec.decode(payload, before, block.layout._replace(past=past))
     except PulseError as error:
         raise CorruptPatch(f"{where}: {error}", hint=error.hint) from error
     if len(changes.positions) != entry.changed:

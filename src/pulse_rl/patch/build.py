@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..state.digest import StateDigest
 from ..state.tensors import State, UIntArray
 from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
 from .header import BlockEntry, PatchHeader, check_block_elements
+from .history import History, HistoryName, Records, records_of
 from .tree import TreeUpdate, changed_leaves
 from .undo import UndoLog
 
@@ -24,12 +25,14 @@ from .undo import UndoLog
 @dataclass(frozen=True, slots=True)
 class BuiltPatch:
     """A patch as chunks of bytes in file order (header, then a payload a block), and the digest tree of the state that
-    it produces. ``changes`` holds the decoded blocks, for `advance_state`; None where nothing changed."""
+    it produces. ``changes`` holds the decoded blocks, for `advance_state`; None where nothing changed. ``records``:
+    what the codec that needs a history is to remember of it, by index of the block."""
 
     header: PatchHeader
     chunks: tuple[bytes, ...]
     target: StateDigest
     changes: tuple[Changes | None, ...]
+    records: Mapping[int, Records] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -45,6 +48,7 @@ def build_patch(
     old_digest: StateDigest,
     *,
     codec: str = codecs.DEFAULT,
+    history: History | None = None,
     block_elements: int = DEFAULT_BLOCK_ELEMENTS,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
@@ -53,31 +57,44 @@ def build_patch(
 
     One walk over both: each block is compared, coded, decoded again to prove it, and hashed. Blocks without changes are
     not hashed again. Raises StateMismatch unless both hold the same tensors, and IntegrityError where a block does not
-    decode to the new elements, which means that they changed during the call. ``progress`` is called with the bytes of
+    decode to the new elements, which means that they changed during the call. ``history``: what changed up to ``old``,
+    for the codec that needs it; only with blocks of the default size. ``progress`` is called with the bytes of
     model that were worked through since its last call.
     """
     new.require_specs(old.specs, "the base state")
     check_block_elements(block_elements)
     chosen = codecs.by_name(codec)
-
-    def run(block: Block) -> tuple[codecs.Encoded, Changes | None, list[bytes] | None]:
-        before = block.read(old)
-        encoded, changes = encode_proved(chosen, block, before, block.read(new))
-        if changes is None:
-            return encoded, None, None
-        # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
-        return encoded, changes, changed_leaves(block, before, changes)
-
+    remembers = codec == "history" and block_elements == DEFAULT_BLOCK_ELEMENTS
+    known = history if history and remembers else History()
     blocks = cut(old.specs, block_elements)
+
+    def run(index: int) -> tuple[codecs.Encoded, Changes | None, list[bytes] | None, Records | None]:
+        block = blocks[index]
+        before = block.read(old)
+        encoded, changes = encode_proved(chosen, block, before, block.read(new), known.past(index))
+        if changes is None:
+            return encoded, None, None, None
+        # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
+        leaves = changed_leaves(block, before, changes)
+        if not remembers:
+            return encoded, changes, leaves, None
+        old_bits = bits.take(before, changes.positions)
+        return encoded, changes, leaves, records_of(block.dtype, changes.positions, old_bits, changes.values)
+
     tree = TreeUpdate(old_digest)
-    coded, kept = [], []
-    for block, (encoded, changes, leaves) in zip(blocks, ordered_map(run, blocks, threads), strict=True):
+    coded, kept, records = [], [], {}
+    for index, (encoded, changes, leaves, found) in enumerate(ordered_map(run, range(len(blocks)), threads)):
+        block = blocks[index]
         coded.append(encoded)
         kept.append(changes)
         tree.add(block, leaves)
+        if found is not None:
+            records[index] = found
         if progress:
             progress(block.nbytes)
-    return _assemble(old_digest.root, tree.finish(), block_elements, coded, kept)
+    used = any(encoded.codec_id == codecs.HISTORY for encoded in coded)
+    built = _assemble(old_digest.root, tree.finish(), block_elements, coded, kept, known.name if used else None)
+    return replace(built, records=records)
 
 
 def build_fold(
@@ -96,13 +113,14 @@ def build_fold(
 
 
 def encode_proved(
-    chosen: codecs.Codec, block: Block, before: UIntArray, after: UIntArray
+    chosen: codecs.Codec, block: Block, before: UIntArray, after: UIntArray, past: codecs.Past = ()
 ) -> tuple[codecs.Encoded, Changes | None]:
     """One block, proved by decoding it, and its changes; None where there are none. Raises IntegrityError."""
-    encoded = codecs.encode_block(chosen, before, after, block.layout)
+    layout = block.layout._replace(past=past)
+    encoded = codecs.encode_block(chosen, before, after, layout)
     if encoded.codec_id == codecs.SAME:
         return encoded, None
-    changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, block.layout)
+    changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, layout)
     same = len(changes.positions) == encoded.changed
     if not same or not np.array_equal(bits.take(after, changes.positions), changes.values):
         raise IntegrityError(
@@ -117,9 +135,10 @@ def _assemble(
     block_elements: int,
     coded: list[codecs.Encoded],
     kept: list[Changes | None],
+    history: HistoryName | None = None,
 ) -> BuiltPatch:
     entries = tuple(map(entry_of, coded))
-    header = PatchHeader(base_root, target.root, block_elements, target.specs, entries)
+    header = PatchHeader(base_root, target.root, block_elements, target.specs, entries, history)
     return BuiltPatch(header, (header.to_bytes(), *(e.payload for e in coded)), target, tuple(kept))
 
 

@@ -14,15 +14,18 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from .._util import zstd as _zstd
-from ..codec import MAX_BLOCK_ELEMENTS, SAME
+from ..codec import HISTORY, MAX_BLOCK_ELEMENTS, SAME
 from ..errors import CorruptPatch, FormatError, InputError
 from ..state.tensors import DTYPE_BY_ID, MAX_DIMS, MAX_NAME_BYTES, MAX_TENSORS, TensorSpec
-from .blocks import Block, cut
+from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
+from .history import MAX_SPAN, MAX_STRETCHES, HistoryName
 
 MAGIC = b"\x89PULSE\r\n"
 FORMAT = 1
 FORMAT_OF_PARTS = 2
 """Of a part of a patch, which holds slices of tensors (`parts`)."""
+FORMAT_WITH_HISTORY = 3
+"""Of a patch that names what changed before (`history`)."""
 MAX_HEADER_BYTES = 128 << 20
 MAX_BLOCKS = 1 << 20
 MAX_NAMES_BYTES = 1 << 25
@@ -48,13 +51,15 @@ class BlockEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PatchHeader:
-    """Roots are 64 hexadecimal digits; ``specs`` are in name order; ``blocks`` follow `cut`'s order."""
+    """Roots are 64 hexadecimal digits; ``specs`` are in name order; ``blocks`` follow `cut`'s order. ``history``: what
+    a reader must remember to decode them, None if nothing."""
 
     base_root: str
     target_root: str
     block_elements: int
     specs: tuple[TensorSpec, ...]
     blocks: tuple[BlockEntry, ...]
+    history: HistoryName | None = None
 
     @property
     def body_bytes(self) -> int:
@@ -81,10 +86,15 @@ class PatchHeader:
         check_block_elements(self.block_elements)
         if len(self.blocks) > MAX_BLOCKS or sum(len(s.name.encode()) for s in self.specs) > MAX_NAMES_BYTES:
             raise InputError(f"a patch holds at most {MAX_BLOCKS} blocks and {MAX_NAMES_BYTES} bytes of names")
-        return closed_header(self._plain(), FORMAT)
+        return closed_header(self._plain(), FORMAT_WITH_HISTORY if self.history else FORMAT)
 
     def _plain(self) -> bytes:
         out = bytearray(bytes.fromhex(self.base_root) + bytes.fromhex(self.target_root))
+        if self.history:
+            put_number(out, len(self.history.spans))
+            for span in self.history.spans:
+                put_number(out, span)
+            out += self.history.digest
         put_number(out, self.block_elements // BLOCK_UNIT)
         put_specs(out, self.specs)
         put_entries(out, self.blocks)
@@ -109,9 +119,11 @@ def parse_header(
             "this is a part of a patch: it holds slices of tensors",
             hint="Read the stream with a Subscriber or `pulse pull`: they follow all parts of a version.",
         )
-    plain, end = open_header(data, FORMAT, None if specs is None else most_bytes(specs))
+    version = format_of(data)
+    plain, end = open_header(data, version, None if specs is None else most_bytes(specs))
     with malformed():
-        header = HeaderReader(plain).header(elements if specs is None else sum(s.elements for s in specs))
+        expected = elements if specs is None else sum(s.elements for s in specs)
+        header = HeaderReader(plain).header(expected, with_history=version == FORMAT_WITH_HISTORY)
     return header, end
 
 
@@ -122,7 +134,7 @@ def format_of(data: bytes | memoryview) -> int:
     magic, version, flags, *_ = _PRELUDE.unpack_from(data)
     if magic != MAGIC:
         raise CorruptPatch("not a pulse patch: it does not start with the magic bytes")
-    if version not in (FORMAT, FORMAT_OF_PARTS) or flags != 0:
+    if version not in (FORMAT, FORMAT_OF_PARTS, FORMAT_WITH_HISTORY) or flags != 0:
         raise CorruptPatch(f"patch format {version} (flags {flags}) is unknown", hint="Upgrade pulse-rl to read it.")
     return int(version)
 
@@ -175,7 +187,8 @@ def most_bytes(specs: Sequence[TensorSpec]) -> int:
     """An upper bound of the plain header of a patch for these tensors."""
     names = sum(len(spec.name.encode()) + _NUMBER_BYTES * (3 + len(spec.shape)) + 1 for spec in specs)
     blocks = sum(spec.elements // BLOCK_UNIT + 1 for spec in specs)
-    return 64 + 2 * _NUMBER_BYTES + names + blocks * (1 + 2 * _NUMBER_BYTES + 32)
+    history = _NUMBER_BYTES * (1 + MAX_STRETCHES) + 32
+    return 64 + 2 * _NUMBER_BYTES + history + names + blocks * (1 + 2 * _NUMBER_BYTES + 32)
 
 
 class HeaderReader:
@@ -185,8 +198,9 @@ class HeaderReader:
         self._data = data
         self._at = 0
 
-    def header(self, elements: int | None) -> PatchHeader:
+    def header(self, elements: int | None, *, with_history: bool = False) -> PatchHeader:
         base, target = self.take(32).hex(), self.take(32).hex()
+        history = self.history() if with_history else None
         block_elements = self.number(MAX_BLOCK_ELEMENTS // BLOCK_UNIT) * BLOCK_UNIT
         if block_elements == 0:
             raise CorruptPatch("block_elements is 0")
@@ -202,7 +216,20 @@ class HeaderReader:
             raise CorruptPatch(f"the shapes need {len(cuts)} blocks, more than {MAX_BLOCKS}")
         blocks = self.entries(cuts)
         self.end()
-        return PatchHeader(base, target, block_elements, specs, blocks)
+        if history and block_elements != DEFAULT_BLOCK_ELEMENTS:
+            raise CorruptPatch(f"a patch with a history has blocks of {block_elements} elements")
+        if any(entry.codec_id == HISTORY for entry in blocks) and not history:
+            raise CorruptPatch("a block is coded by a history that the patch does not name")
+        return PatchHeader(base, target, block_elements, specs, blocks, history)
+
+    def history(self) -> HistoryName:
+        count = self.number(MAX_STRETCHES)
+        if count == 0:
+            raise CorruptPatch("the history has no stretches")
+        spans = tuple(self.number(MAX_SPAN) for _ in range(count))
+        if 0 in spans:
+            raise CorruptPatch("a stretch of the history spans no version")
+        return HistoryName(spans, self.take(32))
 
     def specs(self, most: int = MAX_TENSORS) -> tuple[TensorSpec, ...]:
         names: list[bytes] = []

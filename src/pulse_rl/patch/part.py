@@ -12,7 +12,7 @@ from ..errors import CorruptPatch, StateMismatch
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec
 from .blocks import cut
-from .header import FORMAT, PatchHeader, format_of, header_end, parse_header
+from .header import FORMAT_OF_PARTS, PatchHeader, format_of, header_end, parse_header
 from .parts import PartHeader, PartsHeader, Room, parse_part_header
 
 _FIRST_READ = 1 << 12
@@ -109,7 +109,7 @@ def _read_header(
     if end > len(head):
         head += read(len(head), end)
     header: PatchHeader | PartHeader
-    if format_of(head) == FORMAT:
+    if format_of(head) != FORMAT_OF_PARTS:
         header, end = parse_header(memoryview(head), specs)
     else:
         header, end = parse_part_header(memoryview(head), specs, room=room)

@@ -148,6 +148,8 @@ class PartsHeader:
     parts: tuple[PartHeader, ...]
     block_elements = DEFAULT_BLOCK_ELEMENTS
     """Of the cut by which old bits are kept (`UndoLog`): that of whole tensors."""
+    history = None
+    """Slices are coded without one."""
 
     @classmethod
     def of(cls, parts: Sequence[PartHeader]) -> PartsHeader:

@@ -6,7 +6,7 @@ earlier one. What to fetch is the cheapest path by bytes; a gap is an error that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ..errors import ChainGap
@@ -14,6 +14,9 @@ from .manifest import Manifest, Payload
 
 Key = tuple[int | None, int, str]
 """What tells two links apart: base, version, and the first payload's digest ("" while it is not known)."""
+
+
+_Place = tuple[int | None, bool]
 
 
 class Link(NamedTuple):
@@ -29,10 +32,15 @@ class Link(NamedTuple):
     def key(self) -> Key:
         return self.base, self.version, self.payloads[0].sha256 if self.payloads else ""
 
+    @property
+    def is_patch(self) -> bool:
+        """Whether it leads from one version to the next."""
+        return self.base is not None and self.version - self.base == 1
+
     def __str__(self) -> str:
         if self.base is None:
             return f"the anchor of version {self.version}"
-        return f"the {'patch' if self.version - self.base == 1 else 'fold'} {self.base}->{self.version}"
+        return f"the {'patch' if self.is_patch else 'fold'} {self.base}->{self.version}"
 
 
 def links_of(manifest: Manifest) -> list[Link]:
@@ -55,30 +63,47 @@ def resolved(link: Link, manifest: Manifest) -> Link:
     raise ChainGap(f"{link} is not in the manifest of version {manifest.version}")
 
 
-def cheapest_path(links: Iterable[Link], have: int | None, target: int) -> list[Link]:
+def cheapest_path(
+    links: Iterable[Link],
+    have: int | None,
+    target: int,
+    *,
+    knows: bool | None = None,
+    keeps: Callable[[int, int], bool] = lambda base, version: True,
+) -> list[Link]:
     """The links to follow, in order, from version ``have`` (None: from nothing) to ``target``; fewest bytes in all.
 
-    Raises ChainGap that names both sides of the gap.
+    ``knows``: whether the history at ``have`` is known; then no patch of one version is taken from where it is not.
+    ``keeps`` says of a fold whether it is known after it. None: histories do not matter. Raises ChainGap that names
+    both sides of the gap.
     """
-    # Of each version the cheapest way there: bytes in all, and the last link.
-    best: dict[int | None, tuple[int, Link | None]] = {None: (0, None)}
+    # Of each version, with its history and without, the cheapest way there: bytes in all, the last link, its base.
+    start: _Place = (None, True)
+    best: dict[_Place, tuple[int, Link | None, _Place]] = {start: (0, None, start)}
     if have is not None:
-        best[have] = (0, None)
+        best[have, knows is not False] = (0, None, start)
     # Every link leads to a higher version than its base, so in this order each base is final before it is used.
     for link in sorted(links, key=lambda x: (x.version, x.nbytes)):
-        if link.base in best and link.version != have:
-            cost = best[link.base][0] + link.nbytes
-            if link.version not in best or cost < best[link.version][0]:
-                best[link.version] = (cost, link)
-    if target not in best:
-        reached = max((v for v in best if v is not None and v < target), default=None)
+        if link.version == have:
+            continue
+        for known in (True, False):
+            base: _Place = (link.base, known)
+            if base not in best or (not known and link.is_patch):
+                continue
+            after = knows is None or link.base is None or link.is_patch or keeps(link.base, link.version)
+            place, cost = (link.version, after), best[base][0] + link.nbytes
+            if place not in best or cost < best[place][0]:
+                best[place] = (cost, link, base)
+    ends: list[_Place] = [place for place in ((target, True), (target, False)) if place in best]
+    if not ends:
+        reached = max((v for v, _ in best if v is not None and v < target), default=None)
         lower = "nothing below it is reachable" if reached is None else f"the chain reaches version {reached}"
         raise ChainGap(f"no path leads to version {target}: {lower}")
     path: list[Link] = []
-    last = best[target][1]
-    while last is not None:
-        path.append(last)
-        last = best[last.base][1]
+    found = best[min(ends, key=lambda end: best[end][0])]
+    while found[1] is not None:
+        path.append(found[1])
+        found = best[found[2]]
     return path[::-1]
 
 

@@ -21,7 +21,10 @@ FORMAT = "pulse.manifest.2"
 FORMAT_WITHOUT_IDENTITY = "pulse.manifest.1"
 FORMAT_OF_SLICES = "pulse.manifest.3"
 """Of a version that ranks of a sharded trainer have published: with parts or shards that hold slices of tensors."""
+FORMAT_WITH_HISTORY = "pulse.manifest.4"
+"""Of a version whose next patch may be coded by what changed before."""
 MAX_PARTS = 1 << 16
+_MAX_STRETCHES = 64
 MAX_BYTES = 16 << 20
 MAX_NUMBER = (1 << 63) - 1
 
@@ -64,7 +67,9 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.2", or "pulse.manifest.3" where its patch
-    or its anchor holds slices of tensors, as the ranks of a sharded trainer publish them.
+    or its anchor holds slices of tensors, as the ranks of a sharded trainer publish them, or "pulse.manifest.4" where
+    it ``remembers`` the changes of the versions before it, in stretches of so many versions, oldest first: patches from
+    it may be coded by these, or the last of them.
 
     ``identity`` is the stream's: 32 random hexadecimal digits, chosen at its birth, which tell it from every other
     stream of this name; "" in the format "pulse.manifest.1", which has none. ``root`` is the root of the state, which
@@ -85,6 +90,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     dense_bytes: int
     publisher: str
     created: float
+    remembers: tuple[int, ...] = ()
     aliases: dict[str, str]
     metadata: Metadata
     patch: PatchRef | None
@@ -126,7 +132,7 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         manifest = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptManifest(f"{what} does not decode: {error}") from error
-    if manifest.format not in (FORMAT, FORMAT_OF_SLICES, FORMAT_WITHOUT_IDENTITY):
+    if manifest.format not in (FORMAT, FORMAT_OF_SLICES, FORMAT_WITH_HISTORY, FORMAT_WITHOUT_IDENTITY):
         raise CorruptManifest(f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it.")
     if (manifest.stream, manifest.version) != (stream, version):
         raise CorruptManifest(f"{what} claims to be version {manifest.version} of {manifest.stream!r}")
@@ -147,6 +153,13 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield f"has a patch from version {patch.base}"
     if patch and len(patch.parts) > (MAX_PARTS if manifest.format == FORMAT_OF_SLICES else 1):
         yield f"has a patch in {len(patch.parts)} parts"
+    if (manifest.format == FORMAT_WITH_HISTORY) != bool(manifest.remembers):
+        yield f"remembers {list(manifest.remembers)}"
+    if anchor and manifest.remembers:
+        yield "remembers what who starts at its anchor cannot know"
+    spans = manifest.remembers
+    if len(spans) > _MAX_STRETCHES or any(not 0 < span <= manifest.version for span in spans):
+        yield "remembers what cannot have been"
     if patch and len({part.sha256 for part in patch.parts}) < len(patch.parts):
         yield "lists a part twice"
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]

@@ -7,10 +7,11 @@ from contextlib import closing
 from typing import NamedTuple
 
 from .._util.threads import ordered_map
-from ..errors import ChainGap, CorruptManifest, DigestMismatch, FormatError, InputError
+from ..errors import ChainGap, CorruptManifest, DigestMismatch, FormatError, InputError, WrongHistory
 from ..events import PathFailed, PhaseTimer, progress_to
 from ..patch import parse_patch
 from ..patch.header import MAX_HEADER_BYTES
+from ..patch.history import History
 from ..patch.part import PartPatch
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec, check_tensor_name
@@ -52,7 +53,8 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     passed: list[Link] = []
     while host.version != target:
         try:
-            path = route.plan(beside.version if beside else host.version)
+            follower = beside or host
+            path = route.plan(follower.version, knows=follower.knows)
         except ChainGap:
             if beside is None:
                 raise
@@ -69,14 +71,15 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                 try:
                     passed.append(_follow(beside or host, stream, item))
                 except BROKEN_LINK as error:
-                    route.avoid(item.planned, item.link, error)
+                    if not (isinstance(error, WrongHistory) and route.mind_histories()):
+                        route.avoid(item.planned, item.link, error)
                     if host.listener:
                         host.listener(PathFailed(stream.name, str(item.link), str(error), error.kind))
                     break
                 finally:
                     timer.end("restore" if item.link.base is None else "apply")
         if beside and beside.version == target:
-            host.replace(passed, beside.state, beside.digest)
+            host.replace(passed, beside.state, beside.digest, beside.history, knows=beside.knows)
         timer.end("fetch")
     return timer.seconds
 
@@ -130,7 +133,7 @@ def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
     if fetched.payload is None:
         state, digest, nbytes = _restored(host, stream, manifest)
         link = link._replace(nbytes=nbytes)
-        host.replace([link], state, digest)
+        host.replace([link], state, digest, History())
         return link
     if link.base != host.version:
         raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
@@ -140,7 +143,8 @@ def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
     _check_aliases(manifest, patch.header.specs)
     held = {spec.name for spec in host.state.specs}
-    host.apply(link, patch, {alias: name for alias, name in manifest.aliases.items() if name in held})
+    aliases = {alias: name for alias, name in manifest.aliases.items() if name in held}
+    host.apply(link, patch, aliases, manifest.remembers)
     return link
 
 

@@ -21,13 +21,20 @@ _LATEST_COMMIT_SECONDS = 600.0
 
 class Content(NamedTuple):
     """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``; ``sliced``: whether its
-    payloads hold slices of tensors."""
+    payloads hold slices of tensors; ``remembers``: the spans of what the next patch may be coded by."""
 
     root: str
     elements: int
     nbytes: int
     aliases: dict[str, str]
     sliced: bool = False
+    remembers: tuple[int, ...] = ()
+
+
+def _format_of(content: Content) -> str:
+    if content.sliced:
+        return manifests.FORMAT_OF_SLICES
+    return manifests.FORMAT_WITH_HISTORY if content.remembers else manifests.FORMAT
 
 
 class Committer:
@@ -81,7 +88,7 @@ class Committer:
     def manifest(self, content: Content, uploaded: Uploaded, metadata: Metadata) -> Manifest:
         """The manifest of the version after the head, sealed but not signed."""
         return Manifest(
-            format=manifests.FORMAT_OF_SLICES if content.sliced else manifests.FORMAT,
+            format=_format_of(content),
             stream=self._stream.name,
             identity=self.identity,
             version=self.next,
@@ -91,6 +98,7 @@ class Committer:
             dense_bytes=content.nbytes,
             publisher=self.publisher,
             created=round(time.time(), 3),
+            remembers=content.remembers,
             aliases=content.aliases,
             metadata=metadata,
             patch=uploaded.patch,

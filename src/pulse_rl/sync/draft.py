@@ -7,21 +7,25 @@ from dataclasses import dataclass
 from ..errors import StateMismatch
 from ..events import PhaseTimer, progress_to
 from ..patch import BuiltPatch, build_patch
+from ..patch.history import History, Stretch
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..stream.manifest import Manifest
 from .host_state import HostState
+from .memory import remembered
 from .mode import ModeSelector
 
 
 @dataclass(frozen=True, slots=True)
 class PatchDraft:
-    """A patch from version ``base`` to ``state``, the trainer's own memory. ``reason``: see `Published`."""
+    """A patch from version ``base`` to ``state``, the trainer's own memory. ``reason``: see `Published`.
+    ``remembers``: whether the next one may be coded by its changes."""
 
     state: State
     base: int
     built: BuiltPatch
     reason: str
+    remembers: bool = False
 
     @property
     def target(self) -> StateDigest:
@@ -31,9 +35,16 @@ class PatchDraft:
     def patch_bytes(self) -> int:
         return self.built.nbytes
 
-    def take_effect(self, baseline: HostState, manifest: Manifest) -> None:
+    def history(self, baseline: HostState, version: int) -> History:
+        """What is remembered at ``version``, which this is to become."""
+        if not self.remembers:
+            return History()
+        stretch = Stretch(1, baseline.digest.root, self.built.records)
+        return remembered(baseline.history, stretch, version, baseline.state, threads=baseline.threads)
+
+    def take_effect(self, baseline: HostState, manifest: Manifest, history: History) -> None:
         """Moves the baseline to the version, which is committed."""
-        baseline.advance(manifest.version, self.built, manifest.aliases)
+        baseline.advance(manifest.version, self.built, manifest.aliases, history)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,11 @@ class FullDraft:
     reason: str
     patch_bytes = 0
 
-    def take_effect(self, baseline: HostState, manifest: Manifest) -> None:
+    def history(self, baseline: HostState, version: int) -> History:
+        """Nothing: newcomers start here."""
+        return History()
+
+    def take_effect(self, baseline: HostState, manifest: Manifest, history: History) -> None:
         """Makes the state the baseline."""
         baseline.adopt(manifest.version, self.state, self.target)
 
@@ -76,11 +91,12 @@ def make_draft(
                 state,
                 baseline.digest,
                 codec=codec,
+                history=baseline.history,
                 threads=baseline.threads,
                 progress=progress_to(baseline.listener, "diff", state.nbytes),
             )
             timer.end("build")
-            return PatchDraft(state, baseline.version, built, reason)
+            return PatchDraft(state, baseline.version, built, reason, remembers=codec == "history")
     own = state if owned else State.empty(state.specs, state.aliases)
     target = state_digest(
         own,

@@ -15,6 +15,7 @@ from ..codec import Changes
 from ..errors import FormatError, IntegrityError, StateMismatch
 from ..events import Listener, progress_to
 from ..patch import DEFAULT_BLOCK_ELEMENTS, BuiltPatch, PartsPatch, Patch, advance_state, apply_patch
+from ..patch.history import History, Stretch
 from ..patch.part import PartPatch
 from ..patch.undo import by_whole_blocks
 from ..state.digest import StateDigest, state_digest
@@ -40,16 +41,22 @@ class Watcher(Protocol):
         """The state was replaced, or changed in a way that ``undo`` does not describe."""
 
 
+_NOTHING = History()
+
+
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """The version of a host state, and what its owner knows. Replaced as one, so that an interrupt between two
-    assignments can neither lose a change nor deliver one that is not there.
+    """The version of a host state, what changed up to it, and what its owner knows. Replaced as one, so that an
+    interrupt between two assignments can neither lose a change nor deliver one that is not there. ``knows``: whether
+    the history is all that the next patch may need.
     """
 
     version: int
     state: State
     digest: StateDigest
     delivery: Delivery
+    history: History = _NOTHING
+    knows: bool = False
 
 
 class HostState:
@@ -84,11 +91,22 @@ class HostState:
     def digest(self) -> StateDigest:
         return self._position.digest
 
-    def adopt(self, version: int, state: State, digest: StateDigest) -> None:
-        """Takes over ``state``, in writable host memory, as the given version, which the owner already has."""
+    @property
+    def history(self) -> History:
+        """What changed up to the version, as far as it is known."""
+        return self._at.history if self._at else History()
+
+    @property
+    def knows(self) -> bool:
+        """Whether the next patch can be decoded, whatever history it names."""
+        return self._at is not None and self._at.knows
+
+    def adopt(self, version: int, state: State, digest: StateDigest, *, remembers: Sequence[int] = ()) -> None:
+        """Takes over ``state``, in writable host memory, as the given version, which the owner already has;
+        ``remembers`` is the manifest's."""
         if self._watcher:
             self._watcher.replaced()
-        self._at = _Position(version, state, digest, Delivery.complete(version, state))
+        self._at = _Position(version, state, digest, Delivery.complete(version, state), knows=not remembers)
         self.poisoned = False
 
     def recover(self) -> None:
@@ -100,7 +118,7 @@ class HostState:
 
     # -- moves
 
-    def advance(self, version: int, built: BuiltPatch, aliases: Mapping[str, str]) -> None:
+    def advance(self, version: int, built: BuiltPatch, aliases: Mapping[str, str], history: History) -> None:
         """Moves to a version whose patch was built from this state, and which the owner already has."""
         at = self._position
         if self._watcher:
@@ -108,14 +126,21 @@ class HostState:
         self.poisoned = True
         undo = advance_state(built, at.state, threads=self.threads)
         state = at.state.with_aliases(aliases)
-        self._at = _Position(version, state, built.target, Delivery.complete(version, state))
+        self._at = _Position(version, state, built.target, Delivery.complete(version, state), history, knows=True)
         self.poisoned = False
         if self._watcher:
             link = Link(at.version, version, built.nbytes)
             self._watcher.advanced(link, at.digest.root, undo, state, built.target)
 
-    def apply(self, link: Link, patch: Patch | PartPatch | PartsPatch, aliases: Mapping[str, str]) -> None:
-        """Moves along ``link``, whose payload is ``patch``, or stays as it is, to the last bit.
+    def apply(
+        self,
+        link: Link,
+        patch: Patch | PartPatch | PartsPatch,
+        aliases: Mapping[str, str],
+        remembers: Sequence[int] = (),
+    ) -> None:
+        """Moves along ``link``, whose payload is ``patch``, or stays as it is, to the last bit. ``remembers``: the
+        spans of what is remembered at the version it leads to.
 
         Raises what `apply_patch` raises.
         """
@@ -131,6 +156,8 @@ class HostState:
                 patch,
                 at.state,
                 at.digest,
+                history=at.history,
+                remember=bool(remembers),
                 threads=self.threads,
                 progress=progress_to(self.listener, "apply", at.state.nbytes),
             )
@@ -138,8 +165,14 @@ class HostState:
             self.poisoned = False  # refused, or undone to the last bit
             raise
         delivery = at.delivery.after_patch(link, applied.changes, at.state)
-        self._at = _Position(link.version, at.state.with_aliases(aliases), applied.digest, delivery)
+        state, digest = at.state.with_aliases(aliases), applied.digest
+        self._at = _Position(link.version, state, digest, delivery, knows=not remembers)
         self.poisoned = False
+        if remembers and applied.records is not None:
+            assert link.base is not None
+            longer = at.history.then(Stretch(link.version - link.base, at.digest.root, applied.records))
+            history = longer.regrouped(remembers, state.specs, threads=self.threads)
+            self._at = _Position(link.version, state, digest, delivery, history, history.spans == tuple(remembers))
         if self._watcher:
             if patch.header.block_elements == DEFAULT_BLOCK_ELEMENTS:
                 undo = by_whole_blocks(patch.header, applied.undo)
@@ -147,13 +180,15 @@ class HostState:
             else:
                 self._watcher.replaced()
 
-    def replace(self, links: Sequence[Link], state: State, digest: StateDigest) -> None:
+    def replace(
+        self, links: Sequence[Link], state: State, digest: StateDigest, history: History, *, knows: bool = True
+    ) -> None:
         """Takes ``state``, which was restored along ``links`` from an anchor and verified, in place of the old one."""
         if self._watcher:
             self._watcher.replaced()
         old = self._at
         delivery = old.delivery.after_restore(links, old.state, state) if old else Delivery(links=tuple(links))
-        self._at = _Position(links[-1].version, state, digest, delivery)
+        self._at = _Position(links[-1].version, state, digest, delivery, history, knows)
         self.poisoned = False
 
     # -- what the owner knows

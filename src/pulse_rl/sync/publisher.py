@@ -27,6 +27,7 @@ from ..events import (
     checked_listener,
     failures_to,
 )
+from ..patch.history import History
 from ..state.checkpoint import StateSource
 from ..state.snapshot import await_devices
 from ..state.tensors import State
@@ -51,10 +52,12 @@ _MAX_STALE_COMMITS = 8
 
 
 class _Pending(NamedTuple):
-    """A version whose payloads were stored at ``uploaded`` (Unix seconds) and whose commit is not confirmed."""
+    """A version whose payloads were stored at ``uploaded`` (Unix seconds) and whose commit is not confirmed, and the
+    ``history`` at it."""
 
     manifest: Manifest
     draft: Draft
+    history: History
     uploaded: float
 
 
@@ -62,14 +65,15 @@ class Publisher(Unique):
     """Publishes the states of one policy as versions 0, 1, 2 … of a stream. A context manager (see `close`).
 
     ``store``: a store, or its address (see `open_store`). ``stream``: its name; a stream that exists is continued.
-    ``codec``: "context", "zstd" or "dense". ``anchor_ratio``: an anchor is stored along with a patch whenever the
-    patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``shard_bytes``: the size at which an
-    anchor's file is followed by another. ``folds``: the spans, in versions, over which folds are made in the
-    background, for about 6 bytes of memory for every BF16 weight that changed within a span (``pulse fold`` makes them
-    on any machine). ``selectable``: store the digests, too, with which subscribers follow some tensors only, 32 bytes
-    for each tensor of the state. ``signer`` signs every manifest, claim and fold; then only what is signed by its key
-    or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``identity``: the stream's
-    (`Manifest.identity`) where the caller knows it; versions of another stream of this name are then passed over.
+    ``codec``: "history", "context", "zstd" or "dense". ``anchor_ratio``: an anchor is stored along with a patch
+    whenever the patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``shard_bytes``: the
+    size at which an anchor's file is followed by another. ``folds``: the spans, in versions, over which folds are
+    made in the background, for about 6 bytes of memory for every BF16 weight that changed within a span (``pulse
+    fold`` makes them on any machine). ``selectable``: store the digests, too, with which subscribers follow some
+    tensors only, 32 bytes for each tensor of the state. ``signer`` signs every manifest, claim and fold; then only
+    what is signed by its key or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed.
+    ``identity``: the stream's (`Manifest.identity`) where the caller knows it; versions of another stream of this
+    name are then passed over.
 
     ``mode``: "patch"; "anchor", each version as an anchor alone; or "auto", which takes for each version what needs
     less time from trainer to worker over a link of ``bandwidth`` (bit/s, or text such as "50Mbit"), by the model of
@@ -275,13 +279,20 @@ class Publisher(Unique):
                 listener=self._listener,
             )
             timer.end("upload")
-            content = Content(draft.target.root, draft.state.elements, draft.state.nbytes, draft.state.aliases)
+            history = History() if uploaded.anchor else draft.history(self._baseline, self._committer.next)
+            content = Content(
+                draft.target.root,
+                draft.state.elements,
+                draft.state.nbytes,
+                draft.state.aliases,
+                remembers=history.spans,
+            )
             manifest = self._committer.manifest(content, uploaded, order.metadata)
             if self._signer:
                 manifest = self._signer.sign(manifest)
             # Before it is created for good: what no reader could parse must not be committed.
             manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
-            self._pending = _Pending(manifest, draft, time.time())
+            self._pending = _Pending(manifest, draft, history, time.time())
             if self._commit(self._pending):
                 timer.end("commit")
                 return self._published(manifest, draft, timer, blocked_seconds), draft
@@ -311,7 +322,7 @@ class Publisher(Unique):
             if not committed:
                 return False
             try:
-                pending.draft.take_effect(self._baseline, pending.manifest)
+                pending.draft.take_effect(self._baseline, pending.manifest, pending.history)
             except BaseException:
                 # The version is committed; a baseline that did not follow is given up, and the next call resumes.
                 self._baseline = self._new_baseline()

@@ -8,6 +8,7 @@ from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMisma
 from ..stream.chain import Key, Link, cheapest_path, links_of
 from ..stream.doubts import UNREADABLE
 from ..stream.stream import Stream
+from .memory import keeps_history
 
 _MAX_FALSE_LINKS = 16
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
@@ -24,6 +25,7 @@ class Route:
         self._avoided: dict[Key, str] = {}
         self._listed: list[Link] | None = None
         self._believes_listings = True
+        self._minds_histories = False
 
     def avoid(self, planned: Link, link: Link, error: Exception) -> None:
         """Excludes a link that failed: as planned, and with the payloads that its manifest names."""
@@ -32,8 +34,15 @@ class Route:
         if self._listed is not None and len(self._avoided) > _MAX_FALSE_LINKS:
             self._listed, self._believes_listings = [], False
 
-    def plan(self, have: int | None) -> list[Link]:
+    def mind_histories(self) -> bool:
+        """A patch could not be decoded for want of a history: from now on paths are planned that bring it along. False
+        if they were before."""
+        minded, self._minds_histories = self._minds_histories, True
+        return not minded
+
+    def plan(self, have: int | None, *, knows: bool = True) -> list[Link]:
         """The cheapest path by bytes from version ``have`` (None: from nothing) that is not known to be broken.
+        ``knows``: whether all is remembered there that a patch may need.
 
         Raises ChainGap, with the reasons why links were avoided.
         """
@@ -42,7 +51,9 @@ class Route:
         reasons: list[str] = []
         for links in self._candidates(self._listed, have, reasons):
             try:
-                return cheapest_path([link for link in links if self._usable(link)], have, self._target)
+                usable = [link for link in links if self._usable(link)]
+                known = knows if self._minds_histories else None
+                return cheapest_path(usable, have, self._target, knows=known, keeps=keeps_history)
             except ChainGap as error:
                 gap = error
         broken = dict.fromkeys([*self._avoided.values(), *reasons])
@@ -68,6 +79,7 @@ class Route:
             manifest = self._stream.manifest(self._target)
         except BROKEN_LINK:
             return []
+        self._minds_histories = self._minds_histories or bool(manifest.remembers)
         if manifest.patch is None:
             return links_of(manifest)
         if manifest.patch.base == have:

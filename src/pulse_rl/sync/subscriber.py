@@ -342,6 +342,6 @@ class Subscriber(Unique):
                 if self._selection:
                     own, digest = self._selection.part_of(own, digest, manifest.aliases, threads=self._threads)
                 self._nearest.identify(self.stream.identity or manifest.identity)
-                self._host.adopt(version, own, digest)
+                self._host.adopt(version, own, digest, remembers=manifest.remembers)
                 break
         return True

@@ -1,0 +1,202 @@
+#include "stretches.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+
+#include "step.h"
+
+namespace pulse {
+namespace {
+
+constexpr uint32_t kLongestGap = 65535;
+constexpr size_t kRecordBytes = 3;
+constexpr uint64_t kNone = ~uint64_t(0);
+constexpr size_t kTile = 1 << 14;  // elements that are worked on in the first-level cache
+
+class RecordWriter {
+public:
+    void put(uint32_t position, uint8_t step) {
+        while (position - next_ > kLongestGap) {
+            write(kLongestGap, 0);
+            next_ += kLongestGap;
+        }
+        write(position - next_, step);
+        next_ = position + 1;
+    }
+    std::vector<uint8_t> records;
+
+private:
+    void write(uint32_t gap, uint8_t step) {
+        const uint8_t record[kRecordBytes] = {uint8_t(gap), uint8_t(gap >> 8), step};
+        records.insert(records.end(), record, record + kRecordBytes);
+    }
+    uint32_t next_ = 0;
+};
+
+// Walks over records; stands at one, or past the end.
+class RecordReader {
+public:
+    RecordReader(const Stretch& stretch, uint64_t elements)
+        : at_(stretch.records), end_(at_ + stretch.bytes / kRecordBytes * kRecordBytes), elements_(elements) {
+        advance();
+    }
+    uint64_t position = 0;
+    uint8_t step = 0;
+
+    void advance() {
+        while (at_ != end_) {
+            position = next_ + (uint64_t(at_[0]) | uint64_t(at_[1]) << 8);
+            step = at_[2];
+            at_ += kRecordBytes;
+            next_ = position + (step != 0);
+            if (position >= elements_) break;
+            if (step) return;
+        }
+        position = kNone;
+        at_ = end_;
+    }
+
+private:
+    const uint8_t *at_, *end_;
+    uint64_t elements_, next_ = 0;
+};
+
+// Calls `note(value, stretch, step)` for what the stretches hold, by tiles, with the 16 bits of the element to change, and then
+// `found(position, value)` for those that have become other than 0, in order.
+template <class Note, class Found>
+void walk(const std::vector<Stretch>& stretches, uint64_t elements, Note note, Found found) {
+    std::vector<RecordReader> readers;
+    for (const Stretch& stretch : stretches) readers.emplace_back(stretch, elements);
+    alignas(64) uint16_t tile[kTile] = {};
+    alignas(64) uint64_t touched[kTile / 64] = {};
+    for (;;) {
+        uint64_t first = kNone;
+        for (const RecordReader& reader : readers) first = std::min(first, reader.position);
+        if (first == kNone) return;
+        const uint64_t begin = first / kTile * kTile, end = begin + kTile;
+        for (size_t k = 0; k < readers.size(); k++) {
+            RecordReader reader = readers[k];
+            for (; reader.position < end; reader.advance()) {
+                const size_t at = size_t(reader.position - begin);
+                note(tile[at], k, reader.step);
+                touched[at / 64] |= uint64_t(1) << (at & 63);
+            }
+            readers[k] = reader;
+        }
+        for (size_t word = 0; word < kTile / 64; word++) {
+            for (uint64_t bits = touched[word]; bits; bits &= bits - 1) {
+                const size_t at = 64 * word + size_t(__builtin_ctzll(bits));
+                if (tile[at]) found(uint32_t(begin + at), tile[at]);
+                tile[at] = 0;
+            }
+            touched[word] = 0;
+        }
+    }
+}
+
+// What a step of a stretch makes of what was known of an element.
+class Transition {
+public:
+    // `later`: the versions after the stretch.
+    Transition(uint32_t span, uint32_t later) {
+        const int age = int(std::min(later + (span + 1) / 2, 64u)), bucket = bucket_of(age);
+        for (int turned = 0; turned < 2; turned++) {
+            for (int before = 0; before < kGroups; before++) {
+                const int pattern = before ? 1 + 2 * pause_of(before, age) + turned : 0;
+                next_[size_t(turned)][size_t(before)] = uint8_t(1 + bucket * kPatterns + pattern);
+            }
+        }
+        for (int step = 0; step < 256; step++) {
+            const int net = int8_t(step), size = std::abs(net), versions = int(span);
+            const int each = std::max(1, (2 * size + versions) / (2 * versions));
+            const int large = size < 4 ? 7 : size < 8 ? 8 : size < 16 ? 9 : 10;
+            const int group = span > 1 && size > 1 ? 1 + bucket * kPatterns + large : 0;
+            given_[size_t(step)] = uint16_t(group | (net < 0 ? -each : each) << 8);
+        }
+    }
+
+    // Group and last step, the step in the high byte.
+    uint16_t of(uint16_t before, uint8_t step) const {
+        const uint16_t given = given_[step], group = next_[size_t((before >> 15) ^ (step >> 7))][before & 255];
+        return uint16_t(given & 255 ? given : given | group);
+    }
+
+private:
+    static int bucket_of(int age) { return age <= 4 ? age - 1 : age < 8 ? 4 : age < 16 ? 5 : age < 32 ? 6 : 7; }
+
+    // How long the element had rested: 0 to 2.
+    static int pause_of(int before, int age) {
+        constexpr int middle[kAges] = {1, 2, 3, 4, 6, 11, 23, 45};  // of the versions in a bucket
+        const int pattern = (before - 1) % kPatterns;
+        const int gap = pattern >= 8 ? 1 : pattern == 7 ? 4 : middle[(before - 1) / kPatterns] - age;
+        return gap <= 2 ? 0 : gap <= 8 ? 1 : 2;
+    }
+
+    std::array<std::array<uint8_t, 256>, 2> next_{};  // by whether it turned, and the group before
+    std::array<uint16_t, 256> given_{};
+};
+
+template <class U>
+std::vector<uint8_t> records(const uint32_t* positions, size_t count, const U* old, const U* now, bool floating) {
+    RecordWriter writer;
+    writer.records.reserve(count * kRecordBytes);
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t step = uint8_t(to_ordered(now[i], floating) - to_ordered(old[i], floating));
+        if (step) writer.put(positions[i], step);
+    }
+    return std::move(writer.records);
+}
+
+}  // namespace
+
+std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now, int width,
+                                bool floating) {
+    switch (width) {
+        case 1:
+            return records(positions, count, static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now), floating);
+        case 2:
+            return records(positions, count, static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now), floating);
+        default:
+            return records(positions, count, static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now), floating);
+    }
+}
+
+std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements) {
+    RecordWriter writer;
+    walk(
+        stretches, elements, [](uint16_t& net, size_t, uint8_t step) { net = uint8_t(net + step); },
+        [&](uint32_t position, uint16_t net) { writer.put(position, uint8_t(net)); });
+    return std::move(writer.records);
+}
+
+Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
+    std::vector<Transition> transitions;
+    size_t most = 0;
+    uint32_t later = 0;
+    for (const Stretch& stretch : stretches) {
+        later += stretch.span;
+        most += stretch.bytes / kRecordBytes;
+    }
+    for (const Stretch& stretch : stretches) {
+        later -= stretch.span;
+        transitions.emplace_back(stretch.span, later);
+    }
+    Remembered remembered;
+    remembered.positions.resize(most);
+    remembered.states.resize(most);
+    uint32_t* positions = remembered.positions.data();
+    State* states = remembered.states.data();
+    walk(
+        stretches, elements,
+        [&](uint16_t& state, size_t k, uint8_t step) { state = transitions[k].of(state, step); },
+        [&](uint32_t position, uint16_t state) {
+            *positions++ = position;
+            *states++ = {uint8_t(state), int8_t(state >> 8)};
+        });
+    remembered.positions.resize(size_t(positions - remembered.positions.data()));
+    remembered.states.resize(remembered.positions.size());
+    return remembered;
+}
+
+}  // namespace pulse

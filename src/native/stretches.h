@@ -1,0 +1,41 @@
+// What changed in the last versions: kept in few bytes, merged, and looked up (docs/format.md, section 3.10.1).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace pulse {
+
+// The net steps of a block in `span` versions, modulo 256: for each element whose net step is not 0 a record of three bytes.
+struct Stretch {
+    const uint8_t* records;
+    size_t bytes;
+    uint32_t span;
+};
+
+constexpr int kAges = 8, kPatterns = 11, kGroups = 1 + kAges * kPatterns;
+
+// What is known of an element that changed lately: its group, above 0, and the step to expect.
+struct State {
+    uint8_t group;
+    int8_t last;
+};
+
+// The elements of a block that changed lately, ascending.
+struct Remembered {
+    std::vector<uint32_t> positions;
+    std::vector<State> states;
+};
+
+// The records of what changed. `old` and `now` are the elements at the positions, `width` bytes each.
+std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now, int width,
+                                bool floating);
+
+// One stretch in place of several that follow each other.
+std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements);
+
+// `stretches` are in order; the last one ends at the block's old elements.
+Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements);
+
+}  // namespace pulse

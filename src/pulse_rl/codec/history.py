@@ -1,0 +1,35 @@
+"""The codec with memory: as `context`, but elements that changed lately are known by when and how (docs/format.md,
+section 3.10).
+
+Momentum lasts for several steps: who has just changed will often change again, in the same direction.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .._native import Malformed, history_decode, history_encode
+from ..errors import CorruptPatch
+from ..state.tensors import DType, UIntArray
+from .base import Changes, Layout, element_kind
+
+
+class HistoryCodec:
+    id = 6
+    name = "history"
+
+    def supports(self, dtype: DType) -> bool:
+        return dtype.width <= 4
+
+    def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int] | None:
+        kind = element_kind(layout.dtype)
+        return history_encode(list(layout.past), old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs))
+
+    def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
+        data = np.frombuffer(payload, np.uint8)
+        kind = element_kind(layout.dtype)
+        try:
+            found = history_decode(list(layout.past), data, old.view(np.uint8), *kind, list(layout.runs))
+        except Malformed as error:
+            raise CorruptPatch(str(error)) from None
+        return Changes(found[0], found[1].view(layout.dtype.uint))

@@ -1,0 +1,141 @@
+"""What changed in the last versions: net steps of elements, by which the next ones are coded (docs/format.md, 3.10).
+
+A history is a function of the states at the ends of its stretches: who came there by single patches, by folds or as the
+publisher has the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .._native import history_merged, history_records
+from .._util.threads import ordered_map
+from ..codec import Past
+from ..codec.base import element_kind
+from ..errors import WrongHistory
+from ..state.tensors import DType, TensorSpec, UIntArray
+from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
+
+MAX_STRETCHES = 64
+MAX_SPAN = 64
+
+Records = npt.NDArray[np.uint8]
+
+
+class HistoryName(NamedTuple):
+    """What a patch says of the history that it needs: the ``spans`` of its stretches, oldest first, which end at the
+    patch's base, and the SHA-256 of the roots at which they begin, 32 bytes each."""
+
+    spans: tuple[int, ...]
+    digest: bytes
+
+
+class Stretch(NamedTuple):
+    """The net steps of ``span`` versions from the one with root ``base_root``: records (`history_records`) by index of
+    the block of the default cut; blocks without a change are left out."""
+
+    span: int
+    base_root: str
+    records: Mapping[int, Records]
+
+
+@dataclass(frozen=True)
+class History:
+    """Stretches that follow each other, oldest first. Never changed: replaced with the version at which it ends."""
+
+    stretches: tuple[Stretch, ...] = ()
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        return tuple(stretch.span for stretch in self.stretches)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(records.nbytes for stretch in self.stretches for records in stretch.records.values())
+
+    @property
+    def name(self) -> HistoryName | None:
+        """None where nothing is remembered."""
+        if not self.stretches:
+            return None
+        roots = b"".join(bytes.fromhex(stretch.base_root) for stretch in self.stretches)
+        return HistoryName(self.spans, sha256(roots).digest())
+
+    def named(self, name: HistoryName | None) -> History:
+        """The part of this history that a patch names; raises WrongHistory where it is not that."""
+        if name is None:
+            return History()
+        found = self.last(name.spans)
+        if found is None or found.name != name:
+            raise WrongHistory(
+                f"the patch needs the changes of the last {sum(name.spans)} versions in spans of {list(name.spans)}, "
+                f"known are {list(self.spans)}"
+            )
+        return found
+
+    def last(self, spans: Sequence[int]) -> History | None:
+        """The stretches at the end that have these spans; None where there are none."""
+        if not spans:
+            return History()
+        return History(self.stretches[-len(spans) :]) if self.spans[-len(spans) :] == tuple(spans) else None
+
+    def past(self, index: int) -> Past:
+        """What is known of a block of the default cut; empty where nothing in it changed."""
+        if not any(index in stretch.records for stretch in self.stretches):
+            return ()
+        return tuple((stretch.records.get(index, _NOTHING), stretch.span) for stretch in self.stretches)
+
+    def then(self, stretch: Stretch) -> History:
+        """Followed by one more stretch."""
+        return History((*self.stretches, stretch))
+
+    def regrouped(self, spans: Sequence[int], specs: tuple[TensorSpec, ...], *, threads: int | None = None) -> History:
+        """The same changes in stretches of ``spans``, of which several of this history's make one; what is older is
+        forgotten, and all that is older than a span which they do not make."""
+        groups: list[tuple[Stretch, ...]] = []
+        end = len(self.stretches)
+        for span in reversed(spans):
+            start = end
+            while start > 0 and sum(s.span for s in self.stretches[start:end]) < span:
+                start -= 1
+            group = self.stretches[start:end]
+            if sum(s.span for s in group) != span:
+                break
+            groups.insert(0, group)
+            end = start
+        blocks = cut(specs, DEFAULT_BLOCK_ELEMENTS) if any(len(group) > 1 for group in groups) else []
+        return History(tuple(_merged(group, blocks, threads) for group in groups))
+
+
+def records_of(dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, new: UIntArray) -> Records | None:
+    """What a stretch of one version remembers of a block of which the elements at ``positions`` went from ``old`` to
+    ``new``; None where that is nothing."""
+    if dtype.width > 4 or not len(positions):
+        return None
+    width, _, _, floating = element_kind(dtype)
+    records = history_records(positions, old.view(np.uint8), new.view(np.uint8), width, floating)
+    return records if len(records) else None
+
+
+def _merged(group: Sequence[Stretch], blocks: Sequence[Block], threads: int | None) -> Stretch:
+    if len(group) == 1:
+        return group[0]
+    indices = sorted({index for stretch in group for index in stretch.records})
+
+    def run(index: int) -> Records:
+        parts = [(s.records[index], s.span) for s in group if index in s.records]
+        return history_merged(parts, blocks[index].elements)
+
+    records = zip(indices, ordered_map(run, indices, threads), strict=True)
+    span = sum(stretch.span for stretch in group)
+    return Stretch(span, group[0].base_root, {index: found for index, found in records if len(found)})
+
+
+_NOTHING: Records = np.empty(0, np.uint8)
