@@ -73,7 +73,8 @@ inline std::vector<pulse::Run> checked_runs(const std::vector<RunTuple>& runs, u
 }
 
 // Runs that cover `old`, whose elements are of that kind.
-inline std::vector<pulse::Run> checked_block(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind, const Bytes& old) {
+inline std::vector<pulse::Run> checked_block(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind,
+                                             const Bytes& old) {
     if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 ||
         kind.mask > 255) {
         throw nb::value_error("width, shift or mask is out of range");

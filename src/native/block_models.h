@@ -12,7 +12,7 @@
 namespace pulse {
 
 constexpr int kMostLength = 32;
-constexpr int kRareLevel = 12;   // from this level on a change is expected to be by one step
+constexpr int kRareLevel = 12;  // from this level on a change is expected to be by one step
 constexpr int kMostFurther = 44;
 
 // A number near the one that is expected.

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kRemembered = 64;  // a place in the plane is a listed class, or this and a level
 constexpr uint8_t kUnlisted = 63;
+constexpr size_t kMostRemembered = 3;
 constexpr double kWorthwhile = 0.05;  // of the changes: elements that changed before, too
 
 // Steps of elements whose last step had a size above 1: by how much they differ from that.
@@ -78,7 +79,8 @@ PULSE_INLINE U code_step(Side& side, Models& models, State state, size_t cls, in
     }
     bool read;
     if (state.group) {
-        read = code_turned(side, models.turned[state.group], models.turned_class[cls], down != (last < 0)) != (last < 0);
+        read =
+            code_turned(side, models.turned[state.group], models.turned_class[cls], down != (last < 0)) != (last < 0);
     } else {
         read = side.bit(models.against[size_t(std::min(std::abs(balance), 3))], down != (balance < 0)) != (balance < 0);
     }
@@ -89,46 +91,63 @@ PULSE_INLINE U code_step(Side& side, Models& models, State state, size_t cls, in
 
 // The place in the plane of each element, as if none were remembered.
 template <class U>
-PULSE_CLONES void fill_plane(const U* elements, size_t count, int shift, uint32_t mask, uint32_t first, uint8_t* plane) {
+PULSE_CLONES void fill_plane(const U* elements, size_t count, int shift, uint32_t mask, uint32_t first,
+                             uint8_t* plane) {
     for (size_t i = 0; i < count; i++) {
-        const uint8_t cls = uint8_t(uint8_t(elements[i] >> shift) & uint8_t(mask)), place = uint8_t(cls - uint8_t(first));
+        const uint8_t cls = uint8_t(uint8_t(elements[i] >> shift) & uint8_t(mask)),
+                      place = uint8_t(cls - uint8_t(first));
         plane[i] = place < kUnlisted ? place : kUnlisted;
     }
 }
 
+// How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each change.
+// Looks at the start of the block.
+size_t worthwhile(const std::vector<Stretch>& history, const std::vector<uint32_t>& changes, uint64_t elements) {
+    uint64_t end = std::min(std::max<uint64_t>(elements / 16, 1 << 16), elements);
+    size_t changed = size_t(std::lower_bound(changes.begin(), changes.end(), end) - changes.begin());
+    if (changed < 64) end = elements, changed = changes.size();
+    const std::vector<size_t> counts = count_remembered(history, end);
+    size_t used = history.size();
+    while (used > 1 && counts[used] > kMostRemembered * changed) used--;
+    return used;
+}
+
+// A block's elements as places: of their class in the list, or, where they are remembered, of their level.
 template <class U>
 struct Block {
     const U* old;
     ClassOf cls;
     const std::vector<Run>& runs;
-    uint64_t elements;
+    uint64_t elements = 0;
     Remembered remembered;
-    std::vector<uint8_t> places;
+    std::unique_ptr<uint8_t[]> plane, places;
 
-    Block(const std::vector<Stretch>& history, const U* old_elements, const ElementKind& kind, const std::vector<Run>& all)
-        : old(old_elements), cls{kind.shift, kind.mask}, runs(all), elements(0) {
+    Block(const U* old_elements, const ElementKind& kind, const std::vector<Run>& all)
+        : old(old_elements), cls{kind.shift, kind.mask}, runs(all) {
         for (const Run& run : runs) elements += run.elements;
-        remembered = remember(history, elements);
+    }
+
+    // By the last `used` stretches.
+    void remember_last(const std::vector<Stretch>& history, size_t used) {
+        remembered = remember({history.end() - std::ptrdiff_t(used), history.end()}, elements);
     }
 
     // The places of remembered elements in the list of `count` classes from `first` on, and how many each cell has.
     void find_places(int first, int count, ByGroup<uint32_t>& there) {
-        places.resize(remembered.positions.size());
-        for (size_t i = 0; i < places.size(); i++) {
-            const uint32_t place = cls(old[remembered.positions[i]]) - uint32_t(first);
-            places[i] = uint8_t(std::min(place, uint32_t(kUnlisted)));
+        plane.reset(new uint8_t[elements]);
+        places.reset(new uint8_t[remembered.count]);
+        fill_plane(old, elements, cls.shift, cls.mask, uint32_t(first), plane.get());
+        for (size_t i = 0; i < remembered.count; i++) {
+            places[i] = plane[remembered.positions[i]];
             there[remembered.states[i].group][places[i]]++;
         }
-        for (size_t g = 0; g < kGroups; g++) std::fill(there[g].begin() + count, there[g].end(), 0);
+        for (auto& group : there) std::fill(group.begin() + count, group.end(), 0);
     }
 
-    std::vector<uint8_t> plane(int first, const HistoryTable& table) const {
-        std::vector<uint8_t> plane(elements);
-        fill_plane(old, elements, cls.shift, cls.mask, uint32_t(first), plane.data());
-        for (size_t i = 0; i < places.size(); i++) {
+    void set_levels(const HistoryTable& table) {
+        for (size_t i = 0; i < remembered.count; i++) {
             plane[remembered.positions[i]] = uint8_t(kRemembered + table.levels[remembered.states[i].group][places[i]]);
         }
-        return plane;
     }
 };
 
@@ -141,14 +160,14 @@ Weights place_weights(const std::array<uint8_t, kClasses>& levels, int first, in
     return Weights(of_places, boost, kRemembered);
 }
 
-// Finds the state of positions that ascend.
-class StateOf {
+// Finds positions that ascend among those that are remembered.
+class Search {
 public:
-    explicit StateOf(const Remembered& remembered) : remembered_(remembered) {}
-    State at(uint32_t position) {
-        while (next_ < remembered_.positions.size() && remembered_.positions[next_] < position) next_++;
-        const bool found = next_ < remembered_.positions.size() && remembered_.positions[next_] == position;
-        return found ? remembered_.states[next_] : State{0, 0};
+    explicit Search(const Remembered& remembered) : remembered_(remembered) {}
+    // The place in the list; its end where the position is not there.
+    size_t find(uint32_t position) {
+        while (next_ < remembered_.count && remembered_.positions[next_] < position) next_++;
+        return next_ < remembered_.count && remembered_.positions[next_] == position ? next_ : remembered_.count;
     }
 
 private:
@@ -158,17 +177,28 @@ private:
 
 template <class U>
 std::optional<Encoded> encode(const std::vector<Stretch>& history, const U* old, const U* now, const ElementKind& kind,
-                          const std::vector<Run>& runs) {
-    Block<U> block(history, old, kind, runs);
+                              const std::vector<Run>& runs) {
+    Block<U> block(old, kind, runs);
     const ClassOf cls = block.cls;
-    BlockChanges<U> changes = compare_block(old, now, block.elements, runs, cls);
+    const BlockChanges<U> changes = compare_block(old, now, block.elements, runs, cls);
     const std::vector<uint32_t>& positions = changes.positions;
-    std::vector<State> states(positions.size());
-    StateOf state_of(block.remembered);
+    const size_t used = worthwhile(history, positions, block.elements);
+    block.remember_last(history, used);
+    struct Change {
+        U step;
+        uint8_t cls;
+        State state;
+    };
+    std::vector<Change> coming(positions.size());  // here, where one look into the memory need not wait for another
+    Search search(block.remembered);
     size_t known = 0;
     for (size_t i = 0; i < positions.size(); i++) {
-        states[i] = state_of.at(positions[i]);
-        known += states[i].group != 0;
+        const U before = old[positions[i]];
+        const size_t found = search.find(positions[i]);
+        const State state = found < block.remembered.count ? block.remembered.states[found] : State{0, 0};
+        const U step = U(to_ordered(changes.values[i], kind.floating) - to_ordered(before, kind.floating));
+        coming[i] = {step, uint8_t(cls(before)), state};
+        known += state.group != 0;
     }
     CodePlan plan;
     if (!positions.empty()) plan = plan_code(changes.statistics);
@@ -178,9 +208,7 @@ std::optional<Encoded> encode(const std::vector<Stretch>& history, const U* old,
 
     const auto there = std::make_unique<ByGroup<uint32_t>>(), changed = std::make_unique<ByGroup<uint32_t>>();
     block.find_places(plan.first, plan.count, *there);
-    for (size_t i = 0; i < positions.size(); i++) {
-        (*changed)[states[i].group][cls(old[positions[i]]) - uint32_t(plan.first)]++;
-    }
+    for (const Change& change : coming) (*changed)[change.state.group][size_t(change.cls - plan.first)]++;
     // What is not remembered changes less often than the statistics say, which count all.
     const BlockStatistics& s = changes.statistics;
     const double per_sample = double(s.elements) / double(std::max<uint64_t>(s.sampled, 1));
@@ -199,23 +227,21 @@ std::optional<Encoded> encode(const std::vector<Stretch>& history, const U* old,
     Encoded result{{}, positions.size()};
     std::vector<uint8_t>& payload = result.payload;
     put_varint(payload, positions.size());
-    for (int x : {plan.boost, plan.first, plan.count - 1}) payload.push_back(uint8_t(x));
+    for (int x : {int(used), plan.boost, plan.first, plan.count - 1}) payload.push_back(uint8_t(x));
     Writer side;
     const auto models = std::make_unique<Models>();
     code_levels(side, models->levels, plan.levels, plan.first, plan.count);
     code_table(side, models->table, *there, plan.count, *table);
     for (SizeModels& sizes : models->sizes) sizes.expect(plan.levels);
     const Weights weights = place_weights(plan.levels, plan.first, plan.count, plan.boost);
-    const std::vector<uint8_t> plane = block.plane(plan.first, *table);
+    block.set_levels(*table);
 
     Writer coded = std::move(side);  // unlike `side` seen by nobody else, so that it is kept in registers
-    PositionWriter<uint8_t> writer(plane.data(), ClassOf{0, 255}, weights, runs);
+    PositionWriter<uint8_t> writer(block.plane.get(), ClassOf{0, 255}, weights, runs);
     int balance = 0;  // steps up less steps down in this row so far
     for (size_t i = 0; i < positions.size(); i++) {
-        const U before = old[positions[i]];
         if (writer.write(coded.coder, positions[i])) balance = 0;
-        const U step = U(to_ordered(changes.values[i], kind.floating) - to_ordered(before, kind.floating));
-        code_step<U>(coded, *models, states[i], cls(before), balance, step);
+        code_step<U>(coded, *models, coming[i].state, coming[i].cls, balance, coming[i].step);
     }
     const std::vector<uint8_t> code = coded.coder.finish();
     payload.insert(payload.end(), code.begin(), code.end());
@@ -223,17 +249,20 @@ std::optional<Encoded> encode(const std::vector<Stretch>& history, const U* old,
 }
 
 template <class U>
-Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t size, const U* old, const ElementKind& kind,
-               const std::vector<Run>& runs) {
+Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t size, const U* old,
+               const ElementKind& kind, const std::vector<Run>& runs) {
     size_t at_byte = 0;
     const uint64_t changed = take_count(data, size, at_byte);
+    const size_t used = take_byte(data, size, at_byte);
     const int boost = take_byte(data, size, at_byte), first = take_byte(data, size, at_byte);
     const int count = take_byte(data, size, at_byte) + 1;
-    if (boost > kMostBoost || count > kMostClasses || uint32_t(first + count - 1) > kind.mask) {
+    if (used > history.size() || boost > kMostBoost || count > kMostClasses ||
+        uint32_t(first + count - 1) > kind.mask) {
         throw Malformed("the block's head is out of range");
     }
-    Block<U> block(history, old, kind, runs);
+    Block<U> block(old, kind, runs);
     if (changed == 0 || changed > block.elements) throw Malformed("the number of changes is 0 or exceeds the elements");
+    block.remember_last(history, used);
     const auto there = std::make_unique<ByGroup<uint32_t>>();
     block.find_places(first, count, *there);
     Reader side{RangeDecoder(data + at_byte, size - at_byte)};
@@ -245,25 +274,33 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
     code_table(side, models->table, *there, count, *table);
     for (SizeModels& sizes : models->sizes) sizes.expect(levels);
     const Weights weights = place_weights(levels, first, count, boost);
-    const std::vector<uint8_t> plane = block.plane(first, *table);
+    block.set_levels(*table);
 
     Decoded result;
     result.positions.resize(changed);
     result.values.resize(changed * sizeof(U));
     U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
     Reader coded = side;  // unlike `side` seen by nobody else, so that it is kept in registers
-    PositionReader<uint8_t> reader(plane.data(), ClassOf{0, 255}, weights, runs);
-    StateOf state_of(block.remembered);
+    PositionReader<uint8_t> reader(block.plane.get(), ClassOf{0, 255}, weights, runs);
+    Search search(block.remembered);
     int balance = 0;  // steps up less steps down in this row so far
     for (size_t i = 0; i < changed; i++) {
         if (reader.read(coded)) balance = 0;
         const uint32_t position = uint32_t(reader.position());
-        const U before = old[position];
-        const State state = plane[position] >= kRemembered ? state_of.at(position) : State{0, 0};
-        const U step = code_step<U>(coded, *models, state, block.cls(before), balance, 0);
+        uint8_t place = block.plane[position];
+        State state{0, 0};
+        if (place >= kRemembered) {
+            const size_t found = search.find(position);
+            place = block.places[found], state = block.remembered.states[found];
+        }
+        const U step = code_step<U>(coded, *models, state, size_t(first + place), balance, 0);
         if (step == 0) throw Malformed("a change by nothing");
-        values[i] = from_ordered(U(to_ordered(before, kind.floating) + step), kind.floating);
+        values[i] = step;
         result.positions[i] = position;
+    }
+    for (size_t i = 0; i < changed; i++) {  // here, where one look into the memory need not wait for another
+        const U before = to_ordered(old[result.positions[i]], kind.floating);
+        values[i] = from_ordered(U(before + values[i]), kind.floating);
     }
     if (!coded.coder.finished()) throw Malformed("the code is longer or shorter than its changes");
     return result;
@@ -272,11 +309,13 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
 }  // namespace
 
 std::optional<Encoded> encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
-                                       const ElementKind& kind, const std::vector<Run>& runs) {
+                                           const ElementKind& kind, const std::vector<Run>& runs) {
     switch (kind.width) {
         case 1: return encode(history, static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now), kind, runs);
-        case 2: return encode(history, static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now), kind, runs);
-        default: return encode(history, static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now), kind, runs);
+        case 2:
+            return encode(history, static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now), kind, runs);
+        default:
+            return encode(history, static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now), kind, runs);
     }
 }
 

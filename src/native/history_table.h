@@ -72,7 +72,8 @@ void code_table(Side& side, TableModels& models, const ByGroup<uint32_t>& there,
             if (!there[g][k]) continue;
             const int usual = level_of_odds(odds + table.of_class[k]);
             side.next_symbol();
-            table.levels[g][k] = uint8_t(std::clamp(code_near(side, models.cells, table.levels[g][k], usual), 0, kMostLevel));
+            table.levels[g][k] =
+                uint8_t(std::clamp(code_near(side, models.cells, table.levels[g][k], usual), 0, kMostLevel));
         }
     }
 }

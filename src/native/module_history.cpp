@@ -40,7 +40,8 @@ void bind_history(nb::module_& m) {
             std::vector<uint8_t> records;
             {
                 nb::gil_scoped_release release;
-                records = pulse::records_of(positions.data(), positions.size(), old.data(), now.data(), width, floating);
+                records =
+                    pulse::records_of(positions.data(), positions.size(), old.data(), now.data(), width, floating);
             }
             return to_numpy(std::move(records));
         },
@@ -63,8 +64,8 @@ void bind_history(nb::module_& m) {
 
     m.def(
         "history_encode",
-        [](const std::vector<StretchTuple>& history, Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating,
-           const std::vector<RunTuple>& runs) -> nb::object {
+        [](const std::vector<StretchTuple>& history, Bytes old, Bytes now, int width, int shift, uint32_t mask,
+           bool floating, const std::vector<RunTuple>& runs) -> nb::object {
             const pulse::ElementKind kind{width, shift, mask, floating};
             const auto stretches = checked_stretches(history);
             const auto covered = checked_block(runs, kind, old);

@@ -95,46 +95,50 @@ void walk(const std::vector<Stretch>& stretches, uint64_t elements, Note note, F
     }
 }
 
+constexpr int kLarge = 5;  // the vigour of an element whose last step had a size above 1, at least
+
+int group_of(int age, int vigour, bool turned) { return 1 + (age * kVigours + vigour) * 2 + turned; }
+
 // What a step of a stretch makes of what was known of an element.
 class Transition {
 public:
-    // `later`: the versions after the stretch.
-    Transition(uint32_t span, uint32_t later) {
-        const int age = int(std::min(later + (span + 1) / 2, 64u)), bucket = bucket_of(age);
-        for (int turned = 0; turned < 2; turned++) {
-            for (int before = 0; before < kGroups; before++) {
-                const int pattern = before ? 1 + 2 * pause_of(before, age) + turned : 0;
-                next_[size_t(turned)][size_t(before)] = uint8_t(1 + bucket * kPatterns + pattern);
+    // `later`: the versions after the stretch; `longer`: those since the middle of the last stretch of several versions.
+    Transition(int span, int later, int longer) {
+        const int since = later + 1, age = std::min(since, kAges - 1) - 1;
+        for (int large = 0; large < 2; large++) {
+            for (int turned = 0; turned < 2; turned++) {
+                for (int before = 0; before < kGroups; before++) {
+                    int vigour = 0;
+                    if (before) {
+                        const int was = (before - 1) / 2, last = was / kVigours;
+                        const int rest = (last == kAges - 1 ? longer : last + 1) - since;
+                        vigour = std::clamp(was % kVigours + (rest <= 2) - (rest > 4), 0, kVigours - 1);
+                    }
+                    if (large) vigour = std::max(vigour, kLarge);
+                    next_[size_t(2 * large + turned)][size_t(before)] =
+                        uint8_t(group_of(age, vigour, before && turned));
+                }
             }
         }
         for (int step = 0; step < 256; step++) {
-            const int net = int8_t(step), size = std::abs(net), versions = int(span);
-            const int each = std::max(1, (2 * size + versions) / (2 * versions));
-            const int large = size < 4 ? 7 : size < 8 ? 8 : size < 16 ? 9 : 10;
-            const int group = span > 1 && size > 1 ? 1 + bucket * kPatterns + large : 0;
+            const int net = int8_t(step), size = std::abs(net), each = std::max(1, (2 * size + span) / (2 * span));
+            const int vigour = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
+            const int group = span > 1 ? group_of(kAges - 1, vigour, false) : 0;
             given_[size_t(step)] = uint16_t(group | (net < 0 ? -each : each) << 8);
+            row_[size_t(step)] = uint8_t(size > 1 ? 2 : 0);
         }
     }
 
     // Group and last step, the step in the high byte.
     uint16_t of(uint16_t before, uint8_t step) const {
-        const uint16_t given = given_[step], group = next_[size_t((before >> 15) ^ (step >> 7))][before & 255];
+        const uint16_t given = given_[step], group = next_[row_[step] + ((before >> 15) ^ (step >> 7))][before & 255];
         return uint16_t(given & 255 ? given : given | group);
     }
 
 private:
-    static int bucket_of(int age) { return age <= 4 ? age - 1 : age < 8 ? 4 : age < 16 ? 5 : age < 32 ? 6 : 7; }
-
-    // How long the element had rested: 0 to 2.
-    static int pause_of(int before, int age) {
-        constexpr int middle[kAges] = {1, 2, 3, 4, 6, 11, 23, 45};  // of the versions in a bucket
-        const int pattern = (before - 1) % kPatterns;
-        const int gap = pattern >= 8 ? 1 : pattern == 7 ? 4 : middle[(before - 1) / kPatterns] - age;
-        return gap <= 2 ? 0 : gap <= 8 ? 1 : 2;
-    }
-
-    std::array<std::array<uint8_t, 256>, 2> next_{};  // by whether it turned, and the group before
+    std::array<std::array<uint8_t, 256>, 4> next_{};  // by whether it is large, whether it turned, and the group before
     std::array<uint16_t, 256> given_{};
+    std::array<uint8_t, 256> row_{};
 };
 
 template <class U>
@@ -154,11 +158,14 @@ std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const v
                                 bool floating) {
     switch (width) {
         case 1:
-            return records(positions, count, static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now), floating);
+            return records(positions, count, static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now),
+                           floating);
         case 2:
-            return records(positions, count, static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now), floating);
+            return records(positions, count, static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now),
+                           floating);
         default:
-            return records(positions, count, static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now), floating);
+            return records(positions, count, static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now),
+                           floating);
     }
 }
 
@@ -170,32 +177,48 @@ std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint6
     return std::move(writer.records);
 }
 
+std::vector<size_t> count_remembered(const std::vector<Stretch>& stretches, uint64_t end) {
+    std::vector<uint64_t> seen(size_t(end / 64 + 1));
+    std::vector<size_t> counts = {0};
+    for (size_t k = stretches.size(); k-- > 0;) {
+        size_t count = counts.back();
+        for (RecordReader reader(stretches[k], end); reader.position != kNone; reader.advance()) {
+            uint64_t& word = seen[size_t(reader.position / 64)];
+            const uint64_t bit = uint64_t(1) << (reader.position & 63);
+            count += (word & bit) == 0;
+            word |= bit;
+        }
+        counts.push_back(count);
+    }
+    return counts;
+}
+
 Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
     std::vector<Transition> transitions;
     size_t most = 0;
-    uint32_t later = 0;
+    int later = 0, longer = 0;
     for (const Stretch& stretch : stretches) {
-        later += stretch.span;
+        later += int(stretch.span);
         most += stretch.bytes / kRecordBytes;
     }
     for (const Stretch& stretch : stretches) {
-        later -= stretch.span;
-        transitions.emplace_back(stretch.span, later);
+        later -= int(stretch.span);
+        if (stretch.span > 1) longer = later + int(stretch.span) / 2;
+        transitions.emplace_back(int(stretch.span), later, longer);
     }
     Remembered remembered;
-    remembered.positions.resize(most);
-    remembered.states.resize(most);
-    uint32_t* positions = remembered.positions.data();
-    State* states = remembered.states.data();
+    remembered.positions.reset(new uint32_t[most]);
+    remembered.states.reset(new State[most]);
+    uint32_t* const positions = remembered.positions.get();
+    State* const states = remembered.states.get();
+    size_t count = 0;
     walk(
-        stretches, elements,
-        [&](uint16_t& state, size_t k, uint8_t step) { state = transitions[k].of(state, step); },
+        stretches, elements, [&](uint16_t& state, size_t k, uint8_t step) { state = transitions[k].of(state, step); },
         [&](uint32_t position, uint16_t state) {
-            *positions++ = position;
-            *states++ = {uint8_t(state), int8_t(state >> 8)};
+            positions[count] = position;
+            states[count++] = {uint8_t(state), int8_t(state >> 8)};
         });
-    remembered.positions.resize(size_t(positions - remembered.positions.data()));
-    remembered.states.resize(remembered.positions.size());
+    remembered.count = count;
     return remembered;
 }
 

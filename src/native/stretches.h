@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace pulse {
@@ -14,7 +15,9 @@ struct Stretch {
     uint32_t span;
 };
 
-constexpr int kAges = 8, kPatterns = 11, kGroups = 1 + kAges * kPatterns;
+// A group is an age, a vigour, and whether the last step turned. The last of the ages is that of what is known by a stretch of
+// several versions only.
+constexpr int kAges = 8, kVigours = 7, kGroups = 1 + kAges * kVigours * 2;
 
 // What is known of an element that changed lately: its group, above 0, and the step to expect.
 struct State {
@@ -24,8 +27,9 @@ struct State {
 
 // The elements of a block that changed lately, ascending.
 struct Remembered {
-    std::vector<uint32_t> positions;
-    std::vector<State> states;
+    std::unique_ptr<uint32_t[]> positions;
+    std::unique_ptr<State[]> states;
+    size_t count = 0;
 };
 
 // The records of what changed. `old` and `now` are the elements at the positions, `width` bytes each.
@@ -34,6 +38,9 @@ std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const v
 
 // One stretch in place of several that follow each other.
 std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements);
+
+// How many elements below `end` the last 0, 1, 2… of the stretches remember.
+std::vector<size_t> count_remembered(const std::vector<Stretch>& stretches, uint64_t end);
 
 // `stretches` are in order; the last one ends at the block's old elements.
 Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements);

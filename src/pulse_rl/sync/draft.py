@@ -12,7 +12,7 @@ from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..stream.manifest import Manifest
 from .host_state import HostState
-from .memory import remembered
+from .remember import remembered
 from .mode import ModeSelector
 
 

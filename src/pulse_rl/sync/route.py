@@ -8,7 +8,7 @@ from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMisma
 from ..stream.chain import Key, Link, cheapest_path, links_of
 from ..stream.doubts import UNREADABLE
 from ..stream.stream import Stream
-from .memory import keeps_history
+from .remember import keeps_history
 
 _MAX_FALSE_LINKS = 16
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
