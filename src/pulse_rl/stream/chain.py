@@ -21,12 +21,13 @@ _Place = tuple[int | None, bool]
 
 class Link(NamedTuple):
     """``base`` is None for an anchor. ``payloads`` are the objects to fetch, None while only their size is known or
-    guessed: the manifest of ``version`` lists them."""
+    guessed: the manifest of ``version`` lists them. ``is_fold``: it is not the version's own patch or anchor."""
 
     base: int | None
     version: int
     nbytes: int
     payloads: tuple[Payload, ...] | None = None
+    is_fold: bool = False
 
     @property
     def key(self) -> Key:
@@ -34,8 +35,8 @@ class Link(NamedTuple):
 
     @property
     def is_patch(self) -> bool:
-        """Whether it leads from one version to the next."""
-        return self.base is not None and self.version - self.base == 1
+        """Whether it leads from a version to the next that there is."""
+        return self.base is not None and not self.is_fold
 
     def __str__(self) -> str:
         if self.base is None:
@@ -73,7 +74,7 @@ def cheapest_path(
 ) -> list[Link]:
     """The links to follow, in order, from version ``have`` (None: from nothing) to ``target``; fewest bytes in all.
 
-    ``knows``: whether the history at ``have`` is known; then no patch of one version is taken from where it is not.
+    ``knows``: whether the history at ``have`` is known; then no patch is taken from where it is not.
     ``keeps`` says of a fold whether it is known after it. None: histories do not matter. Raises ChainGap that names
     both sides of the gap.
     """
@@ -84,7 +85,7 @@ def cheapest_path(
         best[have, knows is not False] = (0, None, start)
     # Every link leads to a higher version than its base, so in this order each base is final before it is used.
     for link in sorted(links, key=lambda x: (x.version, x.nbytes)):
-        if link.version == have:
+        if link.version == have and knows is not False:
             continue
         for known in (True, False):
             base: _Place = (link.base, known)

@@ -173,7 +173,7 @@ class Stream:
                 case FoldName(version, base, nbytes, digest) if version - base > 1 and nbytes > 0:
                     if self._trusted and not 0 < info.nbytes <= MAX_BYTES:
                         continue
-                    found.append(Link(base, version, nbytes, (Payload(digest, nbytes),)))
+                    found.append(Link(base, version, nbytes, (Payload(digest, nbytes),), is_fold=True))
                 case AnchorName(version, nbytes):
                     found.append(Link(None, version, nbytes))
         return found

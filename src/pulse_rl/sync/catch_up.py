@@ -63,13 +63,15 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         timer.end("plan")
         if host.version is not None and path[0].base is None:
             beside, passed = HostState(threads=host.threads, listener=host.listener, selection=host.selection), []
+            follower = beside
         if host.selection and path[0].base is None:
             path = path[:1]  # what is needed of the patches follows from the anchor's tensors
-        with closing(_fetch_ahead(stream, path, beside or host)) as fetched:
+        with closing(_fetch_ahead(stream, path, follower)) as fetched:
             for item in fetched:
                 timer.end("fetch")
                 try:
-                    passed.append(_follow(beside or host, stream, item))
+                    passed.append(_follow(follower, stream, item))
+                    route.follows(item.link, knows=follower.knows)
                 except BROKEN_LINK as error:
                     if not (isinstance(error, WrongHistory) and route.mind_histories()):
                         route.avoid(item.planned, item.link, error)

@@ -12,8 +12,8 @@ from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..stream.manifest import Manifest
 from .host_state import HostState
-from .remember import remembered
 from .mode import ModeSelector
+from .remember import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class PatchDraft:
     def patch_bytes(self) -> int:
         return self.built.nbytes
 
-    def history(self, baseline: HostState, version: int) -> History:
+    def history(self, baseline: HostState, version: int, memory: Memory) -> History:
         """What is remembered at ``version``, which this is to become."""
         if not self.remembers:
             return History()
         stretch = Stretch(1, baseline.digest.root, self.built.records)
-        return remembered(baseline.history, stretch, version, baseline.state, threads=baseline.threads)
+        return memory.after(baseline.history, stretch, version, baseline.state, threads=baseline.threads)
 
     def take_effect(self, baseline: HostState, manifest: Manifest, history: History) -> None:
         """Moves the baseline to the version, which is committed."""
@@ -56,7 +56,7 @@ class FullDraft:
     reason: str
     patch_bytes = 0
 
-    def history(self, baseline: HostState, version: int) -> History:
+    def history(self, baseline: HostState, version: int, memory: Memory) -> History:
         """Nothing: newcomers start here."""
         return History()
 

@@ -170,7 +170,8 @@ class HostState:
         self.poisoned = False
         if remembers and applied.records is not None:
             assert link.base is not None
-            longer = at.history.then(Stretch(link.version - link.base, at.digest.root, applied.records))
+            span = link.version - link.base if link.is_fold else 1
+            longer = at.history.then(Stretch(span, at.digest.root, applied.records))
             history = longer.regrouped(remembers, state.specs, threads=self.threads)
             self._at = _Position(link.version, state, digest, delivery, history, history.spans == tuple(remembers))
         if self._watcher:

@@ -44,6 +44,7 @@ from .host_state import HostState
 from .mode import ModeSelector
 from .notices import Notices
 from .order import Order, Taken
+from .remember import Memory
 from .resume import resume
 from .submit import Submission, Submissions
 from .upload import upload
@@ -132,6 +133,7 @@ class Publisher(Unique):
         self._threads = threads
         self._listener = on_event
         self._folds = FoldMaker(self._stream, folds, codec=codec, threads=threads, listener=on_event)
+        self._memory = Memory.of(folds)
         self._notices = Notices(stream, on_event)
         self._committer = Committer(self._stream)
         self._baseline = self._new_baseline()
@@ -279,7 +281,9 @@ class Publisher(Unique):
                 listener=self._listener,
             )
             timer.end("upload")
-            history = History() if uploaded.anchor else draft.history(self._baseline, self._committer.next)
+            history = (
+                History() if uploaded.anchor else draft.history(self._baseline, self._committer.next, self._memory)
+            )
             content = Content(
                 draft.target.root,
                 draft.state.elements,

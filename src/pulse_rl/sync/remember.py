@@ -1,34 +1,47 @@
 """Which of the last changes a publisher remembers, and its readers with it (docs/protocol.md, section 12).
 
-What is remembered at a version must be known to everybody who can get there: by single patches, by an aligned fold of
-`STRETCH` versions, by one that ends at a multiple of `ANEW`, or by an anchor.
+What is remembered at a version must be known to everybody who can get there: by single patches, by a fold, or by an
+anchor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import NamedTuple, Self
+
 from ..patch.history import History, Stretch
 from ..state.tensors import State
 
-STRETCH = 8
-ANEW = 64
+_STRETCH = 8
+_LONGEST = 16
 _SHARE = 16
 """What is remembered takes at most one part in this many of the state's bytes."""
 
 
-def remembered(history: History, stretch: Stretch, version: int, state: State, *, threads: int | None) -> History:
-    """The history at ``version``, to which the one patch of ``stretch`` leads from where ``history`` ends."""
-    if version % ANEW == 0:
-        return History()
-    longer = history.then(stretch)
-    single = [span for span in longer.spans if span == 1]
-    whole = (STRETCH,) if len(single) == STRETCH else ()
-    spans = longer.spans if version % STRETCH else whole
-    found = longer.regrouped(spans, state.specs, threads=threads)
-    while found.nbytes * _SHARE > state.nbytes:
-        found = History(found.stretches[1:])
-    return found
+class Memory(NamedTuple):
+    """At a multiple of ``stretch`` versions what they changed becomes one stretch, at one of ``anew`` all is
+    forgotten."""
 
+    stretch: int = _STRETCH
+    anew: int = _STRETCH**2
 
-def keeps_history(base: int, version: int) -> bool:
-    """Whether who takes this fold knows all that is remembered at ``version``."""
-    return version % ANEW == 0 or (version - base == STRETCH and version % STRETCH == 0)
+    @classmethod
+    def of(cls, folds: Collection[int]) -> Self:
+        """So that all who come by these folds know what is remembered."""
+        first, *longer = sorted(set(folds)) or [_STRETCH]
+        if first > _LONGEST:
+            return cls(_STRETCH, first)
+        return cls(first, longer[0] if longer else first * _STRETCH)
+
+    def after(self, history: History, patch: Stretch, version: int, state: State, *, threads: int | None) -> History:
+        """What is remembered at ``version``, to which ``patch`` leads from where ``history`` ends."""
+        if version % self.anew == 0:
+            return History()
+        longer = history.then(patch)
+        single = [span for span in longer.spans if span == 1]
+        merged = (self.stretch,) if len(single) == self.stretch else ()
+        spans = longer.spans if version % self.stretch else merged
+        found = longer.regrouped(spans, state.specs, threads=threads)
+        while found.nbytes * _SHARE > state.nbytes:
+            found = History(found.stretches[1:])
+        return found

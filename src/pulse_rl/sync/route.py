@@ -8,7 +8,6 @@ from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMisma
 from ..stream.chain import Key, Link, cheapest_path, links_of
 from ..stream.doubts import UNREADABLE
 from ..stream.stream import Stream
-from .remember import keeps_history
 
 _MAX_FALSE_LINKS = 16
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
@@ -26,6 +25,7 @@ class Route:
         self._listed: list[Link] | None = None
         self._believes_listings = True
         self._minds_histories = False
+        self._forgetful: set[tuple[int, int]] = set()
 
     def avoid(self, planned: Link, link: Link, error: Exception) -> None:
         """Excludes a link that failed: as planned, and with the payloads that its manifest names."""
@@ -40,6 +40,11 @@ class Route:
         minded, self._minds_histories = self._minds_histories, True
         return not minded
 
+    def follows(self, link: Link, *, knows: bool) -> None:
+        """Takes note of a fold that was followed: whether all is remembered at its end."""
+        if link.is_fold and not knows and link.base is not None:
+            self._forgetful.add((link.base, link.version))
+
     def plan(self, have: int | None, *, knows: bool = True) -> list[Link]:
         """The cheapest path by bytes from version ``have`` (None: from nothing) that is not known to be broken.
         ``knows``: whether all is remembered there that a patch may need.
@@ -53,7 +58,7 @@ class Route:
             try:
                 usable = [link for link in links if self._usable(link)]
                 known = knows if self._minds_histories else None
-                return cheapest_path(usable, have, self._target, knows=known, keeps=keeps_history)
+                return cheapest_path(usable, have, self._target, knows=known, keeps=self._keeps_history)
             except ChainGap as error:
                 gap = error
         broken = dict.fromkeys([*self._avoided.values(), *reasons])
@@ -110,6 +115,11 @@ class Route:
         except UNREADABLE as error:
             reasons.append(str(error))
             return []
+
+    def _keeps_history(self, base: int, version: int) -> bool:
+        """Whether the history is known after a fold: where it is aligned, as publishers make it, until it was seen."""
+        span = version - base
+        return version % span == 0 and (base, version) not in self._forgetful
 
     def _usable(self, link: Link) -> bool:
         return link.key not in self._avoided
