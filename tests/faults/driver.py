@@ -102,4 +102,5 @@ def run(seed: int, *, concurrent: bool = False) -> Outcome:
         except Exception as error:
             outcome.violation = f"{type(error).__name__}: {error}\n{format_exc(limit=-6)}"
         outcome.injected, outcome.counts, outcome.trace = world.net.injected, world.counts, world.trace
+        outcome.counts["by_history"] = world.model.by_history
     return outcome

@@ -9,7 +9,7 @@ import json
 import re
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from pulse_rl import Bits, PulseError, State, Update, state_root
 from pulse_rl.patch import Patch
@@ -17,7 +17,18 @@ from pulse_rl.patch import Patch
 from .store import Disk
 
 STREAM = "s"
-_Edge = tuple[int | None, int]
+Spans = tuple[int, ...]
+
+
+class _Edge(NamedTuple):
+    """``needs``: the spans of the history that its patch names; ``span``: how many versions it is in a history."""
+
+    base: int | None
+    version: int
+    needs: Spans = ()
+    span: int = 1
+
+
 Snapshot = dict[str, tuple[str, tuple[int, ...], bytes]]
 """dtype, shape and bytes by name."""
 
@@ -89,6 +100,7 @@ class Model:
     def __init__(self) -> None:
         self.disk: Disk | None = None
         self.lies: set[str] = set()  # digests of patches that do not do what they say
+        self.by_history = 0  # versions whose patches need one
         self.strict = True  # who commits now has seen every claim
         self._epochs: dict[int, str] = {}
         self._claimed: dict[str, int] = {}  # the last epoch of each identity that claims were made for
@@ -97,6 +109,7 @@ class Model:
         self.states: dict[str, Snapshot] = {}
         self._offered: dict[str, list[dict[str, str]]] = {}
         self._ends: dict[str, tuple[str, str] | None] = {}
+        self._needs: dict[str, Spans] = {}
         self._said: dict[bytes, dict[str, Any]] = {}
         self._hashed: dict[str, tuple[bytes, str]] = {}
         self._graph: tuple[int, list[_Edge], dict[int, str]] = (-1, [], {})
@@ -141,6 +154,8 @@ class Model:
             check(self.disk.misread or not passed, f"the patch of {version} starts at {base}, not at {passed}")
             check(said["patch"]["base_root"] == self.versions[base].root, f"version {version} has a wrong base")
         part = said["patch"] and said["patch"]["parts"][0]
+        if part and self._needed(self.disk, part["sha256"]):
+            self.by_history += 1
         self.versions[version] = Committed(
             data,
             said["root"],
@@ -174,19 +189,39 @@ class Model:
     def reach(self, disk: Disk, start: int | None = None) -> dict[int, str]:
         """Of every committed version whether it MUST, MAY or cannot (GAP) be reached from nothing, or from ``start``.
 
-        MAY: only through manifests that are damaged and may or may not make sense.
+        MAY: only through manifests that are damaged and may or may not make sense, or by what is remembered at
+        ``start``.
         """
         if self._graph[0] != disk.changes:
             self._graph = (disk.changes, *self._links(disk))
         _, edges, grade = self._graph
-        found: dict[int | None, str] = {None: MUST}
+        found: dict[int | None, dict[Spans | None, str]] = {None: {(): MUST}}  # by what is remembered there
         if start is not None:
-            found[start] = MUST
-        for base, version in edges:
-            if base in found and version in grade and found.get(version) != MUST:
-                both = MUST if found[base] == MUST and grade[version] == MUST else MAY
-                found[version] = both
-        return {version: found.get(version, GAP) for version in self.versions}
+            found[start] = {(): MUST, None: MAY}  # None: whatever is needed
+        for base, version, needs, span in edges:
+            for known, how in list(found.get(base, {}).items()):
+                if version not in grade or (known is not None and needs != known[len(known) - len(needs) :]):
+                    continue
+                there = found.setdefault(version, {})
+                after = self._remembered(version, known if base is not None else (), span)
+                if there.get(after) != MUST:
+                    there[after] = MUST if how == grade[version] == MUST else MAY
+        ways = {version: found.get(version, {}).values() for version in self.versions}
+        return {version: MUST if MUST in there else MAY if there else GAP for version, there in ways.items()}
+
+    def _remembered(self, version: int, known: Spans | None, span: int) -> Spans | None:
+        """What of ``known`` and a stretch of ``span`` more is remembered at ``version``."""
+        if known is None:
+            return None
+        rest, kept = [*known, span], list[int]()
+        for wanted in reversed(self._parsed(self.versions[version].data).get("remembers", ())):
+            total = 0
+            while rest and total < wanted:
+                total += rest.pop()
+            if total != wanted:
+                break
+            kept.insert(0, wanted)
+        return tuple(kept)
 
     def _links(self, disk: Disk) -> tuple[list[_Edge], dict[int, str]]:
         """Every link whose payloads are whole, in the order of the versions that it leads to, and how good their
@@ -201,9 +236,10 @@ class Model:
             said = self._parsed(data)
             try:
                 if said["anchor"] and all(self._whole(disk, p, "safetensors") for p in said["anchor"]["shards"]):
-                    edges.append((None, version))
+                    edges.append(_Edge(None, version))
                 if said["patch"] and all(self._whole(disk, p, "patch") for p in said["patch"]["parts"]):
-                    edges.append((said["patch"]["base"], version))
+                    needs = self._needed(disk, said["patch"]["parts"][0]["sha256"])
+                    edges.append(_Edge(said["patch"]["base"], version, needs))
             except (KeyError, TypeError):
                 continue
         for name in disk.names(f"{STREAM}/links"):
@@ -211,8 +247,19 @@ class Model:
             if self.signed and (name in disk.damaged or not disk.peek(name)):
                 continue  # nobody has signed what it says now
             if match and self._folds(disk, int(match[2]), int(match[1]), int(match[3]), match[4]):
-                edges.append((int(match[2]), int(match[1])))
-        return sorted(edges, key=lambda e: e[1]), grade
+                edges.append(_Edge(int(match[2]), int(match[1]), (), int(match[1]) - int(match[2])))
+        return sorted(edges, key=lambda e: e.version), grade
+
+    def _needed(self, disk: Disk | None, digest: str) -> Spans:
+        """The spans of the history that a stored patch names."""
+        if digest not in self._needs:
+            name = f"{STREAM}/payloads/{digest}.patch"
+            try:
+                named = Patch.parse((disk and disk.peek(name)) or b"").header.history
+            except PulseError:
+                named = None
+            self._needs[digest] = named.spans if named else ()
+        return self._needs[digest]
 
     def _parsed(self, data: bytes) -> dict[str, Any]:
         """What a manifest says; nothing where that is no JSON object."""

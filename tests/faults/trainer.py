@@ -18,14 +18,18 @@ class Trainer:
         for k in range(rng.randint(1, 2)):
             self._tensors[f"layer{k}"] = _random(rng, rng.choice(_DTYPES), (rng.randint(1, 60),))
         self._tied: dict[str, str] = {}
+        self._moving: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._before: list[dict[str, Bits]] = []
 
     def step(self, rng: Random) -> State:
         """The next state, in memory of its own."""
         self._before = [*self._before[-4:], dict(self._tensors)]
-        how = rng.choices(("little", "much", "none", "back", "set", "shape", "tie"), weights=(60, 8, 6, 6, 4, 3, 6))[0]
+        kinds = ("little", "momentum", "much", "none", "back", "set", "shape", "tie")
+        how = rng.choices(kinds, weights=(20, 40, 8, 6, 6, 4, 3, 6))[0]
         if how == "little":
             self._change(rng, 0.01)
+        elif how == "momentum":
+            self._go_on(rng)
         elif how == "much":
             self._change(rng, 0.5)
         elif how == "back":
@@ -41,6 +45,24 @@ class Trainer:
             self._tied = {} if self._tied else {"head": "embed"} | ({"z": "layer0"} if rng.random() < 0.5 else {})
         tensors = {name: Bits(bits.array.copy(), bits.dtype) for name, bits in self._tensors.items()}
         return State.of(tensors | {alias: tensors[name] for alias, name in self._tied.items()})
+
+    def _go_on(self, rng: Random) -> None:
+        """Most of what moved last moves on, in the same direction: what a history is good for."""
+        numbers = np.random.default_rng(rng.getrandbits(32))
+        for name, bits in self._tensors.items():
+            array = bits.array.copy()
+            flat = array.reshape(-1)
+            at, step = self._moving.get(name, (np.empty(0, np.int64), np.empty(0, flat.dtype)))
+            stays = (at < flat.size) & (numbers.random(at.size) < 0.9)
+            fresh = numbers.choice(flat.size, int(numbers.binomial(flat.size, 0.004)), replace=False)
+            fresh = np.setdiff1d(fresh, at[stays])
+            at = np.concatenate([at[stays], fresh])
+            up = numbers.integers(0, 2, fresh.size).astype(bool)
+            ones = np.where(up, 1, np.iinfo(flat.dtype).max).astype(flat.dtype)
+            step = np.concatenate([step[stays].astype(flat.dtype), ones])
+            flat[at] += step
+            self._moving[name] = (at, step)
+            self._tensors[name] = Bits(array, bits.dtype)
 
     def _change(self, rng: Random, density: float) -> None:
         numbers = np.random.default_rng(rng.getrandbits(32))

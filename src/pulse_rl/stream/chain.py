@@ -71,10 +71,11 @@ def cheapest_path(
     *,
     knows: bool | None = None,
     keeps: Callable[[int, int], bool] = lambda base, version: True,
+    needs: Callable[[Link], bool] = lambda patch: True,
 ) -> list[Link]:
     """The links to follow, in order, from version ``have`` (None: from nothing) to ``target``; fewest bytes in all.
 
-    ``knows``: whether the history at ``have`` is known; then no patch is taken from where it is not.
+    ``knows``: whether the history at ``have`` is known; then no patch that ``needs`` it is taken from where it is not.
     ``keeps`` says of a fold whether it is known after it. None: histories do not matter. Raises ChainGap that names
     both sides of the gap.
     """
@@ -89,9 +90,9 @@ def cheapest_path(
             continue
         for known in (True, False):
             base: _Place = (link.base, known)
-            if base not in best or (not known and link.is_patch):
+            if base not in best or (link.is_patch and not known and needs(link)):
                 continue
-            after = knows is None or link.base is None or link.is_patch or keeps(link.base, link.version)
+            after = knows is None or link.base is None or (known if link.is_patch else keeps(link.base, link.version))
             place, cost = (link.version, after), best[base][0] + link.nbytes
             if place not in best or cost < best[place][0]:
                 best[place] = (cost, link, base)

@@ -73,7 +73,9 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     passed.append(_follow(follower, stream, item))
                     route.follows(item.link, knows=follower.knows)
                 except BROKEN_LINK as error:
-                    if not (isinstance(error, WrongHistory) and route.mind_histories()):
+                    if isinstance(error, WrongHistory) and not follower.knows:
+                        route.lacks_history(item.planned, item.link)  # nothing is wrong with the link
+                    else:
                         route.avoid(item.planned, item.link, error)
                     if host.listener:
                         host.listener(PathFailed(stream.name, str(item.link), str(error), error.kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch
 from ..stream.chain import Key, Link, cheapest_path, links_of
@@ -26,6 +27,7 @@ class Route:
         self._believes_listings = True
         self._minds_histories = False
         self._forgetful: set[tuple[int, int]] = set()
+        self._needing: set[Key] = set()
 
     def avoid(self, planned: Link, link: Link, error: Exception) -> None:
         """Excludes a link that failed: as planned, and with the payloads that its manifest names."""
@@ -34,11 +36,10 @@ class Route:
         if self._listed is not None and len(self._avoided) > _MAX_FALSE_LINKS:
             self._listed, self._believes_listings = [], False
 
-    def mind_histories(self) -> bool:
-        """A patch could not be decoded for want of a history: from now on paths are planned that bring it along. False
-        if they were before."""
-        minded, self._minds_histories = self._minds_histories, True
-        return not minded
+    def lacks_history(self, planned: Link, link: Link) -> None:
+        """A patch could not be decoded for want of a history: from now on paths are planned that bring it along."""
+        self._minds_histories = True
+        self._needing |= {planned.key, link.key}
 
     def follows(self, link: Link, *, knows: bool) -> None:
         """Takes note of a fold that was followed: whether all is remembered at its end."""
@@ -54,13 +55,17 @@ class Route:
         if self._listed is None:
             self._listed = self._from_listings(have)
         reasons: list[str] = []
+        known = knows if self._minds_histories else None
         for links in self._candidates(self._listed, have, reasons):
+            usable = [link for link in links if self._usable(link)]
             try:
-                usable = [link for link in links if self._usable(link)]
-                known = knows if self._minds_histories else None
                 return cheapest_path(usable, have, self._target, knows=known, keeps=self._keeps_history)
             except ChainGap as error:
                 gap = error
+        with suppress(ChainGap):  # with patches that may need no history
+            return cheapest_path(
+                usable, have, self._target, knows=known, keeps=self._keeps_history, needs=self._needs_history
+            )
         broken = dict.fromkeys([*self._avoided.values(), *reasons])
         raise ChainGap("; ".join([f"{self._stream.name}: {gap}", *broken]), hint=gap.hint)
 
@@ -120,6 +125,9 @@ class Route:
         """Whether the history is known after a fold: where it is aligned, as publishers make it, until it was seen."""
         span = version - base
         return version % span == 0 and (base, version) not in self._forgetful
+
+    def _needs_history(self, patch: Link) -> bool:
+        return patch.key in self._needing
 
     def _usable(self, link: Link) -> bool:
         return link.key not in self._avoided
