@@ -98,6 +98,7 @@ class Fleet:
                 stream=STREAM,
                 selectable=True,
                 folds=self._folds,
+                codec=rng.choice(("context", "history", "history")),
                 anchor_ratio=rng.choice((0.5, 1e9)),
                 shard_bytes=rng.choice((500, 1 << 30)),
                 threads=1,

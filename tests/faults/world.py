@@ -47,6 +47,7 @@ class World(Disturbances, Upkeep):
         self.silently = False  # an object was damaged in a way that its size does not show
         self.ratio = rng.choice((0.5, 1.0, 3.0, 1000.0, 1000.0))
         self.folds = rng.choice(((), FOLDS, FOLDS, (4, 8)))
+        self.codec = rng.choice(("context", "history", "history"))
         self.shard_bytes = rng.choice((1 << 30, 500))
         self.threads = threads
         self.model.signed = self._signed(rng)
@@ -252,6 +253,7 @@ class World(Disturbances, Upkeep):
                 stream=STREAM,
                 anchor_ratio=self.ratio,
                 folds=self.folds,
+                codec=self.codec,
                 signer=self.signer,
                 identity=self.setup.identity,
                 shard_bytes=self.shard_bytes,

@@ -15,8 +15,7 @@ from ..maintenance.anchor import anchor_stream
 from ..maintenance.fold import fold_stream
 from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
-from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
-from ..state.tensors import State
+from ..state.checkpoint import FILE_NAME, INDEX_NAME, load
 from ..store import LocalStore, Store, open_store
 from ..store.check import check_store
 from ..stream.signing import Signer
@@ -250,25 +249,25 @@ def open_lasting(address: str) -> Store:
     return open_store(address)
 
 
-def _own_checkpoint(file: Path) -> State | None:
-    """The checkpoint of an earlier run; None if missing or damaged: then the state comes from an anchor.
+def _own_checkpoint(file: Path) -> Path | None:
+    """``file``, the checkpoint of an earlier run; None if missing or damaged: then the state comes from an anchor.
 
     Raises InputError for a checkpoint that no earlier run has written: it would be replaced.
     """
     try:
         if not file.exists():
             return None
-        state, metadata = load(file)
+        _, metadata = load(file)
     except (FormatError, UnsupportedTensor):
         return None
     if "pulse.version" not in metadata:
         raise InputError(f"{file} was not written by pulse follow", hint="Give --out a folder without a checkpoint.")
-    return state
+    return file
 
 
 def _write_out(out: Path, subscriber: Subscriber, update: Update, console: Console) -> None:
     metadata = {"format": "pt", "pulse.version": str(update.version), "pulse.root": update.root}
-    save(out / FILE_NAME, subscriber.state, metadata)
+    subscriber.save(out / FILE_NAME, metadata)
     facts = {
         "version": update.version,
         "previous": update.previous,

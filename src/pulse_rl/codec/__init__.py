@@ -44,7 +44,7 @@ HISTORY = HistoryCodec.id
 """The id of blocks that are decoded by what changed before."""
 
 _CODECS: tuple[Codec, ...] = (DenseCodec(), ZstdCodec(), ContextCodec(), RansCodec(), HistoryCodec())
-DEFAULT = "history"
+DEFAULT = "context"
 
 # From this density on `rans` takes the place of `context`, where the changes are so evenly spread that it costs at most
 # about a tenth more bytes (docs/design/0023), and in blocks so large that its states do not show.

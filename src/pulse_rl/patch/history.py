@@ -98,7 +98,7 @@ class History:
 
     def regrouped(self, spans: Sequence[int], specs: tuple[TensorSpec, ...], *, threads: int | None = None) -> History:
         """The same changes in stretches of ``spans``, of which several of this history's make one; what is older is
-        forgotten, and all that is older than a span which they do not make."""
+        forgotten, and all that is older than a span which they do not make. ``specs`` are the whole state's."""
         groups: list[tuple[Stretch, ...]] = []
         end = len(self.stretches)
         for span in reversed(spans):

@@ -101,12 +101,21 @@ class HostState:
         """Whether the next patch can be decoded, whatever history it names."""
         return self._at is not None and self._at.knows
 
-    def adopt(self, version: int, state: State, digest: StateDigest, *, remembers: Sequence[int] = ()) -> None:
-        """Takes over ``state``, in writable host memory, as the given version, which the owner already has;
-        ``remembers`` is the manifest's."""
+    def adopt(
+        self,
+        version: int,
+        state: State,
+        digest: StateDigest,
+        *,
+        history: History = _NOTHING,
+        remembers: Sequence[int] = (),
+    ) -> None:
+        """Takes over ``state``, in writable host memory, as the given version, which the owner already has, with the
+        ``history`` that it has. ``remembers`` is the manifest's."""
         if self._watcher:
             self._watcher.replaced()
-        self._at = _Position(version, state, digest, Delivery.complete(version, state), knows=not remembers)
+        delivery, knows = Delivery.complete(version, state), history.spans == tuple(remembers)
+        self._at = _Position(version, state, digest, delivery, history, knows)
         self.poisoned = False
 
     def recover(self) -> None:
@@ -172,7 +181,7 @@ class HostState:
             assert link.base is not None
             span = link.version - link.base if link.is_fold else 1
             longer = at.history.then(Stretch(span, at.digest.root, applied.records))
-            history = longer.regrouped(remembers, state.specs, threads=self.threads)
+            history = longer.regrouped(remembers, patch.header.specs, threads=self.threads)
             self._at = _Position(link.version, state, digest, delivery, history, history.spans == tuple(remembers))
         if self._watcher:
             if patch.header.block_elements == DEFAULT_BLOCK_ELEMENTS:

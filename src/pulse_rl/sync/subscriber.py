@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -14,7 +15,9 @@ from .._util.settings import checked_number, checked_path
 from .._util.threads import checked_threads
 from ..errors import EmptyStream, InputError, PulseError, StreamReplaced, SubscriberPoisoned
 from ..events import Listener, PathFailed, Synced, checked_listener, failures_to
-from ..state.checkpoint import StateSource, as_state
+from ..patch.history import History
+from ..patch.history_file import beside, load_history, save_history
+from ..state.checkpoint import StateSource, as_state, save
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State
 from ..store import CachedStore, Store, open_store
@@ -181,6 +184,15 @@ class Subscriber(Unique):
             self._in_doubt = True  # an update may have been on its way out
             raise
 
+    def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+        """Writes the current state as a safetensors file with this ``metadata``, atomically, and beside it, as
+        ``pulse.history``, what is remembered of the versions before: a Subscriber with this file as ``base`` goes on
+        from it. Raises as `state` does, InputError, StoreFull and StoreError."""
+        file = checked_path(path)
+        state, root, history = self._serial.run(lambda: (self._state(), self._digest().root, self._host.history))
+        save_history(beside(file), history, root)
+        save(file, state, metadata)
+
     def full_update(self) -> Update:
         """The whole current state as an update, for a model that is new or missed one. Raises as `state` does."""
         return self._serial.run(lambda: self._update(Step(None, self._manifest().version), time.perf_counter()))
@@ -342,6 +354,9 @@ class Subscriber(Unique):
                 if self._selection:
                     own, digest = self._selection.part_of(own, digest, manifest.aliases, threads=self._threads)
                 self._nearest.identify(self.stream.identity or manifest.identity)
-                self._host.adopt(version, own, digest, remembers=manifest.remembers)
+                history = History()
+                if isinstance(base, str | os.PathLike):
+                    history = load_history(beside(Path(base)), digest.root) or history
+                self._host.adopt(version, own, digest, history=history, remembers=manifest.remembers)
                 break
         return True

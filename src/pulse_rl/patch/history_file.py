@@ -1,0 +1,80 @@
+"""A history on disk, beside the checkpoint of the state at which it ends (docs/format.md, section 3.10.4)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+from ..errors import PulseError
+from ..state.checkpoint import load, save
+from ..state.tensors import Bits, State
+from .history import MAX_SPAN, MAX_STRETCHES, History, Records, Stretch
+
+FILE_NAME = "pulse.history"
+_FORMAT = "pulse.history.1"
+_ROOT = re.compile(r"[0-9a-f]{64}")
+
+
+def beside(checkpoint: Path) -> Path:
+    """Where the history of a checkpoint is, a file or a folder."""
+    return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / FILE_NAME
+
+
+def save_history(path: Path, history: History, root: str) -> None:
+    """Writes ``history``, which ends at the state with this ``root``, atomically; removes the file where nothing is
+    remembered. Raises StoreFull and StoreError."""
+    if not history.stretches:
+        path.unlink(missing_ok=True)
+        return
+    records = {f"{k}.{index}": found for k, s in enumerate(history.stretches) for index, found in s.records.items()}
+    metadata = {
+        "format": _FORMAT,
+        "root": root,
+        "spans": json.dumps(history.spans),
+        "roots": json.dumps([stretch.base_root for stretch in history.stretches]),
+        "sha256": _digest(records),
+    }
+    save(path, State.of({name: Bits(found, "U8") for name, found in records.items()}), metadata)
+
+
+def load_history(path: Path, root: str) -> History | None:
+    """The history that ends at the state with this ``root``; None where the file is another's, damaged or missing."""
+    try:
+        if not path.is_file():
+            return None
+        state, metadata = load(path)
+        if (metadata.get("format"), metadata.get("root")) != (_FORMAT, root):
+            return None
+        spans, roots = json.loads(metadata["spans"]), json.loads(metadata["roots"])
+        records = {name: state.read(name).copy() for name in state.names}
+        if metadata["sha256"] != _digest(records) or not _are_stretches(spans, roots):
+            return None
+        found: list[dict[int, Records]] = [{} for _ in spans]
+        for name, data in records.items():
+            stretch, index = map(int, name.split("."))
+            found[stretch][index] = data
+    except (PulseError, OSError, ValueError, KeyError, IndexError, RecursionError):
+        return None
+    return History(tuple(Stretch(*each) for each in zip(spans, roots, found, strict=True)))
+
+
+def _digest(records: dict[str, Records]) -> str:
+    def pieces() -> Iterator[bytes]:
+        for name in sorted(records):
+            yield f"{name} {len(records[name])}\n".encode()
+            yield sha256(records[name].data).digest()
+
+    return sha256(b"".join(pieces())).hexdigest()
+
+
+def _are_stretches(spans: object, roots: object) -> bool:
+    return (
+        isinstance(spans, list)
+        and isinstance(roots, list)
+        and 0 < len(spans) == len(roots) <= MAX_STRETCHES
+        and all(type(span) is int and 0 < span <= MAX_SPAN for span in spans)
+        and all(isinstance(root, str) and _ROOT.fullmatch(root) for root in roots)
+    )

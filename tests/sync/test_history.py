@@ -1,0 +1,326 @@
+"""Streams whose patches are coded by what changed before: smaller, and readable by all, whatever way they came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pulse_rl import (
+    Bits,
+    ChainGap,
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    State,
+    Subscriber,
+    anchor_stream,
+    state_root,
+    verify_stream,
+)
+from pulse_rl.events import Event, PathFailed, Published, Synced
+from pulse_rl.maintenance.fold import fold_stream
+from pulse_rl.maintenance.gc import gc_stream
+from pulse_rl.maintenance.relay import Relay
+from pulse_rl.patch import parse_patch
+from pulse_rl.patch.header import FORMAT_WITH_HISTORY, format_of
+from pulse_rl.stream.stream import Stream
+
+ROWS, COLUMNS = 600, 200
+
+
+def momentum(seed: int = 0, chance: float = 0.9, density: float = 0.005) -> Iterator[State]:
+    """States of which most of what moved last moves on, as weights do under momentum."""
+    rng = np.random.default_rng(seed)
+    flat = (rng.normal(0, 0.02, ROWS * COLUMNS).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    moving: dict[int, int] = {}
+    for step in range(10_000):
+        yield State.of({"w": Bits(flat.reshape(ROWS, COLUMNS).copy(), "BF16"), "step": Bits(np.uint64([step]), "U64")})
+        moving = {at: by for at, by in moving.items() if rng.random() < chance}
+        while len(moving) < density * flat.size:
+            moving[int(rng.integers(flat.size))] = int(rng.choice([-1, 1]))
+        at = np.array(sorted(moving))
+        flat[at] += np.array([moving[int(a)] % (1 << 16) for a in at], np.uint16)
+
+
+class Made:
+    """A stream of ``versions`` versions."""
+
+    def __init__(self, versions: int, store: MemoryStore | LocalStore | None = None, **options: object) -> None:
+        self.store = store or MemoryStore()
+        self.states = momentum()
+        self.roots: list[str] = []
+        self.done: list[Published] = []
+        self.publisher = self.new_publisher(**options)
+        for _ in range(versions):
+            self.publish()
+
+    def new_publisher(self, **options: object) -> Publisher:
+        given: dict[str, object] = {"codec": "history", "folds": (4, 16), "threads": 1} | options
+        return Publisher(self.store, stream="s", **given)  # type: ignore[arg-type]
+
+    def publish(self, **options: object) -> Published:
+        state = next(self.states)
+        self.roots.append(state_root(state))
+        self.done.append(self.publisher.publish(state, **options))  # type: ignore[arg-type]
+        self.publisher.wait()
+        return self.done[-1]
+
+    def subscriber(self, **options: object) -> tuple[Subscriber, list[Event]]:
+        seen: list[Event] = []
+        return Subscriber(self.store, stream="s", threads=1, on_event=seen.append, **options), seen  # type: ignore[arg-type]
+
+    def remembers(self, version: int) -> tuple[int, ...]:
+        return Stream(self.store, "s").manifest(version).remembers
+
+    def named(self, version: int) -> tuple[int, ...]:
+        """The spans that the patch of a version names."""
+        stream = Stream(self.store, "s")
+        patch = stream.manifest(version).patch
+        assert patch
+        history = parse_patch([stream.fetch(patch.parts[0], "patch")]).header.history  # type: ignore[union-attr]
+        return history.spans if history else ()
+
+
+def links(seen: list[Event]) -> list[str]:
+    return [link for event in seen if isinstance(event, Synced) for link in event.links]
+
+
+def detours(seen: list[Event]) -> list[str]:
+    return [event.message for event in seen if isinstance(event, PathFailed)]
+
+
+def test_patches_become_smaller_and_every_root_is_right() -> None:
+    plain, made = Made(40, codec="context"), Made(40)
+    following, _ = made.subscriber()
+    assert plain.roots == made.roots
+    before, now = (sum(done.patch_bytes for done in each.done[8:]) for each in (plain, made))
+    assert now < 0.65 * before
+    for version, root in enumerate(made.roots):
+        following.sync(version)
+        assert following.root == root
+    assert all(report.ok for report in verify_stream(made.store, "s"))
+
+
+def test_what_is_remembered_follows_the_versions() -> None:
+    made = Made(20)
+    assert [made.remembers(v) for v in range(6)] == [(), (1,), (1, 1), (1, 1, 1), (4,), (4, 1)]
+    assert [made.remembers(v) for v in (8, 11, 15, 16, 17)] == [(4,), (4, 1, 1, 1), (4, 1, 1, 1), (), (1,)]
+    assert [made.named(v) for v in (1, 2, 6, 9, 17, 18)] == [(), (1,), (4, 1), (4,), (), (1,)]
+
+
+@pytest.mark.parametrize("version", range(1, 24))
+def test_a_newcomer_reads_every_version(version: int) -> None:
+    made = Made(version + 1)
+    newcomer, seen = made.subscriber()
+    newcomer.sync()
+    assert (newcomer.root, detours(seen)) == (made.roots[version], [])
+
+
+@pytest.mark.parametrize("folds", [(), (2,), (3, 6), (4, 16), (8, 64), (20,)])
+def test_who_comes_by_folds_reads_on(folds: tuple[int, ...]) -> None:
+    made = Made(1, folds=folds)
+    behind = [made.subscriber() for _ in range(5)]
+    for subscriber, _ in behind:
+        subscriber.sync()
+    for version in range(1, 45):
+        made.publish()
+        for lag, (subscriber, _) in enumerate(behind, 5):
+            if version % lag == 0:
+                subscriber.sync()
+                assert subscriber.root == made.roots[version]
+    assert [detours(seen) for _, seen in behind] == [[]] * 5
+    if folds == (4, 16):
+        assert any("fold" in link for _, seen in behind for link in links(seen))
+
+
+def test_folds_that_the_publisher_does_not_know_of() -> None:
+    """They lead to where something is remembered that nobody can know who came by them."""
+    made = Made(30, folds=())
+    list(fold_stream(made.store, "s", (3, 9), threads=1))
+    for version in range(30):
+        newcomer, _ = made.subscriber()
+        newcomer.sync(version)
+        assert newcomer.root == made.roots[version]
+    newcomer.sync(29)
+    made.publish()
+    newcomer.sync()
+    assert newcomer.root == made.roots[30]
+
+
+def test_an_anchor_begins_anew() -> None:
+    made = Made(6)
+    made.publish(anchor=True)
+    assert (made.remembers(5), made.remembers(6)) == ((4, 1), ())
+    made.publish()
+    made.publish()
+    assert (made.named(7), made.remembers(7), made.named(8)) == ((), (1,), (1,))
+    assert made.remembers(8) == (), "two of the four versions are not remembered one by one"
+    newcomer, seen = made.subscriber()
+    newcomer.sync()
+    assert (newcomer.root, links(seen)[0], detours(seen)) == (made.roots[8], "the anchor of version 6", [])
+
+
+def test_a_new_publisher_goes_on() -> None:
+    made = Made(7)
+    following, seen = made.subscriber()
+    following.sync()
+    made.publisher.close()
+    made.publisher = made.new_publisher()
+    made.publish()
+    assert made.named(7) == (4, 1, 1), "what it restores it remembers as its readers do"
+    made.publisher = made.new_publisher(codec="context")
+    made.publish()
+    assert (made.named(8), made.remembers(8)) == ((), ())
+    made.publisher = made.new_publisher()
+    made.publish()
+    made.publish()
+    assert (made.named(9), made.named(10)) == ((), (1,))
+    following.sync()
+    assert (following.root, detours(seen)) == (made.roots[-1], [])
+
+
+def test_a_base_with_what_it_remembers_goes_on_from_there(tmp_path: Path) -> None:
+    made = Made(7)
+    first, _ = made.subscriber()
+    first.sync()
+    first.save(tmp_path / "model.safetensors", {"format": "pt"})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors", "pulse.history"]
+    made.publish()
+    for base in (tmp_path, tmp_path / "model.safetensors"):
+        again, seen = made.subscriber(base=base)
+        again.sync()
+        assert (again.root, links(seen), detours(seen)) == (made.roots[7], ["the patch 6->7"], [])
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "cut", "another's"])
+def test_a_base_without_it_takes_another_way(tmp_path: Path, damage: str) -> None:
+    made = Made(7)
+    first, _ = made.subscriber()
+    first.sync()
+    first.save(tmp_path / "model.safetensors")
+    file = tmp_path / "pulse.history"
+    if damage == "another's":
+        made.publish()
+        first.sync()
+        first.save(tmp_path / "other" / "model.safetensors")
+        (tmp_path / "other" / "pulse.history").replace(file)
+    elif damage == "missing":
+        file.unlink()
+    else:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
+    made.publish()
+    again, seen = made.subscriber(base=tmp_path)
+    again.sync()
+    assert again.root == made.roots[-1]
+    assert links(seen)[0] == "the anchor of version 0"
+
+
+def test_where_nothing_is_remembered_a_base_needs_nothing(tmp_path: Path) -> None:
+    made = Made(17)
+    first, _ = made.subscriber()
+    first.sync()
+    first.save(tmp_path / "model.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    made.publish()
+    again, seen = made.subscriber(base=first.state)
+    again.sync()
+    assert (again.root, links(seen)) == (made.roots[17], ["the patch 16->17"])
+
+
+def test_a_refused_patch_leaves_the_history_as_it_was() -> None:
+    made = Made(7)
+    following, seen = made.subscriber()
+    following.sync()
+    made.publish()
+    stream = Stream(made.store, "s")
+    patch = stream.manifest(7).patch
+    assert patch
+    name = stream.names.payload(patch.parts[0].sha256, "patch")
+    whole = made.store.get(name)
+    assert format_of(whole) == FORMAT_WITH_HISTORY
+    made.store.put(name, whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ChainGap):
+        following.sync()
+    assert (following.version, following.root) == (6, made.roots[6])
+    made.store.put(name, whole)
+    seen.clear()
+    following.sync()
+    assert (following.root, links(seen)) == (made.roots[7], ["the patch 6->7"])
+
+
+@pytest.mark.parametrize("density", [0.02, 0.3])
+def test_a_dense_stream_remembers_no_more_than_its_share(density: float) -> None:
+    made = Made(0)
+    made.states = momentum(density=density)
+    for _ in range(12):
+        made.publish()
+        assert made.publisher._baseline.history.nbytes <= ROWS * COLUMNS * 2 / 16
+    newcomer, seen = made.subscriber()
+    newcomer.sync()
+    assert (newcomer.root, detours(seen)) == (made.roots[-1], [])
+
+
+def test_a_relay_and_garbage_collection() -> None:
+    made, target = Made(10), MemoryStore()
+    relay = Relay(made.store, target, stream="s", keep=2, threads=1)
+    far = Subscriber([target, made.store], stream="s", threads=1)
+    for version in range(10, 40):
+        made.publish()
+        if version % 3 == 0:
+            relay.sync()
+            far.sync()
+            assert far.root == made.roots[version]
+        if version % 7 == 0:
+            gc_stream(made.store, "s", keep=3)
+        newcomer, seen = made.subscriber()
+        newcomer.sync()
+        assert (newcomer.root, detours(seen)) == (made.roots[version], [])
+        assert Subscriber(target, stream="s", threads=1).sync() or version < 12
+
+
+def test_a_part_of_the_tensors() -> None:
+    made = Made(1, selectable=True)
+    part, seen = made.subscriber(select=["step"])
+    whole, _ = made.subscriber(select=["w"])
+    for version in range(1, 20):
+        made.publish()
+        for subscriber in (part, whole) if version % 2 else (whole,):
+            subscriber.sync()
+    part.sync()
+    assert (part.state.read("step")[0], detours(seen)) == (19, [])
+    last, _ = made.subscriber()
+    last.sync()
+    np.testing.assert_array_equal(whole.state.read("w"), last.state.read("w"))
+
+
+def test_an_anchor_on_demand() -> None:
+    made = Made(7)
+    anchor_stream(made.store, "s", threads=1)
+    newcomer, seen = made.subscriber()
+    newcomer.sync()
+    assert (newcomer.version, links(seen)) == (7, ["the anchor of version 7"])
+
+
+def test_interrupted_commits_remember_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(5)
+    following, _ = made.subscriber()
+    following.sync()
+    commit: Callable[..., bool] = Stream.commit
+
+    def interrupted(self: Stream, manifest: object) -> bool:
+        commit(self, manifest)
+        monkeypatch.setattr(Stream, "commit", commit)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stream, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.publish()
+    for _ in range(4):
+        made.publish()
+        following.sync()
+        assert following.root == made.roots[-1]
