@@ -154,7 +154,13 @@ def publish(place: Place, seed: int) -> None:
             record.write(f"offered {root}\n")
             try:
                 publisher = publisher or Publisher(
-                    LocalStore(place.store), stream=STREAM, signer=SIGNER, identity=IDENTITY, folds=(2, 4), threads=1
+                    LocalStore(place.store),
+                    stream=STREAM,
+                    codec="history",
+                    signer=SIGNER,
+                    identity=IDENTITY,
+                    folds=(2, 4),
+                    threads=1,
                 )
                 published = publisher.publish(state, anchor=place.calm.is_set() or rng.random() < 0.1)
                 record.write(f"committed {published.version} {root}\n")

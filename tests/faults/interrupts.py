@@ -99,12 +99,13 @@ class TorchModel:
 
 
 def changed(numbers: np.random.Generator, state: Mapping[str, Bits]) -> dict[str, Bits]:
-    """The state after another training step."""
+    """The state after another training step; the first elements change in each, so that patches need a history."""
     following = {}
     for name, bits in state.items():
         array = bits.array.copy()
         at = numbers.choice(array.size, array.size // 100 + 1, replace=False)
         array.reshape(-1)[at] += numbers.integers(1, 4, len(at), array.dtype)
+        array.reshape(-1)[: array.size // 100] += np.ones((), array.dtype)
         following[name] = Bits(array, bits.dtype)
     return following
 
@@ -120,7 +121,7 @@ def run(store: Store, *, count: int, model: str, seed: int, tell: Callable[[str]
     live: Any = TorchModel(state) if model == "torch" else NumpyModel()
     rounds, started = 0, time.monotonic()
     with (
-        Publisher(store, stream="s", folds=(2, 4), threads=2) as publisher,
+        Publisher(store, stream="s", codec="history", folds=(2, 4), threads=2) as publisher,
         Subscriber(store, stream="s", threads=2) as subscriber,
         Timer(rng) as interrupted,
     ):

@@ -39,20 +39,23 @@ MODES = ("before", "after", "midst")
 
 
 def policy(step: int) -> dict[str, Bits]:
-    """The trainer's weights after so many steps."""
+    """The trainer's weights after so many steps; the first ones change in each, so that patches need a history."""
     rng = np.random.default_rng(0)
     sizes = {"layer.0": 500, "layer.1": 300, "norm": 8}
     state = {name: Bits(rng.integers(0, 1 << 16, size, np.uint16), "BF16") for name, size in sizes.items()}
     for k in range(1, step + 1):
         rng = np.random.default_rng(k)
         for tensor in state.values():
-            tensor.array[rng.integers(0, tensor.array.size, 1 + tensor.array.size // 30)] ^= np.uint16(k)
+            tensor.array[rng.integers(0, tensor.array.size, 1 + tensor.array.size // 100)] ^= np.uint16(k)
+            tensor.array[: 1 + tensor.array.size // 50] += np.uint16(1)
     return state
 
 
 def publish(store: FusedStore, acknowledged: Path, steps: int, again: bool) -> None:
     """A trainer's program: goes on after the head's step, up to ``steps``; ``again`` publishes the head's first."""
-    publisher = Publisher(store, stream=STREAM, anchor_ratio=0.4, folds=(2, 4), shard_bytes=1200, threads=1)
+    publisher = Publisher(
+        store, stream=STREAM, codec="history", anchor_ratio=0.4, folds=(2, 4), shard_bytes=1200, threads=1
+    )
     head = publisher.head()
     step = int(head.metadata["step"]) if head else 0
     while step < steps or again:
