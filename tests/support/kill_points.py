@@ -42,7 +42,7 @@ def policy(step: int) -> dict[str, Bits]:
     """The trainer's weights after so many steps; the first ones change in each, so that patches need a history."""
     rng = np.random.default_rng(0)
     sizes = {"layer.0": 500, "layer.1": 300, "norm": 8}
-    state = {name: Bits(rng.integers(0, 1 << 16, size, np.uint16), "BF16") for name, size in sizes.items()}
+    state = {name: Bits(rng.integers(0x3C00, 0x4000, size, np.uint16), "BF16") for name, size in sizes.items()}
     for k in range(1, step + 1):
         rng = np.random.default_rng(k)
         for tensor in state.values():
