@@ -145,7 +145,7 @@ def publish(place: Place, seed: int) -> None:
     """The publisher's process: a version whenever it can. Its record has each root before it is published, and each
     version once it is said to be committed."""
     numbers, rng = np.random.default_rng(seed), Random(seed)
-    state = {"embed": Bits(numbers.integers(0, 1 << 14, (200, 50), np.uint16), "BF16")}
+    state = {"embed": Bits(numbers.integers(0x3C00, 0x4000, (200, 50), np.uint16), "BF16")}
     publisher, errors = None, Counter[str]()
     with (place.records / "publisher").open("a", buffering=1) as record:
         while not place.ended.is_set():

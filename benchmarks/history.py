@@ -1,0 +1,128 @@
+"""A stream of a real run with `codec="history"` beside `context`: bytes, speed, what is remembered.
+
+    python -m benchmarks.history [--lr 1e-6] [--bf16] [--steps 60] [--from 28] [--recording FILE]
+
+The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights); each of its states is published by both
+codecs and followed by a worker each, through memory, in turns. --bf16: pure BF16 weights; without: FP32 masters. Counted
+are the steps after --from: whole patch files, seconds of the clock and of the processor. --recording keeps the run's
+states in a file, or takes them from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks import trace
+from pulse_rl import MemoryStore, Publisher, State, Subscriber
+
+_CODECS = ("context", "history")
+
+
+class Measured:
+    """A publisher and its worker."""
+
+    def __init__(self, codec: str) -> None:
+        store = MemoryStore()
+        self.publisher = Publisher(store, stream="run", codec=codec)
+        self.worker = Subscriber(store, stream="run")
+        self.changed = self.nbytes = 0
+        self.clock, self.processor = np.zeros(2), np.zeros(2)
+        self.remembered = 0.0
+
+    def take(self, state: State, counts: bool) -> None:
+        clock, processor = [time.perf_counter()], [time.process_time()]
+        done = self.publisher.publish(state)
+        clock.append(time.perf_counter()), processor.append(time.process_time())
+        update = self.worker.sync()
+        clock.append(time.perf_counter()), processor.append(time.process_time())
+        assert update is not None
+        update.acknowledge()
+        assert self.worker.root == done.root
+        if counts and done.changed is not None:
+            self.changed += done.changed
+            self.nbytes += done.patch_bytes
+            self.clock += np.diff(clock)
+            self.processor += np.diff(processor)
+            self.remembered = max(self.remembered, self.worker._host.history.nbytes / state.nbytes)
+
+
+def states(args: argparse.Namespace) -> Iterator[dict[str, np.ndarray]]:
+    """The BF16 bits of each step by tensor; a recording holds the first and what changed in each after it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    policy = trace.Policy()
+    if args.recording and args.recording.exists():
+        with np.load(args.recording) as kept:
+            bits = kept["start"].copy()
+            for step in range(1, min(args.steps, int(kept["steps"])) + 1):
+                bits[kept[f"at{step}"]] = kept[f"to{step}"]
+                yield shaped(policy, bits)
+        return
+    generator = torch.Generator().manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        trace.load_start(policy, Path(folder) / "start.pt", 0)
+    run = trace.Run("history", float(args.lr), masters=not args.bf16)
+    adam, prompts = trace.AdamW(policy, run), trace.Prompts(policy.vocabulary, 0)
+    before = policy.bits().copy()
+    kept = {"start": before.copy(), "steps": np.int64(args.steps)}
+    for step in range(1, args.steps + 1):
+        policy.policy_gradient(prompts, generator)
+        adam.step()
+        bits = policy.bits()
+        at = np.flatnonzero(before != bits)
+        kept |= {f"at{step}": at, f"to{step}": bits[at]}
+        before = bits.copy()
+        yield shaped(policy, bits)
+    if args.recording:
+        np.savez(args.recording, **kept)
+
+
+def shaped(policy: trace.Policy, bits: np.ndarray) -> dict[str, np.ndarray]:
+    found, at = {}, 0
+    for name, shape in policy.shapes.items():
+        found[name] = bits[at : at + int(np.prod(shape))].reshape(shape)
+        at += found[name].size
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.history", description=__doc__)
+    parser.add_argument("--lr", default="1e-6")
+    parser.add_argument("--bf16", action="store_true", help="pure BF16 weights")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--from", type=int, default=28, dest="start")
+    parser.add_argument("--recording", type=Path)
+    args = parser.parse_args()
+    both = {codec: Measured(codec) for codec in _CODECS}
+    elements = 0
+    for step, found in enumerate(states(args), 1):
+        tensors = {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in found.items()}
+        state = State.of(tensors).copy()
+        elements = state.elements
+        for codec in _CODECS if step % 2 else _CODECS[::-1]:
+            both[codec].take(state, step > args.start)
+    counted = args.steps - args.start
+    print(f"{'pure BF16' if args.bf16 else 'FP32 masters'}, lr {args.lr}, steps {args.start + 1} to {args.steps}:")
+    for codec, each in both.items():
+        publish, sync = 1000 * each.clock / counted
+        print(
+            f"  {codec:8} {each.nbytes / each.changed:.3f} bytes a change at {each.changed / elements / counted:.3%}, "
+            f"publish {publish:.1f} ms, sync {sync:.1f} ms, remembered at most {each.remembered:.1%} of the state"
+        )
+    context, history = both["context"], both["history"]
+    clock, processor = history.clock / context.clock, history.processor / context.processor
+    print(
+        f"  bytes x {history.nbytes / context.nbytes:.3f}; publish x {clock[0]:.2f} (processor {processor[0]:.2f}), "
+        f"sync x {clock[1]:.2f} ({processor[1]:.2f})"
+    )
+
+
+if __name__ == "__main__":
+    main()
