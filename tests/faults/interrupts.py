@@ -116,7 +116,8 @@ def run(store: Store, *, count: int, model: str, seed: int, tell: Callable[[str]
     numbers, rng = np.random.default_rng(seed), Random(seed)
     half = _ELEMENTS // 2
     state = {
-        name: Bits(numbers.integers(0x3C00, 0x4000, (half // 100, 100), np.uint16), "BF16") for name in ("embed", "layer")
+        name: Bits(numbers.integers(0x3C00, 0x4000, (half // 100, 100), np.uint16), "BF16")
+        for name in ("embed", "layer")
     }
     live: Any = TorchModel(state) if model == "torch" else NumpyModel()
     rounds, started = 0, time.monotonic()

@@ -96,6 +96,13 @@ class History:
         """Followed by one more stretch."""
         return History((*self.stretches, stretch))
 
+    def within(self, nbytes: int) -> History:
+        """The last stretches, of at most so many bytes."""
+        kept = self
+        while kept.nbytes > nbytes:
+            kept = History(kept.stretches[1:])
+        return kept
+
     def regrouped(self, spans: Sequence[int], specs: tuple[TensorSpec, ...], *, threads: int | None = None) -> History:
         """The same changes in stretches of ``spans``, of which several of this history's make one; what is older is
         forgotten, and all that is older than a span which they do not make. ``specs`` are the whole state's."""

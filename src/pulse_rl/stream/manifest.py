@@ -25,6 +25,7 @@ FORMAT_WITH_HISTORY = "pulse.manifest.4"
 """Of a version whose next patch may be coded by what changed before."""
 MAX_PARTS = 1 << 16
 _MAX_STRETCHES = 64
+_MAX_SPAN = 64
 MAX_BYTES = 16 << 20
 MAX_NUMBER = (1 << 63) - 1
 
@@ -158,7 +159,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     if anchor and manifest.remembers:
         yield "remembers what who starts at its anchor cannot know"
     spans = manifest.remembers
-    if len(spans) > _MAX_STRETCHES or any(not 0 < span <= manifest.version for span in spans):
+    if len(spans) > _MAX_STRETCHES or any(not 0 < span <= _MAX_SPAN for span in spans):
         yield "remembers what cannot have been"
     if patch and len({part.sha256 for part in patch.parts}) < len(patch.parts):
         yield "lists a part twice"

@@ -42,6 +42,8 @@ class Watcher(Protocol):
 
 
 _NOTHING = History()
+_LARGEST_SHARE = 8
+"""One part in this many of the state's bytes is remembered at most, whatever manifests say: twice what publishers do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ class HostState:
             span = link.version - link.base if link.is_fold else 1
             longer = at.history.then(Stretch(span, at.digest.root, applied.records))
             history = longer.regrouped(remembers, patch.header.specs, threads=self.threads)
+            history = history.within(state.nbytes // _LARGEST_SHARE)
             self._at = _Position(link.version, state, digest, delivery, history, history.spans == tuple(remembers))
         if self._watcher:
             if patch.header.block_elements == DEFAULT_BLOCK_ELEMENTS:

@@ -41,7 +41,4 @@ class Memory(NamedTuple):
         single = [span for span in longer.spans if span == 1]
         merged = (self.stretch,) if len(single) == self.stretch else ()
         spans = longer.spans if version % self.stretch else merged
-        found = longer.regrouped(spans, state.specs, threads=threads)
-        while found.nbytes * _SHARE > state.nbytes:
-            found = History(found.stretches[1:])
-        return found
+        return longer.regrouped(spans, state.specs, threads=threads).within(state.nbytes // _SHARE)
