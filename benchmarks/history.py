@@ -4,8 +4,8 @@
 
 The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights); each of its states is published by both
 codecs and followed by a worker each, through memory, in turns. --bf16: pure BF16 weights; without: FP32 masters.
-Counted are the steps after --from: whole patch files, seconds of the clock and of the processor. --recording keeps the run's
-states in a file, or takes them from there.
+Counted are the steps after --from: whole patch files, seconds of the clock and of the processor. --recording keeps
+the run's states in a file, or takes them from there.
 """
 
 from __future__ import annotations
