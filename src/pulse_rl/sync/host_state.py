@@ -43,7 +43,7 @@ class Watcher(Protocol):
 
 _NOTHING = History()
 _LARGEST_SHARE = 8
-"""Of the state's bytes, at most one part in this many is remembered, whatever manifests say: twice what publishers do."""
+"""Of the state bytes at most one part in this many is remembered, whatever manifests say: twice what publishers do."""
 
 
 @dataclass(frozen=True, slots=True)
