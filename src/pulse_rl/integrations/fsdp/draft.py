@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,13 +28,25 @@ from .windows import Windows, cut_slices
 
 
 class Baseline(NamedTuple):
-    """What this rank publishes of a committed ``version`` with this ``root``, and the leaves that end on it."""
+    """What this rank publishes of a committed ``version`` with this ``root``, and the leaves that end on it; ``blocks``
+    are those of its part of a patch."""
 
     version: int
     root: str
     layout: Layout
+    blocks: list[Block]
     state: SlicedState
     leaves: Leaves
+
+
+def header_of(
+    baseline: Baseline, base_root: str, target_root: str, coded: Sequence[codecs.Encoded], *, whole: bool
+) -> PatchHeader | PartHeader:
+    """The header of this rank's part of a patch with such blocks; of a ``whole`` patch if it is the only one."""
+    entries: tuple[BlockEntry, ...] = tuple(map(entry_of, coded))
+    if whole:
+        return PatchHeader(base_root, target_root, DEFAULT_BLOCK_ELEMENTS, baseline.layout.specs, entries)
+    return PartHeader(base_root, target_root, baseline.state.specs, tuple(baseline.blocks), entries)
 
 
 @dataclass
@@ -63,10 +75,7 @@ class Draft:
     def header(self, root: str, *, whole: bool) -> PatchHeader | PartHeader:
         """The header of this rank's part of the patch to ``root``; of a ``whole`` patch if it is the only one."""
         assert self.base is not None
-        entries: tuple[BlockEntry, ...] = tuple(map(entry_of, self.coded))
-        if whole:
-            return PatchHeader(self.base.root, root, DEFAULT_BLOCK_ELEMENTS, self.layout.specs, entries)
-        return PartHeader(self.base.root, root, self.state.specs, tuple(self.blocks), entries)
+        return header_of(self.base, self.base.root, root, self.coded, whole=whole)
 
     def elements(self, segment: Segment) -> UIntArray:
         """The new elements of a segment that lies in one segment of a block."""
@@ -82,13 +91,21 @@ class Draft:
         """Whether an element of it is another than in the base; without one, yes."""
         return self.base is None or self._changes_in(fragment.segment) is not None
 
-    def take_effect(self, version: int, root: str) -> Baseline:
-        """The baseline that this is once it is committed. The state of the base is changed in place."""
-        for block, changes in zip(self.blocks, self.changes, strict=False):
-            if changes is not None:
-                for segment, base, piece in pieces_of(block, changes):
-                    bits.put(self.state.read(*segment.place), piece.positions, piece.values, base)
-        return Baseline(version, root, self.layout, self.state, self.leaves)
+    def take_effect(self, version: int, root: str, undo: dict[int, Changes] | None = None) -> Baseline:
+        """The baseline that this is once it is committed. The state of the base is changed in place. ``undo`` gets the
+        old bits by block."""
+        for index, (block, changes) in enumerate(zip(self.blocks, self.changes, strict=False)):
+            if changes is None:
+                continue
+            old = []
+            for segment, base, piece in pieces_of(block, changes):
+                elements = self.state.read(*segment.place)
+                if undo is not None:
+                    old.append(bits.take(elements, piece.positions, base))
+                bits.put(elements, piece.positions, piece.values, base)
+            if undo is not None:
+                undo[index] = Changes(changes.positions, np.concatenate(old))
+        return Baseline(version, root, self.layout, self.blocks, self.state, self.leaves)
 
     def _changes_in(self, segment: Segment) -> tuple[np.ndarray, UIntArray, int] | None:
         """(positions, values, position of the segment's first element) of its changes; None if there are none."""
@@ -197,10 +214,9 @@ def hash_the_rest(draft: Draft, ranks: Ranks, threads: int | None) -> int:
     return sum(int.from_bytes(message[:8], "little") for message in said)
 
 
-def all_inner_leaves(state: SlicedState, layout: Layout, threads: int | None) -> Leaves:
-    """The leaves that lie wholly in what this rank publishes, its ``state``."""
+def all_inner_leaves(blocks: Sequence[Block], state: SlicedState, threads: int | None) -> Leaves:
+    """The leaves that lie wholly in what this rank publishes, the ``blocks`` of its ``state``."""
     found: Leaves = {}
-    blocks = cut_slices(layout.specs, state.segments)
 
     def work(block: Block) -> Leaves:
         return inner_leaves(block, lambda segment: state.read(*segment.place))

@@ -14,6 +14,7 @@ from .head import Head, links_of_message
 from .layout import Layout, shared_leaves
 from .leaves import gather_tree, hash_shared
 from .ranks import Ranks
+from .windows import cut_slices
 
 _FINE = b"+"
 
@@ -30,7 +31,9 @@ def restore_baseline(
 
     def restore() -> bytes:
         state = restore_slices(stream, links, layout.specs, layout.segments(ranks.rank), threads=threads)
-        made.append(Baseline(version, root, layout, state, all_inner_leaves(state, layout, threads)))
+        blocks = cut_slices(layout.specs, state.segments)
+        leaves = all_inner_leaves(blocks, state, threads)
+        made.append(Baseline(version, root, layout, blocks, state, leaves))
         return b""
 
     for message in ranks.together(lambda: _or_reason(restore)):
