@@ -73,7 +73,10 @@ def main() -> int:
     seconds = time.monotonic() - started
     print(f"seed {args.seed}: {done} sequences, {steps} steps, {failed} violations, {seconds:.0f} s")
     print(f"faults injected: {sum(injected.values())} ({', '.join(f'{k} {n}' for k, n in injected.most_common())})")
-    print(f"publishes {counts['publishes']}, refused as superseded {counts['conflicts']}")
+    print(
+        f"publishes {counts['publishes']}, refused as superseded {counts['conflicts']}; of ranks {counts['by_ranks']}, "
+        f"which were lost {counts['ranks_lost']} times, by {counts['sharded']} trainers"
+    )
     print(
         f"callers interrupted {counts['interrupted']}, races {counts['races']}, second threads refused "
         f"{counts['intrusions']}, forks {counts['forks']}, updates lost half-way {counts['lost_updates']}"

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from pulse_rl._util import serial
-from pulse_rl.sync import catch_up, commit, folds, route
+from pulse_rl.integrations.fsdp import head
+from pulse_rl.sync import catch_up, commit, folds, publisher, route
 from tests.support.interrupts import GatedOperation, Interrupter
 
 from .hostile_world import HostileWorld
@@ -64,6 +65,8 @@ def repeatable(rng: Random) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, value in (
             (commit, "time", clock),
+            (publisher, "time", clock),
+            (head, "time", clock),
             (commit, "secrets", SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())),
             (serial, "Operation", GatedOperation),
             (GatedOperation, "begin_late", staticmethod(lambda: rng.random() < 0.5)),

@@ -16,6 +16,8 @@ from .header import FORMAT, PatchHeader, format_of, header_end, parse_header
 from .parts import PartHeader, PartsHeader, Room, parse_part_header
 
 _FIRST_READ = 1 << 12
+_LEAST_READ = 1 << 9
+_PART_READ = 256  # a header is about so small a part of its patch
 _GAP_BYTES = 1 << 12
 _MOST_AT_ONCE = 8 << 20
 _TRIES = 2
@@ -102,7 +104,8 @@ def _read_header(
     read: Read, nbytes: int, specs: tuple[TensorSpec, ...], room: Room
 ) -> tuple[PatchHeader | PartHeader, int, int]:
     """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes`` for a state of ``specs``."""
-    head = read(0, min(_FIRST_READ, nbytes))
+    first = min(_FIRST_READ, max(_LEAST_READ, nbytes // _PART_READ))
+    head = read(0, min(first, nbytes))
     end = header_end(head)
     if end > nbytes:
         raise CorruptPatch(f"the header ends at byte {end} of {nbytes}")

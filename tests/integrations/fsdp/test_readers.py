@@ -128,7 +128,8 @@ def test_a_worker_that_was_cut_off_comes_back_by_the_ranks_fold(sharded_stream: 
         reader.sync()
         synced = [event for event in told if isinstance(event, Synced)][-1]
         assert synced.links == ("the fold 0->8",)
-        assert synced.fetched_bytes <= fold.nbytes + 32 * len(sharded_stream.states[0])
+        # One that selects reads a little behind the parts' headers, and the tensors' digests.
+        assert synced.fetched_bytes <= fold.nbytes + (3 * 512 + 32 * len(sharded_stream.states[0]) if select else 0)
         for name, tensor in to_torch(reader.state).items():
             assert torch.equal(bits(tensor), bits(sharded_stream.states[8][name])), name
     reader = followed(without_patches(store))
