@@ -15,7 +15,8 @@ from unittest.mock import patch
 
 from pulse_rl._util import serial
 from pulse_rl.integrations.fsdp import head
-from pulse_rl.sync import catch_up, commit, folds, publisher, route
+from pulse_rl.patch import part
+from pulse_rl.sync import catch_up, commit, folds, publisher, route, slices
 from tests.support.interrupts import GatedOperation, Interrupter
 
 from .hostile_world import HostileWorld
@@ -73,6 +74,9 @@ def repeatable(rng: Random) -> Iterator[None]:
             (os, "fsync", lambda _: None),
             (folds, "threading", SimpleNamespace(Thread=_AtOnce)),
             (catch_up, "_PREFETCH", 1),
+            (part, "_FILES_AT_ONCE", 1),
+            (slices, "_FILES_AT_ONCE", 1),
+            (slices, "_LINKS_AT_ONCE", 1),
             (route, "_FAR", rng.choice((3, route._FAR))),
         ):
             stack.enter_context(patch.object(module, name, value))

@@ -247,7 +247,7 @@ class RankTrainer:
         if self._rng.random() < 0.05:
             self._spread = self._rng.getrandbits(32)
         places = [{spec.name: self._box(spec, rank) for spec in state.specs} for rank in range(self._size)]
-        orders = [Order(lambda at=at: _Mine(state, at), {}, anchor) for at in places]  # type: ignore[misc]
+        orders = [Order(_Mine(state, at), {}, anchor) for at in places]  # type: ignore[arg-type]
         done = self._all(lambda rank: self._ranks[rank].publish(orders[rank]))
         check(len({(one.version, one.root) for one in done}) == 1, f"the ranks return {done}")
         return done[0]
@@ -269,10 +269,10 @@ class RankTrainer:
         errors = list(failed.values())
         if self._wire.parted or any(isinstance(error, RankLost) for error in errors):
             self._clients.lost = True
-        for kind in (AssertionError, CrashNow, PublisherConflict, PulseError, BaseException):
-            for error in errors:
-                if isinstance(error, kind):
-                    raise error
+        expected = (CrashNow, PublisherConflict, PulseError)
+        unexpected = [error for error in errors if not isinstance(error, expected)]
+        for error in unexpected + [error for kind in expected for error in errors if isinstance(error, kind)]:
+            raise error
         return [done[rank] for rank in range(self._size)]
 
     def _box(self, spec: TensorSpec, rank: int) -> Box | None:

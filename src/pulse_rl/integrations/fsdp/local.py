@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...errors import InputError, UnsupportedTensor
 from ...state.cast import CastState
 from ...state.rounding import compute_dtype_named
+from ...state.snapshot import Snapshot, on_cuda, snapshot
 from ...state.tensors import State, TensorSpec, dtype_of
 from .layout import Box, Held, Runs
 
@@ -36,7 +38,8 @@ class LocalState:
                 shards[name] = value.to_local()
                 boxes[name] = _box(name, value, tuple(shards[name].shape))
         self.source = State.of(shards)
-        self.state = self.source if dtype is None else CastState(self.source, compute_dtype_named(dtype))
+        self._dtype = None if dtype is None else compute_dtype_named(dtype)
+        self.state = self.source if self._dtype is None else CastState(self.source, self._dtype)
         storages = {name: k for k, name in enumerate(shards)}
         self.held: list[Held] = []
         for name in shards:
@@ -44,6 +47,16 @@ class LocalState:
             box = boxes.get(name) or Box.whole(local.shape)
             storage = storages[self.state.aliases.get(name, name)] if local.elements else None
             self.held.append(Held(TensorSpec(name, local.dtype, box.shape), box, storage))
+
+    def copied(self, into: Snapshot | None, threads: int | None) -> tuple[LocalState, Snapshot]:
+        """The same of a copy in host memory, made into that of an older one if that fits. What is on a CUDA device is
+        copied as it is, behind the caller's work, and cast later."""
+        late = on_cuda(self.source)
+        taken = snapshot(self.source if late else self.state, into, threads=threads)
+        other = copy.copy(self)
+        other.source = taken.state
+        other.state = CastState(taken.state, self._dtype) if late and self._dtype else taken.state
+        return other, taken
 
 
 def _box(name: str, tensor: DTensor, local_shape: tuple[int, ...]) -> Box:

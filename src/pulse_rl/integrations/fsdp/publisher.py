@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +15,7 @@ from ... import codec as codecs
 from ..._util.serial import SerialThread, Unique
 from ..._util.settings import checked_collection, checked_number
 from ..._util.threads import checked_threads
-from ...errors import InputError, PulseError
+from ...errors import ConcurrentUse, InputError, PulseError
 from ...events import Event, Listener, Metadata, PathFailed, Published, checked_listener, failures_to
 from ...store import Store, open_store
 from ...stream.anchor import DEFAULT_SHARD_BYTES
@@ -21,6 +23,7 @@ from ...stream.manifest import MAX_NUMBER, Manifest
 from ...stream.signing import Signer, TrustedKeys
 from ...stream.stream import Stream
 from ...sync.folds import checked_folds
+from ...sync.submit import Submission, Submissions
 from .gloo import GlooGroup
 from .order import Order
 from .rank import RankPublisher
@@ -94,7 +97,10 @@ class ShardedPublisher(Unique):
             raise
         self._stream = opened[0]
         self._listener = on_event
+        self._threads = threads
         self._serial = SerialThread("ShardedPublisher")
+        self._submissions: Submissions[Order] = Submissions(self._serial, together=True)
+        self._calls = 0
         self._rank = RankPublisher(
             self._stream,
             ranks,
@@ -127,12 +133,42 @@ class ShardedPublisher(Unique):
         patch. Raises what `Publisher.publish` raises, StateMismatch where the ranks do not have each element once, and
         RankLost.
         """
-        with failures_to(self._listener, self._stream.name, "publish"):
-            order = Order.of(source, metadata, dtype, anchor)
-            try:
-                return self._serial.run(lambda: self._rank.publish(order))
-            finally:
-                self._fold_behind()
+        with self._call() as number, failures_to(self._listener, self._stream.name, "publish"):
+            order = Order.of(source, metadata, dtype, anchor).awaited()
+            return self._serial.run(lambda: self._rank.publish(order, number=number))
+
+    def submit(
+        self,
+        source: Mapping[str, Any],
+        *,
+        metadata: Metadata | None = None,
+        dtype: str | None = None,
+        anchor: bool = False,
+        replace: bool = False,
+    ) -> Submission:
+        """Takes a copy of this rank's part of a state and returns; the ranks commit the version behind the caller's
+        work, as `publish` does it. All ranks call this, in the same order as `publish`.
+
+        What it takes, waits for, and needs is that of `Publisher.submit`, each rank for its own part. A version that
+        one rank cancels, or gives up to ``replace`` it, is cancelled on all. An error is in the `Submission` of every
+        rank, and a `CallFailed`; if nobody has asked for it, `wait` and `close` raise it.
+        """
+        began = time.perf_counter()
+        blocked = 0.0
+
+        def take(spare: Order | None) -> Order:
+            nonlocal blocked
+            taken = Order.of(source, metadata, dtype, anchor).taken(spare, self._threads)
+            blocked = time.perf_counter() - began
+            return taken
+
+        def publish(number: int, taken: Order | None, submission: Submission) -> tuple[Published, Order | None]:
+            order = taken or Order(None, {}, anchor)
+            with failures_to(self._listener, self._stream.name, "publish"):
+                return self._rank.publish(order, number=number, submission=submission, blocked_seconds=blocked), taken
+
+        with self._call() as number:
+            return self._submissions.submit(take, partial(publish, number), replace)
 
     def head(self) -> Manifest | None:
         """The newest committed version that can be read and trusted, None while there is none. Each rank may ask for
@@ -145,13 +181,16 @@ class ShardedPublisher(Unique):
         return self._stream.identity
 
     def wait(self) -> None:
-        """Waits until the background folds are stored."""
+        """Waits until what was submitted is published, and the background folds are stored."""
         self._serial.run(self._rank.make_folds)
+        self._submissions.raise_unasked()
 
     def close(self) -> None:
-        """Waits for the background folds, and releases the baseline and the ranks' group. What is committed stays; a
-        version that is not settled is left to the next publisher. May be called twice."""
+        """Waits for what was submitted and for the background folds, and releases the baseline and the ranks' group.
+        What is committed stays; a version that is not settled is left to the next publisher. May be called twice."""
         self._serial.run(self._rank.forget)
+        self._submissions.forget()
+        self._submissions.raise_unasked()
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +198,11 @@ class ShardedPublisher(Unique):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except PulseError:
+            if error is None:  # an error that is on its way out is not hidden by one that came before it
+                raise
 
     def _head(self) -> Manifest | None:
         found = self._stream.newest()
@@ -174,7 +217,16 @@ class ShardedPublisher(Unique):
         if self._listener:
             self._listener(event)
 
-    def _fold_behind(self) -> None:
-        """What cannot be made behind the caller's work, from within a listener for one, is made by the next call."""
-        with suppress(PulseError):
-            self._serial.post(self._rank.make_folds)
+    @contextmanager
+    def _call(self) -> Iterator[int]:
+        """The number of a call that all ranks make. What it has made due is folded behind the caller's work, or, where
+        that cannot be, as from within a listener, by the next call."""
+        self._calls += 1
+        try:
+            yield self._calls
+        except ConcurrentUse:
+            self._calls -= 1
+            raise
+        finally:
+            with suppress(PulseError):
+                self._serial.post(self._rank.make_folds)

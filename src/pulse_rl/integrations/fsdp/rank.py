@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Collection
+from concurrent.futures import CancelledError
 from hashlib import sha256
 
 from ..._util.serial import unstoppable
 from ...codec import Changes
-from ...errors import PublisherConflict
+from ...errors import PublisherConflict, RankLost
 from ...events import Event, Listener, PhaseTimer, Published, Resumed, progress_to
 from ...stream import manifest as manifests
 from ...stream.manifest import Manifest
@@ -16,6 +18,7 @@ from ...stream.signing import Signer
 from ...stream.stream import Stream
 from ...stream.trees import put_trees
 from ...sync.commit import Content, published_as
+from ...sync.submit import Submission, begin
 from .draft import Baseline, Built, Draft, hash_the_rest, make_draft
 from .folds import RankFolds
 from .head import Found, Head
@@ -28,6 +31,7 @@ from .resume import restore_baseline
 from .upload import Stored, store, uploaded
 
 _MAX_STALE_COMMITS = 8
+_CALL = struct.Struct("<Q?")  # a call's number, and whether this rank goes on with it
 
 
 class RankPublisher:
@@ -63,12 +67,22 @@ class RankPublisher:
         self._untold: list[Event] = []
         self._folds = RankFolds(stream, ranks, folds, codec=codec, threads=threads, tell=self._untold.append)
 
-    def publish(self, order: Order) -> Published:
-        """Commits the next version; raises what `ShardedPublisher.publish` raises."""
+    def publish(
+        self,
+        order: Order,
+        *,
+        number: int = 0,
+        submission: Submission | None = None,
+        blocked_seconds: float | None = None,
+    ) -> Published:
+        """Commits the next version; raises what `ShardedPublisher.publish` raises. ``number``: of the call, the same on
+        all ranks, which part where it is not. Raises CancelledError, on all, if the ``submission`` is cancelled on
+        one."""
         timer = PhaseTimer()
         self.make_folds()
         try:
-            manifest, draft = self._commit_together(order, timer)
+            local = self._meet(order, number, submission)
+            manifest, draft = self._commit_together(order, local, timer)
         except BaseException as error:
             if error is not self._ranks.common_error:
                 # The others do not know of it: none of them may mistake its next step for theirs.
@@ -77,7 +91,7 @@ class RankPublisher:
             raise
         finally:
             self._tell_what_waited()  # a listener that fails must not part the ranks
-        published = published_as(manifest, timer, draft.reason)
+        published = published_as(manifest, timer, draft.reason, blocked_seconds)
         self._tell(published)
         return published
 
@@ -95,8 +109,7 @@ class RankPublisher:
 
     # -- in the order of a publish
 
-    def _commit_together(self, order: Order, timer: PhaseTimer) -> tuple[Manifest, Draft]:
-        local = self._meet(order)
+    def _commit_together(self, order: Order, local: LocalState, timer: PhaseTimer) -> tuple[Manifest, Draft]:
         for _ in range(_MAX_STALE_COMMITS):
             self._follow(self._ranks.on_first(self._head_of_all.settle))
             self._folds.make()
@@ -109,18 +122,29 @@ class RankPublisher:
         came = f"{_MAX_STALE_COMMITS} commits of older publishers came between"
         raise self._ranks.known_to_all(PublisherConflict(came))
 
-    def _meet(self, order: Order) -> LocalState:
+    def _meet(self, order: Order, number: int, submission: Submission | None) -> LocalState:
         """This rank's part of the state. The ranks tell each other what they have, if that is not as it was."""
         made: list[LocalState] = []
         messages: list[bytes] = []
 
         def tell() -> bytes:
+            goes = submission is None or begin(submission)
+            call = _CALL.pack(number, goes)
+            if not goes:
+                return call
             made.append(order.local())
             messages.append(to_message(made[0].held))
             at = self._baseline
-            return sha256(messages[0]).digest() + (f"{at.version} {at.root}" if at else "").encode()
+            return call + sha256(messages[0]).digest() + (f"{at.version} {at.root}" if at else "").encode()
 
         said = self._ranks.together(tell)
+        if len({message[: _CALL.size - 1] for message in said}) > 1:
+            raise RankLost("the ranks have parted: one was interrupted before a call that the others made")
+        if not all(message[_CALL.size - 1] for message in said):
+            raise self._ranks.known_to_all(CancelledError())
+        if submission:
+            submission.set_running_or_notify_cancel()
+        said = [message[_CALL.size :] for message in said]
         if len({message[32:] for message in said}) > 1:
             self._baseline = None  # one rank has lost its own
         digests = [message[:32] for message in said]
