@@ -92,6 +92,17 @@ def columns_and_rows(trainer: Trainer) -> None:
     followed_for(trainer, "columns_and_rows", model.state_dict)
 
 
+def ranks_without_a_row(trainer: Trainer) -> None:
+    """FSDP2 over tensor parallelism with so few rows that some ranks of one tensor-parallel rank have none."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(5)
+    model = nn.ModuleList(nn.Linear(5, rows) for rows in (1, 7, 9, 13, 37)).bfloat16()
+    parallelize_module(model, mesh["tp"], {str(k): ColwiseParallel() for k in range(len(model))})
+    for layer in model:
+        fully_shard(layer, mesh=mesh["dp"])
+    followed_for(trainer, "ranks_without_a_row", model.state_dict, versions=3)
+
+
 def any_placement(trainer: Trainer) -> None:
     """Tensors of one, two and three dimensions, some larger than a block, cut in every way."""
     mesh = init_device_mesh("cpu", (2, 2))
@@ -223,6 +234,10 @@ def test_two_ranks() -> None:
 def test_four_ranks() -> None:
     cases = (fsdp2, leaves_that_ranks_share, replicas, columns, columns_and_rows, any_placement, ties, a_compute_dtype)
     together(ranks_program, 4, *cases, seconds=90)
+
+
+def test_six_ranks() -> None:
+    together(ranks_program, 6, ranks_without_a_row, seconds=60)
 
 
 def test_one_rank_writes_what_a_publisher_does() -> None:

@@ -20,7 +20,7 @@ from ...state import bits
 from ...state.digest import StateDigest
 from ...state.slices import Segment, SlicedState
 from ...state.tensors import UIntArray
-from .layout import Fragment, Layout, shared_leaves
+from .layout import Fragment, Layout
 from .leaves import Leaves, changed_inner_leaves, hash_shared, inner_leaves
 from .local import LocalState
 from .ranks import Ranks
@@ -202,13 +202,15 @@ def _tasks(blocks: list[Block], windows: Windows) -> Iterator[tuple[Block, dict[
 def hash_the_rest(draft: Draft, ranks: Ranks, threads: int | None) -> int:
     """Hashes the leaves that ranks share, if something in them changed; returns the bytes of all ranks' blocks. A
     collective, which raises what `Ranks.together` raises."""
-    leaves = shared_leaves(draft.layout)
-    own = [any(f.rank == ranks.rank and draft.is_changed(f) for f in fragments) for fragments in leaves]
-    flags = np.packbits(np.array(own, bool)).tobytes()
+    shared = draft.layout.shared
+    own = np.zeros(draft.layout.shares, bool)
+    for k, fragments in shared.items():
+        own[k] = any(f.rank == ranks.rank and draft.is_changed(f) for f in fragments)
+    flags = np.packbits(own).tobytes()
     said = ranks.together(lambda: draft.patch_bytes.to_bytes(8, "little") + flags)
     packed = np.bitwise_or.reduce([np.frombuffer(message[8:], np.uint8) for message in said])
-    changed = np.unpackbits(packed, count=len(leaves)).tolist()
-    some = [fragments for fragments, flag in zip(leaves, changed, strict=True) if flag]
+    changed = np.unpackbits(packed, count=len(own))
+    some = [fragments for k, fragments in shared.items() if changed[k]]
     with ranks.alone_together():
         draft.leaves |= hash_shared(some, ranks, draft.elements, threads)
     return sum(int.from_bytes(message[:8], "little") for message in said)

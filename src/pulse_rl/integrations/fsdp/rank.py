@@ -8,6 +8,8 @@ from collections.abc import Collection
 from concurrent.futures import CancelledError
 from hashlib import sha256
 
+import numpy as np
+
 from ..._util.serial import unstoppable
 from ...codec import Changes
 from ...errors import PublisherConflict, RankLost
@@ -19,14 +21,15 @@ from ...stream.stream import Stream
 from ...stream.trees import put_trees
 from ...sync.commit import Content, published_as
 from ...sync.submit import Submission, begin
+from . import messages
 from .draft import Baseline, Built, Draft, hash_the_rest, make_draft
 from .folds import RankFolds
 from .head import Found, Head
-from .layout import Held, Layout, difference, make_layout
+from .layout import Layout, difference, make_layout
 from .leaves import gather_tree
-from .local import LocalState, from_message, to_message
+from .local import LocalState
 from .order import Order
-from .ranks import Ranks
+from .ranks import Bytes, Ranks
 from .resume import restore_baseline
 from .upload import Stored, store, uploaded
 
@@ -62,7 +65,8 @@ class RankPublisher:
         self._head_of_all = Head(stream, signer, anchor_ratio)
         self._baseline: Baseline | None = None
         self._pending: Draft | None = None
-        self._told: tuple[list[bytes], list[list[Held]]] | None = None
+        self._told: list[bytes] | None = None
+        self._messages: list[bytes] = []
         self._layout: tuple[object, Layout] | None = None
         self._untold: list[Event] = []
         self._folds = RankFolds(stream, ranks, folds, codec=codec, threads=threads, tell=self._untold.append)
@@ -105,6 +109,7 @@ class RankPublisher:
         self.make_folds()
         self._folds.forget()
         self._baseline, self._pending, self._told, self._layout = None, None, None, None
+        self._messages = []
         self._ranks.close()
 
     # -- in the order of a publish
@@ -125,7 +130,7 @@ class RankPublisher:
     def _meet(self, order: Order, number: int, submission: Submission | None) -> LocalState:
         """This rank's part of the state. The ranks tell each other what they have, if that is not as it was."""
         made: list[LocalState] = []
-        messages: list[bytes] = []
+        told: list[bytes] = []
 
         def tell() -> bytes:
             goes = submission is None or begin(submission)
@@ -133,9 +138,10 @@ class RankPublisher:
             if not goes:
                 return call
             made.append(order.local())
-            messages.append(to_message(made[0].held))
+            told.append(messages.of_held(made[0].held))
             at = self._baseline
-            return call + sha256(messages[0]).digest() + (f"{at.version} {at.root}" if at else "").encode()
+            digest, nbytes = sha256(told[0]).digest(), len(told[0]).to_bytes(8, "little")
+            return call + digest + nbytes + (f"{at.version} {at.root}" if at else "").encode()
 
         said = self._ranks.together(tell)
         if len({message[: _CALL.size - 1] for message in said}) > 1:
@@ -145,12 +151,15 @@ class RankPublisher:
         if submission:
             submission.set_running_or_notify_cancel()
         said = [message[_CALL.size :] for message in said]
-        if len({message[32:] for message in said}) > 1:
+        if len({message[40:] for message in said}) > 1:
             self._baseline = None  # one rank has lost its own
         digests = [message[:32] for message in said]
-        if self._told is None or self._told[0] != digests:
-            everybody = self._ranks.together(lambda: messages[0])
-            self._told = digests, [from_message(message) for message in everybody]
+        if self._told != digests:
+            lengths = {rank: int.from_bytes(message[32:40], "little") for rank, message in enumerate(said)}
+            first = self._ranks.rank == 0
+            came = self._ranks.swap({0: np.frombuffer(told[0], np.uint8)}, lengths if first else {})
+            self._messages = [came[rank].tobytes() for rank in range(len(came))]
+            self._told = digests
         return made[0]
 
     def _resume(self) -> Found:
@@ -214,21 +223,25 @@ class RankPublisher:
         return None if reason else self._build(local, Found(keep=True), timer)
 
     def _layout_of(self, found: Found) -> Layout:
-        """Of what all ranks have told; the same on all."""
+        """Of what all ranks have told rank 0, which makes it, and tells each what it needs of it."""
         assert self._told is not None
         known = frozenset(found.names)
         if self._baseline:
             known = frozenset(spec.name for spec in self._baseline.layout.specs)
-        key = tuple(self._told[0]), known
+        key = tuple(self._told), known
         if self._layout is None or self._layout[0] != key:
-            told, made = self._told[1], list[Layout]()
+            made, views = list[Layout](), dict[int, Bytes]()
 
             def make() -> bytes:
-                made.append(make_layout(told, known))
-                return b""
+                made.append(make_layout([messages.to_held(message) for message in self._messages], known))
+                for rank in range(1, self._ranks.size):
+                    views[rank] = np.frombuffer(messages.of_layout(made[0].of_rank(rank)), np.uint8)
+                return json.dumps([0, *(len(view) for view in views.values())]).encode()
 
-            self._ranks.together(make)
-            self._layout = key, made[0]
+            lengths = json.loads(self._ranks.on_first(make))
+            mine = lengths[self._ranks.rank]
+            came = self._ranks.swap(views, {0: mine} if mine else {})
+            self._layout = key, messages.to_layout(came[0].tobytes()) if mine else made[0]
         return self._layout[1]
 
     def _store_and_commit(self, order: Order, built: Built, timer: PhaseTimer) -> Manifest | None:

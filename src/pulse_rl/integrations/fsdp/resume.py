@@ -11,7 +11,7 @@ from ...sync.route import BROKEN_LINK
 from ...sync.slices import restore_slices
 from .draft import Baseline, all_inner_leaves
 from .head import Head, links_of_message
-from .layout import Layout, shared_leaves
+from .layout import Layout
 from .leaves import gather_tree, hash_shared
 from .ranks import Ranks
 from .windows import cut_slices
@@ -45,7 +45,7 @@ def restore_baseline(
         return baseline.state.read(*segment.place)
 
     with ranks.alone_together():
-        leaves = baseline.leaves | hash_shared(shared_leaves(layout), ranks, elements, threads)
+        leaves = baseline.leaves | hash_shared(list(layout.shared.values()), ranks, elements, threads)
         tree = gather_tree(layout, ranks, leaves)
     if ranks.on_first(lambda: tree.root.encode() if tree else b"").decode() != root:
         return "what was restored has another root"
