@@ -6,12 +6,6 @@ from .mutant import one
 
 RANKS = [
     one(
-        "the ranks build on a head that is not their baseline",
-        "integrations.fsdp.head",
-        "        if version is not None and version == committer.version:\n",
-        "        if version is not None:\n",
-    ),
-    one(
         "a rank forgets to store its part",
         "integrations.fsdp.upload",
         "        stream.put_payload(payload, PATCH, chunks)\n",
