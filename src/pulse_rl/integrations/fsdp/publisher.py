@@ -149,9 +149,10 @@ class ShardedPublisher(Unique):
         """Takes a copy of this rank's part of a state and returns; the ranks commit the version behind the caller's
         work, as `publish` does it. All ranks call this, in the same order as `publish`.
 
-        What it takes, waits for, and needs is that of `Publisher.submit`, each rank for its own part. A version that
-        one rank cancels, or gives up to ``replace`` it, is cancelled on all. An error is in the `Submission` of every
-        rank, and a `CallFailed`; if nobody has asked for it, `wait` and `close` raise it.
+        ``source``, ``metadata``, ``dtype`` and ``anchor`` are those of `publish`. What this copies, waits for, and
+        needs is that of `Publisher.submit`, each rank for its own part. A version that one rank cancels, or gives up to
+        ``replace`` it, is cancelled on all. An error is in the `Submission` of every rank, and a `CallFailed`; if
+        nobody has asked for it, `wait` and `close` raise it.
         """
         began = time.perf_counter()
         blocked = 0.0
