@@ -75,7 +75,8 @@ def main() -> int:
     print(f"faults injected: {sum(injected.values())} ({', '.join(f'{k} {n}' for k, n in injected.most_common())})")
     print(
         f"publishes {counts['publishes']}, refused as superseded {counts['conflicts']}, coded by a history "
-        f"{counts['by_history']}"
+        f"{counts['by_history']}; of ranks {counts['by_ranks']}, which were lost {counts['ranks_lost']} times, by "
+        f"{counts['sharded']} trainers"
     )
     print(
         f"callers interrupted {counts['interrupted']}, races {counts['races']}, second threads refused "

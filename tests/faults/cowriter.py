@@ -11,7 +11,7 @@ import numpy as np
 from pulse_rl import Bits, MemoryStore, Publisher, Signer
 from pulse_rl.stream import manifest as manifests
 
-from .lies import false_patch
+from .lies import false_parts, false_patch
 from .model import STREAM, Model, version_name
 from .store import Disk
 
@@ -135,6 +135,9 @@ class CoWriter:
         said = rng.choice((b"", _junk(rng), self._disk.peek(rng.choice(links)) if links else b"")) or b""
         end = f"anchor-{nbytes:015d}" if rng.random() < 0.3 else f"{base:012d}-{nbytes:015d}-{digest}"
         self._disk.plant(f"{STREAM}/links/{version:012d}-{end}", said)
+        if len(payloads) > 1:
+            name, listed = false_parts(self._disk, base, version, rng)
+            self._disk.plant(name, rng.choice((listed, listed + said, _junk(rng))))
 
     def false_fold(self, rng: Random) -> None:
         """A patch of its own from a right base, and a link to it that nobody has signed for it."""

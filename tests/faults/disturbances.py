@@ -5,6 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from pulse_rl import Publisher
+
 from .callers import Calls, check_refused, fork, intrude, torn_writes
 from .modes import STEADY
 from .store import Client
@@ -32,7 +34,7 @@ class Disturbances:
     def race(self: World, rng: Random) -> None:
         """Another process is at work between two calls of a publish or a sync."""
         worker = rng.choice(self.workers) if self.workers and rng.random() < 0.4 else None
-        client = worker.client if worker else self._publisher(0)[0]
+        client = worker.client if worker else self._publisher(rng, 0)[0]
         collected = rng.random() < 0.3
 
         def meanwhile() -> None:
@@ -64,8 +66,10 @@ class Disturbances:
         """A second thread calls while the first one is at work."""
         if self.threads != STEADY:
             return
-        if rng.random() < 0.5 or not self.workers:
-            client, publisher = self._publisher(0)
+        client, publisher = self._publisher(rng, 0)
+        if not self.workers or (rng.random() < 0.5 and isinstance(publisher, Publisher)):
+            if not isinstance(client, Client) or not isinstance(publisher, Publisher):
+                return  # of ranks, each has a publisher of its own
             state = self.trainers[1].step(rng)
             calls: Calls = [("publish", lambda: publisher.publish(state)), ("head", publisher.head)]
             wrong = intrude(client, rng, calls)
@@ -83,7 +87,7 @@ class Disturbances:
             return
         calls: Calls = []
         for pair in self.publishers:
-            if pair is not None:
+            if pair is not None and isinstance(pair[1], Publisher):
                 state = self.trainers[0].step(rng)
                 calls += [("publish", lambda p=pair[1], s=state: p.publish(s)), ("head", pair[1].head)]  # type: ignore[misc]
         for worker in self.workers:

@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from pulse_rl._util import serial
-from pulse_rl.sync import catch_up, commit, folds, route
+from pulse_rl.integrations.fsdp import head
+from pulse_rl.patch import part
+from pulse_rl.sync import catch_up, commit, folds, publisher, route, slices
 from tests.support.interrupts import GatedOperation, Interrupter
 
 from .hostile_world import HostileWorld
@@ -64,12 +66,17 @@ def repeatable(rng: Random) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, value in (
             (commit, "time", clock),
+            (publisher, "time", clock),
+            (head, "time", clock),
             (commit, "secrets", SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())),
             (serial, "Operation", GatedOperation),
             (GatedOperation, "begin_late", staticmethod(lambda: rng.random() < 0.5)),
             (os, "fsync", lambda _: None),
             (folds, "threading", SimpleNamespace(Thread=_AtOnce)),
             (catch_up, "_PREFETCH", 1),
+            (part, "_FILES_AT_ONCE", 1),
+            (slices, "_FILES_AT_ONCE", 1),
+            (slices, "_LINKS_AT_ONCE", 1),
             (route, "_FAR", rng.choice((3, route._FAR))),
         ):
             stack.enter_context(patch.object(module, name, value))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from fnmatch import fnmatchcase
 from random import Random
+from typing import Any
 
 from pulse_rl import ChainGap, EmptyStream, Publisher, PublisherConflict, PulseError, Relay, State, Subscriber
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.maintenance.gc import gc_stream
 
 from .model import STREAM, Snapshot, check, snapshot
+from .ranks import RankClients, RankTrainer
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 from .trainer import Trainer
 
@@ -86,23 +88,28 @@ class Fleet:
         self._trainer = Trainer(rng)
         self._folds = rng.choice(((), (2, 4)))
         self._keep = rng.choice((None, 1, 3))
-        self._publisher: Publisher | None = None
+        self._sharded = rng.random() < 0.5
+        self._publisher: Publisher | RankTrainer | None = None
         self._relay: tuple[list[Client], Relay] | None = None
         self.followers = [Follower(self, rng) for _ in range(3)]
 
     def publish(self, rng: Random) -> None:
         """Without faults: those of publishers are another world's."""
         if self._publisher is None or rng.random() < 0.05:
-            self._publisher = Publisher(
-                self.disks[_PUBLISHED],
-                stream=STREAM,
-                selectable=True,
-                folds=self._folds,
-                codec=rng.choice(("context", "history", "history")),
-                anchor_ratio=rng.choice((0.5, 1e9)),
-                shard_bytes=rng.choice((500, 1 << 30)),
-                threads=1,
-            )
+            settings: dict[str, Any] = {
+                "selectable": True,
+                "folds": self._folds,
+                "anchor_ratio": rng.choice((0.5, 1e9)),
+                "shard_bytes": rng.choice((500, 1 << 30)),
+            }
+            if self._sharded and rng.random() < 0.8:
+                self._publisher = RankTrainer(
+                    RankClients(Net(self.disks[_PUBLISHED]), rng.choice((2, 3))), rng, **settings
+                )
+                self.counts["sharded"] += 1
+            else:
+                codec = rng.choice(("context", "history", "history"))
+                self._publisher = Publisher(self.disks[_PUBLISHED], stream=STREAM, codec=codec, threads=1, **settings)
         state: State = self._trainer.step(rng)
         done = self._publisher.publish(state, anchor=rng.random() < 0.1)
         self._publisher.wait()

@@ -161,7 +161,7 @@ class HostileWorld(World):
 
     def _publish(self, rng: Random, who: int, faults: list[Fault], *, interrupted: bool = False) -> None:
         """May fail, with an error of the library. What is said to be committed was."""
-        client, publisher = self._publisher(who)
+        client, publisher = self._publisher(rng, who)
         state = self.trainers[who].step(rng)
         root = self.model.offer(state)
         client.expect(faults)

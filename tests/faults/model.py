@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from pulse_rl import Bits, PulseError, State, Update, state_root
 from pulse_rl.patch import Patch
+from pulse_rl.patch.header import FORMAT, format_of
+from pulse_rl.patch.parts import parse_part_header
 
 from .store import Disk
 
@@ -33,7 +35,7 @@ Snapshot = dict[str, tuple[str, tuple[int, ...], bytes]]
 """dtype, shape and bytes by name."""
 
 MUST, MAY, GAP = "must", "may", "gap"
-_FOLD = re.compile(r"(\d{12})-(\d{12})-(\d{15})-([0-9a-f]{64})")
+_FOLD = re.compile(r"(\d{12})-(\d{12})-(\d{15})-([0-9a-f]{64})(-parts)?")
 
 
 class Violation(AssertionError):
@@ -43,6 +45,12 @@ class Violation(AssertionError):
 def check(held: bool, what: str) -> None:
     if not held:
         raise Violation(what)
+
+
+def _ends(data: bytes) -> tuple[str, str]:
+    """The roots that a patch, or a part of one, leads from and to. Raises FormatError."""
+    header = Patch.parse(data).header if format_of(data) == FORMAT else parse_part_header(memoryview(data))[0]
+    return header.base_root, header.target_root
 
 
 def version_name(version: int) -> str:
@@ -246,8 +254,14 @@ class Model:
             match = _FOLD.fullmatch(name.rpartition("/")[2])
             if self.signed and (name in disk.damaged or not disk.peek(name)):
                 continue  # nobody has signed what it says now
-            if match and self._folds(disk, int(match[2]), int(match[1]), int(match[3]), match[4]):
-                edges.append(_Edge(int(match[2]), int(match[1]), (), int(match[1]) - int(match[2])))
+            if not match:
+                continue
+            base, version, nbytes = int(match[2]), int(match[1]), int(match[3])
+            files = [(match[4], nbytes)]
+            if match[5]:
+                files = self._listed(disk.peek(name) or b"", match[4], nbytes)
+            if files and all(self._folds(disk, base, version, *file) for file in files):
+                edges.append(_Edge(base, version, (), version - base))
         return sorted(edges, key=lambda e: e.version), grade
 
     def _needed(self, disk: Disk | None, digest: str) -> Spans:
@@ -296,8 +310,16 @@ class Model:
         data = disk.peek(name)
         return data is not None and len(data) == payload["bytes"] and self._digest(name, data) == payload["sha256"]
 
-    def _folds(self, disk: Disk, base: int, version: int, nbytes: int, digest: str) -> bool:
-        """Whether a stored patch leads from one version's root to the other's."""
+    def _listed(self, data: bytes, digest: str, nbytes: int) -> list[tuple[str, int]]:
+        """The parts that the link of a fold lists; none where it is not the list that its name promises."""
+        lines = data.decode("ascii", "replace").split("\n")[:-1]
+        listed = "".join(f"{line}\n" for line in lines).encode()
+        files = [(line[:64], int(line[65:])) for line in lines if re.fullmatch(r"[0-9a-f]{64} [0-9]+", line)]
+        whole = len(files) == len(lines) > 1 and sum(length for _, length in files) == nbytes
+        return files if whole and sha256(listed).hexdigest() == digest else []
+
+    def _folds(self, disk: Disk, base: int, version: int, digest: str, nbytes: int) -> bool:
+        """Whether a stored patch, or part of one, leads from one version's root to the other's."""
         name = f"{STREAM}/payloads/{digest}.patch"
         data = disk.peek(name)
         if data is None or len(data) != nbytes or version - base < 2 or self._digest(name, data) != digest:
@@ -306,8 +328,7 @@ class Model:
             return False
         if digest not in self._ends:
             try:
-                header = Patch.parse(data).header
-                self._ends[digest] = (header.base_root, header.target_root)
+                self._ends[digest] = _ends(data)
             except PulseError:
                 self._ends[digest] = None
         if base not in self.versions or version not in self.versions:

@@ -27,6 +27,7 @@ def test_a_few_sequences(destructive: bool) -> None:
     counts = run_many(15, destructive)
     assert counts["relayed"]
     assert counts["relays_failed"]
+    assert counts["sharded"]
     assert bool(counts["destroyed"]) == destructive
 
 

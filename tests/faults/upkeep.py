@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pulse_rl import audit
 from pulse_rl.maintenance.fold import fold_stream
 
-from .lies import false_patch
+from .lies import false_parts, false_patch
 from .model import MUST, STREAM, check, version_name
 from .modes import FOLDS
 from .store import Client, Fault
@@ -103,6 +103,8 @@ class Upkeep:
                 digest, nbytes = patch
         if how > 0.8:
             self.disk.put(f"{STREAM}/links/{version:012d}-anchor-{nbytes:015d}", b"")
+        elif how > 0.7 and len(payloads) > 1:
+            self.disk.put(*false_parts(self.disk, base, version, rng))
         else:
             self.disk.put(f"{STREAM}/links/{version:012d}-{base:012d}-{nbytes:015d}-{digest}", b"")
         self.net.injected["false_link"] += 1

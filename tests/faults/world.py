@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, Signer, verify_stream
 from pulse_rl.maintenance.gc import gc_stream
@@ -19,6 +20,7 @@ from .disturbances import Disturbances
 from .model import GAP, MUST, STREAM, Model, check, version_name
 from .modes import FOLDS, INLINE, STEADY
 from .nodes import Group
+from .ranks import RankClients, RankTrainer
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 from .trainer import Trainer
 from .upkeep import Upkeep
@@ -40,7 +42,8 @@ class World(Disturbances, Upkeep):
         self.counts: Counter[str] = Counter()
         self.trace: list[str] = []
         self.trainers = [Trainer(rng), Trainer(rng)]
-        self.publishers: list[tuple[Client, Publisher] | None] = [None, None]
+        self.publishers: list[tuple[Client, Publisher] | tuple[RankClients, RankTrainer] | None] = [None, None]
+        self.sharded = rng.random() < 0.4
         self.unsettled = [False, False]
         self.workers: list[Worker] = []
         self.destroyed = False
@@ -243,34 +246,39 @@ class World(Disturbances, Upkeep):
         if worker.client.dead:
             worker.restart(rng.choice(("cold", "base")), rng)
 
-    def _publisher(self, who: int) -> tuple[Client, Publisher]:
-        """The one that runs, or a new one."""
+    def _publisher(self, rng: Random, who: int) -> tuple[Client, Publisher] | tuple[RankClients, RankTrainer]:
+        """The one that runs, or a new one: of one process, or of two or three ranks."""
         pair = self.publishers[who]
         if pair is None:
+            settings: dict[str, Any] = {
+                "anchor_ratio": self.ratio,
+                "folds": self.folds,
+                "signer": self.signer,
+                "identity": self.setup.identity,
+                "shard_bytes": self.shard_bytes,
+            }
+            if self.sharded and rng.random() < 0.8:
+                clients = RankClients(self.net, rng.choice((1, 2, 2, 3)))
+                self.counts["sharded"] += 1
+                pair = self.publishers[who] = (clients, RankTrainer(clients, rng, **settings))
+                return pair
             client = Client(self.net)
-            publisher = Publisher(
-                client,
-                stream=STREAM,
-                anchor_ratio=self.ratio,
-                folds=self.folds,
-                codec=self.codec,
-                signer=self.signer,
-                identity=self.setup.identity,
-                shard_bytes=self.shard_bytes,
-                threads=1,
-            )
+            publisher = Publisher(client, stream=STREAM, codec=self.codec, threads=1, **settings)
             if self.setup.inline:
                 publisher._serial = Inline()
             pair = self.publishers[who] = (client, publisher)
         return pair
 
     def _publish(self, rng: Random, who: int, faults: list[Fault], *, interrupted: bool = False) -> None:
-        client, publisher = self._publisher(who)
+        client, publisher = self._publisher(rng, who)
         state = self.trainers[who].step(rng)
         root = self.model.offer(state)
         client.expect(faults)
-        steps = self.interrupts.choose(rng, "publish", client) if interrupted else None
+        steps = None
+        if interrupted and isinstance(client, Client):
+            steps = self.interrupts.choose(rng, "publish", client)
         self.counts["publishes"] += 1
+        self.counts["by_ranks"] += isinstance(client, RankClients)
         kinds = {fault.kind for fault in faults}
         damaged = bool(kinds & {"flip", "truncate"})
         self.model.strict = not damaged and "stale" not in kinds
@@ -307,6 +315,7 @@ class World(Disturbances, Upkeep):
             if not client.dead:
                 return
         self.trace.append(f"  publisher {who} failed")
+        self.counts["ranks_lost"] += isinstance(client, RankClients) and client.dead
         client.calm()
         self.unsettled[who] = not client.dead
         if client.dead:

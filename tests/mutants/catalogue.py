@@ -7,6 +7,7 @@ was applied): no promise breaks where one of two locks is open.
 from __future__ import annotations
 
 from .mutant import Mutant, one
+from .ranks import RANKS
 
 PUBLISHER = [
     Mutant(
@@ -365,4 +366,4 @@ GROUP = [
     ),
 ]
 
-MUTANTS = [*PUBLISHER, *FOLDS, *STATE, *DELIVERY, *TRUST, *UPKEEP, *CALLERS, *GROUP]
+MUTANTS = [*PUBLISHER, *FOLDS, *STATE, *DELIVERY, *TRUST, *UPKEEP, *CALLERS, *GROUP, *RANKS]

@@ -147,7 +147,7 @@ def long_stream(versions: int) -> CountingStore:
                 data = patch_between((version - span) % CYCLE, at)
                 payload = Payload(sha256(data).hexdigest(), len(data))
                 stream.put_payload(payload, PATCH, data)
-                stream.put_fold_link(version - span, version, payload)
+                stream.put_fold_link(version - span, version, [payload])
     store.reset()
     return store
 

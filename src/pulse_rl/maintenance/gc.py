@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,23 +46,27 @@ def plan_gc(
     keep: int,
     before: float,
     also: Collection[int] = (),
+    parts_of: Callable[[FoldName], Collection[Payload] | None] = lambda fold: (Payload(fold.sha256, fold.nbytes),),
 ) -> GcPlan:
     """What may be deleted so that the last ``keep`` versions stay restorable, and those in ``also``. Pure.
 
     ``manifests`` are those that can be read and trusted, from the newest down; they are read only as far as needed: to
     the anchors from which the kept versions are restored. ``objects`` are the stream's, with times; of payloads that no
     manifest left names, those written after ``before`` (Unix seconds) stay, since their manifest may be on its way.
+    ``parts_of`` tells the payloads of a listed fold, None where its link cannot be read.
     Objects that are not spelled as the stream's names are stay. Raises EmptyStream, and ChainGap where a kept version
     misses payloads already: what would have to stay instead is not for a deletion to guess.
     """
     found = [(info, names.parse(info.name)) for info in objects]
-    kept = _kept(manifests, keep, _stored(found), also)
+    kept = _kept(manifests, keep, _stored(found, parts_of), also)
     if not kept:
         raise EmptyStream("the stream has no version that can be read")
     oldest = min(manifest.version for manifest in kept)
-    before = min(before, _before_unread(found, {manifest.version for manifest in kept}))
+    folds = [name for _, name in found if isinstance(name, FoldName) and min(name.version, name.base) >= oldest]
+    parts = [parts_of(fold) for fold in folds]
+    before = min(before, _before_unread(found, {manifest.version for manifest in kept}, None in parts))
     named = {payload.sha256 for manifest in kept for payload in _payloads(manifest, oldest)}
-
+    named |= {payload.sha256 for of in parts for payload in of or ()}
     roots = {manifest.root for manifest in kept}
 
     links, old, payloads, trees = [], [], [], []
@@ -70,8 +74,6 @@ def plan_gc(
         match name:
             case FoldName(version, base) if min(version, base) < oldest:
                 links.append(info)
-            case FoldName(_, _, _, digest):
-                named.add(digest)
             case AnchorName(version) if version < oldest:
                 links.append(info)
             case VersionName(version) if version < oldest:
@@ -89,26 +91,34 @@ def plan_gc(
 
 
 class _Stored(NamedTuple):
-    """The payloads and manifests that are there, readable or not, and the folds to each version, as (base, payload)
-    from the nearest base on."""
+    """The payloads and manifests that are there, readable or not, and the folds to each version, from the nearest base
+    on, of which ``parts_of`` tells the payloads."""
 
     payloads: set[Payload]
     versions: set[int]
-    folds: dict[int, list[tuple[int, Payload]]]
+    folds: dict[int, list[FoldName]]
+    parts_of: Callable[[FoldName], Collection[Payload] | None]
+
+    def holds(self, fold: FoldName) -> bool:
+        """Whether the payloads of a fold are there."""
+        parts = self.parts_of(fold)
+        return parts is not None and self.payloads.issuperset(parts)
 
 
-def _stored(found: list[tuple[ObjectInfo, ObjectName | None]]) -> _Stored:
-    stored = _Stored(set(), set(), {})
+def _stored(
+    found: list[tuple[ObjectInfo, ObjectName | None]], parts_of: Callable[[FoldName], Collection[Payload] | None]
+) -> _Stored:
+    stored = _Stored(set(), set(), {}, parts_of)
     for info, name in found:
         match name:
             case PayloadName(digest):
                 stored.payloads.add(Payload(digest, info.nbytes))
             case VersionName(version):
                 stored.versions.add(version)
-            case FoldName(version, base, nbytes, digest) if base < version:
-                stored.folds.setdefault(version, []).append((base, Payload(digest, nbytes)))
+            case FoldName(version, base) as fold if base < version:
+                stored.folds.setdefault(version, []).append(fold)
     for folds in stored.folds.values():
-        folds.sort(key=lambda fold: -fold[0])
+        folds.sort(key=lambda fold: -fold.base)
     return stored
 
 
@@ -130,13 +140,14 @@ def _kept(manifests: Iterable[Manifest], keep: int, stored: _Stored, also: Colle
     return kept
 
 
-def _before_unread(found: list[tuple[ObjectInfo, ObjectName | None]], kept: set[int]) -> float:
-    """The time before which no payload was written that a version among the kept ones, or above them, may name though
-    its manifest could not be read this time: that of the oldest kept commit. No limit where all were read."""
+def _before_unread(found: list[tuple[ObjectInfo, ObjectName | None]], kept: set[int], unread_folds: bool) -> float:
+    """The time before which no payload was written that a version among the kept ones, or above them, or a fold there,
+    may name though its manifest or link could not be read this time: that of the oldest kept commit. No limit where all
+    were read."""
     commits = {name.version: info.modified for info, name in found if isinstance(name, VersionName)}
     oldest = min(kept)
     unread = [version for version in commits if version > oldest and version not in kept]
-    return commits.get(oldest, 0.0) if unread else math.inf
+    return commits.get(oldest, 0.0) if unread or unread_folds else math.inf
 
 
 def _bases(manifest: Manifest, stored: _Stored) -> set[int]:
@@ -144,9 +155,12 @@ def _bases(manifest: Manifest, stored: _Stored) -> set[int]:
     a fold where the patch or its base is not stored, as in a relay's target."""
     if manifest.anchor and stored.payloads.issuperset(manifest.anchor.shards):
         return set()
-    bases = [base for base, payload in stored.folds.get(manifest.version, ()) if payload in stored.payloads]
+    bases = []
     if manifest.patch and stored.payloads.issuperset(manifest.patch.parts):
-        bases.insert(0, manifest.patch.base)
+        bases = [manifest.patch.base]
+        if manifest.patch.base in stored.versions:
+            return set(bases)
+    bases += [fold.base for fold in stored.folds.get(manifest.version, ()) if stored.holds(fold)]
     if not bases:
         raise ChainGap(f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT)
     return {next((base for base in bases if base in stored.versions), bases[0])}
@@ -188,13 +202,15 @@ def gc_stream(
     # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.
     newest = max((info.modified for info in objects), default=0.0) + 1
     now = min(time.time(), newest)
+    parts_of = _reading_links(where)
     found = plan_gc(
         where.names,
         _readable(where),
         objects,
         keep=keep,
         before=now - grace_seconds,
-        also=_versions_of_groups(where, objects, now - max(grace_seconds, DEFAULT_TIMEOUT_SECONDS)),
+        also=_versions_of_groups(where, objects, now - max(grace_seconds, DEFAULT_TIMEOUT_SECONDS), parts_of),
+        parts_of=parts_of,
     )
     if not dry_run:
         seen = {info.name: info.modified for info in objects}
@@ -215,13 +231,33 @@ def _readable(stream: Stream) -> Iterator[Manifest]:
             yield manifest
 
 
-def _versions_of_groups(where: Stream, objects: list[ObjectInfo], since: float) -> list[int]:
+def _reading_links(stream: Stream) -> Callable[[FoldName], Collection[Payload] | None]:
+    """The payloads of a fold, of which the link is read once at most; None where it cannot be."""
+    known: dict[FoldName, Collection[Payload] | None] = {}
+
+    def parts_of(fold: FoldName) -> Collection[Payload] | None:
+        if fold not in known:
+            try:
+                known[fold] = stream.parts_of(fold)
+            except UNREADABLE:
+                known[fold] = None
+        return known[fold]
+
+    return parts_of
+
+
+def _versions_of_groups(
+    where: Stream,
+    objects: list[ObjectInfo],
+    since: float,
+    parts_of: Callable[[FoldName], Collection[Payload] | None],
+) -> list[int]:
     """The versions on which groups stand whose members wrote notes from ``since`` on. One that cannot be restored any
     more is of no use to its group, which moves on."""
     if not any(where.store.list(where.names.groups)):
         return []
     found = [(info, where.names.parse(info.name)) for info in objects]
-    stored = _stored(found)
+    stored = _stored(found, parts_of)
     versions = [manifest.version for manifest in _readable(where)]
     restorable = []
     for version in sorted(versions_of_groups(where.store, where.names, versions, since=since)):

@@ -23,9 +23,10 @@ from ..errors import (
     StreamReplaced,
 )
 from ..events import CallFailed, Listener, PathFailed, Relayed, checked_listener, failures_to
-from ..patch.header import MAX_HEADER_BYTES, PRELUDE_BYTES, header_end, parse_header
+from ..patch.header import MAX_HEADER_BYTES, PRELUDE_BYTES, PatchHeader, header_end, parse_header
+from ..patch.parts import PartHeader, Room, parse_part_header
 from ..store import Store, open_store
-from ..stream.chain import Link, resolved
+from ..stream.chain import Link
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest, Payload
 from ..stream.names import PATCH, SHARD, StreamNames
@@ -189,7 +190,7 @@ class Relay:
                 link = planned
                 try:
                     manifest = self._source.manifest(planned.version)
-                    link = resolved(planned, manifest)
+                    link = self._source.resolved(planned)
                     self._copy(link, manifest)
                 except BROKEN_LINK as error:
                     route.avoid(planned, link, error)
@@ -218,33 +219,37 @@ class Relay:
         statement = self._source.fold_statement(link)
         if statement is None and manifest.patch and manifest.patch.base_root != self._target.manifest(link.base).root:
             raise DigestMismatch(f"{link} starts from another version {link.base} than the one in the target")
-        for payload in link.payloads or ():
-            new = self._copy_payload(payload, PATCH)
-            if statement is not None:
-                self._check_fold(link, manifest, payload, new)
+        new = [payload for payload in link.payloads or () if self._copy_payload(payload, PATCH)]
         if statement is not None:
+            self._check_fold(link, manifest, new)
             self._target.put_fold_link_as(link, statement)
         self._show(manifest)
         if manifest.anchor and (self._anchor is None or self._anchor.given_up < _MOST_GIVEN_UP):
             self._anchor = _AnchorCopy(manifest, given_up=self._anchor.given_up + 1 if self._anchor else 0)
 
-    def _check_fold(self, link: Link, manifest: Manifest, payload: Payload, new: bool) -> None:
+    def _check_fold(self, link: Link, manifest: Manifest, new: list[Payload]) -> None:
         """Raises DigestMismatch, and takes back what is ``new``, unless the fold is one from its base to its version:
         anybody may have listed it."""
         assert link.base is not None
-        name = self._target.names.payload(payload.sha256, PATCH)
         try:
-            prelude = self._target.store.get(name, 0, min(PRELUDE_BYTES, payload.bytes))
-            end = min(header_end(prelude), payload.bytes)
-            head = memoryview(self._target.store.get(name, 0, end))
-            header, _ = parse_header(head, elements=manifest.elements)
             base_root = self._target.manifest(link.base).root
-            if (header.base_root, header.target_root) != (base_root, manifest.root):
-                raise DigestMismatch(f"{link} does not lead from one version to the other")
+            for header in self._headers(link, manifest):
+                if (header.base_root, header.target_root) != (base_root, manifest.root):
+                    raise DigestMismatch(f"{link} does not lead from one version to the other")
         except BROKEN_LINK:
-            if new:
-                self._target.store.delete(name)
+            for payload in new:
+                self._target.store.delete(self._target.names.payload(payload.sha256, PATCH))
             raise
+
+    def _headers(self, link: Link, manifest: Manifest) -> Iterator[PatchHeader | PartHeader]:
+        """Of each payload of a fold, from the target."""
+        room = Room()
+        for payload in link.payloads or ():
+            name = self._target.names.payload(payload.sha256, PATCH)
+            prelude = self._target.store.get(name, 0, min(PRELUDE_BYTES, payload.bytes))
+            head = memoryview(self._target.store.get(name, 0, min(header_end(prelude), payload.bytes)))
+            whole = not link.parts
+            yield (parse_header(head, elements=manifest.elements) if whole else parse_part_header(head, room=room))[0]
 
     def _show(self, manifest: Manifest) -> None:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for it: the target is the

@@ -8,6 +8,7 @@ from hashlib import sha256
 from itertools import accumulate
 
 from .. import codec as codecs
+from .._util.threads import ordered_map
 from ..errors import CorruptPatch, StateMismatch
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec
@@ -16,9 +17,12 @@ from .header import FORMAT_OF_PARTS, PatchHeader, format_of, header_end, parse_h
 from .parts import PartHeader, PartsHeader, Room, parse_part_header
 
 _FIRST_READ = 1 << 12
+_LEAST_READ = 1 << 9
+_PART_READ = 256  # a header is about so small a part of its patch
 _GAP_BYTES = 1 << 12
 _MOST_AT_ONCE = 8 << 20
 _TRIES = 2
+_FILES_AT_ONCE = 8
 
 Read = Callable[[int, int], bytes]
 """Returns bytes [start, stop) of a patch file."""
@@ -65,7 +69,8 @@ class PatchFiles:
 
     def __init__(self, files: Sequence[tuple[Read, int]], specs: tuple[TensorSpec, ...]) -> None:
         room = Room()
-        headers = [_read_header(*file, specs, room) for file in files]
+        heads = ordered_map(lambda file: _read_head(*file), files, _FILES_AT_ONCE)
+        headers = [_parse_header(head, file[1], specs, room) for head, file in zip(heads, files, strict=True)]
         self.read = sum(nbytes for _, _, nbytes in headers)
         self._files = [(read, header, start) for (read, _), (header, start, _) in zip(files, headers, strict=True)]
         first = headers[0][0]
@@ -82,12 +87,16 @@ class PatchFiles:
         """The bytes of the ``chosen`` blocks by index, in ascending order; empty where nothing changed. What is damaged
         is asked for once more. Raises CorruptPatch."""
         found: dict[int, memoryview] = {}
+        tasks = []
         before = 0
-        for read, header, start in self._files:
-            here = [k - before for k in chosen if before <= k < before + len(header.blocks)]
-            blocks, nbytes = _read_blocks(read, header, start, here)
-            found |= {before + k: block for k, block in blocks.items()}
-            before += len(header.blocks)
+        for file in self._files:
+            blocks = len(file[1].blocks)
+            tasks.append((before, file, [k - before for k in chosen if before <= k < before + blocks]))
+            before += blocks
+        for (first, _, _), (held, nbytes) in zip(
+            tasks, ordered_map(lambda task: _read_blocks(*task[1], task[2]), tasks, _FILES_AT_ONCE), strict=True
+        ):
+            found |= {first + k: block for k, block in held.items()}
             self.read += nbytes
         return found
 
@@ -98,16 +107,22 @@ def _part_of(header: PatchHeader | PartHeader) -> PartHeader:
     return header
 
 
-def _read_header(
-    read: Read, nbytes: int, specs: tuple[TensorSpec, ...], room: Room
-) -> tuple[PatchHeader | PartHeader, int, int]:
-    """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes`` for a state of ``specs``."""
-    head = read(0, min(_FIRST_READ, nbytes))
+def _read_head(read: Read, nbytes: int) -> bytes:
+    """At least the prelude and header of a patch file of ``nbytes``."""
+    first = min(_FIRST_READ, max(_LEAST_READ, nbytes // _PART_READ))
+    head = read(0, min(first, nbytes))
     end = header_end(head)
     if end > nbytes:
         raise CorruptPatch(f"the header ends at byte {end} of {nbytes}")
     if end > len(head):
         head += read(len(head), end)
+    return head
+
+
+def _parse_header(
+    head: bytes, nbytes: int, specs: tuple[TensorSpec, ...], room: Room
+) -> tuple[PatchHeader | PartHeader, int, int]:
+    """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes`` for a state of ``specs``."""
     header: PatchHeader | PartHeader
     if format_of(head) != FORMAT_OF_PARTS:
         header, end = parse_header(memoryview(head), specs)

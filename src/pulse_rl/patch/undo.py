@@ -45,7 +45,7 @@ def by_whole_blocks(header: PatchHeader | PartsHeader, undo: Mapping[int, Change
 
 
 class UndoLog:
-    """Leads back to version ``base`` with root ``base_root``. Blocks are those of the default cut."""
+    """Leads back to version ``base`` with root ``base_root``. Blocks are the default cut's, or of a rank's part."""
 
     def __init__(self, base: int, base_root: str) -> None:
         self.base = base

@@ -13,7 +13,8 @@ from ..errors import ChainGap
 from .manifest import Manifest, Payload
 
 Key = tuple[int | None, int, str]
-"""What tells two links apart: base, version, and the first payload's digest ("" while it is not known)."""
+"""What tells two links apart: base, version, and the digest of the list of payloads, or of the first payload ("" while
+it is not known)."""
 
 
 _Place = tuple[int | None, bool]
@@ -21,17 +22,19 @@ _Place = tuple[int | None, bool]
 
 class Link(NamedTuple):
     """``base`` is None for an anchor. ``payloads`` are the objects to fetch, None while only their size is known or
-    guessed: the manifest of ``version`` lists them. ``is_fold``: it is not the version's own patch or anchor."""
+    guessed: the manifest of ``version`` lists them; or, of a fold in parts, its link, where the list has the SHA-256
+    ``parts``. ``is_fold``: it is not the version's own patch or anchor."""
 
     base: int | None
     version: int
     nbytes: int
     payloads: tuple[Payload, ...] | None = None
+    parts: str = ""
     is_fold: bool = False
 
     @property
     def key(self) -> Key:
-        return self.base, self.version, self.payloads[0].sha256 if self.payloads else ""
+        return self.base, self.version, self.parts or (self.payloads[0].sha256 if self.payloads else "")
 
     @property
     def is_patch(self) -> bool:
@@ -54,10 +57,8 @@ def links_of(manifest: Manifest) -> list[Link]:
     return links
 
 
-def resolved(link: Link, manifest: Manifest) -> Link:
+def named(link: Link, manifest: Manifest) -> Link:
     """``link`` with its payloads; raises ChainGap where the manifest has no such link."""
-    if link.payloads is not None:
-        return link
     for found in links_of(manifest):
         if (found.base, found.version) == (link.base, link.version):
             return found

@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"[0-9]{12}")
 _VERSION = re.compile(r"([0-9]{12})\.json")
 _PAYLOAD = re.compile(r"([0-9a-f]{64})\.([a-z]+)")
 _TREE = re.compile(r"([0-9a-f]{64})\.([a-z]+)")
-_FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
+_FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})(-parts)?")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 _NOTE = re.compile(
     rf"({_WORD.pattern})-([0-9]{{15}})-([0-9a-f]{{16}})-(?:(away|empty)|([0-9]{{12}})-(staged|switched))"
@@ -59,12 +59,14 @@ class TreeName(NamedTuple):
 
 
 class FoldName(NamedTuple):
-    """The link that lists a fold from ``base`` to ``version``, a payload of ``nbytes`` bytes."""
+    """The link that lists a fold from ``base`` to ``version``, a payload of ``nbytes`` bytes. ``in_parts``: several of
+    so many bytes in all; ``sha256`` is that of their list, which the link holds."""
 
     version: int
     base: int
     nbytes: int
     sha256: str
+    in_parts: bool = False
 
 
 class AnchorName(NamedTuple):
@@ -139,7 +141,8 @@ class StreamNames:
         return f"{self.trees}/{root}.{kind}"
 
     def fold(self, fold: FoldName) -> str:
-        return f"{self.links}/{fold.version:012d}-{fold.base:012d}-{fold.nbytes:015d}-{fold.sha256}"
+        end = "-parts" if fold.in_parts else ""
+        return f"{self.links}/{fold.version:012d}-{fold.base:012d}-{fold.nbytes:015d}-{fold.sha256}{end}"
 
     def anchor(self, version: int, nbytes: int) -> str:
         return f"{self.links}/{version:012d}-anchor-{nbytes:015d}"
@@ -161,7 +164,7 @@ class StreamNames:
         if folder == self.trees and (found := _TREE.fullmatch(last)) and found[2] in (TENSORS, LEAVES):
             return TreeName(found[1], found[2])
         if folder == self.links and (found := _FOLD.fullmatch(last)):
-            return FoldName(int(found[1]), int(found[2]), int(found[3]), found[4])
+            return FoldName(int(found[1]), int(found[2]), int(found[3]), found[4], bool(found[5]))
         if folder == self.links and (found := _ANCHOR.fullmatch(last)):
             return AnchorName(int(found[1]), int(found[2]))
         if folder == self.epochs and _NUMBER.fullmatch(last):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import NamedTuple
@@ -20,14 +20,14 @@ from ..errors import (
 from ..store.base import Data, ObjectInfo, Store, create_or_confirm
 from . import manifest as manifests
 from .anchor import RangeReader
-from .chain import Link
+from .chain import Link, named
 from .claims import Claims
 from .doubts import Doubts, read_again
 from .kept import KeptManifests
 from .manifest import Manifest, Payload, is_identity
 from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
 from .signing import Signer, TrustedKeys
-from .statements import MAX_BYTES, check_fold, fold_statement
+from .statements import check_fold, fold_statement, list_of_parts, most_bytes, parts_of
 
 
 class Head(NamedTuple):
@@ -164,19 +164,36 @@ class Stream:
     def links(self, after: int | None = None) -> list[Link]:
         """The listed folds and anchors of versions greater than ``after``. One listing, no reads.
 
-        With trusted keys, folds whose links are empty are left out: nobody has signed them.
+        With trusted keys, folds whose links are empty are left out: nobody has signed them. Of folds in parts the
+        payloads are not known yet (`resolved`).
         """
         start_after = None if after is None else self.names.links_from(after + 1)
         found = []
         for info in self.store.list(self.names.links, start_after):
             match self.names.parse(info.name):
-                case FoldName(version, base, nbytes, digest) if version - base > 1 and nbytes > 0:
-                    if self._trusted and not 0 < info.nbytes <= MAX_BYTES:
+                case FoldName(version, base, nbytes, digest, in_parts) as fold if version - base > 1 and nbytes > 0:
+                    if (self._trusted or in_parts) and not 0 < info.nbytes <= most_bytes(fold):
                         continue
-                    found.append(Link(base, version, nbytes, (Payload(digest, nbytes),), is_fold=True))
+                    payloads = None if in_parts else (Payload(digest, nbytes),)
+                    found.append(Link(base, version, nbytes, payloads, digest if in_parts else "", is_fold=True))
                 case AnchorName(version, nbytes):
                     found.append(Link(None, version, nbytes))
         return found
+
+    def resolved(self, link: Link) -> Link:
+        """``link`` with its payloads, of which a manifest or the link of a fold in parts knows. Raises ChainGap where
+        the manifest of its version has no such link, what `manifest` raises, and for a fold what `fold_statement`
+        raises."""
+        if link.payloads is not None:
+            return link
+        if not link.parts:
+            return named(link, self.manifest(link.version))
+        return link._replace(payloads=parts_of(self._read_fold(fold := _name_of(link)), fold))
+
+    def parts_of(self, fold: FoldName) -> tuple[Payload, ...]:
+        """The payloads of a listed fold. Raises as `resolved` does."""
+        payload = Payload(fold.sha256, fold.nbytes)
+        return parts_of(self._read_fold(fold), fold) if fold.in_parts else (payload,)
 
     def check_link(self, link: Link) -> None:
         """Raises Untrusted for a fold that no trusted key has signed: before anything is done for it."""
@@ -184,29 +201,23 @@ class Stream:
             self.fold_statement(link)
 
     def fold_statement(self, link: Link) -> bytes | None:
-        """The content of the link of a fold, None for a patch. Raises NotFound, FormatError for one of more than 512
-        bytes, and Untrusted for one that no trusted key has signed."""
-        if link.base is None or not link.payloads or self._names_patch(link):
+        """The content of the link of a fold, None for a patch. Raises NotFound, FormatError for one that is longer than
+        any, or does not list the fold's parts, and Untrusted for one that no trusted key has signed."""
+        if link.base is None or not link.payloads or (not link.parts and self._names_patch(link)):
             return None
-        fold = FoldName(link.version, link.base, link.nbytes, link.payloads[0].sha256)
-        name = self.names.fold(fold)
-        if not self._trusted and self.store.head(name).nbytes > MAX_BYTES:
-            raise FormatError(f"{name} has more than {MAX_BYTES} bytes")
-        data = self.store.get(name)
-        if self._trusted:
-            check_fold(data, self.name, self.identity or "", fold, self._trusted)
-        return data
+        return self._read_fold(_name_of(link))
 
-    def put_fold_link(self, base: int, version: int, payload: Payload) -> None:
-        fold = FoldName(version, base, payload.bytes, payload.sha256)
-        self.store.put(self.names.fold(fold), fold_statement(self.name, self.identity or "", fold, self._signer))
+    def put_fold_link(self, base: int, version: int, payloads: Sequence[Payload]) -> None:
+        """Lists a fold of one payload, or of several parts."""
+        listed = list_of_parts(payloads) if len(payloads) > 1 else b""
+        digest = sha256(listed).hexdigest() if listed else payloads[0].sha256
+        fold = FoldName(version, base, sum(payload.bytes for payload in payloads), digest, bool(listed))
+        said = fold_statement(self.name, self.identity or "", fold, self._signer)
+        self.store.put(self.names.fold(fold), listed + said)
 
     def put_fold_link_as(self, link: Link, statement: bytes) -> None:
         """Lists a fold as another store does, whose `fold_statement` this is."""
-        assert link.base is not None
-        assert link.payloads
-        fold = FoldName(link.version, link.base, link.nbytes, link.payloads[0].sha256)
-        self.store.put(self.names.fold(fold), statement)
+        self.store.put(self.names.fold(_name_of(link)), statement)
 
     def put_anchor_link(self, version: int, nbytes: int) -> None:
         self.store.put(self.names.anchor(version, nbytes), b"")
@@ -228,6 +239,21 @@ class Stream:
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
         raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
+
+    def _read_fold(self, fold: FoldName) -> bytes:
+        name = self.names.fold(fold)
+        most = most_bytes(fold)
+        if (fold.in_parts or not self._trusted) and self.store.head(name).nbytes > most:
+            raise FormatError(f"{name} has more than {most} bytes")
+
+        def parse(data: bytes) -> bytes:
+            if fold.in_parts:
+                parts_of(data, fold)
+            if self._trusted:
+                check_fold(data, self.name, self.identity or "", fold, self._trusted)
+            return data
+
+        return read_again(lambda: self.store.get(name), parse) if fold.in_parts else parse(self.store.get(name))
 
     def _is_ours(self, manifest: Manifest) -> bool:
         return not self.identity or manifest.identity in ("", self.identity)
@@ -280,3 +306,10 @@ class Stream:
                 f"the anchor's shard {name} has {stored} bytes, but its manifest says {payload.bytes}"
             )
         return partial(self.store.get, name)
+
+
+def _name_of(link: Link) -> FoldName:
+    """The name of the link that lists a fold."""
+    assert link.base is not None
+    digest = link.parts or (link.payloads or ())[0].sha256
+    return FoldName(link.version, link.base, link.nbytes, digest, bool(link.parts))

@@ -16,7 +16,7 @@ from ..patch.part import PartPatch
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec, check_tensor_name
 from ..stream import anchor
-from ..stream.chain import Link, resolved
+from ..stream.chain import Link
 from ..stream.manifest import Manifest
 from ..stream.names import PATCH
 from ..stream.stream import Stream
@@ -103,7 +103,7 @@ def _fetch_ahead(stream: Stream, path: list[Link], host: HostState) -> Generator
         link = planned
         try:
             manifest = stream.manifest(planned.version)
-            link = resolved(planned, manifest)
+            link = stream.resolved(planned)
             payload = _payload_of(stream, link, manifest, host.selection, held)
             if isinstance(payload, PartPatch):
                 link = link._replace(nbytes=payload.read)

@@ -108,7 +108,7 @@ class FoldMaker:
                 if built.nbytes < patch_bytes:
                     payload = Payload(sha256(built.to_bytes()).hexdigest(), built.nbytes)
                     self._stream.put_payload(payload, PATCH, built.chunks)
-                    self._stream.put_fold_link(log.base, version, payload)
+                    self._stream.put_fold_link(log.base, version, [payload])
                     self.stored.append((log.base, version))
                 if self._listener:
                     self._listener(Folded(self._stream.name, log.base, version, built.nbytes, patch_bytes))

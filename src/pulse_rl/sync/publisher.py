@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -46,7 +47,7 @@ from .notices import Notices
 from .order import Order, Taken
 from .remember import Memory
 from .resume import resume
-from .submit import Submission, Submissions
+from .submit import Submission, Submissions, begin
 from .upload import upload
 
 _MAX_STALE_COMMITS = 8
@@ -201,7 +202,9 @@ class Publisher(Unique):
             blocked = time.perf_counter() - began
             return taken
 
-        def publish(taken: Taken) -> tuple[Published, Taken | None]:
+        def publish(taken: Taken | None, submission: Submission) -> tuple[Published, Taken | None]:
+            if taken is None or not (begin(submission) and submission.set_running_or_notify_cancel()):
+                raise CancelledError
             order = taken.order
             with failures_to(self._listener, self._stream.name, "publish"):
                 taken.copies.wait()

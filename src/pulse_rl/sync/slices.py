@@ -24,6 +24,8 @@ from ..stream.stream import Stream
 
 _BATCH_BYTES = 64 << 20
 _CHUNK_BYTES = 8 << 20
+_FILES_AT_ONCE = 8
+_LINKS_AT_ONCE = 4
 
 _Ranges = dict[str, list[tuple[int, int]]]
 """Elements of tensors by name: ascending ranges [start, stop) that do not touch."""
@@ -45,10 +47,12 @@ def restore_slices(
     """
     if not path or path[0].base is not None:
         raise ChainGap("no anchor leads to the version")
-    anchor = _AnchorFiles([(payload, stream.shard_reader(payload)) for payload in path[0].payloads or ()], threads)
+    shards = path[0].payloads or ()
+    readers = ordered_map(stream.shard_reader, shards, _FILES_AT_ONCE)
+    anchor = _AnchorFiles(list(zip(shards, readers, strict=True)), threads)
     if anchor.specs != specs:
         raise StateMismatch("the version before has other tensors")
-    patches = [_patch_files(stream, link, specs) for link in path[1:]]
+    patches = list(ordered_map(lambda link: _patch_files(stream, link, specs), path[1:], _LINKS_AT_ONCE))
     state = SlicedState.allocate(segments)
     for batch in _batches(specs, state.segments):
         wanted: _Ranges = {s.spec.name: [(s.start, s.stop)] for s in batch}
@@ -67,7 +71,9 @@ def restore_slices(
 
 
 def _patch_files(stream: Stream, link: Link, specs: tuple[TensorSpec, ...]) -> PatchFiles:
-    return PatchFiles([(stream.part_reader(payload, PATCH), payload.bytes) for payload in link.payloads or ()], specs)
+    payloads = link.payloads or ()
+    readers = list(ordered_map(lambda payload: stream.part_reader(payload, PATCH), payloads, _FILES_AT_ONCE))
+    return PatchFiles([(read, payload.bytes) for read, payload in zip(readers, payloads, strict=True)], specs)
 
 
 def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iterator[list[Segment]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Generic, NamedTuple, TypeVar
 
 from .._util.serial import Operation, SerialThread
@@ -15,14 +15,31 @@ T = TypeVar("T")
 
 
 class Submission(Future[Published]):
-    """A version that is being published, a ``concurrent.futures.Future``: ``cancel()`` succeeds while it only waits.
+    """A version that is being published, a ``concurrent.futures.Future``: ``cancel()`` succeeds while it only waits; on
+    one rank of a `ShardedPublisher` it cancels the version on all.
 
-    An error that nobody has asked for, by `result` or `exception`, is raised by the publisher's next call.
+    An error that nobody has asked for, by `result` or `exception`, is raised by the publisher's next call; by the next
+    `wait` or `close` of a `ShardedPublisher`, whose ranks must not part.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._asked = False
+        self._begun = False
+
+    def cancel(self) -> bool:
+        """Whether the version will not be published: it only waited."""
+        with self._condition:
+            return not self._begun and super().cancel()
+
+    def _begin(self) -> bool:
+        with self._condition:
+            self._begun = True
+            return not self.cancelled()
+
+    def _withdraw(self) -> None:
+        super().cancel()
+        self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Published:
         """What the version cost, once it is committed; raises what publishing raised. ``timeout`` in seconds."""
@@ -34,11 +51,14 @@ class Submission(Future[Published]):
         self._asked = True
         return super().exception(timeout)
 
-    def _unasked(self) -> BaseException | None:
-        """The error that nobody has asked for; from now on somebody has."""
-        if self._asked or not self.done() or self.cancelled():
-            return None
-        return self.exception()
+    @property
+    def _failed_unasked(self) -> bool:
+        return not self._asked and self.done() and not self.cancelled() and super().exception() is not None
+
+
+def begin(submission: Submission) -> bool:
+    """Whether the version is not cancelled. From now on it cannot be."""
+    return submission._begin()
 
 
 class _Entry(NamedTuple, Generic[T]):
@@ -50,19 +70,28 @@ class _Entry(NamedTuple, Generic[T]):
 
 
 class Submissions(Generic[T]):
-    """At most one version in flight and one behind it, on the publisher's own thread. Used by one thread at a time."""
+    """At most one version in flight and one behind it, on the publisher's own thread. Used by one thread at a time.
 
-    def __init__(self, serial: SerialThread) -> None:
+    ``together``: other ranks have each version in their queues, too. One that is cancelled stays there, until
+    ``publish`` has told them.
+    """
+
+    def __init__(self, serial: SerialThread, *, together: bool = False) -> None:
         self._serial = serial
+        self._together = together
         self._entries: list[_Entry[T]] = []
         self._spare: deque[T] = deque(maxlen=_MOST_UNFINISHED)
 
     def submit(
-        self, take: Callable[[T | None], T], publish: Callable[[T], tuple[Published, T | None]], replace: bool
+        self,
+        take: Callable[[T | None], T],
+        publish: Callable[[T | None, Submission], tuple[Published, T | None]],
+        replace: bool,
     ) -> Submission:
         """Makes room, takes a state by ``take``, into memory that is no longer needed, and returns; ``publish`` does
         the rest behind, and hands back the memory that it no longer needs. Room is made by waiting, or, to ``replace``,
-        by cancelling the version that has not begun.
+        by cancelling the version that has not begun. ``publish`` begins the submission (`begin`), and raises
+        CancelledError where that fails; what was taken for it may be gone then.
         """
         while len(unfinished := self._unfinished()) >= _MOST_UNFINISHED:
             if not (replace and unfinished[-1].submission.cancel()):
@@ -71,11 +100,13 @@ class Submissions(Generic[T]):
         submission, held = Submission(), [take(self._spare.pop() if self._spare else None)]
 
         def run() -> None:
-            taken = held.pop()
-            if not submission.set_running_or_notify_cancel():
-                return
+            taken = _popped(held)
             try:
-                published, spare = publish(taken)
+                published, spare = publish(taken, submission)
+            except CancelledError:
+                submission._withdraw()
+                if taken is not None:
+                    self._spare.appendleft(taken)
             except BaseException as error:
                 submission.set_exception(error)
             else:
@@ -91,7 +122,7 @@ class Submissions(Generic[T]):
         next one."""
         for entry in [e for e in self._entries if e.operation.ended]:
             self._entries.remove(entry)
-            if error := entry.submission._unasked():
+            if entry.submission._failed_unasked and (error := entry.submission.exception()):
                 raise error
 
     def forget(self) -> None:
@@ -100,10 +131,23 @@ class Submissions(Generic[T]):
 
     def _reclaim(self) -> None:
         """Takes cancelled versions out of the thread's way, and their memory back."""
-        for entry in [e for e in self._entries if e.submission.cancelled() and e.operation.cancel()]:
-            entry.submission.set_running_or_notify_cancel()
-            self._entries.remove(entry)
-            self._spare.append(entry.held.pop())
+        for entry in [e for e in self._entries if e.submission.cancelled()]:
+            if self._together:
+                if (held := _popped(entry.held)) is not None:
+                    self._spare.append(held)
+            elif entry.operation.cancel():
+                entry.submission._withdraw()
+                self._entries.remove(entry)
+                self._spare.append(entry.held.pop())
+        self._entries = [e for e in self._entries if not e.operation.ended or e.submission._failed_unasked]
 
     def _unfinished(self) -> list[_Entry[T]]:
         return [e for e in self._entries if not e.operation.ended and not e.submission.cancelled()]
+
+
+def _popped(held: list[T]) -> T | None:
+    """What was held, for the one of two threads that comes first."""
+    try:
+        return held.pop()
+    except IndexError:
+        return None

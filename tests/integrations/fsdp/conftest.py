@@ -34,7 +34,7 @@ class ShardedStream:
 
 
 def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
-    """Two anchors: of version 0, and of version 5, beside its patch."""
+    """Two anchors: of version 0, and of version 5, beside its patch; and a fold over the first eight versions."""
     trainer.connect("stream")
     mesh = init_device_mesh("cpu", (trainer.size,))
     model = policy(rows=1501, width=70)
@@ -42,7 +42,7 @@ def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
     fully_shard(model, mesh=mesh)
     store = LocalStore(trainer.folder / "store")
     states = []
-    with ShardedPublisher(store, stream="policy", selectable=True, threads=1) as publisher:
+    with ShardedPublisher(store, stream="policy", selectable=True, folds=(8,), threads=1) as publisher:
         for seed in range(VERSIONS):
             state = model.state_dict()
             step(state, seed)

@@ -113,7 +113,7 @@ def out_of_step(trainer: Trainer) -> None:
     with ShardedPublisher(store, stream="policy", threads=1, timeout_seconds=20) as publisher:
         publisher.publish(model.state_dict())
         if trainer.rank == 1:
-            publisher._ranks._step += 1
+            publisher._rank._ranks._step += 1
         with pytest.raises(RankLost, match="different steps"):
             publisher.publish(model.state_dict())
     with Publisher(MemoryStore(), stream="policy") as alone:

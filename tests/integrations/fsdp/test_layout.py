@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl.errors import StateMismatch
-from pulse_rl.integrations.fsdp.layout import Box, Held, Layout, ended_leaves, make_layout, shared_leaves
+from pulse_rl.integrations.fsdp.layout import Box, Held, Layout, ended_leaves, make_layout
+from pulse_rl.integrations.fsdp.messages import of_held, of_layout, to_held, to_layout
 from pulse_rl.integrations.fsdp.windows import _put, cut_slices
 from pulse_rl.patch.blocks import DEFAULT_BLOCK_ELEMENTS, cut
 from pulse_rl.patch.parts import require_tiled
@@ -119,8 +120,8 @@ def test_each_leaf_ends_on_one_rank_and_shared_ones_are_whole() -> None:
     ended = [leaf for rank in range(4) for leaf in ended_leaves(layout, rank)]
     every = [(spec.name, k) for spec in layout.specs for k in range(-(-spec.nbytes // LEAF_BYTES))]
     assert sorted(ended) == sorted(every)
-    shared = shared_leaves(layout)
-    assert shared
+    shared = list(layout.shared.values())
+    assert len(shared) == layout.shares > 0
     for fragments in shared:
         assert len(fragments) > 1
         assert all(a.segment.stop == b.segment.start for a, b in pairwise(fragments))
@@ -129,6 +130,42 @@ def test_each_leaf_ends_on_one_rank_and_shared_ones_are_whole() -> None:
         assert fragments[0].segment.start * width == last.leaf * LEAF_BYTES
         assert last.segment.stop * width == min((last.leaf + 1) * LEAF_BYTES, nbytes)
         assert (last.segment.spec.name, last.leaf) in list(ended_leaves(layout, last.rank))
+
+
+def test_a_rank_is_told_what_it_needs() -> None:
+    """Its segments, the leaves that it shares, all of a tensor that it moves; nothing of what other ranks have."""
+    matrix = TensorSpec("matrix", BF16, (90, 40))
+    columns = [Box((((0, 90),), ((start, stop),)), matrix.shape) for start, stop in ((0, 30), (30, 40))]
+    layout = layout_of(
+        [(SMALL[0], rows(SMALL[0], 300, 600)[0]), (matrix, columns[0])],
+        [(SMALL[0], rows(SMALL[0], 300, 600)[1]), (matrix, columns[1])],
+        [(LARGE, Box.whole(LARGE.shape))],
+    )
+    for rank in range(3):
+        told = to_layout(of_layout(layout.of_rank(rank)))
+        assert told == layout.of_rank(rank)
+        assert told.segments(rank) == layout.segments(rank)
+        assert (told.specs, told.shares, told.digest) == (layout.specs, layout.shares, layout.digest)
+        assert set(told.moved) == ({"matrix"} if rank < 2 else set())
+        assert told.published.get("matrix") == (layout.published["matrix"] if rank < 2 else None)
+        assert set(told.published) == ({"small.0", "matrix"} if rank < 2 else {"large"})
+        mine = {k: of for k, of in layout.shared.items() if any(f.rank == rank for f in of)}
+        assert told.shared == mine
+    held = [Held(matrix, columns[0], 3), Held(LARGE, Box.whole(LARGE.shape), None)]
+    assert to_held(of_held(held)) == held
+
+
+def test_what_a_rank_is_told_does_not_grow_with_the_ranks() -> None:
+    def told(ranks: int) -> tuple[int, int]:
+        specs = [TensorSpec(f"layers.{k}.weight", BF16, (64 << 10, 1024)) for k in range(40)]
+        ends = [(64 << 10) * (rank + 1) // ranks for rank in range(ranks)]
+        boxes = rows(specs[0], *ends)
+        layout = layout_of(*([(spec, boxes[rank]) for spec in specs] for rank in range(ranks)))
+        return len(of_layout(layout.of_rank(1))), len(of_layout(layout))
+
+    few, many = told(4), told(256)
+    assert many[0] < 2 * few[0]  # with leaves that it shares with the next one
+    assert many[1] > 20 * many[0]
 
 
 @pytest.mark.parametrize(

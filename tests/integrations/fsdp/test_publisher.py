@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pulse_rl import LocalStore, Published
 from pulse_rl.errors import InputError, RankLost, StateMismatch, UnsupportedTensor
 from pulse_rl.integrations.fsdp import ShardedPublisher
-from tests.support.sharded import followed, gathered, policy, require_equal, step
+from tests.support.sharded import followed, gathered, local, policy, require_equal, step
 from tests.support.trainers import Trainer, each, together
 
 pytestmark = pytest.mark.slow
@@ -32,6 +32,7 @@ def followed_for(
     whole: Callable[[State], State] = gathered,
     *,
     versions: int = 4,
+    train: Callable[[State, int], None] = step,
     **settings: Any,
 ) -> list[Published]:
     """Publishes some steps of ``state``; a subscriber that follows, and one that comes new, hold ``whole`` of it."""
@@ -41,7 +42,7 @@ def followed_for(
     with ShardedPublisher(store, stream="policy", threads=2) as publisher:
         for seed in range(versions):
             now = state()
-            step(now, seed)
+            train(now, seed)
             done.append(publisher.publish(now, metadata={"step": seed}, **settings))
             assert done[-1].version == seed
             assert (done[-1].changed is None) == (seed == 0)
@@ -90,6 +91,22 @@ def columns_and_rows(trainer: Trainer) -> None:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     followed_for(trainer, "columns_and_rows", model.state_dict)
+
+
+def ranks_without_a_row(trainer: Trainer) -> None:
+    """FSDP2 over tensor parallelism with so few rows that some ranks of one tensor-parallel rank have none."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(5)
+    model = nn.ModuleList(nn.Linear(5, rows) for rows in (1, 7, 9, 13, 37)).bfloat16()
+    parallelize_module(model, mesh["tp"], {str(k): ColwiseParallel() for k in range(len(model))})
+    for layer in model:
+        fully_shard(layer, mesh=mesh["dp"])
+
+    def train(state: State, seed: int) -> None:  # DTensor cannot distribute such a tensor
+        for tensor in state.values():
+            local(tensor).view(torch.int16)[..., seed % 5 :] += 1
+
+    followed_for(trainer, "ranks_without_a_row", model.state_dict, versions=3, train=train)
 
 
 def any_placement(trainer: Trainer) -> None:
@@ -223,6 +240,10 @@ def test_two_ranks() -> None:
 def test_four_ranks() -> None:
     cases = (fsdp2, leaves_that_ranks_share, replicas, columns, columns_and_rows, any_placement, ties, a_compute_dtype)
     together(ranks_program, 4, *cases, seconds=90)
+
+
+def test_six_ranks() -> None:
+    together(ranks_program, 6, ranks_without_a_row, seconds=60)
 
 
 def test_one_rank_writes_what_a_publisher_does() -> None:

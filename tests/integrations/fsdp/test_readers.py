@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from pulse_rl import (
+    Event,
     MemoryStore,
     Publisher,
     Relay,
     Subscriber,
+    Synced,
     audit,
     fold_stream,
     gc_stream,
@@ -88,6 +90,113 @@ def test_folds_over_parts(sharded_stream: ShardedStream) -> None:
         store.delete(f"policy/versions/{version:012d}.json") if version != 4 else None
     reader.sync()
     assert reader.root == state_root(sharded_stream.states[8])
+
+
+def without_patches(store: MemoryStore) -> MemoryStore:
+    """The store, in which no path but the fold leads from version 0 to 8."""
+    stream = Stream(store, "policy")
+    for version in range(1, VERSIONS):
+        manifest = stream.manifest(version)
+        for payload in manifest.patch.parts if manifest.patch else ():
+            store.delete(f"policy/payloads/{payload.sha256}.patch")
+        for payload in manifest.anchor.shards if manifest.anchor else ():
+            store.delete(f"policy/payloads/{payload.sha256}.safetensors")
+    return store
+
+
+def test_the_ranks_fold(sharded_stream: ShardedStream) -> None:
+    """A part each, in one link, smaller than the patches."""
+    stream = Stream(sharded_stream.store(), "policy")
+    (fold,) = [link for link in stream.links() if link.base is not None]
+    assert (fold.base, fold.version) == (0, 8)
+    parts = stream.resolved(fold).payloads
+    assert parts is not None
+    assert len(parts) == 3
+    assert fold.nbytes == sum(part.bytes for part in parts)
+    patches = [stream.manifest(version).patch for version in range(1, 9)]
+    assert fold.nbytes < sum(part.bytes for patch in patches if patch for part in patch.parts)
+
+
+def test_a_worker_that_was_cut_off_comes_back_by_the_ranks_fold(sharded_stream: ShardedStream) -> None:
+    """It reads less than the patches have, and no anchor; so does one that selects."""
+    store = sharded_stream.store()
+    fold = next(link for link in Stream(store, "policy").links() if link.base is not None)
+    for select in (None, "blocks.0.*"):
+        told: list[Event] = []
+        reader = followed(store, select=select, on_event=told.append)
+        reader.sync(0)
+        reader.sync()
+        synced = [event for event in told if isinstance(event, Synced)][-1]
+        assert synced.links == ("the fold 0->8",)
+        # One that selects reads a little behind the parts' headers, and the tensors' digests.
+        assert synced.fetched_bytes <= fold.nbytes + (3 * 512 + 32 * len(sharded_stream.states[0]) if select else 0)
+        for name, tensor in to_torch(reader.state).items():
+            assert torch.equal(bits(tensor), bits(sharded_stream.states[8][name])), name
+    reader = followed(without_patches(store))
+    reader.sync(0)
+    reader.sync()
+    assert reader.root == state_root(sharded_stream.states[8])
+
+
+def test_pulse_fold_makes_no_fold_that_the_ranks_made(sharded_stream: ShardedStream) -> None:
+    assert list(fold_stream(sharded_stream.store(), "policy", folds=(8,))) == []
+
+
+def test_a_relay_copies_the_ranks_fold(sharded_stream: ShardedStream) -> None:
+    source, target = sharded_stream.store(), MemoryStore()
+    relay = Relay(source, target, stream="policy", threads=1)
+    later = {name: data for name, data in sharded_stream.objects.items() if "versions" in name and name[-6:-5] != "0"}
+    for name in later:
+        source.delete(name)
+    while relay.sync():
+        pass
+    for name, data in later.items():
+        source.put(name, data)
+    without_patches(source)
+    while relay.sync():
+        pass
+    assert relay.version == 8
+    gc_stream(target, "policy", keep=1, grace_seconds=0)
+    assert all(report.ok for report in verify_stream(target, "policy"))
+    reader = followed(target)
+    reader.sync()
+    assert reader.root == state_root(sharded_stream.states[8])
+
+
+@pytest.mark.parametrize("what", ["part", "link", "lie"])
+def test_a_damaged_fold_is_a_broken_link(sharded_stream: ShardedStream, what: str) -> None:
+    """The patches lead past it, and gc takes nothing for it."""
+    store = sharded_stream.store()
+    stream = Stream(store, "policy")
+    fold = next(link for link in stream.links() if link.base is not None)
+    (name,) = [info.name for info in store.list("policy/links") if info.name.endswith("-parts")]
+    if what == "part":
+        store.delete(f"policy/payloads/{(stream.resolved(fold).payloads or ())[1].sha256}.patch")
+    else:
+        data = store.get(name)
+        store.delete(name)
+        store.put(name, data[:-2] + b"\n" if what == "link" else data[::-1])
+    reader = followed(store)
+    reader.sync(0)
+    reader.sync()
+    assert reader.root == state_root(sharded_stream.states[8])
+    gc_stream(store, "policy", keep=1, grace_seconds=0)
+    assert all(report.ok for report in verify_stream(store, "policy"))
+
+
+def test_garbage_collection_keeps_the_parts_of_folds(sharded_stream: ShardedStream) -> None:
+    store = sharded_stream.store()
+    gc_stream(store, "policy", keep=9, grace_seconds=0)
+    reader = followed(without_patches(store))
+    reader.sync(0)
+    reader.sync()
+    assert reader.root == state_root(sharded_stream.states[8])
+    store = sharded_stream.store()
+    parts = Stream(store, "policy").resolved(next(x for x in Stream(store, "policy").links() if x.parts)).payloads
+    gc_stream(store, "policy", keep=2, grace_seconds=0)
+    left = {info.name for info in store.list("policy")}
+    assert not [name for name in left if name.endswith("-parts")]
+    assert not [part for part in parts or () if f"policy/payloads/{part.sha256}.patch" in left]
 
 
 def test_a_relay_and_its_garbage(sharded_stream: ShardedStream) -> None:

@@ -21,7 +21,7 @@ from pulse_rl._util.threads import running
 from pulse_rl.errors import PublisherConflict, RankLost, StoreUnavailable, StreamError
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.integrations.fsdp import draft as draft_module
-from pulse_rl.integrations.fsdp import publisher as publisher_module
+from pulse_rl.integrations.fsdp import rank as rank_module
 from pulse_rl.store.base import Data
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.stores import FaultyStore
@@ -147,7 +147,7 @@ def killed(trainer: Trainer, place: str) -> None:
         if trainer.rank == victim:
             store.deadly = deadly
             if deadly is None:
-                publisher_module.make_draft = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+                rank_module.make_draft = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         for _ in range(2):  # for good
             with pytest.raises(RankLost):
                 publisher.publish(model.state_dict())
@@ -183,7 +183,7 @@ def stopped(trainer: Trainer, place: str) -> None:
         step(model.state_dict(), 1)
         trainer.barrier("here", (0, 1))
         if trainer.rank == 0:
-            module = draft_module if place == "hash_shared" else publisher_module
+            module = draft_module if place == "hash_shared" else rank_module
             setattr(module, place, lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP))
         began = time.monotonic()
         with pytest.raises(RankLost):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from ...state import bits
 from ...state.digest import StateDigest
 from ...state.slices import Segment, SlicedState
 from ...state.tensors import UIntArray
-from .layout import Fragment, Layout, shared_leaves
+from .layout import Fragment, Layout
 from .leaves import Leaves, changed_inner_leaves, hash_shared, inner_leaves
 from .local import LocalState
 from .ranks import Ranks
@@ -28,13 +28,25 @@ from .windows import Windows, cut_slices
 
 
 class Baseline(NamedTuple):
-    """What this rank publishes of a committed ``version`` with this ``root``, and the leaves that end on it."""
+    """What this rank publishes of a committed ``version`` with this ``root``, and the leaves that end on it; ``blocks``
+    are those of its part of a patch."""
 
     version: int
     root: str
     layout: Layout
+    blocks: list[Block]
     state: SlicedState
     leaves: Leaves
+
+
+def header_of(
+    baseline: Baseline, base_root: str, target_root: str, coded: Sequence[codecs.Encoded], *, whole: bool
+) -> PatchHeader | PartHeader:
+    """The header of this rank's part of a patch with such blocks; of a ``whole`` patch if it is the only one."""
+    entries: tuple[BlockEntry, ...] = tuple(map(entry_of, coded))
+    if whole:
+        return PatchHeader(base_root, target_root, DEFAULT_BLOCK_ELEMENTS, baseline.layout.specs, entries)
+    return PartHeader(base_root, target_root, baseline.state.specs, tuple(baseline.blocks), entries)
 
 
 @dataclass
@@ -63,10 +75,7 @@ class Draft:
     def header(self, root: str, *, whole: bool) -> PatchHeader | PartHeader:
         """The header of this rank's part of the patch to ``root``; of a ``whole`` patch if it is the only one."""
         assert self.base is not None
-        entries: tuple[BlockEntry, ...] = tuple(map(entry_of, self.coded))
-        if whole:
-            return PatchHeader(self.base.root, root, DEFAULT_BLOCK_ELEMENTS, self.layout.specs, entries)
-        return PartHeader(self.base.root, root, self.state.specs, tuple(self.blocks), entries)
+        return header_of(self.base, self.base.root, root, self.coded, whole=whole)
 
     def elements(self, segment: Segment) -> UIntArray:
         """The new elements of a segment that lies in one segment of a block."""
@@ -82,13 +91,21 @@ class Draft:
         """Whether an element of it is another than in the base; without one, yes."""
         return self.base is None or self._changes_in(fragment.segment) is not None
 
-    def take_effect(self, version: int, root: str) -> Baseline:
-        """The baseline that this is once it is committed. The state of the base is changed in place."""
-        for block, changes in zip(self.blocks, self.changes, strict=False):
-            if changes is not None:
-                for segment, base, piece in pieces_of(block, changes):
-                    bits.put(self.state.read(*segment.place), piece.positions, piece.values, base)
-        return Baseline(version, root, self.layout, self.state, self.leaves)
+    def take_effect(self, version: int, root: str, undo: dict[int, Changes] | None = None) -> Baseline:
+        """The baseline that this is once it is committed. The state of the base is changed in place. ``undo`` gets the
+        old bits by block."""
+        for index, (block, changes) in enumerate(zip(self.blocks, self.changes, strict=False)):
+            if changes is None:
+                continue
+            old = []
+            for segment, base, piece in pieces_of(block, changes):
+                elements = self.state.read(*segment.place)
+                if undo is not None:
+                    old.append(bits.take(elements, piece.positions, base))
+                bits.put(elements, piece.positions, piece.values, base)
+            if undo is not None:
+                undo[index] = Changes(changes.positions, np.concatenate(old))
+        return Baseline(version, root, self.layout, self.blocks, self.state, self.leaves)
 
     def _changes_in(self, segment: Segment) -> tuple[np.ndarray, UIntArray, int] | None:
         """(positions, values, position of the segment's first element) of its changes; None if there are none."""
@@ -185,22 +202,23 @@ def _tasks(blocks: list[Block], windows: Windows) -> Iterator[tuple[Block, dict[
 def hash_the_rest(draft: Draft, ranks: Ranks, threads: int | None) -> int:
     """Hashes the leaves that ranks share, if something in them changed; returns the bytes of all ranks' blocks. A
     collective, which raises what `Ranks.together` raises."""
-    leaves = shared_leaves(draft.layout)
-    own = [any(f.rank == ranks.rank and draft.is_changed(f) for f in fragments) for fragments in leaves]
-    flags = np.packbits(np.array(own, bool)).tobytes()
+    shared = draft.layout.shared
+    own = np.zeros(draft.layout.shares, bool)
+    for k, fragments in shared.items():
+        own[k] = any(f.rank == ranks.rank and draft.is_changed(f) for f in fragments)
+    flags = np.packbits(own).tobytes()
     said = ranks.together(lambda: draft.patch_bytes.to_bytes(8, "little") + flags)
     packed = np.bitwise_or.reduce([np.frombuffer(message[8:], np.uint8) for message in said])
-    changed = np.unpackbits(packed, count=len(leaves)).tolist()
-    some = [fragments for fragments, flag in zip(leaves, changed, strict=True) if flag]
+    changed = np.unpackbits(packed, count=len(own))
+    some = [fragments for k, fragments in shared.items() if changed[k]]
     with ranks.alone_together():
         draft.leaves |= hash_shared(some, ranks, draft.elements, threads)
     return sum(int.from_bytes(message[:8], "little") for message in said)
 
 
-def all_inner_leaves(state: SlicedState, layout: Layout, threads: int | None) -> Leaves:
-    """The leaves that lie wholly in what this rank publishes, its ``state``."""
+def all_inner_leaves(blocks: Sequence[Block], state: SlicedState, threads: int | None) -> Leaves:
+    """The leaves that lie wholly in what this rank publishes, the ``blocks`` of its ``state``."""
     found: Leaves = {}
-    blocks = cut_slices(layout.specs, state.segments)
 
     def work(block: Block) -> Leaves:
         return inner_leaves(block, lambda segment: state.read(*segment.place))

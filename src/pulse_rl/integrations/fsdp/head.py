@@ -10,7 +10,7 @@ from ..._util.serial import unstoppable
 from ...errors import ChainGap, InputError, PublisherConflict
 from ...events import Metadata
 from ...stream import manifest as manifests
-from ...stream.chain import Link, resolved
+from ...stream.chain import Link
 from ...stream.doubts import UNREADABLE
 from ...stream.manifest import Manifest, Payload
 from ...stream.signing import Signer
@@ -101,7 +101,7 @@ class Head:
         manifests raises."""
         path = []
         for planned in Route(self._stream, version).plan(None):
-            link = resolved(planned, self._stream.manifest(planned.version))
+            link = self._stream.resolved(planned)
             if link.base is not None:
                 self._stream.check_link(link)
             path.append(link)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
@@ -111,13 +113,19 @@ class Layout:
 
     ``published`` has the segment of each tensor that a rank publishes, by the tensor's name and the rank, in the order
     of their places. ``moved`` are the tensors whose boxes are no such segments, with the boxes of the ranks from which
-    their elements come.
+    their elements come. ``shared`` are the leaves of which several ranks publish a piece, by their numbers of
+    ``shares`` in all. ``sole`` is the rank that publishes everything, if one does. Layouts of which ranks publish the
+    same have one ``digest``.
     """
 
     specs: tuple[TensorSpec, ...]
     aliases: dict[str, str]
     published: dict[str, dict[int, Segment]]
     moved: dict[str, dict[int, Box]]
+    shared: dict[int, tuple[Fragment, ...]]
+    shares: int
+    sole: int | None
+    digest: str
 
     @property
     def elements(self) -> int:
@@ -131,11 +139,16 @@ class Layout:
         """What ``rank`` publishes, in the order of the names."""
         return tuple(of[rank] for of in self.published.values() if rank in of)
 
-    @property
-    def sole(self) -> int | None:
-        """The rank that publishes everything, if one does."""
-        ranks = {rank for of in self.published.values() for rank in of}
-        return next(iter(ranks), 0) if len(ranks) <= 1 else None
+    def of_rank(self, rank: int) -> Layout:
+        """What ``rank`` needs of it: its own segments, and all of what it moves and shares with others."""
+        moved = {name: boxes for name, boxes in self.moved.items() if rank in boxes}
+        published = {
+            name: of if name in moved else {rank: of[rank]}
+            for name, of in self.published.items()
+            if rank in of or name in moved
+        }
+        shared = {k: of for k, of in self.shared.items() if any(fragment.rank == rank for fragment in of)}
+        return replace(self, published=published, moved=moved, shared=shared)
 
 
 class Fragment(NamedTuple):
@@ -185,7 +198,12 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
         published[spec.name] = _as_they_are(spec, boxes) or _in_rows(spec, boxes)
         if any(box.flat() is None for box in boxes.values()):
             moved[spec.name] = boxes
-    return Layout(tuple(specs), aliases, published, moved)
+    shared = _shared_leaves(specs, published)
+    ranks_that_publish = {rank for of in published.values() for rank in of}
+    sole = next(iter(ranks_that_publish), 0) if len(ranks_that_publish) <= 1 else None
+    said = json.dumps([[[rank, s.start, s.stop] for rank, s in of.items()] for of in published.values()])
+    digest = sha256(said.encode()).hexdigest()
+    return Layout(tuple(specs), aliases, published, moved, dict(enumerate(shared)), len(shared), sole, digest)
 
 
 def _first_replicas(boxes: dict[int, Box]) -> dict[int, Box]:
@@ -233,11 +251,11 @@ def _in_rows(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
     return {rank: segment for rank, segment in segments.items() if segment.elements}
 
 
-def shared_leaves(layout: Layout) -> list[tuple[Fragment, ...]]:
+def _shared_leaves(specs: Iterable[TensorSpec], published: dict[str, dict[int, Segment]]) -> list[tuple[Fragment, ...]]:
     """The leaves of which several ranks publish a piece, as their fragments in order."""
     found: list[tuple[Fragment, ...]] = []
-    for spec in layout.specs:
-        of = layout.published[spec.name]
+    for spec in specs:
+        of = published[spec.name]
         if len(of) < 2:
             continue
         width, leaves = spec.dtype.width, dict[int, list[Fragment]]()
@@ -271,7 +289,7 @@ def difference(old: Layout, new: Layout) -> str:
             a.name for a, b in zip(old.specs, new.specs, strict=True) if a != b
         }
         return f"anchor: tensor {min(changed)!r} is not as in the version before"
-    if old.published != new.published:
+    if old.digest != new.digest:
         return "anchor: the ranks have other slices than of the version before"
     return ""
 

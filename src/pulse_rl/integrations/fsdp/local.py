@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...errors import InputError, UnsupportedTensor
 from ...state.cast import CastState
 from ...state.rounding import compute_dtype_named
-from ...state.tensors import State, TensorSpec, dtype_of
+from ...state.snapshot import Snapshot, on_cuda, snapshot
+from ...state.tensors import State, TensorSpec
 from .layout import Box, Held, Runs
 
 _HINT = "Shard and Replicate placements are supported; finish a sum before it is published."
@@ -36,7 +38,8 @@ class LocalState:
                 shards[name] = value.to_local()
                 boxes[name] = _box(name, value, tuple(shards[name].shape))
         self.source = State.of(shards)
-        self.state = self.source if dtype is None else CastState(self.source, compute_dtype_named(dtype))
+        self._dtype = None if dtype is None else compute_dtype_named(dtype)
+        self.state = self.source if self._dtype is None else CastState(self.source, self._dtype)
         storages = {name: k for k, name in enumerate(shards)}
         self.held: list[Held] = []
         for name in shards:
@@ -45,32 +48,61 @@ class LocalState:
             storage = storages[self.state.aliases.get(name, name)] if local.elements else None
             self.held.append(Held(TensorSpec(name, local.dtype, box.shape), box, storage))
 
+    def copied(self, into: Snapshot | None, threads: int | None) -> tuple[LocalState, Snapshot]:
+        """The same of a copy in host memory, made into that of an older one if that fits. What is on a CUDA device is
+        copied as it is, behind the caller's work, and cast later."""
+        late = on_cuda(self.source)
+        taken = snapshot(self.source if late else self.state, into, threads=threads)
+        other = copy.copy(self)
+        other.source = taken.state
+        other.state = CastState(taken.state, self._dtype) if late and self._dtype else taken.state
+        return other, taken
+
 
 def _box(name: str, tensor: DTensor, local_shape: tuple[int, ...]) -> Box:
     """The elements of a DTensor that this rank has. Raises UnsupportedTensor."""
-    shape = tuple(tensor.shape)
-    of: list[Runs] = [((0, n),) if n else () for n in shape]
+    placements = list(enumerate(tensor.placements))
+    for _, placement in placements:
+        if not isinstance(placement, Replicate | Shard) and getattr(placement, "split_factor", None) is None:
+            raise UnsupportedTensor(f"tensor {name!r} is placed as {placement!r}", hint=_HINT)
+    # FSDP2 over tensor parallelism along one dimension cuts what the mesh's later dimensions have cut. A DTensor says
+    # so by a split factor, whose rule is another where ranks are left without a row.
+    strided = [(k, placement) for k, placement in placements if _splits(tensor, k)]
+    boxes = [_cut(tensor, placements, strided=True)]
+    if strided:
+        boxes.insert(0, _cut(tensor, [p for p in placements if p not in strided] + strided[::-1], strided=False))
+    for box in boxes:
+        if box.local_shape == local_shape:
+            return box
+    raise UnsupportedTensor(
+        f"the shard of tensor {name!r} is {list(local_shape)}, but {list(boxes[-1].local_shape)} by its placements "
+        f"{tensor.placements}",
+        hint=_HINT,
+    )
+
+
+def _splits(tensor: DTensor, mesh_dim: int) -> bool:
+    """Whether a placement has a split factor that stands for the later ones of its dimension."""
+    placement = tensor.placements[mesh_dim]
+    split, dim = getattr(placement, "split_factor", None), getattr(placement, "dim", None)
+    later = [k for k, other in enumerate(tensor.placements) if k > mesh_dim and getattr(other, "dim", None) == dim]
+    return split is not None and split == math.prod(tensor.device_mesh.size(k) for k in later)
+
+
+def _cut(tensor: DTensor, placements: Sequence[tuple[int, Placement]], *, strided: bool) -> Box:
+    """The elements that are left on this rank by ``placements`` of the mesh's dimensions, one after another."""
+    of: list[Runs] = [((0, n),) if n else () for n in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    for mesh_dim, placement in enumerate(tensor.placements):
-        index, size = coordinate[mesh_dim], tensor.device_mesh.size(mesh_dim)
-        split = getattr(placement, "split_factor", None)
-        dim = getattr(placement, "dim", None)
-        if isinstance(placement, Replicate):
+    for mesh_dim, placement in placements:
+        dim: int | None = getattr(placement, "dim", None)
+        if dim is None:
             continue
-        if dim is None or not (isinstance(placement, Shard) or split is not None):
-            raise UnsupportedTensor(f"tensor {name!r} is placed as {placement!r}", hint=_HINT)
-        # FSDP2 over tensor parallelism along one dimension: each of ``split`` pieces is sharded by itself.
+        index, size = coordinate[mesh_dim], tensor.device_mesh.size(mesh_dim)
+        split: int | None = getattr(placement, "split_factor", None) if strided else None
         pieces = [of[dim]] if split is None else [_chunk(of[dim], split, k) for k in range(split)]
         of[dim] = _merged([run for piece in pieces for run in _chunk(piece, size, index)])
-    box = Box(tuple(of), shape)
-    if box.local_shape != local_shape:
-        raise UnsupportedTensor(
-            f"the shard of tensor {name!r} is {list(local_shape)}, but {list(box.local_shape)} by its placements "
-            f"{tensor.placements}",
-            hint=_HINT,
-        )
-    return box
+    return Box(tuple(of), tuple(tensor.shape))
 
 
 def _chunk(runs: Runs, chunks: int, index: int) -> Runs:
@@ -95,20 +127,3 @@ def _merged(runs: Sequence[tuple[int, int]]) -> Runs:
         else:
             found.append((start, stop))
     return tuple(found)
-
-
-def to_message(held: Sequence[Held]) -> bytes:
-    """What a rank tells the others of itself."""
-    return json.dumps(
-        [[h.spec.name, h.spec.dtype.name, h.spec.shape, h.box.of, h.storage] for h in held], separators=(",", ":")
-    ).encode()
-
-
-def from_message(message: bytes) -> list[Held]:
-    """What `to_message` said."""
-    found = []
-    for name, dtype, shape, of, storage in json.loads(message):
-        spec = TensorSpec(name, dtype_of(dtype), tuple(shape))
-        box = Box(tuple(tuple((start, stop) for start, stop in runs) for runs in of), spec.shape)
-        found.append(Held(spec, box, storage))
-    return found

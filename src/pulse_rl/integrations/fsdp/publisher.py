@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
-from hashlib import sha256
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 
 from ... import codec as codecs
-from ..._util.serial import SerialThread, Unique, unstoppable
+from ..._util.serial import SerialThread, Unique
 from ..._util.settings import checked_collection, checked_number
 from ..._util.threads import checked_threads
-from ...errors import InputError, PublisherConflict, PulseError
-from ...events import (
-    Event,
-    Listener,
-    Metadata,
-    PathFailed,
-    PhaseTimer,
-    Published,
-    Resumed,
-    checked_listener,
-    failures_to,
-    progress_to,
-)
+from ...errors import ConcurrentUse, InputError, PulseError
+from ...events import Event, Listener, Metadata, PathFailed, Published, checked_listener, failures_to
 from ...store import Store, open_store
-from ...stream import manifest as manifests
 from ...stream.anchor import DEFAULT_SHARD_BYTES
 from ...stream.manifest import MAX_NUMBER, Manifest
 from ...stream.signing import Signer, TrustedKeys
 from ...stream.stream import Stream
-from ...stream.trees import put_trees
-from ...sync.commit import Content, published_as
-from .draft import Baseline, Built, Draft, hash_the_rest, make_draft
-from .head import Found, Head
-from .layout import Held, Layout, difference, make_layout
-from .leaves import gather_tree
-from .local import LocalState, from_message, to_message
+from ...sync.folds import checked_folds
+from ...sync.submit import Submission, Submissions
+from .gloo import GlooGroup
 from .order import Order
+from .rank import RankPublisher
 from .ranks import Ranks
-from .resume import restore_baseline
-from .upload import Stored, store, uploaded
-
-_MAX_STALE_COMMITS = 8
 
 
 class ShardedPublisher(Unique):
@@ -57,12 +39,13 @@ class ShardedPublisher(Unique):
     its own slices, and keeps a copy of these alone; then rank 0 commits the version. Readers follow the stream as any
     other, and a `Publisher` or another number of ranks can continue it.
 
-    ``store``, ``stream``, ``codec``, ``anchor_ratio``, ``shard_bytes``, ``selectable``, ``signer``, ``trusted_keys``,
-    ``identity``, ``threads`` (for each rank) and ``on_event`` are those of `pulse_rl.Publisher`. No call waits for
-    another rank for longer than ``timeout_seconds``.
+    ``store``, ``stream``, ``codec``, ``anchor_ratio``, ``shard_bytes``, ``folds``, ``selectable``, ``signer``,
+    ``trusted_keys``, ``identity``, ``threads`` (for each rank) and ``on_event`` are those of `pulse_rl.Publisher`. No
+    call waits for another rank for longer than ``timeout_seconds``.
 
     Host memory of a rank: its slices once, the changes of one version, a block (at most 2^24 elements) and its code for
-    each thread, and on rank 0 the leaves' digests, 32 bytes for each MiB of the state.
+    each thread, and on rank 0 the leaves' digests, 32 bytes for each MiB of the state; with ``folds`` about 6 bytes for
+    every BF16 weight of its slices that changed within a span.
 
     An error of one rank is raised on all. If a rank dies the others raise RankLost, and nothing was committed or all of
     it; start the ranks again. A context manager (see `close`). One thread uses it at a time (ConcurrentUse). Making one
@@ -78,6 +61,7 @@ class ShardedPublisher(Unique):
         codec: str = codecs.DEFAULT,
         anchor_ratio: float = 1.0,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
+        folds: Collection[int] = (),
         selectable: bool = False,
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
@@ -92,11 +76,12 @@ class ShardedPublisher(Unique):
         checked_number("anchor_ratio", anchor_ratio)
         checked_number("shard_bytes", shard_bytes, least=1, most=MAX_NUMBER)
         checked_number("timeout_seconds", timeout_seconds)
+        checked_folds(folds)
         if signer is not None and not isinstance(signer, Signer):
             raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
         trusted = checked_collection("trusted_keys", trusted_keys, "[key]")
         keys = [*([signer.public_key] if signer else ()), *trusted]
-        self._ranks = Ranks(process_group, timeout_seconds)
+        ranks = Ranks(GlooGroup(process_group, timeout_seconds))
         opened: list[Stream] = []
 
         def open_stream() -> bytes:
@@ -106,23 +91,28 @@ class ShardedPublisher(Unique):
             return b""
 
         try:
-            self._ranks.together(open_stream)
+            ranks.together(open_stream)
         except BaseException:
-            self._ranks.close()
+            ranks.close()
             raise
         self._stream = opened[0]
-        self._codec = codec
-        self._shard_bytes = shard_bytes
-        self._selectable = selectable
-        self._threads = threads
         self._listener = on_event
+        self._threads = threads
         self._serial = SerialThread("ShardedPublisher")
-        self._head_of_all = Head(self._stream, signer, anchor_ratio)
-        self._baseline: Baseline | None = None
-        self._pending: Draft | None = None
-        self._told: tuple[list[bytes], list[list[Held]]] | None = None
-        self._layout: tuple[object, Layout] | None = None
-        self._untold: list[Event] = []
+        self._submissions: Submissions[Order] = Submissions(self._serial, together=True)
+        self._calls = 0
+        self._rank = RankPublisher(
+            self._stream,
+            ranks,
+            codec=codec,
+            anchor_ratio=anchor_ratio,
+            shard_bytes=shard_bytes,
+            folds=folds,
+            selectable=selectable,
+            signer=signer,
+            threads=threads,
+            listener=on_event,
+        )
 
     def publish(
         self,
@@ -143,9 +133,43 @@ class ShardedPublisher(Unique):
         patch. Raises what `Publisher.publish` raises, StateMismatch where the ranks do not have each element once, and
         RankLost.
         """
-        with failures_to(self._listener, self._stream.name, "publish"):
-            order = Order.of(source, metadata, dtype, anchor)
-            return self._serial.run(lambda: self._publish(order, PhaseTimer()))
+        with self._call() as number, failures_to(self._listener, self._stream.name, "publish"):
+            order = Order.of(source, metadata, dtype, anchor).awaited()
+            return self._serial.run(lambda: self._rank.publish(order, number=number))
+
+    def submit(
+        self,
+        source: Mapping[str, Any],
+        *,
+        metadata: Metadata | None = None,
+        dtype: str | None = None,
+        anchor: bool = False,
+        replace: bool = False,
+    ) -> Submission:
+        """Takes a copy of this rank's part of a state and returns; the ranks commit the version behind the caller's
+        work, as `publish` does it. All ranks call this, in the same order as `publish`.
+
+        ``source``, ``metadata``, ``dtype`` and ``anchor`` are those of `publish`. What this copies, waits for, and
+        needs is that of `Publisher.submit`, each rank for its own part. A version that one rank cancels, or gives up to
+        ``replace`` it, is cancelled on all. An error is in the `Submission` of every rank, and a `CallFailed`; if
+        nobody has asked for it, `wait` and `close` raise it.
+        """
+        began = time.perf_counter()
+        blocked = 0.0
+
+        def take(spare: Order | None) -> Order:
+            nonlocal blocked
+            taken = Order.of(source, metadata, dtype, anchor).taken(spare, self._threads)
+            blocked = time.perf_counter() - began
+            return taken
+
+        def publish(number: int, taken: Order | None, submission: Submission) -> tuple[Published, Order | None]:
+            order = taken or Order(None, {}, anchor)
+            with failures_to(self._listener, self._stream.name, "publish"):
+                return self._rank.publish(order, number=number, submission=submission, blocked_seconds=blocked), taken
+
+        with self._call() as number:
+            return self._submissions.submit(take, partial(publish, number), replace)
 
     def head(self) -> Manifest | None:
         """The newest committed version that can be read and trusted, None while there is none. Each rank may ask for
@@ -157,10 +181,17 @@ class ShardedPublisher(Unique):
         """The identity of the stream, 32 hexadecimal digits, for subscribers to pin; None before the first publish."""
         return self._stream.identity
 
+    def wait(self) -> None:
+        """Waits until what was submitted is published, and the background folds are stored."""
+        self._serial.run(self._rank.make_folds)
+        self._submissions.raise_unasked()
+
     def close(self) -> None:
-        """Releases the baseline and the ranks' group. What is committed stays; a version that is not settled is left to
-        the next publisher. May be called twice."""
-        self._serial.run(self._forget)
+        """Waits for what was submitted and for the background folds, and releases the baseline and the ranks' group.
+        What is committed stays; a version that is not settled is left to the next publisher. May be called twice."""
+        self._serial.run(self._rank.forget)
+        self._submissions.forget()
+        self._submissions.raise_unasked()
 
     def __enter__(self) -> Self:
         return self
@@ -168,7 +199,11 @@ class ShardedPublisher(Unique):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except PulseError:
+            if error is None:  # an error that is on its way out is not hidden by one that came before it
+                raise
 
     def _head(self) -> Manifest | None:
         found = self._stream.newest()
@@ -179,198 +214,20 @@ class ShardedPublisher(Unique):
     def _refused(self, version: int, error: PulseError) -> None:
         self._tell(PathFailed(self._stream.name, f"version {version}", str(error), error.kind))
 
-    def _forget(self) -> None:
-        self._baseline, self._pending, self._told, self._layout = None, None, None, None
-        self._ranks.close()
-
-    # -- in the order of a publish
-
-    def _publish(self, order: Order, timer: PhaseTimer) -> Published:
-        try:
-            manifest, draft = self._commit_together(order, timer)
-        except BaseException as error:
-            if error is not self._ranks.common_error:
-                # The others do not know of it: none of them may mistake its next step for theirs.
-                self._baseline, self._pending = None, None
-                self._ranks.close()
-            raise
-        finally:
-            self._tell_what_waited()  # a listener that fails must not part the ranks
-        return self._published(manifest, draft, timer)
-
-    def _commit_together(self, order: Order, timer: PhaseTimer) -> tuple[Manifest, Draft]:
-        local = self._meet(order)
-        for _ in range(_MAX_STALE_COMMITS):
-            self._follow(self._ranks.on_first(self._head_of_all.settle))
-            found = self._resume()
-            timer.end("resume")
-            built = self._take_up(local, found, timer) or self._build(local, found, timer)
-            manifest = self._store_and_commit(order, built, timer)
-            if manifest:
-                return manifest, built.draft
-        came = f"{_MAX_STALE_COMMITS} commits of older publishers came between"
-        raise self._ranks.known_to_all(PublisherConflict(came))
-
-    def _meet(self, order: Order) -> LocalState:
-        """This rank's part of the state. The ranks tell each other what they have, if that is not as it was."""
-        made: list[LocalState] = []
-        messages: list[bytes] = []
-
-        def tell() -> bytes:
-            made.append(order.local())
-            messages.append(to_message(made[0].held))
-            at = self._baseline
-            return sha256(messages[0]).digest() + (f"{at.version} {at.root}" if at else "").encode()
-
-        said = self._ranks.together(tell)
-        if len({message[32:] for message in said}) > 1:
-            self._baseline = None  # one rank has lost its own
-        digests = [message[:32] for message in said]
-        if self._told is None or self._told[0] != digests:
-            everybody = self._ranks.together(lambda: messages[0])
-            self._told = digests, [from_message(message) for message in everybody]
-        return made[0]
-
-    def _resume(self) -> Found:
-        """What the head is. The baseline goes unless it is that."""
-        version = self._baseline.version if self._baseline else None
-        found = Found.from_message(self._ranks.on_first(lambda: self._head_of_all.find(version).to_message()))
-        if not found.keep:
-            self._baseline = None
-        if found.lost is not None:
-            self._resumed(found.lost, "anchored", "the store no longer holds it")
-        return found
-
-    def _build(self, local: LocalState, found: Found, timer: PhaseTimer) -> Built:
-        layout, reason = self._layout_of(found), ""
-        if self._baseline and (reason := difference(self._baseline.layout, layout)):
-            self._baseline = None  # before another is made
-        made: list[Draft] = []
-
-        def build() -> bytes:
-            total = sum(segment.nbytes for segment in layout.segments(self._ranks.rank))
-            draft = make_draft(
-                layout,
-                self._ranks,
-                local,
-                self._baseline,
-                reason,
-                codec=self._codec,
-                threads=self._threads,
-                progress=progress_to(self._listener, "diff", total),
-            )
-            made.append(draft)
-            return b""
-
-        self._ranks.together(build)
-        patch_bytes = hash_the_rest(made[0], self._ranks, self._threads)
-        with self._ranks.alone_together():
-            tree = gather_tree(layout, self._ranks, made[0].leaves)
-        root = self._ranks.on_first(lambda: tree.root.encode() if tree else b"").decode()
-        timer.end("build")
-        return Built(made[0], root, tree, patch_bytes)
-
-    def _take_up(self, local: LocalState, found: Found, timer: PhaseTimer) -> Built | None:
-        """Makes the head the baseline, where there is one and the ranks have another or none; then the version after
-        it. None if that has to be an anchor."""
-        if found.version is None:
-            return None
-        built = self._build(local, found, timer)
-        how, reason = "matched", ""
-        if built.root == found.root:
-            self._baseline = built.draft.take_effect(found.version, found.root)
-        else:
-            layout = built.draft.layout
-            del built  # before another state is restored
-            restored = restore_baseline(
-                self._stream, self._head_of_all, self._ranks, layout, found.version, found.root, threads=self._threads
-            )
-            how, reason = "restored", restored if isinstance(restored, str) else ""
-            self._baseline = None if isinstance(restored, str) else restored
-        self._resumed(found.version, "anchored" if reason else how, reason)
-        timer.end("resume")
-        return None if reason else self._build(local, Found(keep=True), timer)
-
-    def _layout_of(self, found: Found) -> Layout:
-        """Of what all ranks have told; the same on all."""
-        assert self._told is not None
-        known = frozenset(found.names)
-        if self._baseline:
-            known = frozenset(spec.name for spec in self._baseline.layout.specs)
-        key = tuple(self._told[0]), known
-        if self._layout is None or self._layout[0] != key:
-            told, made = self._told[1], list[Layout]()
-
-            def make() -> bytes:
-                made.append(make_layout(told, known))
-                return b""
-
-            self._ranks.together(make)
-            self._layout = key, made[0]
-        return self._layout[1]
-
-    def _store_and_commit(self, order: Order, built: Built, timer: PhaseTimer) -> Manifest | None:
-        """None if the version's number is taken."""
-        draft, layout, base = built.draft, built.draft.layout, built.draft.base
-
-        def decide() -> bytes:
-            due = self._head_of_all.needs_anchor(built.patch_bytes, layout.nbytes)
-            with_anchor = base is None or order.anchor or due
-            if self._selectable and built.tree:
-                put_trees(self._stream, built.tree, leaves=with_anchor)
-            return b"anchor" if with_anchor else b""
-
-        with_anchor = bool(self._ranks.on_first(decide))
-
-        def put() -> bytes:
-            return store(
-                self._stream,
-                draft,
-                built.root,
-                self._ranks.rank,
-                with_anchor=with_anchor,
-                shard_bytes=self._shard_bytes,
-                threads=self._threads,
-            ).to_message()
-
-        stored = [Stored.from_message(message) for message in self._ranks.together(put)]
-        timer.end("upload")
-
-        def commit() -> bytes:
-            content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, any(s.sliced for s in stored))
-            made = uploaded(stored, (base.version, base.root) if base else None)
-            return self._head_of_all.commit(content, made, order.metadata)
-
-        self._pending = draft
-        manifest = self._follow(self._ranks.on_first(commit))
-        timer.end("commit")
-        return manifest
-
-    def _follow(self, said: bytes) -> Manifest | None:
-        """Moves the baseline to the pending version, if rank 0 has committed it; else gives that up."""
-        pending, self._pending = self._pending, None
-        if not said or pending is None:
-            return None
-        version = int(json.loads(said)["version"])
-        manifest = manifests.parse(said, stream=self._stream.name, version=version)
-        with unstoppable():
-            self._baseline = None  # should this be interrupted by an error
-            self._baseline = pending.take_effect(manifest.version, manifest.root)
-        self._stream.identity = manifest.identity
-        return manifest
-
-    def _resumed(self, version: int, how: str, reason: str) -> None:
-        self._untold.append(Resumed(self._stream.name, version, how, reason))
-
-    def _tell_what_waited(self) -> None:
-        while self._untold:
-            self._tell(self._untold.pop(0))
-
     def _tell(self, event: Event) -> None:
         if self._listener:
             self._listener(event)
 
-    def _published(self, manifest: Manifest, draft: Draft, timer: PhaseTimer) -> Published:
-        published = published_as(manifest, timer, draft.reason)
-        self._tell(published)
-        return published
+    @contextmanager
+    def _call(self) -> Iterator[int]:
+        """The number of a call that all ranks make. What it has made due is folded behind the caller's work, or, where
+        that cannot be, as from within a listener, by the next call."""
+        self._calls += 1
+        try:
+            yield self._calls
+        except ConcurrentUse:
+            self._calls -= 1
+            raise
+        finally:
+            with suppress(PulseError):
+                self._serial.post(self._rank.make_folds)

@@ -3,60 +3,50 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 
 from ... import errors
 from ..._util.serial import unstoppable
 from ..._util.threads import checkpoint
-from ...errors import InputError, PulseError, RankLost, StreamError
+from ...errors import PulseError, RankLost, StreamError
 
 R = TypeVar("R")
 Bytes = npt.NDArray[np.uint8]
 
 
+class Group(Protocol):
+    """What carries bytes between ``size`` ranks, of which this is number ``rank``. A rank that is gone, or stalls, is
+    RankLost to all that wait for it."""
+
+    size: int
+    rank: int
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, which have one length, in the order of the ranks."""
+
+    def exchange(self, sent: Mapping[int, Bytes], received: Mapping[int, Bytes]) -> None:
+        """Sends arrays to other ranks, and fills those that other ranks send."""
+
+    def close(self) -> None:
+        """Gives the group up. Safe after a failure, and safe to repeat."""
+
+
 class Ranks:
-    """This rank's side of the ``size`` ranks of ``group`` (None: all); a single one if torch.distributed is not
-    initialised.
+    """This rank's side of the ranks of a ``group``. Once one of them is lost, every call raises RankLost."""
 
-    It makes a gloo group of its own, whatever the caller's backend is: what is sent is in host memory, and does not mix
-    with the caller's collectives. No call waits for another rank for longer than ``timeout_seconds``: one that died, or
-    stalls, raises RankLost on the others. Making it is a collective of the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
-        self.size, self.rank = 1, 0
+    def __init__(self, group: Group) -> None:
+        self.size, self.rank = group.size, group.rank
         self.common_error: BaseException | None = None
         """The last error that all ranks know of."""
+        self._group = group
         self._step = 0
-        self._timeout_seconds = timeout_seconds
         self._given_up = ""
-        self._group: dist.ProcessGroup | None = None
-        if not (dist.is_available() and dist.is_initialized()):
-            if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise InputError(
-                    "there are several ranks, but torch.distributed is not initialised",
-                    hint="Call torch.distributed.init_process_group() first.",
-                )
-            return
-        if group is not None and dist.get_rank(group) < 0:
-            raise InputError("this process is not in the group", hint="Make a ShardedPublisher on its ranks only.")
-        members = None if group is None else dist.get_process_group_ranks(group)
-        self._group = self._guard(
-            lambda: dist.new_group(
-                members, timedelta(seconds=timeout_seconds), "gloo", use_local_synchronization=members is not None
-            )
-        )
-        self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
 
     def together(self, work: Callable[[], bytes]) -> list[bytes]:
         """What ``work()`` returns on each rank, in their order. Where it fails on one, all raise: the others the same
@@ -96,20 +86,9 @@ class Ranks:
         received = {rank: np.empty(length, np.uint8) for rank, length in lengths.items() if rank != self.rank}
         if self.rank in lengths:
             received[self.rank] = sent[self.rank]
-
-        def exchange() -> None:
-            works: list[Any] = []
-            for rank, array in sent.items():
-                if rank != self.rank and len(array):
-                    data = torch.from_numpy(array if array.flags.writeable else array.copy())
-                    works.append(dist.isend(data, self._global(rank), self._group))
-            for rank, array in received.items():
-                if rank != self.rank and len(array):
-                    works.append(dist.irecv(torch.from_numpy(array), self._global(rank), self._group))
-            for work in works:
-                work.wait()
-
-        self._guard(exchange)
+        coming = {rank: array for rank, array in received.items() if rank != self.rank and len(array)}
+        going = {rank: array for rank, array in sent.items() if rank != self.rank and len(array)}
+        self._guard(lambda: self._group.exchange(going, coming))
         return received
 
     @contextmanager
@@ -125,42 +104,31 @@ class Ranks:
 
     def close(self) -> None:
         """Gives the group up. Safe after a failure."""
-        group, self._group = self._group, None
         if self.size > 1:
             self._given_up = "the ranks have parted: this one was closed"
-        if group is not None and dist.is_initialized():
-            with suppress(ValueError, RuntimeError):
-                dist.destroy_process_group(group)
+        self._group.close()
 
     def _all_gather(self, message: bytes) -> list[bytes]:
         self._step += 1
-        heads = [struct.unpack("<QQ", m) for m in self._all_gather_equal(struct.pack("<QQ", self._step, len(message)))]
+        heads = [struct.unpack("<QQ", m) for m in self._equal(struct.pack("<QQ", self._step, len(message)))]
         if any(step != self._step for step, _ in heads):
             self._given_up = "the ranks have parted: they are at different steps"
             raise RankLost(self._given_up)
         lengths = [length for _, length in heads]
-        padded = self._all_gather_equal(message.ljust(max(lengths), b"\0"))
+        padded = self._equal(message.ljust(max(lengths), b"\0"))
         return [m[:length] for m, length in zip(padded, lengths, strict=True)]
 
-    def _all_gather_equal(self, message: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        out = [torch.empty_like(own) for _ in range(self.size)]
-        self._guard(lambda: dist.all_gather(out, own, group=self._group))
-        return [piece.numpy().tobytes() for piece in out]
-
-    def _global(self, rank: int) -> int:
-        assert self._group is not None
-        return dist.get_global_rank(self._group, rank)
+    def _equal(self, message: bytes) -> list[bytes]:
+        return self._guard(lambda: self._group.all_gather(message))
 
     def _guard(self, call: Callable[[], R]) -> R:
-        """torch.distributed raises RuntimeErrors of many kinds when a peer is gone; all of them mean one thing here."""
         if self._given_up:
             raise RankLost(self._given_up)
         try:
             return call()
-        except RuntimeError as error:
+        except RankLost:
             self._given_up = "the ranks have parted: one was lost"
-            raise RankLost(f"a rank died or stalled for {self._timeout_seconds:g} s: {error}") from error
+            raise
 
 
 def _told(error: BaseException) -> bytes:

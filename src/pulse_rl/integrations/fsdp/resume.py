@@ -11,9 +11,10 @@ from ...sync.route import BROKEN_LINK
 from ...sync.slices import restore_slices
 from .draft import Baseline, all_inner_leaves
 from .head import Head, links_of_message
-from .layout import Layout, shared_leaves
+from .layout import Layout
 from .leaves import gather_tree, hash_shared
 from .ranks import Ranks
+from .windows import cut_slices
 
 _FINE = b"+"
 
@@ -30,7 +31,9 @@ def restore_baseline(
 
     def restore() -> bytes:
         state = restore_slices(stream, links, layout.specs, layout.segments(ranks.rank), threads=threads)
-        made.append(Baseline(version, root, layout, state, all_inner_leaves(state, layout, threads)))
+        blocks = cut_slices(layout.specs, state.segments)
+        leaves = all_inner_leaves(blocks, state, threads)
+        made.append(Baseline(version, root, layout, blocks, state, leaves))
         return b""
 
     for message in ranks.together(lambda: _or_reason(restore)):
@@ -42,7 +45,7 @@ def restore_baseline(
         return baseline.state.read(*segment.place)
 
     with ranks.alone_together():
-        leaves = baseline.leaves | hash_shared(shared_leaves(layout), ranks, elements, threads)
+        leaves = baseline.leaves | hash_shared(list(layout.shared.values()), ranks, elements, threads)
         tree = gather_tree(layout, ranks, leaves)
     if ranks.on_first(lambda: tree.root.encode() if tree else b"").decode() != root:
         return "what was restored has another root"

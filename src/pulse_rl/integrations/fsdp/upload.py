@@ -52,7 +52,7 @@ def store(
         header = draft.header(root, whole=sole == rank)
         sliced = not isinstance(header, PatchHeader)
         chunks = (header.to_bytes(), *(encoded.payload for encoded in draft.coded))
-        payload = Payload(_digest(chunks), sum(map(len, chunks)))
+        payload = Payload(digest_of(chunks), sum(map(len, chunks)))
         stream.put_payload(payload, PATCH, chunks)
         parts.append(payload)
     shards = []
@@ -107,7 +107,8 @@ def _chunks(draft: Draft, group: tuple[Segment, ...]) -> Iterator[bytes | memory
                 yield draft.elements(run).view(np.uint8).data
 
 
-def _digest(chunks: Sequence[bytes]) -> str:
+def digest_of(chunks: Sequence[bytes]) -> str:
+    """The SHA-256 of the chunks one after another, 64 hexadecimal digits."""
     running = sha256()
     for chunk in chunks:
         running.update(chunk)
