@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import codec
-from pulse_rl._native import Malformed, history_decode, history_merged, history_records, use_vectors
+from pulse_rl._native import history_merged, history_records
 from pulse_rl.codec import Layout, Past, Run
 from pulse_rl.codec.base import element_kind
 from pulse_rl.errors import CorruptPatch
@@ -287,7 +287,9 @@ def test_random_payloads(name: str) -> None:
     assert refused > 300
 
 
-@pytest.mark.parametrize("head", [(9, 0, 0, 0), (4, 0, 0, 0), (1, 8, 0, 0), (1, 0, 0, 63), (1, 0, 250, 6), (1, 0, 0, 255)])
+@pytest.mark.parametrize(
+    "head", [(9, 0, 0, 0), (4, 0, 0, 0), (1, 8, 0, 0), (1, 0, 0, 63), (1, 0, 250, 6), (1, 0, 0, 255)]
+)
 def test_heads_that_cannot_be(head: tuple[int, ...]) -> None:
     """More stretches than there are; a boost, a number of classes or a class out of range."""
     block, payload = coded_block("BF16")

@@ -1,7 +1,7 @@
 """The history codec in plain, slow Python, written from docs/format.md, section 3.10: the oracle of the native kernels.
 
-A stretch is a dict from positions to net steps. `encode` chooses nothing by itself: it is given `Choices`, which `decode`
-finds in a payload.
+A stretch is a dict from positions to net steps. `encode` chooses nothing by itself: it is given `Choices`, which
+`decode` finds in a payload.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from tests.support.context_oracle import (
     ABSENT,
-    S,
     Bit,
     Kind,
     Reader,
+    S,
     Waiting,
     Writer,
     code_levels,

@@ -92,7 +92,9 @@ class PatchHeader:
 
     def _check_history(self, spans: Sequence[int]) -> None:
         if not 0 < len(spans) <= MAX_STRETCHES or not all(0 < span <= MAX_SPAN for span in spans):
-            raise InputError(f"a history has 1 to {MAX_STRETCHES} stretches of 1 to {MAX_SPAN} versions, not {[*spans]}")
+            raise InputError(
+                f"a history has 1 to {MAX_STRETCHES} stretches of 1 to {MAX_SPAN} versions, not {[*spans]}"
+            )
         if self.block_elements != DEFAULT_BLOCK_ELEMENTS:
             raise InputError(f"a patch with a history has blocks of {DEFAULT_BLOCK_ELEMENTS} elements")
 
