@@ -12,8 +12,8 @@ from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..stream.manifest import Manifest
 from .host_state import HostState
-from .remember import remembered
 from .mode import ModeSelector
+from .remember import remembered
 
 
 @dataclass(frozen=True, slots=True)
