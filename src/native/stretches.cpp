@@ -206,6 +206,7 @@ Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
         if (stretch.span > 1) longer = later + int(stretch.span) / 2;
         transitions.emplace_back(int(stretch.span), later, longer);
     }
+    most = size_t(std::min<uint64_t>(most, elements));
     Remembered remembered;
     remembered.positions.reset(new uint32_t[most]);
     remembered.states.reset(new State[most]);
