@@ -138,7 +138,7 @@ docs: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror src/native/*.cpp src/native/*.h tests/fuzz/*.cpp
+	$(BIN)/clang-format --dry-run --Werror src/native/*.cpp src/native/*.h tests/fuzz/*.cpp tests/fuzz/*.h
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/zizmor --quiet --offline .github
 
@@ -218,13 +218,14 @@ mutants: $(VENV)/.ready
 
 # Fuzzes the native codecs under the address and undefined-behaviour sanitizers, each for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60
-fuzz: build/fuzz_context build/fuzz_entries build/fuzz_rans build/fuzz_sha256
+fuzz: build/fuzz_context build/fuzz_entries build/fuzz_history build/fuzz_rans build/fuzz_sha256
 	./build/fuzz_context $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_entries $(FUZZ_SECONDS) $(SEED)
+	./build/fuzz_history $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_rans $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_sha256 $(FUZZ_SECONDS) $(SEED)
 
-build/fuzz_%: tests/fuzz/%.cpp $(wildcard src/native/*.cpp src/native/*.h)
+build/fuzz_%: tests/fuzz/%.cpp tests/fuzz/harness.h $(wildcard src/native/*.cpp src/native/*.h)
 	mkdir -p build
 	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off \
 	  -DPULSE_NO_CLONES $< $(filter-out src/native/module%, $(wildcard src/native/*.cpp)) -o $@

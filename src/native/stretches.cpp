@@ -124,7 +124,7 @@ public:
             const int net = int8_t(step), size = std::abs(net), each = std::max(1, (2 * size + span) / (2 * span));
             const int vigour = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
             const int group = span > 1 ? group_of(kAges - 1, vigour, false) : 0;
-            given_[size_t(step)] = uint16_t(group | (net < 0 ? -each : each) << 8);
+            given_[size_t(step)] = uint16_t(group | uint8_t(net < 0 ? -each : each) << 8);
             row_[size_t(step)] = uint8_t(size > 1 ? 2 : 0);
         }
     }
@@ -206,6 +206,7 @@ Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
         if (stretch.span > 1) longer = later + int(stretch.span) / 2;
         transitions.emplace_back(int(stretch.span), later, longer);
     }
+    most = size_t(std::min<uint64_t>(most, elements));
     Remembered remembered;
     remembered.positions.reset(new uint32_t[most]);
     remembered.states.reset(new State[most]);

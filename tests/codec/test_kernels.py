@@ -13,6 +13,10 @@ from pulse_rl._native import (
     context_decode,
     context_encode,
     gather,
+    history_decode,
+    history_encode,
+    history_merged,
+    history_records,
     outer_step,
     round_values,
     scan,
@@ -33,11 +37,23 @@ def payload_of(old: Array) -> Array:
     return np.frombuffer(context_encode(old[:8].copy(), new, 1, *KIND)[0], np.uint8)
 
 
+def history_payload_of(old: Array) -> Array:
+    new = old[:8].copy()
+    new[0] += 1
+    return np.frombuffer(history_encode(PAST, old[:8].copy(), new, 1, *KIND)[0], np.uint8)
+
+
 KIND = (0, 0, False, [(8, 8, 0)])
+PAST = [(np.uint8([0, 0, 1]), 1)]
 CALLS: dict[str, Callable[[Array, Array, int], Any]] = {
     "context_encode, old": lambda x, good, w: context_encode(x, good, w, *KIND),
     "context_encode, new": lambda x, good, w: context_encode(good, x, w, *KIND),
     "context_decode, old": lambda x, good, w: context_decode(payload_of(good), x, w, *KIND),
+    "history_encode, old": lambda x, good, w: history_encode(PAST, x, good, w, *KIND),
+    "history_encode, new": lambda x, good, w: history_encode(PAST, good, x, w, *KIND),
+    "history_decode, old": lambda x, good, w: history_decode(PAST, history_payload_of(good), x, w, *KIND),
+    "history_records, old": lambda x, good, w: history_records(POSITIONS, x[: 2 * w], good[: 2 * w], w, False),
+    "history_records, new": lambda x, good, w: history_records(POSITIONS, good[: 2 * w], x[: 2 * w], w, False),
     "scan, old": lambda x, good, w: scan(x, good, w),
     "scan, new": lambda x, good, w: scan(good, x, w),
     "gather, elements": lambda x, good, w: gather(x, w, POSITIONS, 0),
@@ -47,7 +63,7 @@ CALLS: dict[str, Callable[[Array, Array, int], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("call", "width"), [(c, w) for c in CALLS for w in (2, 4, 8) if w < 8 or not c.startswith("context")]
+    ("call", "width"), [(c, w) for c in CALLS for w in (2, 4, 8) if w < 8 or not c.startswith(("context", "history"))]
 )
 def test_elements_at_odd_addresses_are_refused(call: str, width: int) -> None:
     good = elements(width)
@@ -90,6 +106,54 @@ def test_a_part_of_an_element_is_refused(width: int) -> None:
         assert not old.any()
     with pytest.raises(ValueError, match="old is no whole number"):
         context_encode(np.zeros(3, np.uint8), np.zeros(3, np.uint8), 2, 0, 0, False, [(1, 1, 0)])
+    with pytest.raises(ValueError, match="old is no whole number"):
+        history_encode(PAST, np.zeros(3, np.uint8), np.zeros(3, np.uint8), 2, 0, 0, False, [(1, 1, 0)])
+
+
+@pytest.mark.parametrize(
+    ("past", "words"),
+    [
+        ([(np.zeros(2, np.uint8), 1)], "three bytes"),
+        ([PAST[0], (np.zeros(4, np.uint8), 1)], "three bytes"),
+        ([(np.zeros(3, np.uint8), 0)], "span is out of range"),
+        ([(np.zeros(3, np.uint8), (1 << 20) + 1)], "span is out of range"),
+        (PAST * 257, "too many stretches"),
+    ],
+)
+def test_stretches_out_of_range_are_refused(past: list[tuple[Array, int]], words: str) -> None:
+    eight = elements(1)
+    for call in (
+        lambda: history_encode(past, eight, eight, 1, *KIND),
+        lambda: history_decode(past, history_payload_of(eight), eight, 1, *KIND),
+        lambda: history_merged(past, 8),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_records_and_runs_out_of_range_are_refused() -> None:
+    two = np.zeros(2, np.uint8)
+    for positions in ([2, 2], [2, 0]):
+        with pytest.raises(ValueError, match="do not ascend"):
+            history_records(np.uint32(positions), two, two, 1, False)
+    with pytest.raises(ValueError, match="positions is not aligned"):
+        history_records(misaligned(POSITIONS), two, two, 1, False)
+    with pytest.raises(ValueError, match="too many elements"):
+        history_merged(PAST, (1 << 24) + 1)
+    payload = history_payload_of(elements(1))
+    for call in (
+        lambda *kind: history_encode(PAST, elements(1), elements(1), *kind),
+        lambda *kind: history_decode(PAST, payload, elements(1), *kind),
+    ):
+        for kind in ((1, 32, 0), (1, -1, 0), (1, 0, 256)):
+            with pytest.raises(ValueError, match="out of range"):
+                call(*kind, False, [(8, 8, 0)])
+        for runs in ([], [(7, 7, 0)], [(9, 9, 0)]):
+            with pytest.raises(ValueError, match="do not cover"):
+                call(1, 0, 0, False, runs)
+        for run in ((8, 0, 0), (8, 8, 8), (8, (1 << 48) + 1, 0)):
+            with pytest.raises(ValueError, match="run is out of range"):
+                call(1, 0, 0, False, [run])
 
 
 def test_positions_are_aligned_and_inside() -> None:
@@ -116,6 +180,9 @@ def test_arrays_of_unequal_length_are_refused() -> None:
     for call in (
         lambda: scan(two, three, 2),
         lambda: context_encode(two, three, 2, 0, 0, False, [(2, 2, 0)]),
+        lambda: history_encode(PAST, two, three, 2, 0, 0, False, [(2, 2, 0)]),
+        lambda: history_records(POSITIONS, two, three, 2, False),
+        lambda: history_records(POSITIONS, three, three, 2, False),
         lambda: scatter(three, 2, POSITIONS, 0, three),
     ):
         with pytest.raises(ValueError, match="differ"):
@@ -135,6 +202,8 @@ def test_an_array_is_never_converted() -> None:
         lambda: outer_step(floats[::2], four, four, 2, 0.7, 0.9),
         lambda: gather(raw, 1, np.int64([0]), 0),
         lambda: scan(raw[::2], raw[::2], 1),
+        lambda: history_records(one, raw[::2], raw[::2], 1, False),
+        lambda: history_encode(PAST, raw[::2], raw[::2], 1, *KIND),
     ]
     for call in calls:
         with pytest.raises(TypeError, match="incompatible"):

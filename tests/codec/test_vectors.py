@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from pulse_rl import codec
-from pulse_rl._native import scan, use_vectors
+from pulse_rl._native import history_records, scan, use_vectors
 from pulse_rl.codec import Layout, Run
+from pulse_rl.codec.base import element_kind
 from pulse_rl.state.tensors import DTYPES, UIntArray
 
 
@@ -53,22 +55,26 @@ def elements_of(rng: np.random.Generator, dtype: str, count: int, classes: str) 
     width = DTYPES[dtype].width
     if classes == "all":
         return rng.integers(0, 256, count * width, np.uint8).view(f"<u{width}")
-    weights = (rng.standard_normal(count) * 0.02).astype(np.float32).view(np.uint32)
-    return weights if width == 4 else (weights >> 16).astype(np.uint16)
+    weights = (rng.standard_normal(count) * 0.02).astype(np.float32)
+    if dtype.startswith("F8"):  # an FP8 element is the upper byte of an FP16 one, with an exponent that fits
+        return ((weights * 50).astype(np.float16).view(np.uint16) >> 8).astype(np.uint8)
+    bits = weights.view(np.uint32)
+    return bits if width == 4 else (bits >> (16 if width == 2 else 24)).astype(f"<u{width}")
+
+
+RUNS = (Run(5, 5, 0), Run(9000, 3000, 7), Run(777, 10, 3), Run(30_011, 30_011, 0))
+ELEMENTS = sum(run.elements for run in RUNS)
 
 
 @pytest.mark.parametrize("classes", ["few", "all"])
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "I32", "U16"])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "I32", "U16", "F8_E4M3", "F8_E5M2", "I8"])
 @pytest.mark.parametrize("density", [1e-4, 0.003, 0.05, 0.7])
 def test_payloads(dtype: str, density: float, classes: str, rng: np.random.Generator) -> None:
     """Runs that end inside the eights and the 64s of the vectors, rows that are shorter than both, and long ones."""
-    runs = tuple(
-        Run(n, row, phase) for n, row, phase in ((5, 5, 0), (9000, 3000, 7), (777, 10, 3), (30_011, 30_011, 0))
-    )
-    old = elements_of(rng, dtype, sum(run.elements for run in runs), classes)
+    old = elements_of(rng, dtype, ELEMENTS, classes)
     new = old + (rng.random(len(old)) < density).astype(old.dtype)
     new[-1] += 1
-    layout, context = Layout(DTYPES[dtype], runs), codec.by_name("context")
+    layout, context = Layout(DTYPES[dtype], RUNS), codec.by_name("context")
     payloads = []
     for use in (False, True):
         use_vectors(use)
@@ -79,3 +85,31 @@ def test_payloads(dtype: str, density: float, classes: str, rng: np.random.Gener
         changes = context.decode(memoryview(payloads[0][0]), old, layout)
         np.testing.assert_array_equal(changes.positions, np.flatnonzero(old != new))
         np.testing.assert_array_equal(changes.values, new[changes.positions])
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "I32", "U16", "F8_E4M3", "I8"])
+@pytest.mark.parametrize("density", [0.003, 0.05, 0.5])
+def test_payloads_with_a_past(dtype: str, density: float, rng: np.random.Generator) -> None:
+    """Elements that are remembered weigh what their group and class say, all others what their class does."""
+    width, _, _, floating = element_kind(DTYPES[dtype])
+    start = elements_of(rng, dtype, ELEMENTS, "few")
+    mobile = rng.random(ELEMENTS) < density
+    states = [start]
+    for _ in range(4):
+        states.append(states[-1] + (mobile & (rng.random(ELEMENTS) < 0.6)).astype(start.dtype))
+    past = []
+    for before, after in pairwise(states[:4]):
+        at = np.flatnonzero(before != after).astype(np.uint32)
+        past.append((history_records(at, before[at].view(np.uint8), after[at].view(np.uint8), width, floating), 1))
+    layout, history = Layout(DTYPES[dtype], RUNS, tuple(past)), codec.by_name("history")
+    encoded = []
+    for use in (False, True):
+        use_vectors(use)
+        encoded.append(history.encode(states[3], states[4], layout))
+    assert encoded[0] is not None
+    assert encoded[0] == encoded[1]
+    for use in (False, True):
+        use_vectors(use)
+        changes = history.decode(memoryview(encoded[0][0]), states[3], layout)
+        np.testing.assert_array_equal(changes.positions, np.flatnonzero(states[3] != states[4]))
+        np.testing.assert_array_equal(changes.values, states[4][changes.positions])

@@ -6,19 +6,14 @@
 // checks that the entries come back whole on both wires, and then feeds the decoder damaged, truncated, extended and
 // random payloads: each must end in Malformed or in finite entries that are in range and in order. Prints counts; any
 // finding aborts with the seed of the round.
-#include <chrono>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <random>
-
 #include "../../src/native/entries.h"
+
 #include "../../src/native/gate.h"
 #include "../../src/native/outer_step.h"
+#include "harness.h"
 
+using namespace fuzz;
 using namespace pulse;
-using Random = std::mt19937_64;
 
 namespace {
 
@@ -26,13 +21,6 @@ constexpr Rounding kRoundings[] = {
     {7, 1, 0x7F7F0000, 0x7F800000},   {10, 113, 0x477FE000, 0x7F800000}, {3, 121, 0x43E00000, 0x43E00000},
     {2, 113, 0x47600000, 0x7F800000}, {1, 1, 0x7F000000, 0x7F800000},    {22, 254, 0x7F7FFFFE, 0x7F800000},
 };
-
-uint64_t below(Random& r, uint64_t n) { return n ? r() % n : 0; }
-
-void fail(const char* what, uint64_t seed) {
-    std::fprintf(stderr, "FOUND: %s (round seed %llu)\n", what, (unsigned long long)seed);
-    std::abort();
-}
 
 bool finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
 
@@ -51,7 +39,7 @@ float number(Random& r, int kind) {
     }
 }
 
-struct Block {
+struct Parameters {
     Rounding rounding;
     std::vector<Run> runs;
     std::vector<float> theta, momentum, now, residual;
@@ -59,13 +47,9 @@ struct Block {
     Shared shared() const { return {theta.data(), momentum.data(), rounding, runs}; }
 };
 
-Block random_block(Random& r) {
-    Block b{kRoundings[below(r, std::size(kRoundings))], {}, {}, {}, {}, {}};
-    const uint64_t most = below(r, 20) ? 1000 : 30000;
-    for (uint64_t n = 1 + below(r, 4); n; n--) {
-        const uint64_t row = 1 + below(r, below(r, 2) ? 50 : 5000);
-        b.runs.push_back({below(r, most), row, below(r, row)});
-    }
+Parameters random_parameters(Random& r) {
+    Parameters b{
+        kRoundings[below(r, std::size(kRoundings))], random_runs(r, below(r, 20) ? 1000 : 30000), {}, {}, {}, {}};
     const int theta_kind = int(below(r, 6)), move_kind = int(below(r, 6)), size = int(below(r, 30)) - 28;
     const bool still = below(r, 4) == 0;
     for (const Run& run : b.runs) {
@@ -84,16 +68,15 @@ Block random_block(Random& r) {
     return b;
 }
 
-void check_range(const Entries& e, const Block& b, uint64_t seed) {
+void check_range(const Entries& e, const Parameters& b, uint64_t seed) {
     if (e.values.size() != e.positions.size()) fail("values and positions differ in number", seed);
-    for (size_t i = 0; i < e.positions.size(); i++) {
-        if (e.positions[i] >= b.theta.size()) fail("position out of range", seed);
-        if (i && e.positions[i] <= e.positions[i - 1]) fail("positions not ascending", seed);
-        if (!finite(e.values[i])) fail("a value that is not finite", seed);
+    check_positions(e.positions.data(), e.positions.size(), b.theta.size(), seed);
+    for (const float value : e.values) {
+        if (!finite(value)) fail("a value that is not finite", seed);
     }
 }
 
-void check_gate(const Block& b, const std::vector<float>& s, const std::vector<uint32_t>& open, uint64_t seed) {
+void check_gate(const Parameters& b, const std::vector<float>& s, const std::vector<uint32_t>& open, uint64_t seed) {
     const Rounder round(b.rounding);
     size_t k = 0;
     for (size_t i = 0; i < s.size(); i++) {
@@ -107,14 +90,12 @@ void check_gate(const Block& b, const std::vector<float>& s, const std::vector<u
 }  // namespace
 
 int main(int argc, char** argv) {
-    const double seconds = argc > 1 ? std::atof(argv[1]) : 10;
-    const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-    const auto begin = std::chrono::steady_clock::now();
-    uint64_t rounds = 0, entries = 0, bytes[2] = {}, damaged = 0, refused = 0;
-    for (uint64_t seed = first;; seed++, rounds++) {
-        if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds) break;
+    uint64_t entries = 0, bytes[2] = {}, bad_ones = 0, refused = 0;
+    Rounds rounds(argc, argv);
+    while (rounds.next()) {
+        const uint64_t seed = rounds.seed;
         Random r(seed);
-        const Block b = random_block(r);
+        const Parameters b = random_parameters(r);
         std::vector<float> s(b.theta.size());
         std::vector<uint32_t> open;
         if (!gate(b.theta.data(), b.theta.data(), b.now.data(), b.residual.data(), s.data(), s.size(), b.rounding, 0,
@@ -143,41 +124,23 @@ int main(int argc, char** argv) {
                     if (bits_of(e.values[i]) != bits_of(values[i])) fail("the values do not come back", seed);
                 }
             }
-            for (int k = 0; k < 4; k++, damaged++) {
-                std::vector<uint8_t> bad = payload;
-                switch (below(r, 4)) {
-                    case 0:
-                        for (uint64_t n = 1 + below(r, 3); n; n--)
-                            bad[below(r, bad.size())] ^= uint8_t(1 << below(r, 8));
-                        break;
-                    case 1: bad.resize(below(r, bad.size() + 1)); break;
-                    case 2:
-                        for (uint64_t n = 1 + below(r, 20); n; n--) bad.push_back(uint8_t(r()));
-                        break;
-                    default:
-                        bad.resize(below(r, 200));
-                        for (auto& x : bad) x = uint8_t(below(r, 3) ? r() : below(r, 2) * 255);
-                }
-                // A copy of exactly this size, so that the sanitizer sees a read of one byte too many.
-                uint8_t* exact = static_cast<uint8_t*>(std::malloc(bad.size() ? bad.size() : 1));
-                std::memcpy(exact, bad.data(), bad.size());
+            for (int k = 0; k < 4; k++, bad_ones++) {
+                const Exact bad(damaged(payload, r));
                 try {
-                    for (const Entries& e : decode_entries(b.shared(), {{exact, bad.size()}}, bf16))
+                    for (const Entries& e : decode_entries(b.shared(), {{bad.data(), bad.size}}, bf16)) {
                         check_range(e, b, seed);
+                    }
                 } catch (const Malformed&) {
                     refused++;
                 }
-                std::free(exact);
             }
         }
         std::vector<float> theta = b.theta, momentum = b.momentum;
         outer_step(theta.data(), momentum.data(), s.data(), s.size(), float(1 + below(r, 8)), 0.7f, 0.9f);
     }
-    std::printf(
-        "%llu blocks with %llu entries came back whole in %.3g MB and %.3g MB (FP32, BF16), %llu damaged payloads: "
-        "%llu refused, the rest in range; seeds %llu to %llu\n",
-        (unsigned long long)rounds, (unsigned long long)entries, double(bytes[0]) / 1e6, double(bytes[1]) / 1e6,
-        (unsigned long long)damaged, (unsigned long long)refused, (unsigned long long)first,
-        (unsigned long long)(first + rounds));
+    char more[100];
+    std::snprintf(more, sizeof more, " with %llu entries in %.3g MB and %.3g MB (FP32, BF16)",
+                  (unsigned long long)entries, double(bytes[0]) / 1e6, double(bytes[1]) / 1e6);
+    print_counts(rounds, more, bad_ones, refused);
     return 0;
 }

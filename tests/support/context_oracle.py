@@ -188,23 +188,30 @@ def code_levels(side: Writer | Reader, levels: list[int], first: int, count: int
         expected = min(level + 2, 44)
 
 
-def code_step(side: Writer | Reader, m: Models, cls: int, tally: int, step: int) -> int:
-    down = side.bit(m.against[min(abs(tally), 3)], int((step < 0) != (tally < 0))) != (tally < 0)
-    size = abs(step)
+def code_size(side: Writer | Reader, m: Models, cls: int, size: int) -> int:
     n = size.bit_length() - 1
     if side.bit(m.single[cls], int(n == 0)):
-        read = 1
-    else:
-        k = 1
-        while k < 31 and not side.bit(m.longer[cls + k], int(n == k)):
-            k += 1
-        read = 2 | side.bit(m.second[cls + k], (size >> max(n - 1, 0)) & 1)
-        rest = k - 1
-        while rest:
-            piece = min(rest, 16)
-            rest -= piece
-            read = read << piece | side.plain((size >> rest) & ((1 << piece) - 1), piece)
-    return -read if down else read
+        return 1
+    k = 1
+    while k < 31 and not side.bit(m.longer[cls + k], int(n == k)):
+        k += 1
+    read = 2 | side.bit(m.second[cls + k], (size >> max(n - 1, 0)) & 1)
+    return code_rest(side, size, read, k - 1)
+
+
+def code_rest(side: Writer | Reader, value: int, read: int, rest: int) -> int:
+    """The lowest ``rest`` bits of ``value``, plain, behind what was ``read``."""
+    while rest:
+        piece = min(rest, 16)
+        rest -= piece
+        read = read << piece | side.plain((value >> rest) & ((1 << piece) - 1), piece)
+    return read
+
+
+def code_step(side: Writer | Reader, m: Models, cls: int, tally: int, step: int) -> int:
+    down = side.bit(m.against[min(abs(tally), 3)], int((step < 0) != (tally < 0))) != (tally < 0)
+    size = code_size(side, m, cls, abs(step))
+    return -size if down else size
 
 
 def row_ends(runs: list[tuple[int, int, int]]) -> Iterator[int]:

@@ -91,7 +91,7 @@ def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -
         codec = by_name("zstd")
     if codec.name in ("context", "history") and _many_changes(old, new):
         codec = by_name("rans")
-    if codec.name == "history" and not layout.past:
+    if codec.name == "history" and not any(len(records) for records, _ in layout.past):
         codec = by_name("context")
     encoded = codec.encode(old, new, layout)
     if encoded is None:

@@ -86,7 +86,17 @@ class PatchHeader:
         check_block_elements(self.block_elements)
         if len(self.blocks) > MAX_BLOCKS or sum(len(s.name.encode()) for s in self.specs) > MAX_NAMES_BYTES:
             raise InputError(f"a patch holds at most {MAX_BLOCKS} blocks and {MAX_NAMES_BYTES} bytes of names")
+        if self.history:
+            self._check_history(self.history.spans)
         return closed_header(self._plain(), FORMAT_WITH_HISTORY if self.history else FORMAT)
+
+    def _check_history(self, spans: Sequence[int]) -> None:
+        if not 0 < len(spans) <= MAX_STRETCHES or not all(0 < span <= MAX_SPAN for span in spans):
+            raise InputError(
+                f"a history has 1 to {MAX_STRETCHES} stretches of 1 to {MAX_SPAN} versions, not {[*spans]}"
+            )
+        if self.block_elements != DEFAULT_BLOCK_ELEMENTS:
+            raise InputError(f"a patch with a history has blocks of {DEFAULT_BLOCK_ELEMENTS} elements")
 
     def _plain(self) -> bytes:
         out = bytearray(bytes.fromhex(self.base_root) + bytes.fromhex(self.target_root))

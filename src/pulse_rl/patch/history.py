@@ -87,9 +87,7 @@ class History:
         return History(self.stretches[-len(spans) :]) if self.spans[-len(spans) :] == tuple(spans) else None
 
     def past(self, index: int) -> Past:
-        """What is known of a block of the default cut; empty where nothing in it changed."""
-        if not any(index in stretch.records for stretch in self.stretches):
-            return ()
+        """What is known of a block of the default cut: all stretches, also where nothing in it changed."""
         return tuple((stretch.records.get(index, _NOTHING), stretch.span) for stretch in self.stretches)
 
     def then(self, stretch: Stretch) -> History:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from ..codec import MAX_BLOCK_ELEMENTS
+from ..codec import HISTORY, MAX_BLOCK_ELEMENTS
 from ..errors import CorruptPatch, InputError
 from ..state.digest import StateDigest
 from ..state.slices import Segment
@@ -134,6 +134,8 @@ def _read(reader: HeaderReader, room: Room) -> PartHeader:
         cuts.append(block)
     entries = reader.entries(cuts)
     reader.end()
+    if any(entry.codec_id == HISTORY for entry in entries):
+        raise CorruptPatch("a block of a part is coded by a history, which a part cannot name")
     return PartHeader(base, target, specs, tuple(cuts), entries)
 
 

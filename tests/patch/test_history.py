@@ -1,0 +1,365 @@
+"""Patches with a history: coded by what changed before, refused by who remembers anything else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import sha256
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from pulse_rl import Bits, CorruptPatch, DigestMismatch, InputError, State, WrongBase
+from pulse_rl.codec import HISTORY, SAME
+from pulse_rl.codec.base import element_kind
+from pulse_rl.errors import WrongHistory
+from pulse_rl.patch import BuiltPatch, Patch, apply_patch, build_patch
+from pulse_rl.patch.blocks import DEFAULT_BLOCK_ELEMENTS, cut
+from pulse_rl.patch.header import BlockEntry, PatchHeader, closed_header, format_of, open_header, parse_header
+from pulse_rl.patch.history import MAX_SPAN, MAX_STRETCHES, History, HistoryName, Stretch
+from pulse_rl.patch.parts import parse_part_header
+from pulse_rl.patch.undo import UndoLog
+from pulse_rl.state.digest import StateDigest, state_digest
+from tests.support import history_oracle as oracle
+from tests.support.context_oracle import Kind
+from tests.support.parts import part, slices_of
+from tests.support.states import Rng, Tensors, bits, snapshot, weights
+
+MIB = 1 << 20
+ROOTS = [f"{k:064x}" for k in range(9)]
+
+
+def chain(rng: Rng, versions: int) -> list[State]:
+    """Versions in which the same elements go on by a step; one tensor is of a dtype that the codec does not take, one
+    never changes."""
+    tensors: Tensors = {"a": weights(rng, 50, 200), "b": weights(rng, 700), "f": bits(rng, "F32", 4000)}
+    tensors |= {"d": bits(rng, "F64", 300), "still": bits(rng, "I8", 90)}
+    drift = {
+        name: (rng.random(t.array.shape) < 0.04) * rng.choice([-1, 1], t.array.shape) for name, t in tensors.items()
+    }
+    drift["still"][:] = 0
+    states = [State.of(tensors).copy()]
+    for _ in range(versions - 1):
+        for name, t in tensors.items():
+            goes_on = rng.random(t.array.shape) < 0.7
+            step = (drift[name] * goes_on).astype(np.int64).astype(t.array.dtype)
+            tensors[name] = Bits(t.array + step, t.dtype)
+        states.append(State.of(tensors).copy())
+    return states
+
+
+def followed(states: list[State]) -> tuple[list[BuiltPatch], History]:
+    """The patches of a chain, each with all the history before it, and the history at its end."""
+    history, patches = History(), []
+    for old, new in pairwise(states):
+        digest = state_digest(old)
+        patches.append(build_patch(old, new, digest, codec="history", history=history))
+        history = history.then(Stretch(1, digest.root, patches[-1].records))
+    return patches, history
+
+
+def digested(state: State) -> tuple[State, StateDigest]:
+    copy = state.copy()
+    return copy, state_digest(copy)
+
+
+def same_records(one: History, other: History) -> bool:
+    return one.name == other.name and all(
+        a.records.keys() == b.records.keys() and all(np.array_equal(a.records[k], b.records[k]) for k in a.records)
+        for a, b in zip(one.stretches, other.stretches, strict=True)
+    )
+
+
+def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
+    states = chain(rng, 5)
+    patches, known = followed(states)
+    state, digest = digested(states[0])
+    history = History()
+    for k, built in enumerate(patches):
+        parsed = Patch.parse(built.to_bytes(), states[0].specs)
+        assert parsed.header == built.header
+        assert format_of(built.to_bytes()) == (3 if k else 1)
+        assert built.header.history == history.name
+        assert (HISTORY in {entry.codec_id for entry in built.header.blocks}) == (k > 0)
+        root = digest.root
+        applied = apply_patch(parsed, state, digest, history=history, remember=True)
+        assert snapshot(state) == snapshot(states[k + 1])
+        assert applied.records is not None
+        history = history.then(Stretch(1, root, applied.records))
+        log = UndoLog(k, root)
+        log.record(applied.undo)
+        for index, block in enumerate(cut(state.specs, DEFAULT_BLOCK_ELEMENTS)):
+            np.testing.assert_array_equal(log.rewind(index, block.read(state)), block.read(states[k]))
+        digest = applied.digest
+    assert same_records(history, known)
+    plain = build_patch(states[3], states[4], state_digest(states[3]))
+    assert patches[-1].nbytes < plain.nbytes
+
+
+def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
+    """So that older readers read it: nothing was remembered, nothing helps, or the blocks are of another size."""
+    states = chain(rng, 3)
+    _, history = followed(states)
+    digest = state_digest(states[2])
+    elsewhere = State.of({s.name: bits(rng, s.dtype.name, *s.shape) for s in states[2].specs}).copy()
+    nothing = History((Stretch(1, ROOTS[0], {}),))
+    for new, known, options in (
+        (states[1], History(), {}),
+        (states[1], None, {}),
+        (states[1], nothing, {}),
+        (elsewhere, history, {}),
+        (states[1], history, {"block_elements": MIB}),
+        (states[1], history, {"codec": "context"}),
+    ):
+        built = build_patch(states[2], new, digest, **({"codec": "history", "history": known} | options))
+        assert built.header.history is None
+        assert format_of(built.to_bytes()) == 1
+        state, tree = digested(states[2])
+        apply_patch(Patch.parse(built.to_bytes()), state, tree)
+        assert snapshot(state) == snapshot(new)
+
+
+def test_another_history_is_refused_before_anything_is_changed(rng: Rng) -> None:
+    states = chain(rng, 4)
+    patches, history = followed(states)
+    patch = Patch.parse(patches[-1].to_bytes())
+    base = History(history.stretches[:2])
+    assert patch.header.history == base.name
+    state, digest = digested(states[2])
+    before = snapshot(state)
+    first, second = base.stretches
+    for wrong in (
+        None,
+        History(),
+        history,
+        History((second,)),
+        History((first._replace(base_root=ROOTS[1]), second)),
+        History((first._replace(span=2), second)),
+        History((second, first)),
+    ):
+        with pytest.raises(WrongHistory, match=r"last 2 versions in spans of \[1, 1\]") as caught:
+            apply_patch(patch, state, digest, history=wrong)
+        assert isinstance(caught.value, WrongBase)
+        assert snapshot(state) == before
+    with pytest.raises(WrongBase) as caught:
+        apply_patch(patch, *digested(states[1]), history=base)
+    assert not isinstance(caught.value, WrongHistory)
+    older = History((Stretch(7, ROOTS[2], {}), *base.stretches))
+    apply_patch(patch, state, digest, history=older)
+    assert snapshot(state) == snapshot(states[3])
+
+
+def test_a_failure_leaves_the_state_as_it_was(rng: Rng) -> None:
+    states = chain(rng, 3)
+    patches, _ = followed(states)
+    base = followed(states[:2])[1]
+    state, digest = digested(states[1])
+    before = snapshot(state)
+    body = b"".join(patches[1].chunks[1:])
+    false = Patch.parse(replace(patches[1].header, target_root=ROOTS[3]).to_bytes() + body)
+    with pytest.raises(DigestMismatch):
+        apply_patch(false, state, digest, history=base)
+    assert snapshot(state) == before
+    lies = {index: np.roll(records, 3) for index, records in base.stretches[0].records.items()}
+    with pytest.raises((CorruptPatch, DigestMismatch)):
+        apply_patch(
+            Patch.parse(patches[1].to_bytes()),
+            state,
+            digest,
+            history=History((base.stretches[0]._replace(records=lies),)),
+        )
+    assert snapshot(state) == before
+
+
+def test_a_block_may_name_stretches_that_remember_nothing_of_it(rng: Rng) -> None:
+    """As any writer may have it: what is remembered of a block is empty, but U counts the history's stretches."""
+    states = chain(rng, 3)
+    patches, _ = followed(states)
+    history = followed(states[:2])[1]
+    state, digest = digested(states[1])
+    blocks = cut(state.specs, DEFAULT_BLOCK_ELEMENTS)
+    index = next(k for k, block in enumerate(blocks) if block.dtype.name == "I8")
+    assert all(index not in stretch.records for stretch in history.stretches)
+    old = blocks[index].read(state)
+    new = old.copy()
+    new[[3, 40]] += 1
+    chosen = oracle.Choices(used=1, count=1)
+    chosen.levels[0] = 20
+    kind, runs = Kind(*element_kind(blocks[index].dtype)), list(blocks[index].layout.runs)
+    payload = oracle.encode(old.tolist(), new.tolist(), kind, runs, [({}, 1)], chosen)
+    entries, bodies = list(patches[1].header.blocks), list(patches[1].chunks[1:])
+    assert entries[index].codec_id == SAME
+    entries[index] = BlockEntry(HISTORY, 2, len(payload), sha256(payload).digest())
+    bodies[index] = payload
+    target = states[2].copy()
+    blocks[index].read(target)[:] = new
+    header = replace(patches[1].header, blocks=tuple(entries), target_root=state_digest(target).root)
+    apply_patch(Patch.parse(header.to_bytes() + b"".join(bodies)), state, digest, history=history)
+    assert snapshot(state) == snapshot(target)
+
+
+def records(*steps: int) -> np.ndarray:
+    return np.frombuffer(oracle.records(dict(enumerate(steps))), np.uint8)
+
+
+def stretches(*spans: int) -> History:
+    """Each with two steps in the first block, the last one in the second block, too."""
+    found = [Stretch(span, ROOTS[k], {0: records(1, k + 1)}) for k, span in enumerate(spans)]
+    found[-1] = found[-1]._replace(records={**found[-1].records, 1: records(7)})
+    return History(tuple(found))
+
+
+def test_names_and_parts_of_a_history() -> None:
+    history = stretches(8, 2, 1, 1)
+    digest = sha256(b"".join(map(bytes.fromhex, ROOTS[2:4]))).digest()
+    last = history.last((1, 1))
+    assert last is not None
+    assert last.name == HistoryName((1, 1), digest)
+    assert history.named(last.name) == last == History(history.stretches[2:])
+    assert history.named(history.name) == history == history.last(history.spans)
+    assert history.named(None) == history.last(()) == History()
+    assert History().name is None
+    for spans in ((1, 1, 1), (2, 1), (8, 2, 1), (4, 8, 2, 1, 1)):
+        assert history.last(spans) is None
+    with pytest.raises(WrongHistory, match=r"spans of \[2, 1\], known are \[8, 2, 1, 1\]"):
+        history.named(HistoryName((2, 1), digest))
+    with pytest.raises(WrongHistory):
+        history.named(HistoryName((1, 1), bytes(32)))
+    with pytest.raises(WrongHistory):
+        History().named(last.name)
+
+
+def test_the_past_of_a_block_and_what_it_takes() -> None:
+    history = stretches(2, 1)
+    assert [(r.tolist(), span) for r, span in history.past(0)] == [
+        (records(1, 1).tolist(), 2),
+        (records(1, 2).tolist(), 1),
+    ]
+    assert [(r.tolist(), span) for r, span in history.past(1)] == [([], 2), (records(7).tolist(), 1)]
+    assert [(r.tolist(), span) for r, span in history.past(5)] == [([], 2), ([], 1)]
+    assert History().past(0) == ()
+    assert history.nbytes == 3 * 5
+    assert History().nbytes == 0
+    longer = history.then(Stretch(1, ROOTS[7], {0: records(1)}))
+    assert (longer.spans, history.spans, longer.nbytes) == ((2, 1, 1), (2, 1), 18)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ((1, 1, 1, 1), (1, 1, 1, 1)),
+        ((4,), (4,)),
+        ((2, 2), (2, 2)),
+        ((3, 1), (3, 1)),
+        ((2, 1), (2, 1)),
+        ((1,), (1,)),
+        ((), ()),
+        ((5, 1), (1,)),
+        ((9,), ()),
+    ],
+)
+def test_regrouped_stretches_are_those_between_the_states(
+    asked: tuple[int, ...], found: tuple[int, ...], rng: Rng
+) -> None:
+    """A history is a function of the states: merged from single versions, or by one patch over several."""
+    states = chain(rng, 5)
+    _, history = followed(states)
+    regrouped = history.regrouped(asked, states[0].specs)
+    expected, at = History(), len(states) - 1 - sum(found)
+    for span in found:
+        digest = state_digest(states[at])
+        built = build_patch(states[at], states[at + span], digest, codec="history")
+        expected = expected.then(Stretch(span, digest.root, built.records))
+        at += span
+    assert regrouped.spans == found
+    assert same_records(regrouped, expected)
+
+
+def test_stretches_are_not_split() -> None:
+    history = stretches(4, 2, 1)
+    specs = State.of({"v": Bits(np.zeros(9, np.uint8), "U8"), "w": Bits(np.zeros(9, np.uint8), "I8")}).specs
+    assert history.regrouped((2, 1, 1), specs).spans == (1,)
+    assert history.regrouped((1, 1), specs).spans == (1,)
+    assert history.regrouped((4, 3), specs).spans == (4, 3)
+
+
+def test_changes_that_cancel_each_other_leave_no_records() -> None:
+    specs = State.of({"w": Bits(np.zeros(9, np.uint8), "U8")}).specs
+    both = History((Stretch(1, ROOTS[0], {0: records(1, -3)}), Stretch(1, ROOTS[1], {0: records(-1, 3)})))
+    assert both.regrouped((2,), specs).stretches == (Stretch(2, ROOTS[0], {}),)
+
+
+def plain_of(header: PatchHeader) -> bytes:
+    return open_header(memoryview(header.to_bytes()), 3)[0]
+
+
+def a_header(rng: Rng) -> PatchHeader:
+    states = chain(rng, 3)
+    return followed(states)[0][1].header
+
+
+@pytest.mark.parametrize(
+    ("stretches", "words"),
+    [
+        (b"\x00", "no stretches"),
+        (b"\x01\x00", "spans no version"),
+        (b"\x02\x01\x00", "spans no version"),
+        (b"\x01" + bytes([MAX_SPAN + 1]), "more than 64"),
+        (bytes([MAX_STRETCHES + 1]) + b"\x01" * (MAX_STRETCHES + 1), "more than 64"),
+        (b"\x81\x00\x01", "padded"),
+    ],
+)
+def test_histories_that_cannot_be(stretches: bytes, words: str, rng: Rng) -> None:
+    plain = plain_of(a_header(rng))
+    assert plain[64:66] == b"\x01\x01"
+    good = plain[:64] + b"\x01\x40" + plain[66:]
+    assert parse_header(memoryview(closed_header(good, 3)))[0].history == HistoryName((64,), plain[66:98])
+    with pytest.raises(CorruptPatch, match=words):
+        parse_header(memoryview(closed_header(plain[:64] + stretches + plain[66:], 3)))
+
+
+def test_a_header_that_ends_within_its_history(rng: Rng) -> None:
+    plain = plain_of(a_header(rng))
+    for end in (64, 65, 66, 97):
+        with pytest.raises(CorruptPatch, match="ends too early"):
+            parse_header(memoryview(closed_header(plain[:end], 3)))
+
+
+def test_blocks_of_another_size_have_no_history(rng: Rng) -> None:
+    header = a_header(rng)
+    plain = plain_of(header)
+    assert plain[98] == DEFAULT_BLOCK_ELEMENTS // MIB
+    with pytest.raises(CorruptPatch, match="with a history has blocks of 8388608 elements"):
+        parse_header(memoryview(closed_header(plain[:98] + b"\x08" + plain[99:], 3)))
+
+
+def test_a_block_of_this_codec_without_a_history(rng: Rng) -> None:
+    header = a_header(rng)
+    plain = plain_of(header)
+    assert parse_header(memoryview(closed_header(plain, 3)))[0] == header
+    for version, bare in ((1, plain[:64] + plain[98:]), (1, plain), (3, plain[:64] + plain[98:])):
+        with pytest.raises(CorruptPatch):
+            parse_header(memoryview(closed_header(bare, version)))
+    with pytest.raises(CorruptPatch, match="that the patch does not name"):
+        parse_header(memoryview(closed_header(plain[:64] + plain[98:], 1)))
+
+
+def test_a_part_has_no_blocks_of_this_codec(rng: Rng) -> None:
+    states = chain(rng, 2)
+    data = memoryview(part(states[0], states[1], slices_of(states[0], rng, 1)[0]))
+    header, _ = parse_part_header(data)
+    entries = [entry._replace(codec_id=HISTORY) if entry.codec_id else entry for entry in header.blocks]
+    assert tuple(entries) != header.blocks
+    with pytest.raises(CorruptPatch, match="which a part cannot name"):
+        parse_part_header(memoryview(replace(header, blocks=tuple(entries)).to_bytes()))
+
+
+def test_histories_that_cannot_be_read_are_not_written(rng: Rng) -> None:
+    header = a_header(rng)
+    for spans in ((), (0,), (MAX_SPAN + 1,), (1,) * (MAX_STRETCHES + 1)):
+        with pytest.raises(InputError, match="1 to 64 stretches of 1 to 64 versions"):
+            replace(header, history=HistoryName(spans, bytes(32))).to_bytes()
+    with pytest.raises(InputError, match="blocks of"):
+        replace(header, block_elements=MIB).to_bytes()
+    most = HistoryName((MAX_SPAN,) * MAX_STRETCHES, bytes(32))
+    assert parse_header(memoryview(replace(header, history=most).to_bytes()), header.specs)[0].history == most
