@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .._util.threads import ordered_map
-from ..errors import ChainGap, CorruptCheckpoint, StateMismatch
+from ..errors import ChainGap, CorruptCheckpoint, StateMismatch, WrongHistory
 from ..patch.apply import decode_block, scatter
 from ..patch.blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
+from ..patch.header import PatchHeader
 from ..patch.part import PatchFiles
 from ..state.slices import Segment, SlicedState
 from ..state.tensors import State, TensorSpec, UIntArray
@@ -73,7 +74,10 @@ def restore_slices(
 def _patch_files(stream: Stream, link: Link, specs: tuple[TensorSpec, ...]) -> PatchFiles:
     payloads = link.payloads or ()
     readers = list(ordered_map(lambda payload: stream.part_reader(payload, PATCH), payloads, _FILES_AT_ONCE))
-    return PatchFiles([(read, payload.bytes) for read, payload in zip(readers, payloads, strict=True)], specs)
+    patch = PatchFiles([(read, payload.bytes) for read, payload in zip(readers, payloads, strict=True)], specs)
+    if isinstance(patch.header, PatchHeader) and patch.header.history:
+        raise WrongHistory(f"{link} needs a history, and slices are read without one")
+    return patch
 
 
 def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iterator[list[Segment]]:
