@@ -140,8 +140,8 @@ def relay(endpoint: str, stream: str, near: str, pipe: Any) -> None:
 @dataclass(frozen=True)
 class Row:
     """Per version: ``seconds`` from the commit until the last worker had it (mean and ``worst``), ``requests``, lists
-    apart, and ``megabytes`` at the origin, and what they would be if each worker asked for the manifest, the patch's
-    size and the patch, and each relay for the digest tree, too. ``lists`` are those of a minute.
+    apart, and ``megabytes`` at the origin, and what they would be if each worker, or each relay, asked for the
+    manifest, the patch's size and the patch. ``lists`` are those of a minute.
     """
 
     workers: int
@@ -205,7 +205,7 @@ def measure(
         worst=max(lag),
         requests=requests / versions,
         lists=asked["list"] * 60 / seconds_of_all,
-        expected_requests=regions * 4 if near else number * 3,
+        expected_requests=3 * receivers,
         megabytes=asked["bytes"] / versions / 1e6,
         expected_megabytes=receivers * patch_bytes / versions / 1e6,
     )
