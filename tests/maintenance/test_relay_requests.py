@@ -15,7 +15,7 @@ import pytest
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Subscriber
 from pulse_rl.store.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
-from tests.support.relays import newest_root
+from tests.support.relays import Counted, newest_root
 from tests.support.states import Rng, history, roots
 from tests.support.stores import FaultyStore
 
@@ -52,6 +52,23 @@ def test_a_version_costs_a_list_a_manifest_and_the_patch(rng: Rng, *, selectable
         publisher.publish(state)
         assert requests(source, relay) == version + trees
         assert requests(source, relay) == look
+
+
+def test_the_origin_serves_each_payload_once_to_a_hundred_workers(rng: Rng) -> None:
+    """Which have it in their lists of stores, but behind the relay's."""
+    states, source, near = history(rng, 5), Counted(), MemoryStore()
+    publisher = Publisher(source, stream="policy", anchor_ratio=1e9)
+    relay = Relay(source, near, stream="policy", threads=1)
+    workers = [Subscriber([near, source], stream="policy", threads=1) for _ in range(100)]
+    for state, root in zip(states, roots(states), strict=True):
+        publisher.publish(state)
+        relay.sync()
+        for worker in workers:
+            worker.sync()
+            assert worker.root == root
+    stored = {info.name: info.nbytes for info in source.list("policy/payloads")}
+    assert len(stored) == len(states)
+    assert source.payloads_read() == stored
 
 
 def test_a_stream_that_becomes_selectable_is_so_behind_the_relay(rng: Rng) -> None:
