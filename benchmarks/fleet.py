@@ -314,7 +314,7 @@ def against_one_server(args: argparse.Namespace) -> list[Row]:
 
 def behind_links(args: argparse.Namespace) -> list[Row]:
     print(f"one relay; each worker behind a link of its own, {args.link / 1e6:g} Mbit/s; a version:")
-    print(" workers    MB  its link takes  last has it (worst)  over it  MB at the origin (once)")
+    print(" workers    MB  its link takes  relay has it  last has it (worst)  over it  MB at the origin (once)")
     rows = []
     for number in args.workers:
         with tempfile.TemporaryDirectory() as folder, FolderServer(folder) as server:
@@ -324,7 +324,9 @@ def behind_links(args: argparse.Namespace) -> list[Row]:
         assert row.link_seconds is not None
         rows.append(row)
         over = row.seconds / row.link_seconds - 1
-        times = f"{row.link_seconds:13.2f} s {row.seconds:8.2f} s ({row.worst:.2f} s) {over:8.1%}"
+        times = (
+            f"{row.link_seconds:13.2f} s {row.at_relays:11.2f} s {row.seconds:10.2f} s ({row.worst:.2f} s) {over:8.1%}"
+        )
         mb = row.expected_megabytes
         print(f"{number:8} {mb:5.2f} {times} {row.megabytes:8.3f} ({mb:.3f})", flush=True)
     return rows

@@ -12,7 +12,8 @@ to make, to fetch and to apply, and how many bytes bring a receiver how far.
 
 Assumptions: a link carries what is asked of it in the order of the asking, so that of many transfers the last one ends
 when it would if they shared evenly; a transfer over several links takes as long as over the slowest; regions are alike,
-and of each way of being only one is simulated with its workers; a sync of k versions costs the bytes of their folds and
+and of those behind relays two are simulated with their workers; many workers
+are simulated as bundles that look together, 200 a region; a sync of k versions costs the bytes of their folds and
 the time of one version's verifying.
 """
 
@@ -22,9 +23,10 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import simpy
 
@@ -33,9 +35,10 @@ from pulse_rl.plan import Fleet, Scenario, make_fleet_plan, make_plan
 from pulse_rl.plan.fleet import catch_up_bytes
 
 CHUNK_BYTES, SHARD_BYTES = 8 << 20, 5 << 30
+Steps = Generator[simpy.Event, Any, None]
 _REQUESTS, _TRIPS = 3, 4
 _TOLD_SECONDS = 0.1
-_MOST_SIMULATED = 2000
+_MOST_SIMULATED = 200
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ class Simulation:
             behind=behind,
         )
 
-    def _trainer(self) -> Iterator[simpy.Event]:
+    def _trainer(self) -> Steps:
         for version in range(1, self.setting.versions + 1):
             yield self.env.timeout(max(0.0, version * self.setting.scenario.step_seconds - self.env.now))
             self.published[version] = self.env.now
@@ -194,7 +197,7 @@ class Simulation:
                 self.origin.anchor = version
             self.origin.show(version)
 
-    def _look(self, place: Place) -> Iterator[simpy.Event]:
+    def _look(self, place: Place) -> Steps:
         """Until it has seen that something is new."""
         yield place.shown
         pause = _TOLD_SECONDS if place.waited_for else self.random.uniform(0, self.setting.fleet.poll_seconds)
@@ -202,7 +205,7 @@ class Simulation:
 
     def _fetch(
         self, place: Place, nbytes: float, lines: list[Line], weight: int = 1, own: float | None = None
-    ) -> Iterator[simpy.Event]:
+    ) -> Steps:
         requests = _REQUESTS + nbytes // CHUNK_BYTES
         yield self.env.timeout(_TRIPS * self.setting.scenario.round_trip_seconds)
         place.asked += requests * weight
@@ -212,7 +215,7 @@ class Simulation:
         ends.append(self.env.now + (8 * nbytes / own if own else 0.0))
         yield self.env.timeout(max(ends) - self.env.now)
 
-    def _relay(self, near: Place, link: Line, *, first: bool) -> Iterator[simpy.Event]:
+    def _relay(self, near: Place, link: Line, *, first: bool) -> Steps:
         copied, shards = 0, math.ceil(self.full / SHARD_BYTES)
         cut = self.setting.cut if first else None
         crossed = 0.0
@@ -248,7 +251,7 @@ class Simulation:
         for _ in range(self.setting.joining):
             self.env.process(self._joiner(place, lines))
 
-    def _worker(self, place: Place, lines: list[Line], weight: int) -> Iterator[simpy.Event]:
+    def _worker(self, place: Place, lines: list[Line], weight: int) -> Steps:
         have = 0
         while True:
             if place.newest == have:
@@ -261,7 +264,7 @@ class Simulation:
                 self.had[version] += 1
             have = target
 
-    def _joiner(self, place: Place, lines: list[Line]) -> Iterator[simpy.Event]:
+    def _joiner(self, place: Place, lines: list[Line]) -> Steps:
         yield self.env.timeout(self.setting.joins_at)
         wanted, anchor, have = place.newest, place.anchor, -1
         while have < wanted:
@@ -286,18 +289,20 @@ def simulate(setting: Setting) -> Outcome:
 PARAMS = {"7B": 7e9, "70B": 70e9, "1T": 1e12}
 STORE_REQUESTS = 5500.0
 """GETs a second of one prefix that Amazon promises for S3."""
+LOOKS = 1000.0
 CUT_SECONDS = 600.0
 ANCHOR_EVERY, JOINS_AT_VERSION = 30, 30.5
 
 
 def table_setting(params: float, workers: int, versions: int, *, relays: bool) -> Setting:
     """1% changed in a step of a minute; ten regions, each with 10 Gbit/s to an origin that sends 100 Gbit/s in all; 1
-    Gbit/s to each worker and 100 Gbit/s in a region; 0.1 s a round trip; 32 cores. Everybody looks every second at the
-    origin, an S3 prefix with 5,500 requests a second; the relays' stores are served, and waited for."""
+    Gbit/s to each worker and 100 Gbit/s in a region; 0.1 s a round trip; 32 cores. The origin is
+    an S3 prefix with 5,500 requests a second; relays look every second, workers at the origin so that all together make
+    1,000 looks a second. The relays' stores are served, and waited for."""
     scenario = Scenario(int(params), 0.01, 60, 1e9, 10e9, cores=32, round_trip_seconds=0.1)
     return Setting(
         scenario,
-        Fleet(workers, 10, 100e9, 10e9, 100e9),
+        Fleet(workers, 10, 100e9, 10e9, 100e9, poll_seconds=1.0 if relays else workers / LOOKS),
         relays=relays,
         waits=True,
         requests_a_second=STORE_REQUESTS,
@@ -320,7 +325,7 @@ def eventful(setting: Setting) -> Setting:
 
 
 def table(versions: int) -> list[dict[str, object]]:
-    print(f"{table_setting.__doc__}\n{eventful.__doc__}\n")
+    print(f"{table_setting.__doc__}\n    {eventful.__doc__}\n")
     heads = ("params", "workers", "way", "to all", "worst", "a version leaves", "after a cut", "by", "joiner")
     print("{:6} {:>8}  {:7} {:>9} {:>9} {:>16} {:>12} {:>9} {:>9}".format(*heads))
     rows: list[dict[str, object]] = []

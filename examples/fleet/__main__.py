@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ HOW = {
     "namespaces": "token buckets between network namespaces",
     "simulated": "simulated: processes wait as long as their bytes would take",
 }
+FOLD_SECONDS = 5.0
 SPANS = (8,)
 """Versions that a fold at the origin stands for."""
 
@@ -41,6 +43,7 @@ class Fleet:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.readers: dict[str, JournalReader] = {}
         self.cut_at: dict[str, int | None] = {}
+        self.ending = threading.Event()
         self.plan = [
             (settings.killed_at, self._kill),
             (settings.joined_at, self._join),
@@ -59,6 +62,7 @@ class Fleet:
                     self._start(f"trainer-{name}" + (f"-{rank}" if rank else ""), "trainer", policy=name, rank=rank)
             for region in REGIONS:
                 self._start(f"relay-{region}", "relay", region, region=region)
+            threading.Thread(target=self._fold, daemon=True).start()
             self._await(lambda: all(self.table.at_relay(r, p) is not None for r in REGIONS for p in POLICIES))
             for name, region in FIRST.items():
                 self._worker(name, region)
@@ -68,6 +72,7 @@ class Fleet:
                     self.plan.pop(0)[1]()
             self._await(self._relays_have_all)
         finally:
+            self.ending.set()
             stop(self.processes.values())
         self._read()
         self.table.summarise(time.monotonic() - began)
@@ -159,14 +164,19 @@ class Fleet:
             self.folder.cut(CUT).touch()
 
     def _mend(self) -> None:
-        for policy in POLICIES:  # as `pulse fold` does now and then
-            list(pulse_rl.fold_stream(pulse_rl.LocalStore(self.folder.origin), policy, SPANS, threads=1))
         self.table.note(f"{CUT} is back")
         self.table.cut.discard(CUT)
         if self.settings.links == "namespaces":
             namespaces.set_link(CUT, up=True)
         else:
             self.folder.cut(CUT).unlink()
+
+    def _fold(self) -> None:
+        """Makes folds at the origin, as `pulse fold` does beside a trainer that makes none."""
+        while not self.ending.wait(FOLD_SECONDS):
+            for policy in POLICIES:
+                with suppress(pulse_rl.EmptyStream):
+                    list(pulse_rl.fold_stream(pulse_rl.LocalStore(self.folder.origin), policy, SPANS, threads=1))
 
     def _require_folds(self) -> None:
         """The region that was cut off has come on by patches and folds alone. Raises RunFailed."""

@@ -31,7 +31,7 @@ class Settings(SavedSettings):
     """The options of a run. ``links``: the regions are "namespaces" with rate limits, or their links are "simulated" by
     waiting in the processes. ``killed_at``, ``joined_at``, ``cut_at`` and ``mended_at`` are steps of the solver."""
 
-    steps: int = 120
+    steps: int = 140
     lr: float = 1e-4
     ranks: int = 2
     prompts: int = 8

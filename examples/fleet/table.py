@@ -94,11 +94,11 @@ class Table:
             learnt = f"reward {_from_to(events, 'reward', fifth)}"
             if name == "verifier":
                 right, wrong = (_from_to(events, key, fifth) for key in ("of_right", "of_wrong"))
-                learnt += f" (of right answers {right}, of wrong ones {wrong})"
+                learnt += f", of right answers {right}, of wrong ones {wrong}"
             print(f"  {name:9} {learnt}; a version {patch / 1e3:.1f} kB instead of {dense / 1e3:.0f} kB")
-        self._compare(seconds)
+        self._compare()
 
-    def _compare(self, seconds: float) -> None:
+    def _compare(self) -> None:
         """The time that syncs took, and what the same syncs would take over the same links in other layouts."""
         changed = {name: {e["version"]: e["changed"] or 0 for e in self.steps[name]} for name in POLICIES}
         dense = self.steps["solver"][-1]["dense_bytes"]
@@ -114,15 +114,15 @@ class Table:
             ours = sum(e["seconds"] for e in self.relayed[region])
             each = mean(sum(m["seconds"] for m in worker) for worker in here.values())
             crossed = format_bytes(sum(e["bytes"] for e in self.relayed[region]))
-            others = {"AstraFlow's": 8 * sparse / rate, "full syncs": 8 * len(moves) * dense / rate}
+            others = {"AstraFlow's layout": 8 * sparse / rate, "full syncs": 8 * len(moves) * dense / rate}
             longer = "; ".join(
-                f"{label} {format_duration(taken)}, the run at least {max(seconds, taken) / seconds:.1f} times as long"
+                f"{label} {format_duration(taken)}, {taken / (ours + each):.1f} times as long"
                 for label, taken in others.items()
             )
             measured = f"the relay {ours:.1f} s for {crossed}, then a worker {each:.1f} s, both measured"
             print(f"    {region}, {rate / 1e6:.0f} Mbit/s: {measured}")
             print(f"      {len(moves)} syncs of its workers, {len(single)} of them by one version: {longer}")
-        print("    (AstraFlow's: 6 bytes a change, the full state for a worker that is more than one version behind)")
+        print("    (AstraFlow's layout: 6 bytes a change, a full state for who is more than one version behind)")
 
 
 def _from_to(events: list[Event], key: str, count: int) -> str:
