@@ -96,11 +96,11 @@ class Link:
 
 
 class Uplink(HttpStore):
-    """The origin at ``address``: read as `pulse serve` shows it, and what is put goes to the inbox beside it."""
+    """The origin, read at ``url`` as `pulse serve` shows it; what is put goes to the ``inbox`` beside it."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(f"http://{address}:{PORT}", timeout_seconds=_TIMEOUT_SECONDS)
-        self._inbox = f"http://{address}:{INBOX_PORT}"
+    def __init__(self, url: str, inbox: str) -> None:
+        super().__init__(url, timeout_seconds=_TIMEOUT_SECONDS)
+        self._inbox = inbox
 
     def put(self, name: str, data: Data) -> None:
         request = urllib.request.Request(f"{self._inbox}/{check_name(name)}", data=joined(data), method="PUT")
@@ -113,5 +113,6 @@ class Uplink(HttpStore):
 def link(settings: Settings, folder: RunFolder, region: str) -> Store:
     """The origin over the link of ``region``."""
     if settings.links == "namespaces":
-        return Uplink(namespaces.ORIGIN.address)
+        address = namespaces.ORIGIN.address
+        return Uplink(f"http://{address}:{PORT}", f"http://{address}:{INBOX_PORT}")
     return Link(LocalStore(folder.origin), folder, region)

@@ -20,9 +20,9 @@ _MOST_BYTES = 1 << 20
 class Inbox(ThreadingHTTPServer):
     """Stores what workers put, under the name that they give."""
 
-    def __init__(self, address: str, store: LocalStore) -> None:
+    def __init__(self, address: str, port: int, store: LocalStore) -> None:
         self.store = store
-        super().__init__((address, INBOX_PORT), _Handler)
+        super().__init__((address, port), _Handler)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -58,7 +58,7 @@ def main() -> None:
     folder = RunFolder(args.run)
     alarm = Alarm(Settings.load(folder.settings).patience, args.parent)
     folder.origin.mkdir(exist_ok=True)
-    inbox = Inbox(args.bind, LocalStore(folder.origin))
+    inbox = Inbox(args.bind, INBOX_PORT, LocalStore(folder.origin))
     threading.Thread(target=inbox.serve_forever, daemon=True).start()
     with FolderServer(folder.origin, bind=args.bind, port=PORT):
         while True:
