@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
 
-.PHONY: demo demo-vllm demo-trl demo-loco demo-fleet test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco study faults mutants fuzz dist clean
+.PHONY: demo demo-vllm demo-trl demo-loco demo-fleet test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet simulate-fleet bench-loco study faults mutants fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -168,8 +168,13 @@ bench-network: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.network $(ARGS)
 
 # 1 to 400 subscribers against one S3-compatible store, and through relays; ARGS=--plan: what is expected of larger fleets.
+# ARGS="--link 2e6 --workers 1 10 100": behind one relay, each with a slow link of its own.
 bench-fleet: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.fleet $(ARGS)
+
+# Fleets that no machine here holds, as a discrete-event simulation; ARGS=--check: beside the arithmetic and what was measured.
+simulate-fleet: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.fleet_sim $(ARGS)
 
 # PULSELoCo beside DDP and DiLoCo: traffic, convergence, cost. Some 40 minutes on two cores; with root, in namespaces.
 bench-loco: $(VENV)/.ready $(VENV)/.bench

@@ -1,12 +1,17 @@
 """A fleet against one S3-compatible store, and through relays: requests, bytes, seconds to the last worker.
 
     python -m benchmarks.fleet [--workers 1 10 100 400] [--regions 2] [--versions 6] [--every 4] [--json FILE]
+    python -m benchmarks.fleet --link 2e6 [--workers 1 10 100]
     python -m benchmarks.fleet --plan
 
 Real subscribers with a small state each, as threads of a few processes; a server of the S3 protocol (moto, one process
-of Python) as the origin; a relay for each region, which keeps a folder. A version is published every few seconds. What
-each worker and relay asks of the origin is counted where it asks. Beside it stands what is expected: bytes and
-requests, not seconds, which are this server's and these cores'. A first version that all have is not counted.
+of Python) as the origin; a relay for each region, which keeps a folder. Workers read the folder ("relays"), or wait at
+a server that shows it ("served"). A version is published every few seconds. What each worker and relay asks of the
+origin is counted where it asks. Beside it stands what is expected: bytes and requests; and of the seconds, until when
+the relays had the version. A first version that all have is not counted.
+
+``--link``: workers behind one relay, whose origin is a served folder, too; each has a link of its own of so many bit/s,
+and the time that a version's bytes take on that link stands beside what is measured.
 
 ``--plan``: `pulse_rl.plan` for fleets that no machine here holds.
 """
@@ -22,61 +27,31 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pulse_rl import Bits, Publisher, Relay, Store, Subscriber
+from benchmarks.counted import CountedStore
+from pulse_rl import Bits, HttpStore, LocalStore, Publisher, Relay, Store, Subscriber
 from pulse_rl._util.units import format_bytes, format_duration
 from pulse_rl.plan import WAYS, Fleet, Scenario, make_fleet_plan
-from pulse_rl.store import Data, ObjectInfo, open_store
+from pulse_rl.store import open_store
+from pulse_rl.store.server import FolderServer
 
 ELEMENTS, DENSITY, POLL_SECONDS = 500_000, 0.005, 1.0
+DIRECT, RELAYS, SERVED = "direct", "relays", "served"
 _LONGEST = 120.0
 _spawn = multiprocessing.get_context("spawn")
 
 
-class Counted:
-    """``store``, whose requests and bytes read are counted in ``count``."""
-
-    def __init__(self, store: Store) -> None:
-        self.store, self.count, self.lock = store, Counter[str](), threading.Lock()
-
-    def _note(self, call: str, nbytes: int = 0) -> None:
-        with self.lock:
-            self.count[call] += 1
-            self.count["bytes"] += nbytes
-
-    def put(self, name: str, data: Data) -> None:
-        self._note("put")
-        self.store.put(name, data)
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self._note("put")
-        self.store.put_new(name, data)
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        data = self.store.get(name, start, stop)
-        self._note("get", len(data))
-        return data
-
-    def head(self, name: str) -> ObjectInfo:
-        self._note("head")
-        return self.store.head(name)
-
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        self._note("list")
-        return self.store.list(folder, start_after)
-
-    def delete(self, name: str) -> None:
-        self._note("delete")
-        self.store.delete(name)
-
-
-def origin(endpoint: str) -> Store:
+def origin(address: str) -> Store:
+    """The bucket of the S3 server at ``s3:http://…``, or what is served at ``http://…``."""
+    endpoint = address.removeprefix("s3:")
+    if endpoint == address:
+        return open_store(address)
     keys = {"access_key_id": "key", "secret_access_key": "secret", "region": "us-east-1"}
     return open_store("s3://bucket/fleet", endpoint=endpoint, client_options={"allow_http": True}, **keys)
 
@@ -97,13 +72,16 @@ def serve(pipe: Any) -> None:
     os._exit(0)
 
 
-def workers(endpoint: str, stream: str, near: str | None, count: int, last: int, pipe: Any) -> None:
-    """So many subscribers; sends when each of them had each version, and what they asked of the origin."""
-    store = Counted(origin(endpoint))
+def workers(address: str, stream: str, near: str | None, count: int, last: int, link: float | None, pipe: Any) -> None:
+    """So many subscribers; sends when each of them had each version, and what they asked of the origin. ``link``: what
+    each reads of its nearest store at most, in bit/s (None: as fast as it can)."""
+    store = CountedStore(origin(address))
     had: list[dict[int, float]] = [{} for _ in range(count)]
 
     def follow(mine: dict[int, float]) -> None:
-        stores: Any = store if near is None else [near, store]
+        stores: list[Store] = [store]
+        if near is not None:
+            stores.insert(0, open_store(near) if link is None else LinkedStore(near, link))
         with Subscriber(stores, stream=stream, threads=1) as subscriber:
             for update in subscriber.updates(poll_seconds=POLL_SECONDS, timeout_seconds=_LONGEST):
                 mine[update.version] = time.time()
@@ -124,91 +102,145 @@ def workers(endpoint: str, stream: str, near: str | None, count: int, last: int,
     pipe.send((had, dict(store.count - before)))
 
 
-def relay(endpoint: str, stream: str, near: str, pipe: Any) -> None:
-    """A relay until the other end of ``pipe`` says so; sends what it asked of the origin since the first version."""
-    store = Counted(origin(endpoint))
+class LinkedStore(HttpStore):
+    """The server at ``url`` behind a link of its own of ``bits_per_second``."""
+
+    def __init__(self, url: str, bits_per_second: float) -> None:
+        super().__init__(url)
+        self._rate, self._free = bits_per_second, 0.0
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        began = time.monotonic()
+        data = super().get(name, start, stop)
+        self._free = max(began, self._free) + 8 * len(data) / self._rate
+        time.sleep(max(0.0, self._free - time.monotonic()))
+        return data
+
+
+def relay(address: str, stream: str, near: str, pipe: Any) -> None:
+    """A relay until the other end of ``pipe`` says so; sends when it had each version, and what it asked of the origin
+    since the first one."""
+    store = CountedStore(origin(address))
     copy = Relay(store, near, stream=stream, threads=1)
     while copy.sync() is None:
         time.sleep(0.05)
-    before = Counter(store.count)
+    before, had = Counter(store.count), dict[int, float]()
     pipe.send("ready")
-    while not pipe.poll(POLL_SECONDS):
-        copy.sync()
-    pipe.send(dict(store.count - before))
+    while not pipe.poll(0):
+        done = copy.sync()
+        if done is not None:
+            had[done.version] = time.time()
+        else:
+            copy.wait(POLL_SECONDS, 1.5 * POLL_SECONDS)
+    pipe.send((had, dict(store.count - before)))
 
 
 @dataclass(frozen=True)
 class Row:
-    """Per version: ``seconds`` from the commit until the last worker had it (mean and ``worst``), ``requests``, lists
-    apart, and ``megabytes`` at the origin, and what they would be if each worker asked for the manifest, the patch's
-    size and the patch, and each relay for the digest tree, too. ``lists`` are those of a minute.
+    """Per version: ``seconds`` from the commit until the last worker had it (mean and ``worst``), of which the relays
+    had it after ``at_relays``; ``requests``, lists apart, and ``megabytes`` at the origin, and what they would be if
+    each worker, or each relay, asked for the manifest, the patch's size and the patch. ``lists`` are those of a
+    minute. ``link_seconds``: what its bytes take on a worker's own link, None without one.
     """
 
     workers: int
     way: str
     seconds: float
     worst: float
+    at_relays: float
     requests: float
     lists: float
     expected_requests: float
     megabytes: float
     expected_megabytes: float
+    link_seconds: float | None = None
 
 
-def measure(
-    endpoint: str, number: int, regions: int, versions: int, every: float, processes: int, *, near: bool
-) -> Row:
-    stream = f"w{number}-{'relays' if near else 'direct'}"
-    rng = np.random.default_rng(number)
-    bits = (rng.standard_normal(ELEMENTS, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    state = {"w": Bits(bits.reshape(-1, 500), "BF16")}
-    publisher = Publisher(origin(endpoint), stream=stream, anchor_ratio=1e9, threads=1)
-    publisher.publish(state)
-    with tempfile.TemporaryDirectory() as folder:
-        places = [f"{folder}/{r}" for r in range(regions)] if near else [None]
-        relays = [start(relay, endpoint, stream, place) for place in places if place]
-        for _, pipe in relays:
-            pipe.recv()
-        shares = [(i, number // processes + (i < number % processes)) for i in range(processes)]
-        followers = [
-            start(workers, endpoint, stream, places[i % len(places)], share, versions) for i, share in shares if share
-        ]
-        for _, pipe in followers:
-            pipe.recv()
-        committed, patch_bytes, began = {}, 0, time.time()
-        for _ in range(versions):
-            bits[rng.choice(ELEMENTS, int(ELEMENTS * DENSITY), replace=False)] += 1
-            published = publisher.publish(state)
-            committed[published.version] = time.time()
-            head = publisher.head()
-            assert head is not None
-            patch_bytes += published.patch_bytes + len(head.to_bytes())
-            time.sleep(every)
-        asked, had = Counter[str](), []
-        for process, pipe in followers:
-            found, count = pipe.recv()
-            had += found
-            asked.update(count)
-            process.join()
-        seconds_of_all = time.time() - began
-        for process, pipe in relays:
-            pipe.send("end")
-            asked.update(pipe.recv())
-            process.join()
-    lag = [max(found.get(v, found[versions]) for found in had) - at for v, at in committed.items()]
-    receivers = regions if near else number
-    requests = sum(n for call, n in asked.items() if call not in ("bytes", "list"))
-    return Row(
-        workers=number,
-        way="relays" if near else "direct",
-        seconds=sum(lag) / versions,
-        worst=max(lag),
-        requests=requests / versions,
-        lists=asked["list"] * 60 / seconds_of_all,
-        expected_requests=regions * 4 if near else number * 3,
-        megabytes=asked["bytes"] / versions / 1e6,
-        expected_megabytes=receivers * patch_bytes / versions / 1e6,
-    )
+@dataclass(frozen=True)
+class Run:
+    """``origin``: an address of `origin`; ``writer``: where the trainer publishes; ``link``: of each worker, bit/s."""
+
+    origin: str
+    writer: Store
+    regions: int
+    versions: int
+    every: float
+    processes: int
+    link: float | None = None
+
+    def measure(self, number: int, way: str) -> Row:
+        stream = f"w{number}-{way}"
+        rng = np.random.default_rng(number)
+        bits = (rng.standard_normal(ELEMENTS, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        state = {"w": Bits(bits.reshape(-1, 500), "BF16")}
+        codec = "context" if self.link is None else "dense"  # many bytes, for which 100 workers compute little
+        publisher = Publisher(self.writer, stream=stream, codec=codec, anchor_ratio=1e9, threads=1)
+        publisher.publish(state)
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            places = [Path(folder) / str(r) for r in range(self.regions if way != DIRECT else 0)]
+            for place in places:
+                place.mkdir()
+            relays = [start(relay, self.origin, stream, str(place)) for place in places]
+            for _, pipe in relays:
+                pipe.recv()
+            near: list[str | None] = [str(place) for place in places] or [None]
+            if way == SERVED:
+                near = [stack.enter_context(FolderServer(place)).url for place in places]
+            shares = [number // self.processes + (i < number % self.processes) for i in range(self.processes)]
+            followers = [
+                start(workers, self.origin, stream, near[i % len(near)], share, self.versions, self.link)
+                for i, share in enumerate(shares)
+                if share
+            ]
+            for _, pipe in followers:
+                pipe.recv()
+            committed, nbytes, began = dict[int, float](), 0, time.time()
+            for _ in range(self.versions):
+                bits[rng.choice(ELEMENTS, int(ELEMENTS * DENSITY), replace=False)] += 1
+                published = publisher.publish(state)
+                committed[published.version] = time.time()
+                head = publisher.head()
+                assert head is not None
+                nbytes += published.patch_bytes + len(head.to_bytes())
+                time.sleep(self.every)
+            asked, had, relayed = Counter[str](), [], []
+            for process, pipe in followers:
+                found, count = pipe.recv()
+                had += found
+                asked.update(count)
+                process.join()
+            minutes = (time.time() - began) / 60
+            for process, pipe in relays:
+                pipe.send("end")
+                found, count = pipe.recv()
+                relayed.append(found)
+                asked.update(count)
+                process.join()
+        lag, at_relays = last_after(committed, had), last_after(committed, relayed)
+        receivers = self.regions if relays else number
+        requests = sum(n for call, n in asked.items() if call not in ("bytes", "list"))
+        return Row(
+            workers=number,
+            way=way,
+            seconds=sum(lag) / self.versions,
+            worst=max(lag),
+            at_relays=sum(at_relays) / self.versions,
+            requests=requests / self.versions,
+            lists=asked["list"] / minutes,
+            expected_requests=3 * receivers,
+            megabytes=asked["bytes"] / self.versions / 1e6,
+            expected_megabytes=receivers * nbytes / self.versions / 1e6,
+            link_seconds=None if self.link is None else 8 * nbytes / self.versions / self.link,
+        )
+
+
+def last_after(committed: dict[int, float], had: list[dict[int, float]]) -> list[float]:
+    """For each version the seconds from its commit until the last one ``had`` it, or a later one."""
+    return [
+        max((min(at for v, at in found.items() if v >= version) for found in had), default=began) - began
+        for version, began in committed.items()
+    ]
 
 
 PARAMS = {"7B": 7e9, "70B": 70e9, "1T": 1e12}
@@ -246,32 +278,58 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two versions")
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--link", type=float, help="of each worker behind one relay, in bit/s")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plan", action="store_true", help="only what is expected of larger fleets")
     args = parser.parse_args()
     if args.plan:
         planned()
         return
+    rows = behind_links(args) if args.link else against_one_server(args)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def against_one_server(args: argparse.Namespace) -> list[Row]:
     server, pipe = start(serve)
-    endpoint = pipe.recv()
-    rows = []
+    address = "s3:" + pipe.recv()
+    run = Run(address, origin(address), args.regions, args.versions, args.every, args.processes)
     print(f"{ELEMENTS:,} weights, {DENSITY:.1%} changed, a version every {args.every:g} s; at the origin, a version:")
-    heads = ("workers", "way", "last has it", "worst", "requests", "(plan)", "MB", "(plan)")
-    print("{:>8} {:8} {:>12} {:>8} {:>9} {:>8} {:>8} {:>8}  lists/min".format(*heads))
+    heads = ("workers", "way", "last has it", "worst", "relays", "requests", "(plan)", "MB", "(plan)", "lists/min")
+    print("{:>8} {:8} {:>12} {:>8} {:>8} {:>9} {:>8} {:>8} {:>8} {:>10}".format(*heads))
+    rows = []
     for number in args.workers:
-        for near in (False, True):
-            row = measure(endpoint, number, args.regions, args.versions, args.every, args.processes, near=near)
-            rows.append(asdict(row))
+        for way in (DIRECT, RELAYS, SERVED):
+            row = run.measure(number, way)
+            rows.append(row)
+            times = f"{row.seconds:10.2f} s {row.worst:6.2f} s {row.at_relays:6.2f} s"
             asked = (
                 f"{row.requests:9.1f} {row.expected_requests:8.0f} {row.megabytes:8.3f} {row.expected_megabytes:8.3f}"
             )
-            print(
-                f"{number:8} {row.way:8} {row.seconds:10.2f} s {row.worst:6.2f} s {asked}  {row.lists:,.0f}", flush=True
-            )
+            print(f"{number:8} {way:8} {times} {asked} {row.lists:10,.0f}", flush=True)
     pipe.send("end")
     server.join()
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
+
+
+def behind_links(args: argparse.Namespace) -> list[Row]:
+    print(f"one relay; each worker behind a link of its own, {args.link / 1e6:g} Mbit/s; a version:")
+    print(" workers    MB  its link takes  relay has it  last has it (worst)  over it  MB at the origin (once)")
+    rows = []
+    for number in args.workers:
+        with tempfile.TemporaryDirectory() as folder, FolderServer(folder) as server:
+            every = 1.5 * 16 * ELEMENTS / args.link
+            run = Run(server.url, LocalStore(folder), 1, args.versions, every, args.processes, args.link)
+            row = run.measure(number, SERVED)
+        assert row.link_seconds is not None
+        rows.append(row)
+        over = row.seconds / row.link_seconds - 1
+        times = (
+            f"{row.link_seconds:13.2f} s {row.at_relays:11.2f} s {row.seconds:10.2f} s ({row.worst:.2f} s) {over:8.1%}"
+        )
+        mb = row.expected_megabytes
+        print(f"{number:8} {mb:5.2f} {times} {row.megabytes:8.3f} ({mb:.3f})", flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -73,6 +73,11 @@ def build_commands(nodes: Sequence[Node]) -> list[Command]:
     return commands
 
 
+def link_command(node: Node, *, up: bool) -> Command:
+    """What cuts a node off, at the bridge's end of its link, or lets it come back."""
+    return ["ip", "-n", HUB, "link", "set", "dev", f"port{node.number}", "up" if up else "down"]
+
+
 def delete_commands(namespaces: Sequence[str]) -> list[Command]:
     """What deletes our own of these namespaces, with all that is in them."""
     return [["ip", "netns", "delete", name] for name in namespaces if name.startswith(PREFIX)]

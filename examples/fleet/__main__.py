@@ -7,20 +7,27 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pulse_rl
 
-from ..grpo.processes import JournalReader, PeerVanished, sole_holder, tail
+from ..grpo.processes import JournalReader, PeerVanished, sole_holder, stop, tail
+from . import namespaces
 from .policies import warm_up
 from .settings import CUT, FIRST, JOINING, KILLED, POLICIES, REGIONS, RunFolder, Settings
 from .table import Table
 
 POLL_SECONDS = 0.2
-STOP_SECONDS = 20.0
+HOW = {
+    "namespaces": "token buckets between network namespaces",
+    "simulated": "simulated: processes wait as long as their bytes would take",
+}
+FOLD_SECONDS = 5.0
 SPANS = (8,)
 """Versions that a fold at the origin stands for."""
 
@@ -35,6 +42,8 @@ class Fleet:
         self.table = Table(settings)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.readers: dict[str, JournalReader] = {}
+        self.cut_at: dict[str, int | None] = {}
+        self.ending = threading.Event()
         self.plan = [
             (settings.killed_at, self._kill),
             (settings.joined_at, self._join),
@@ -46,11 +55,14 @@ class Fleet:
         """The whole run. Raises RunFailed; leaves no process behind."""
         began = time.monotonic()
         try:
+            if self.settings.links == "namespaces":
+                self._start("origin", "origin", bind=namespaces.ORIGIN.address)
             for name in POLICIES:
                 for rank in range(self.settings.ranks):
                     self._start(f"trainer-{name}" + (f"-{rank}" if rank else ""), "trainer", policy=name, rank=rank)
             for region in REGIONS:
-                self._start(f"relay-{region}", "relay", region=region)
+                self._start(f"relay-{region}", "relay", region, region=region)
+            threading.Thread(target=self._fold, daemon=True).start()
             self._await(lambda: all(self.table.at_relay(r, p) is not None for r in REGIONS for p in POLICIES))
             for name, region in FIRST.items():
                 self._worker(name, region)
@@ -60,11 +72,13 @@ class Fleet:
                     self.plan.pop(0)[1]()
             self._await(self._relays_have_all)
         finally:
-            stop(list(self.processes.values()))
+            self.ending.set()
+            stop(self.processes.values())
         self._read()
         self.table.summarise(time.monotonic() - began)
         print(f"  report     pulse report {self.folder.root} -o report.html")
         self._compare()
+        self._require_folds()
 
     def _await(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.settings.patience
@@ -77,7 +91,8 @@ class Fleet:
         time.sleep(POLL_SECONDS)
         self._look()
 
-    def _start(self, role: str, module: str, **options: object) -> None:
+    def _start(self, role: str, module: str, place: str | None = None, **options: object) -> None:
+        """Starts a process in the region ``place``, None: beside the origin."""
         command = [
             sys.executable,
             "-m",
@@ -88,6 +103,8 @@ class Fleet:
         ]
         for option, value in options.items():
             command += [f"--{option}", str(value)]
+        if self.settings.links == "namespaces":
+            command = namespaces.inside(place, command)
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -101,7 +118,7 @@ class Fleet:
 
     def _worker(self, name: str, region: str) -> None:
         self.table.homes[name] = region
-        self._start(name, "worker", name=name, region=region)
+        self._start(name, "worker", region, name=name, region=region)
 
     def _read(self) -> None:
         for role, reader in self.readers.items():
@@ -117,7 +134,7 @@ class Fleet:
 
     def _ended(self) -> bool:
         return not self.plan and all(
-            process.poll() == 0 for role, process in self.processes.items() if not role.startswith("relay-")
+            process.poll() == 0 for role, process in self.processes.items() if role.startswith(("trainer-", "worker-"))
         )
 
     def _relays_have_all(self) -> bool:
@@ -139,13 +156,40 @@ class Fleet:
 
     def _cut(self) -> None:
         self.table.note(f"{CUT} is cut off")
-        self.folder.cut(CUT).touch()
+        self.table.cut.add(CUT)
+        self.cut_at = {policy: self.table.at_relay(CUT, policy) for policy in POLICIES}
+        if self.settings.links == "namespaces":
+            namespaces.set_link(CUT, up=False)
+        else:
+            self.folder.cut(CUT).touch()
 
     def _mend(self) -> None:
-        for policy in POLICIES:  # as `pulse fold` does now and then
-            list(pulse_rl.fold_stream(pulse_rl.LocalStore(self.folder.origin), policy, SPANS, threads=1))
         self.table.note(f"{CUT} is back")
-        self.folder.cut(CUT).unlink()
+        self.table.cut.discard(CUT)
+        if self.settings.links == "namespaces":
+            namespaces.set_link(CUT, up=True)
+        else:
+            self.folder.cut(CUT).unlink()
+
+    def _fold(self) -> None:
+        """Makes folds at the origin, as `pulse fold` does beside a trainer that makes none."""
+        while not self.ending.wait(FOLD_SECONDS):
+            for policy in POLICIES:
+                with suppress(pulse_rl.EmptyStream):
+                    list(pulse_rl.fold_stream(pulse_rl.LocalStore(self.folder.origin), policy, SPANS, threads=1))
+
+    def _require_folds(self) -> None:
+        """The region that was cut off has come on by patches and folds alone. Raises RunFailed."""
+        for policy, had in self.cut_at.items():
+            since = [e for e in self.table.relayed[CUT] if e["policy"] == policy and e["version"] > (had or 0)]
+            links = [link for event in since for link in event["links"]]
+            if any("anchor" in link for link in links):
+                raise RunFailed(f"{CUT} has fetched a full state of the {policy}: {', '.join(links)}")
+            longest = max(e["version"] - e["previous"] for e in since)
+            folds = [link for link in links if "fold" in link]
+            if longest >= 2 * max(SPANS) and not folds:
+                raise RunFailed(f"{CUT} was {longest} versions of the {policy} behind, and has taken no fold")
+            print(f"{CUT}, cut off at version {had} of the {policy}, came back by {len(folds)} folds and no full state")
 
     def _compare(self) -> None:
         """Compares the roots of trainers, live models and newcomers in every store. Raises RunFailed."""
@@ -169,23 +213,15 @@ class Fleet:
         print("\nevery worker of both regions holds both policies, bit for bit")
 
 
-def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    for process in processes:
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.fleet", description=__doc__)
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder, a new one")
     for setting in fields(Settings):
         parser.add_argument("--" + setting.name.replace("_", "-"), type=type(setting.default), default=setting.default)
     args = parser.parse_args()
+    if args.links == "namespaces" and (why := namespaces.enter("examples.fleet", sys.argv[1:])):
+        print(f"no network namespaces: {why}")
+        args.links = "simulated"
     folder = RunFolder((args.run or Path("runs") / time.strftime("fleet-%Y%m%d-%H%M%S")).absolute())
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -194,8 +230,11 @@ def main() -> int:
         with sole_holder(folder.root / "run.lock"):
             settings.save(folder.settings)
             print(f"run folder: {folder.root}")
+            rates = ", ".join(f"{region} {rate / 1e6:.0f} Mbit/s" for region, rate in REGIONS.items())
+            print(f"links: {rates}, {HOW[settings.links]}")
             print(f"warm-up: supervised steps {warm_up(settings, folder)}", flush=True)
-            Fleet(settings, folder).run()
+            with namespaces.regions() if settings.links == "namespaces" else nullcontext():
+                Fleet(settings, folder).run()
     except (RunFailed, PeerVanished, ValueError) as error:
         print(f"\nFAILED: {error}", file=sys.stderr)
         return 1

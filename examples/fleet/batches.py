@@ -21,15 +21,18 @@ class Made:
 
 @dataclass(frozen=True)
 class Batch:
-    """``tokens`` uint8 [sequences, length]; ``log_probs`` float32 [sequences, last tokens]; ``rewards`` float32."""
+    """``tokens`` uint8 [sequences, length]; ``log_probs`` float32 [sequences, last tokens]; ``rewards`` and ``right``,
+    whether the solver's answer is right, float32 [sequences]."""
 
     made: Made
     tokens: torch.Tensor
     log_probs: torch.Tensor
     rewards: torch.Tensor
+    right: torch.Tensor
 
     def to_bytes(self) -> bytes:
         tensors = {"tokens": self.tokens, "log_probs": self.log_probs, "rewards": self.rewards}
+        tensors["right"] = self.right
         return save(tensors, metadata={"made": json.dumps(asdict(self.made))})
 
     @classmethod

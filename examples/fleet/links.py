@@ -1,21 +1,32 @@
-"""A region's link to the origin: slow, shared by all processes of the region, and sometimes cut."""
+"""The origin as a region has it: over a link that is slow, shared by all processes of the region, and sometimes cut.
+
+Where the regions are network namespaces, that is HTTP over the region's interface; else the link is simulated: all wait
+as long as their bytes would take.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import struct
 import time
+import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 
-from pulse_rl import LocalStore, Store, StoreUnavailable
+from pulse_rl import HttpStore, LocalStore, Store, StoreUnavailable
 from pulse_rl.store import Data, ObjectInfo
+from pulse_rl.store.base import check_name, joined
 
-from .settings import REGIONS, RunFolder
+from . import namespaces
+from .settings import INBOX_PORT, PORT, REGIONS, RunFolder, Settings
 
 _REQUEST_BYTES = 500
 """What a request and its answer take beside what they carry."""
 _ROUND_TRIP_SECONDS = 0.04
+
+
+_TIMEOUT_SECONDS = 3.0
 
 
 class Direction:
@@ -49,7 +60,7 @@ class Link:
 
     def put(self, name: str, data: Data) -> None:
         self._ask()
-        whole = data if isinstance(data, bytes | bytearray | memoryview) else b"".join(bytes(chunk) for chunk in data)
+        whole = joined(data)
         self._up.carry(len(whole))
         self._store.put(name, whole)
 
@@ -84,6 +95,24 @@ class Link:
         time.sleep(_ROUND_TRIP_SECONDS)
 
 
-def link(folder: RunFolder, region: str) -> Store:
+class Uplink(HttpStore):
+    """The origin, read at ``url`` as `pulse serve` shows it; what is put goes to the ``inbox`` beside it."""
+
+    def __init__(self, url: str, inbox: str) -> None:
+        super().__init__(url, timeout_seconds=_TIMEOUT_SECONDS)
+        self._inbox = inbox
+
+    def put(self, name: str, data: Data) -> None:
+        request = urllib.request.Request(f"{self._inbox}/{check_name(name)}", data=joined(data), method="PUT")
+        try:
+            urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS).close()
+        except (OSError, HTTPException) as error:
+            raise StoreUnavailable(f"{self._inbox}: {error}") from error
+
+
+def link(settings: Settings, folder: RunFolder, region: str) -> Store:
     """The origin over the link of ``region``."""
+    if settings.links == "namespaces":
+        address = namespaces.ORIGIN.address
+        return Uplink(f"http://{address}:{PORT}", f"http://{address}:{INBOX_PORT}")
     return Link(LocalStore(folder.origin), folder, region)

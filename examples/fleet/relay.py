@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import threading
 import time
 from pathlib import Path
 
@@ -23,23 +24,42 @@ def main() -> None:
     parser.add_argument("--parent", type=int)
     args = parser.parse_args()
     folder = RunFolder(args.run)
-    alarm = Alarm(Settings.load(folder.settings).patience, args.parent)
+    settings = Settings.load(folder.settings)
+    alarm = Alarm(settings.patience, args.parent)
     events, journal = JsonLines(folder.events(f"relay-{args.region}")), Journal(folder.journal(f"relay-{args.region}"))
-    source, target = link(folder, args.region), pulse_rl.LocalStore(folder.near(args.region))
-    relays = {each: pulse_rl.Relay(source, target, stream=each, threads=1, on_event=events) for each in POLICIES}
-    while True:
+    source, target = link(settings, folder, args.region), pulse_rl.LocalStore(folder.near(args.region))
+    relays = [pulse_rl.Relay(source, target, stream=each, threads=1, on_event=events) for each in POLICIES]
+    pairs = zip(POLICIES, relays, strict=True)
+    threads = [threading.Thread(target=copy, args=(*pair, journal), daemon=True) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    while all(thread.is_alive() for thread in threads):
         alarm.check_parent()
-        for name, relay in relays.items():
-            try:
-                done = relay.sync(shards=1)
-            except pulse_rl.StoreUnavailable:
-                continue
-            if done is not None:
-                folds = [each for each in done.links if each.startswith("the fold")]
-                journal.write(
-                    "relayed", policy=name, version=done.version, previous=done.previous, bytes=done.nbytes, folds=folds
-                )
         time.sleep(POLL_SECONDS)
+    raise SystemExit("a stream is not copied any more; the reason is above")
+
+
+def copy(policy: str, relay: pulse_rl.Relay, journal: Journal) -> None:
+    """Copies a stream as long as nothing but the link fails. Where the source can be waited for, the pause ends with
+    the next version."""
+    while True:
+        try:
+            done = relay.sync()
+        except pulse_rl.StoreUnavailable:
+            time.sleep(POLL_SECONDS)
+            continue
+        if done is None:
+            relay.wait(POLL_SECONDS)
+            continue
+        journal.write(
+            "relayed",
+            policy=policy,
+            version=done.version,
+            previous=done.previous,
+            bytes=done.nbytes,
+            seconds=done.seconds,
+            links=done.links,
+        )
 
 
 if __name__ == "__main__":

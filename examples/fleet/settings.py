@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..grpo.processes import write_file_atomically
+from ..grpo.processes import SavedSettings
 
 POLICIES = ("solver", "verifier")
+PORT, INBOX_PORT = 8734, 8735
+"""Of the origin, in namespaces: where its folder is read, and where batches are put."""
 REGIONS = {"near": 50e6, "far": 10e6}
 """Bits per second of a region's link to the origin, shared by all that is in the region, in each direction."""
 
@@ -26,27 +27,27 @@ CUT = "far"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The options of a run. ``killed_at``, ``joined_at``, ``cut_at`` and ``mended_at`` are steps of the solver."""
+class Settings(SavedSettings):
+    """The options of a run. ``links``: the regions are "namespaces" with rate limits, or their links are "simulated" by
+    waiting in the processes. ``killed_at``, ``joined_at``, ``cut_at`` and ``mended_at`` are steps of the solver."""
 
-    steps: int = 80
-    lr: float = 3e-5
-    verifier_lr: float = 5e-4
+    steps: int = 140
+    lr: float = 1e-4
     ranks: int = 2
     prompts: int = 8
     group: int = 8
     max_lag: int = 12
-    sft_accuracy: float = 0.6
-    patience: float = 120.0
+    sft_accuracy: float = 0.5
+    patience: float = 240.0
     seed: int = 0
+    links: str = "namespaces"
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name != "seed" and value <= 0:
+            if name not in ("seed", "links") and value <= 0:
                 raise ValueError(f"{name} must be positive")
-
-    def lr_of(self, policy: str) -> float:
-        return self.lr if policy == "solver" else self.verifier_lr
+        if self.links not in ("namespaces", "simulated"):
+            raise ValueError("links must be namespaces or simulated")
 
     @property
     def killed_at(self) -> int:
@@ -63,15 +64,6 @@ class Settings:
     @property
     def mended_at(self) -> int:
         return self.steps * 4 // 5
-
-    def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = json.dumps(asdict(self), indent=1) + "\n"
-        write_file_atomically(path, lambda file: file.write(data.encode()))
-
-    @classmethod
-    def load(cls, path: Path) -> Settings:
-        return cls(**json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ from .batches import Batch, folder_of, version_of
 from .policies import advantages, loss_of
 from .settings import RunFolder, Settings
 
+ANCHOR_RATIO = 100.0
+"""No further full state in a run: whoever joins late, or was cut off, comes by patches and folds."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -53,10 +56,12 @@ class Trainer:
         self.settings, self.name, self.rank, self.alarm = settings, name, rank, alarm
         self.store = pulse_rl.LocalStore(folder.origin)
         self.model = self._sharded(folder)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr_of(name), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, weight_decay=0.0)
         self.journal = Journal(folder.journal(f"trainer-{name}")) if rank == 0 else None
         listener = JsonLines(folder.events(f"trainer-{name}")) if rank == 0 else None
-        self.publisher = ShardedPublisher(self.store, stream=name, threads=1, on_event=listener)
+        self.publisher = ShardedPublisher(
+            self.store, stream=name, anchor_ratio=ANCHOR_RATIO, threads=1, on_event=listener
+        )
         self.newest = -1
         self.used = ""
 
@@ -79,14 +84,16 @@ class Trainer:
             names = self._next_batches()
             waited = time.perf_counter() - began
             batch = Batch.from_bytes(self.store.get(names[self.rank]))
-            advantage = advantages(self.name, batch.rewards, self.settings.group)
+            counted = torch.ones_like(batch.right) if self.name == "solver" else batch.right
+            advantage = advantages(batch.rewards, counted, self.settings.group)
             torch.autograd.backward(loss_of(self.model, batch.tokens.long(), batch.log_probs, advantage))
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            rewards = torch.tensor([float(batch.rewards.mean())])
-            dist.all_reduce(rewards)
-            reward = float(rewards) / self.settings.ranks
+            wrong = 1 - batch.right
+            sums = torch.stack([batch.rewards.mean(), *(_share(batch.rewards, of) for of in (batch.right, wrong))])
+            dist.all_reduce(sums)
+            reward, of_right, of_wrong = (sums / self.settings.ranks).tolist()
             published = self._publish(step, reward=reward)
             if self.journal:
                 self.journal.write(
@@ -94,6 +101,8 @@ class Trainer:
                     step=step,
                     version=published.version,
                     reward=reward,
+                    of_right=of_right,
+                    of_wrong=of_wrong,
                     lag=self.newest - 1 - min(version_of(name) for name in names),
                     changed=published.changed,
                     patch_bytes=published.patch_bytes,
@@ -135,6 +144,11 @@ class Trainer:
         if self.journal:
             root = pulse_rl.state_root({name: weight.to(torch.bfloat16) for name, weight in whole.items()})
             self.journal.write("result", version=self.newest, root=root)
+
+
+def _share(rewards: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """The mean reward of those sequences, one half where there are none."""
+    return (rewards * of).sum() / of.sum() if of.any() else torch.tensor(0.5)
 
 
 if __name__ == "__main__":

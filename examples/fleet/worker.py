@@ -21,13 +21,14 @@ from ..grpo import policy, task
 from ..grpo.processes import Alarm, Journal
 from .batches import Batch, Made, send
 from .links import link
-from .policies import judge, verdict_rewards
+from .policies import verdict_rewards
 from .settings import POLICIES, RunFolder, Settings
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 20.0
 PAUSE_SECONDS = 0.05
-A_VERSION = 3
-"""Batches that a worker makes with one version before it waits for the next one."""
+A_VERSION = 2
+"""Batches that a worker makes with one version at once; then it waits for the next one, and makes one now and then."""
+NOW_AND_THEN_SECONDS = 3.0
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
 class Worker:
     def __init__(self, settings: Settings, folder: RunFolder, name: str, region: str, alarm: Alarm) -> None:
         self.settings, self.name, self.alarm = settings, name, alarm
-        self.origin = link(folder, region)
+        self.origin = link(settings, folder, region)
         stores = [pulse_rl.LocalStore(folder.near(region)), self.origin]
         events = JsonLines(folder.events(name))
         self.followed = {
@@ -60,6 +61,7 @@ class Worker:
         self.ended: dict[str, bool] = dict.fromkeys(POLICIES, False)
         self.journal = Journal(folder.journal(name))
         self.sequence = self.made = self.unsent = 0
+        self.generated = 0.0
 
     def run(self) -> None:
         while not all(self.ended.values()):
@@ -68,8 +70,10 @@ class Worker:
                 self.alarm.reset()
                 self.made = 0
                 self._note("versions")
-            if len(self.roots) == len(POLICIES) and self.made < A_VERSION:
+            due = self.made < A_VERSION or time.monotonic() > self.generated + NOW_AND_THEN_SECONDS
+            if len(self.roots) == len(POLICIES) and due:
                 self._generate()
+                self.generated = time.monotonic()
             else:
                 self.alarm.check("new versions")
                 time.sleep(PAUSE_SECONDS)
@@ -84,12 +88,20 @@ class Worker:
             return False
         if update is None:
             return False
+        previous = update.previous
         apply_(self.models[name], update)
         update.acknowledge()
         self.roots[name] = pulse_rl.state_root(self.models[name].state_dict())
         if self.roots[name] != update.root:
             raise SystemExit(f"{self.name}: the live {name} is not version {update.version}")
         self.ended[name] = bool(update.metadata["last"])
+        self.journal.write(
+            "synced",
+            policy=name,
+            version=update.version,
+            previous=previous,
+            seconds=update.seconds,
+        )
         return True
 
     def _generate(self) -> None:
@@ -98,18 +110,19 @@ class Worker:
         prompts = task.prompt_tokens(problems)
         answers, log_probs = policy.sample(self.models["solver"], prompts, generator)
         right = task.rewards(problems, answers)
-        solved = torch.cat([prompts, answers], dim=1)
-        verdicts, verdict_log_probs = judge(self.models["verifier"], solved, generator)
-        judged = torch.cat([solved, verdicts], dim=1)
-        self._send("solver", solved, log_probs, right)
-        self._send("verifier", judged, verdict_log_probs, verdict_rewards(verdicts, right))
+        sums, sum_log_probs = policy.sample(self.models["verifier"], prompts, generator)
+        self._send("solver", torch.cat([prompts, answers], dim=1), log_probs, right.clone(), right)
+        judged = verdict_rewards(sums, answers, right)
+        self._send("verifier", torch.cat([prompts, sums], dim=1), sum_log_probs, judged, right)
         self.sequence += 1
         self.made += 1
 
-    def _send(self, name: str, tokens: torch.Tensor, log_probs: torch.Tensor, rewards: torch.Tensor) -> None:
+    def _send(
+        self, name: str, tokens: torch.Tensor, log_probs: torch.Tensor, rewards: torch.Tensor, right: torch.Tensor
+    ) -> None:
         version = self.followed[name].version
         assert version is not None
-        batch = Batch(Made(self.name, version), tokens.to(torch.uint8), log_probs, rewards)
+        batch = Batch(Made(self.name, version), tokens.to(torch.uint8), log_probs, rewards, right)
         try:
             send(self.origin, name, self.sequence, batch)
         except pulse_rl.StoreUnavailable:  # cut off: they would be too old by the time

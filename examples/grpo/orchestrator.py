@@ -16,7 +16,7 @@ from typing import Any
 import pulse_rl
 
 from .display import Display
-from .processes import GAVE_UP, JournalReader, tail
+from .processes import GAVE_UP, JournalReader, stop, tail
 from .settings import STREAM, RunFolder, Settings
 from .summary import print_summary, save_plot
 
@@ -108,14 +108,8 @@ class Orchestrator:
         child.process = self._start(child.role)
 
     def _stop(self) -> None:
+        stop([child.process for child in self.children])
         for child in self.children:
-            if child.process.poll() is None:
-                child.process.terminate()
-        for child in self.children:
-            try:
-                child.process.wait(10)
-            except subprocess.TimeoutExpired:
-                child.process.kill()
             if is_server(child.role):
                 kill(child)
 

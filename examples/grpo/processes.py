@@ -5,13 +5,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 POLL_SECONDS = 0.02
+STOP_SECONDS = 20.0
 
 MISMATCH = 3
 """Exit status of a trainer whose workers ended with other weights."""
@@ -97,6 +103,19 @@ def write_file_atomically(path: Path, write: Callable[[Any], None]) -> None:
         os.close(folder)
 
 
+class SavedSettings:
+    """Base of dataclasses that are kept in a run's folder, where every process of the run finds them."""
+
+    def save(self: DataclassInstance, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = json.dumps(asdict(self), indent=1) + "\n"
+        write_file_atomically(path, lambda file: file.write(data.encode()))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        return cls(**json.loads(path.read_text()))
+
+
 class Journal:
     """Appends JSON objects to a file, one a line."""
 
@@ -133,6 +152,19 @@ class JournalReader:
             except json.JSONDecodeError:
                 continue  # torn by a SIGKILL in the middle of a write; the step is reported again
         return events
+
+
+def stop(processes: Iterable[subprocess.Popen[bytes]], seconds: float = STOP_SECONDS) -> None:
+    """Ends processes: asks all of them, and kills those that are still there after so many ``seconds``."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.terminate()
+    for process in running:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def tail(log: Path, lines: int = 20) -> str:

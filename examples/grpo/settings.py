@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from .processes import write_file_atomically
+from .processes import SavedSettings
 
 STREAM = "policy"
 """The name of the policy's stream in the store."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(SavedSettings):
     """The options of a run, kept in its folder so that each role can be started by hand and a run be resumed."""
 
     lr: float = 1e-5
@@ -50,15 +49,6 @@ class Settings:
     @property
     def roles(self) -> list[str]:
         return ["trainer", *self.server_names, *self.worker_names]
-
-    def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = json.dumps(asdict(self), indent=1) + "\n"
-        write_file_atomically(path, lambda file: file.write(data.encode()))
-
-    @classmethod
-    def load(cls, path: Path) -> Settings:
-        return cls(**json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)

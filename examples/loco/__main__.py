@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pulse_rl
 
-from ..grpo.processes import JournalReader, PeerVanished, sole_holder, tail
+from ..grpo.processes import JournalReader, PeerVanished, sole_holder, stop, tail
 from ..grpo.rollouts import reports_of
 from ..grpo.settings import STREAM
 from .settings import RunFolder, Settings
@@ -111,17 +111,6 @@ def start(name: str, command: list[str], folder: RunFolder, *options: str) -> su
     command = [*command, str(folder.root), "--parent", str(os.getpid()), *options]
     with folder.log(name).open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
-
-
-def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    for process in processes:
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 def compare_roots(settings: Settings, folder: RunFolder, results: dict[int, JournalEvent]) -> None:

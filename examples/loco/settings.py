@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..grpo import settings as grpo
-from ..grpo.processes import write_file_atomically
+from ..grpo.processes import SavedSettings
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(SavedSettings):
     """The options of a run, kept in its folder, where every process of the run finds them."""
 
     lr: float = 3e-6
@@ -37,15 +36,6 @@ class Settings:
     @property
     def worker_names(self) -> list[str]:
         return [f"worker-{index}" for index in range(self.workers)]
-
-    def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = json.dumps(asdict(self), indent=1) + "\n"
-        write_file_atomically(path, lambda file: file.write(data.encode()))
-
-    @classmethod
-    def load(cls, path: Path) -> Settings:
-        return cls(**json.loads(path.read_text()))
 
 
 class RunFolder(grpo.RunFolder):

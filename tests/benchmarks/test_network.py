@@ -13,7 +13,7 @@ import pytest
 from benchmarks.network import methods, replay, reward, shape, table
 from benchmarks.network.results import ReplayResult, WorkerResult, summary
 from benchmarks.network.run import WORKER_RATES, nodes, read_log
-from benchmarks.network.shape import Node, build_commands, delete_commands
+from benchmarks.network.shape import Node, build_commands, delete_commands, link_command
 from benchmarks.network.spec import Spec
 from pulse_rl import MemoryStore
 from pulse_rl.plan import METHODS, Scenario, make_plan
@@ -33,6 +33,13 @@ def test_commands_build_a_bridge_and_shape_both_ends() -> None:
     assert all("rate 50000000bit burst 16000b limit 312500b" in command for command in shaped)
     assert "ip -n pulse-net-a addr add 10.77.0.1/24 dev eth0" in commands
     assert Node("a", 1).inside(["ls"]) == ["ip", "netns", "exec", "pulse-net-a", "ls"]
+
+
+def test_a_node_is_cut_off_at_the_bridge() -> None:
+    assert [" ".join(link_command(Node("b", 2), up=up)) for up in (False, True)] == [
+        "ip -n pulse-net-hub link set dev port2 down",
+        "ip -n pulse-net-hub link set dev port2 up",
+    ]
 
 
 def test_only_our_own_namespaces_are_deleted() -> None:

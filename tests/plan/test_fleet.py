@@ -20,7 +20,7 @@ def test_a_version_by_hand() -> None:
     relays = make_fleet_plan(SEVEN, FLEET).ways["relays"]["context"]
     assert relays.versions == 1
     assert relays.fetch_bytes == size
-    hops = (1 + 0.7 + 8 * size / 1e9) + (1 + 0.4 + 8 * size / (10e9 / 250))
+    hops = (1 + 0.4 + 8 * size / 1e9) + (1 + 0.4 + 8 * size / (10e9 / 250))
     assert relays.seconds_to_all == pytest.approx(coding + hops)
     assert relays.origin_bytes == pytest.approx(4 * size * 86400 / 50, rel=1e-6)
     assert relays.dollars == pytest.approx(relays.origin_bytes / 1e9 * 0.09)
@@ -44,7 +44,7 @@ def test_who_cannot_keep_up_takes_several_versions_at_a_time() -> None:
                 half = each.versions // 2
                 fewer = min(14e9, half * make_plan(SEVEN).methods[method].sync_bytes)
                 fewer = min(fewer, catch_up_bytes(SEVEN, half)["folds"]) if method == "context" else fewer
-                assert 1.7 + 8 * fewer / rate > half * 50
+                assert 1.4 + 8 * fewer / rate > half * 50
     assert narrow.ways["relays"]["context"].versions == 1 < narrow.ways["relays"]["full"].versions
     assert narrow.ways["direct"]["context"].versions > 1
 

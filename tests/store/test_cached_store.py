@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pulse_rl import MemoryStore, Publisher, Subscriber, state_root
+from pulse_rl import Publisher, Subscriber, state_root
 from pulse_rl.store import CachedStore
 from pulse_rl.stream.names import payload_digest
 from tests.support.relays import Counted
@@ -54,10 +54,10 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     limit = sum(sizes.values()) - 1
     cached = CachedStore(store, tmp_path, payload_digest, max_bytes=limit)
     for name in names:
-        assert cached.get(name) == MemoryStore.get(store, name)
+        assert cached.get(name) == store.store.get(name)
         assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) <= limit
     tiny = CachedStore(store, tmp_path / "tiny", payload_digest, max_bytes=10)
-    assert tiny.get(names[0], 3, 9) == MemoryStore.get(store, names[0])[3:9]
+    assert tiny.get(names[0], 3, 9) == store.store.get(names[0])[3:9]
 
 
 def test_a_payload_that_is_not_its_name_is_not_kept(tmp_path: Path) -> None:

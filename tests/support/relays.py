@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
+from benchmarks.counted import CountedStore
 from pulse_rl import MemoryStore, Store, Subscriber, verify_stream
 
 
-class Counted(MemoryStore):
-    """Counts the bytes that are read of each object."""
+class Counted(CountedStore):
+    """A store in memory that counts what is read of it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.read: Counter[str] = Counter()
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        data = super().get(name, start, stop)
-        self.read[name] += len(data)
-        return data
-
-    def payload_bytes(self) -> int:
-        return sum(self.payloads_read().values())
-
-    def payloads_read(self) -> dict[str, int]:
-        return {name: nbytes for name, nbytes in self.read.items() if "/payloads/" in name}
+        super().__init__(MemoryStore())
 
 
 def newest_root(store: Store, stream: str = "policy", **options: object) -> str:

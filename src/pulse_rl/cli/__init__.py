@@ -160,7 +160,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--follow-restarts", action="store_true", help="if the stream is deleted and begun anew, follow the new one"
     )
     command.add_argument(
-        "--poll", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between polls of the store (default: 1)"
+        "--poll",
+        type=_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="seconds between polls of the store; an http:// one is waited for instead (default: 1)",
     )
     command.add_argument("--cache", type=_path, metavar="DIR", help="keep downloaded payloads in this folder")
     command.set_defaults(run=engines.follow)
@@ -213,7 +217,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--follow-restarts", action="store_true", help="if a stream is deleted and begun anew, copy the new one instead"
     )
     command.add_argument(
-        "--poll", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between polls of the source (default: 1)"
+        "--poll",
+        type=_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="seconds between polls of the source; an http:// one is waited for instead (default: 1)",
     )
     command.set_defaults(run=relay.relay)
 

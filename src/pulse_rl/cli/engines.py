@@ -54,7 +54,10 @@ def follow(args: argparse.Namespace, console: Console) -> int:
                 wait = args.poll
             if args.once:
                 return 0
-            time.sleep(jittered(wait))
+            if handle is not None and wait == args.poll:
+                handle.wait(wait)
+            else:
+                time.sleep(jittered(wait))
     finally:
         if handle is not None:
             handle.close()

@@ -8,6 +8,7 @@ from .._util.units import format_bytes
 from ..errors import EmptyStream, InputError, PulseError
 from ..events import Relayed
 from ..maintenance.relay import Relay
+from ..sync.pause import Pause
 from .output import Console
 from .streams import keep_on, open_lasting
 
@@ -55,7 +56,10 @@ def relay(args: argparse.Namespace, console: Console) -> int:
         if failed:
             raise min(failed, key=lambda error: error.retryable)
 
-    return keep_on(sync, args, console)
+    pause = Pause(source)
+    return keep_on(
+        sync, args, console, lambda poll: pause.take([each.source.last_accepted for each in relays.values()], poll)
+    )
 
 
 def _show(done: Relayed, console: Console) -> None:

@@ -103,7 +103,7 @@ def _sleep(seconds: float) -> None:
 
 
 def keep_on(
-    work: Callable[[], None], args: argparse.Namespace, console: Console, pause: Callable[[float], None] = _sleep
+    work: Callable[[], None], args: argparse.Namespace, console: Console, pause: Callable[[float], None]
 ) -> int:
     """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that may pass it
     says so once, and tries again after ever longer."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from hashlib import sha256
 from typing import NamedTuple
 
-from .._util.settings import checked_count
-from .._util.threads import checked_threads, ordered_map
+from .._util.settings import checked_count, checked_number
+from .._util.threads import checked_threads
 from ..errors import (
     ChainGap,
     CorruptManifest,
     DigestMismatch,
     FormatError,
     InputError,
-    NotFound,
     PublisherConflict,
     PulseError,
     StoreError,
@@ -32,12 +32,13 @@ from ..stream.manifest import Manifest, Payload
 from ..stream.names import PATCH, SHARD, StreamNames
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
-from ..stream.trees import copy_trees
+from ..stream.trees import copy_trees, has_trees
 from ..sync.newest import check_identity
+from ..sync.pause import LONGEST_POLL, Pause
 from ..sync.route import BROKEN_LINK, Route
 from .gc import gc_stream
+from .payloads import chunks_of, holds_whole
 
-_CHUNK_BYTES = 8 << 20
 _TRIES = 2
 _SEARCHED_ANCHORS = 16
 _MOST_GIVEN_UP = 2
@@ -87,11 +88,13 @@ class Relay:
         self._listener = checked_listener(on_event)
         self._trusted_keys = trusted_keys
         self._follow_restarts = follow_restarts
-        self._source = Stream(open_store(source), stream, trusted, identity=identity, on_refused=self._refused)
+        self.source = Stream(open_store(source), stream, trusted, identity=identity, on_refused=self._refused)
         self._target = Stream(open_store(target), stream, trusted, identity=identity)
         self._have: int | None = None
         self._anchor: _AnchorCopy | None = None
         self._searched = False
+        self._selectable: bool | None = None
+        self._pause = Pause(self.source.store)
         self._links: list[Link] = []
         self._nbytes = 0
 
@@ -112,8 +115,15 @@ class Relay:
         """
         if shards is not None:
             checked_count("shards", shards)
-        with failures_to(self._listener, self._source.name, "relay"):
+        with failures_to(self._listener, self.source.name, "relay"):
             return self._sync(shards)
+
+    def wait(self, poll_seconds: float = 1.0, most_seconds: float = math.inf) -> None:
+        """The pause between two calls of `sync` that found nothing: ``poll_seconds``, a quarter more or less; where the
+        source is an `HttpStore`, until its server has something new, for at most 25 seconds. Ends within
+        ``most_seconds``."""
+        checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)
+        self._pause.take([self.source.last_accepted], poll_seconds, checked_number("most_seconds", most_seconds))
 
     def _sync(self, shards: int | None) -> Relayed | None:
         started = time.perf_counter()
@@ -132,7 +142,7 @@ class Relay:
         assert self._have is not None
         links = tuple(dict.fromkeys(map(str, self._links)))
         seconds = time.perf_counter() - started
-        relayed = Relayed(self._source.name, self._have, previous, links, self._nbytes, seconds)
+        relayed = Relayed(self.source.name, self._have, previous, links, self._nbytes, seconds)
         if self._listener:
             self._listener(relayed)
         return relayed
@@ -152,7 +162,7 @@ class Relay:
         return self._have
 
     def _identify(self, identity: str) -> None:
-        self._source.identity = self._target.identity = self._source.identity or identity or None
+        self.source.identity = self._target.identity = self.source.identity or identity or None
 
     def _follow(self) -> None:
         try:
@@ -164,20 +174,20 @@ class Relay:
             self._reach_newest()
 
     def _reach_newest(self) -> None:
-        found = self._source.newest(self._have - 1 if self._have else None)
+        found = self.source.newest(self._have - 1 if self._have else None)
         newest = found.manifest
         if newest is not None and (self._have is None or newest.version > self._have):
             self._require_no_publisher()
             self._identify(newest.identity)
             self._reach(newest.version)
         elif self._have is not None:
-            check_identity(self._have, self._source, found)
+            check_identity(self._have, self.source, found)
         elif found.error:
             raise found.error
 
     def _reach(self, version: int) -> None:
         """Copies the cheapest working path of links to ``version``, link by link; avoids one that cannot be used."""
-        route, at, anchored = Route(self._source, version), self._have, False
+        route, at, anchored = Route(self.source, version), self._have, False
         while self._have != version:
             try:
                 path = route.plan(at)
@@ -189,8 +199,8 @@ class Relay:
             for planned in path:
                 link = planned
                 try:
-                    manifest = self._source.manifest(planned.version)
-                    link = self._source.resolved(planned)
+                    manifest = self.source.manifest(planned.version)
+                    link = self.source.resolved(planned)
                     self._copy(link, manifest)
                 except BROKEN_LINK as error:
                     route.avoid(planned, link, error)
@@ -209,14 +219,14 @@ class Relay:
         if link.base is None:
             for payload in link.payloads or ():
                 self._copy_payload(payload, SHARD)
-            copy_trees(self._source, self._target, manifest, leaves=True)
+            self._copy_trees(manifest, leaves=True)
             self._show(manifest)
             self._target.put_anchor_link(link.version, link.nbytes)
             self._anchor = None  # of an older version
             return
         if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
             raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
-        statement = self._source.fold_statement(link)
+        statement = self.source.fold_statement(link)
         if statement is None and manifest.patch and manifest.patch.base_root != self._target.manifest(link.base).root:
             raise DigestMismatch(f"{link} starts from another version {link.base} than the one in the target")
         new = [payload for payload in link.payloads or () if self._copy_payload(payload, PATCH)]
@@ -254,7 +264,7 @@ class Relay:
     def _show(self, manifest: Manifest) -> None:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for it: the target is the
         relay's. Raises PublisherConflict where another version of the stream stands there."""
-        copy_trees(self._source, self._target, manifest, leaves=False)
+        self._copy_trees(manifest, leaves=False)
         for _ in range(_TRIES):
             if self._target.commit(manifest):
                 return
@@ -268,6 +278,13 @@ class Relay:
             self._target.store.delete(self._target.names.version(manifest.version))
         raise CorruptManifest(f"version {manifest.version} cannot be shown: the target's object is written by others")
 
+    def _copy_trees(self, manifest: Manifest, *, leaves: bool) -> None:
+        """Whether there are any is looked up once for each anchor: without its leaves nobody can select."""
+        if self._selectable is None or manifest.anchor:
+            self._selectable = has_trees(self.source)
+        if self._selectable:
+            copy_trees(self.source, self._target, manifest, leaves=leaves)
+
     def _require_no_publisher(self) -> None:
         if self._target.claims.after(0, "", ""):
             raise PublisherConflict(f"somebody publishes {self._target.name!r} to the target", hint=_ANOTHER_TARGET)
@@ -277,12 +294,12 @@ class Relay:
     def _copy_payload(self, payload: Payload, kind: str) -> bool:
         """Copies a payload unless it is in the target, whole; returns whether it was not. Raises NotFound and
         DigestMismatch; a damaged reply is asked for once more."""
-        name = self._source.names.payload(payload.sha256, kind)
-        if _holds(self._target.store, name, payload, self._threads):
+        name = self.source.names.payload(payload.sha256, kind)
+        if holds_whole(self._target.store, name, payload, self._threads):
             return False
         for again in reversed(range(_TRIES)):
             try:
-                if self._source.store.head(name).nbytes != payload.bytes:
+                if self.source.store.head(name).nbytes != payload.bytes:
                     raise DigestMismatch(f"{name} does not have the {payload.bytes} bytes that it should have")
                 self._target.put_payload(payload, kind, self._fetched(name, payload))
                 break
@@ -294,7 +311,7 @@ class Relay:
     def _fetched(self, name: str, payload: Payload) -> Iterator[bytes]:
         """The chunks of a payload. Raises DigestMismatch in place of their end, so that no store keeps wrong ones."""
         running = sha256()
-        for chunk in _chunks(self._source.store, name, payload.bytes, self._threads):
+        for chunk in chunks_of(self.source.store, name, payload.bytes, self._threads):
             self._nbytes += len(chunk)
             running.update(chunk)
             yield chunk
@@ -318,7 +335,7 @@ class Relay:
         self._anchor = copy._replace(done=copy.done + 1)
         if self._anchor.done == len(copy.manifest.anchor.shards):
             self._anchor = None
-            copy_trees(self._source, self._target, copy.manifest, leaves=True)
+            self._copy_trees(copy.manifest, leaves=True)
             self._target.put_anchor_link(link.version, link.nbytes)
             self._collect()
 
@@ -327,7 +344,7 @@ class Relay:
         if self._have is None:
             return None
         listed = {link.version for link in self._target.links() if link.base is None}
-        there = sorted({link.version for link in self._source.links() if link.base is None}, reverse=True)
+        there = sorted({link.version for link in self.source.links() if link.base is None}, reverse=True)
         for version in [v for v in there if v <= self._have][:_SEARCHED_ANCHORS]:
             with suppress(*UNREADABLE):
                 manifest = self._target.manifest(version)
@@ -360,16 +377,16 @@ class Relay:
             found = [info.name for info in self._target.store.list(folder) if names.parse(info.name)]
             for name in reversed(found):
                 self._target.store.delete(name)
-        self._source.forget()
+        self.source.forget()
         self._target.forget()
-        self._have, self._anchor = None, None
+        self._have, self._anchor, self._selectable = None, None, None
 
     def _refused(self, version: int, error: PulseError) -> None:
         self._tell(f"version {version}", error)
 
     def _tell(self, link: Link | str, error: PulseError) -> None:
         if self._listener:
-            self._listener(PathFailed(self._source.name, str(link), str(error), error.kind))
+            self._listener(PathFailed(self.source.name, str(link), str(error), error.kind))
 
 
 _ANOTHER_TARGET = "Give the relay a target, or a stream's name, to which nobody else writes versions."
@@ -377,24 +394,3 @@ _ANOTHER_TARGET = "Give the relay a target, or a stream's name, to which nobody 
 
 def _folders(names: StreamNames) -> tuple[str, ...]:
     return names.links, names.versions, names.payloads, names.trees
-
-
-def _chunks(store: Store, name: str, nbytes: int, threads: int | None) -> Iterator[bytes]:
-    starts = range(0, nbytes, _CHUNK_BYTES)
-    with closing(
-        ordered_map(lambda at: store.get(name, at, min(at + _CHUNK_BYTES, nbytes)), starts, threads)
-    ) as chunks:
-        yield from chunks
-
-
-def _holds(store: Store, name: str, payload: Payload, threads: int | None) -> bool:
-    """Whether the payload is in the store, whole: what a killed relay left, or somebody else's junk."""
-    try:
-        if store.head(name).nbytes != payload.bytes:
-            return False
-        running = sha256()
-        for chunk in _chunks(store, name, payload.bytes, threads):
-            running.update(chunk)
-    except NotFound:
-        return False
-    return running.hexdigest() == payload.sha256

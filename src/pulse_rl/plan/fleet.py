@@ -13,7 +13,7 @@ P           seconds between two looks of a worker, or of a relay
 links are shared evenly::
 
     direct    publish + P + 4 R + 8 S / min(B, B_g / w, B_o / W)               + verify + apply
-    relays    publish + P + 7 R + 8 S / min(B_g, B_o / G)
+    relays    publish + P + 4 R + 8 S / min(B_g, B_o / G)
                       + P + 4 R + 8 S / min(B, B_n / w)                        + verify + apply
 
 with ``publish`` = encode + hash + upload, and P the longest wait for a look. A relay shows a version when its bytes are
@@ -157,7 +157,7 @@ def _hops(scenario: Scenario, fleet: Fleet, way: str, method: str, versions: int
         return [poll + 4 * trip + bits / rate]
     first = _least(fleet.region_bandwidth, _shared(fleet.origin_bandwidth, fleet.regions))
     second = _least(scenario.bandwidth, _shared(fleet.near_bandwidth, among))
-    return [poll + 7 * trip + bits / first, poll + 4 * trip + bits / second]
+    return [poll + 4 * trip + bits / first, poll + 4 * trip + bits / second]
 
 
 def _fetch_bytes(scenario: Scenario, method: str, versions: int) -> float:

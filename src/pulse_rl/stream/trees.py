@@ -78,6 +78,11 @@ def is_selectable(stream: Stream, root: str) -> bool:
     return True
 
 
+def has_trees(stream: Stream) -> bool:
+    """Whether digests of any version are stored, by one list."""
+    return next(iter(stream.store.list(stream.names.trees)), None) is not None
+
+
 def copy_trees(source: Stream, target: Stream, manifest: Manifest, *, leaves: bool) -> None:
     """Stores in ``target`` what ``source`` has of a version's tree, if it is right; nothing depends on it but
     subscribers that select. Raises StoreError, but not NotFound."""

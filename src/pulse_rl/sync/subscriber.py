@@ -29,13 +29,12 @@ from ..stream.stream import Stream
 from .delivery import Step
 from .host_state import HostState
 from .nearest import DEFAULT_PATIENCE_SECONDS, Nearest
-from .pause import Pause
+from .pause import LONGEST_POLL, Pause
 from .selection import Selection
 from .update import Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
 _KEPT_RECEIPTS = 8
-_LONGEST_POLL = 1e6
 
 
 def refuse_cached_parts(selects: bool, caches: bool) -> None:
@@ -110,7 +109,7 @@ class Subscriber(Unique):
         ]
         self.stream = streams[0]
         self._nearest = Nearest(streams, patience_seconds, on_event)
-        self._pause = Pause(streams[0], patience_seconds if len(streams) > 1 else math.inf)
+        self._pause = Pause(streams[0].store, patience_seconds if len(streams) > 1 else math.inf)
         self._pinned = identity is not None
         self._follow_restarts = follow_restarts
         self._serial = SerialThread("Subscriber", self._idle_seconds)
@@ -202,14 +201,14 @@ class Subscriber(Unique):
         appeared for ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before. Raises
         InputError, and what `sync` raises."""
         last = time.monotonic()
-        checked_number("poll_seconds", poll_seconds, most=_LONGEST_POLL)
+        checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)
         if timeout_seconds is not None:
             checked_number("timeout_seconds", timeout_seconds)
         timeout = math.inf if timeout_seconds is None else timeout_seconds
         while time.monotonic() - last < timeout:
             update = self.sync()
             if update is None:
-                self._pause.take(poll_seconds, timeout - (time.monotonic() - last))
+                self.wait(poll_seconds, max(0.0, timeout - (time.monotonic() - last)))
             else:
                 yield update
                 update.acknowledge()
@@ -218,8 +217,8 @@ class Subscriber(Unique):
     def wait(self, poll_seconds: float = 1.0, most_seconds: float = math.inf) -> None:
         """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less; where the (nearest) store is
         an `HttpStore`, until its server has something new, for at most 25 seconds. Ends within ``most_seconds``."""
-        checked_number("poll_seconds", poll_seconds, most=_LONGEST_POLL)
-        self._pause.take(poll_seconds, checked_number("most_seconds", most_seconds))
+        checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)
+        self._pause.take([self.stream.last_accepted], poll_seconds, checked_number("most_seconds", most_seconds))
 
     def awaits(self, update: Update) -> bool:
         """Whether ``update``, which this subscriber returned, is still to be acknowledged."""

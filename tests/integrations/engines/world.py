@@ -45,13 +45,14 @@ class Model(torch.nn.Module):
 
 
 class World:
-    """A trainer with its stream, and a worker that has loaded version 0."""
+    """A trainer with its stream, and a worker that has loaded version 0; it reads the store at ``address`` if set."""
 
     def __init__(self, folder: Path, make: Callable[[], Model] = Model) -> None:
         self.make = make
         self.generator = torch.Generator().manual_seed(3)
         self.tensors: Tensors = {n: torch.randn(s, generator=self.generator).bfloat16() for n, s in SHAPES.items()}
         self.store = str(folder / "store")
+        self.address: str | None = None
         self.publisher = pulse_rl.Publisher(self.store, stream="policy", threads=1)
         self.base = folder / "base.safetensors"
         save(self.base, State.of(self.tensors))
@@ -80,7 +81,7 @@ class World:
         self.publish()
 
     def session(self, *, follow: bool = False, audit_every: int = 100, **settings: Any) -> Session:
-        info = InitInfo(self.store, "policy", follow=follow, audit_every=audit_every, **settings)
+        info = InitInfo(self.address or self.store, "policy", follow=follow, audit_every=audit_every, **settings)
         session = Session(self.model, info, Node(None), self.learnt, str(self.base), nullcontext, self.model.forms())
         self.sessions.append(session)
         stage(session)

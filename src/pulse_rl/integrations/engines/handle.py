@@ -11,13 +11,17 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
 
+from ..._util.jitter import jittered
+from ..._util.settings import checked_number
 from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
 from ...events import Metadata
+from ...sync.pause import LONGEST_POLL
 from .transport import InitInfo, Status, Transport, raise_told
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
 _MOST_WAIT_SECONDS = 30.0
+_LONGEST_WAIT = 25.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class EngineHandle:
     _stale: bool
     _untagged: bool
     _paused: bool
+    _waits: bool
 
     @classmethod
     def _on(cls, transport: Transport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
@@ -78,7 +83,7 @@ class EngineHandle:
         self._lock = threading.RLock()
         self._follower = None
         self._closing = threading.Event()
-        self._stale = self._untagged = self._paused = False
+        self._stale = self._untagged = self._paused = self._waits = False
         self._open()
         return self
 
@@ -103,6 +108,7 @@ class EngineHandle:
                 self._open()  # the server was restarted
             self._settle()
             leader = self._stage(version)
+            self._waits = leader.get("waits", False)
             live, newest = leader["version"], leader["held"]
             if live is not None and live == (newest if version is None else version):
                 return None
@@ -120,6 +126,21 @@ class EngineHandle:
                         raise EngineError(f"the engine was not prepared in {self._timeout:.0f} seconds")
                     time.sleep(_POLL_SECONDS)
             return self._switch(version)
+
+    def wait(self, poll_seconds: float = 1.0) -> None:
+        """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less. Where the engine follows an
+        `HttpStore`, which it waits for by itself: until it has staged something, for at most 25 seconds; the engine is
+        asked every ``poll_seconds`` then, the store is not. Ends with `close`."""
+        checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)
+        stop = time.monotonic() + _LONGEST_WAIT
+        while not self._closing.wait(jittered(poll_seconds)) and self._waits and time.monotonic() < stop:
+            try:
+                with self._lock:
+                    leader = self._leader(self._ask("status"))
+            except PulseError:  # the next sync mends or tells it
+                return
+            if leader["error"] or leader["held"] != leader["version"]:
+                return
 
     def audit(self) -> tuple[str, ...]:
         """Reads all live parameters back and compares them with the digests of the live version. Returns the names of
@@ -140,7 +161,8 @@ class EngineHandle:
         on_error: Callable[[PulseError], None] | None = None,
         poll_seconds: float = 1.0,
     ) -> None:
-        """Starts a thread that keeps the engine at the newest version, until `close`. It asks every ``poll_seconds``.
+        """Starts a thread that keeps the engine at the newest version, until `close`. Between looks it pauses as `wait`
+        does, with ``poll_seconds``.
 
         ``on_sync`` is called after each step, ``on_error`` with errors; the thread goes on after those that may pass
         (`PulseError.retryable`), and ends with any other.
@@ -302,7 +324,8 @@ class EngineHandle:
         poll_seconds: float,
     ) -> None:
         wait = poll_seconds
-        while not self._closing.wait(wait):
+        self.wait(poll_seconds)
+        while not self._closing.is_set():
             try:
                 done = self.sync()
             except Exception as error:  # of the engine as well: a thread that ends in silence would go unnoticed
@@ -312,7 +335,9 @@ class EngineHandle:
                 if not known.retryable:
                     return
                 wait = min(2 * wait, _MOST_WAIT_SECONDS)
+                self._closing.wait(wait)
             else:
                 wait = poll_seconds
                 if done is not None and on_sync is not None:
                     on_sync(done)
+                self.wait(poll_seconds)

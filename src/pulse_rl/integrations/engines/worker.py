@@ -99,6 +99,7 @@ class Worker:
                 "store": self._info.store,
                 "stream": self._info.stream,
                 "leader": staging.subscriber is not None,
+                "waits": staging.waits,
                 "version": session.live_version,
                 "held": staging.subscriber.version if staging.subscriber is not None else None,
                 "staged": prepared.staged.version if prepared is not None else None,
