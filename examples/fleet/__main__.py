@@ -7,10 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pulse_rl
 from ..grpo.processes import JournalReader, PeerVanished, sole_holder, stop, tail
 from . import namespaces
 from .policies import warm_up
-from .settings import CUT, FIRST, JOINING, KILLED, POLICIES, REGIONS, RunFolder, Settings
+from .settings import CUT, FIRST, FOLDS, JOINING, KILLED, POLICIES, REGIONS, RunFolder, Settings
 from .table import Table
 
 POLL_SECONDS = 0.2
@@ -27,9 +26,6 @@ HOW = {
     "namespaces": "token buckets between network namespaces",
     "simulated": "simulated: processes wait as long as their bytes would take",
 }
-FOLD_SECONDS = 5.0
-SPANS = (8,)
-"""Versions that a fold at the origin stands for."""
 
 
 class RunFailed(RuntimeError):
@@ -43,7 +39,6 @@ class Fleet:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.readers: dict[str, JournalReader] = {}
         self.cut_at: dict[str, int | None] = {}
-        self.ending = threading.Event()
         self.plan = [
             (settings.killed_at, self._kill),
             (settings.joined_at, self._join),
@@ -62,7 +57,6 @@ class Fleet:
                     self._start(f"trainer-{name}" + (f"-{rank}" if rank else ""), "trainer", policy=name, rank=rank)
             for region in REGIONS:
                 self._start(f"relay-{region}", "relay", region, region=region)
-            threading.Thread(target=self._fold, daemon=True).start()
             self._await(lambda: all(self.table.at_relay(r, p) is not None for r in REGIONS for p in POLICIES))
             for name, region in FIRST.items():
                 self._worker(name, region)
@@ -72,7 +66,6 @@ class Fleet:
                     self.plan.pop(0)[1]()
             self._await(self._relays_have_all)
         finally:
-            self.ending.set()
             stop(self.processes.values())
         self._read()
         self.table.summarise(time.monotonic() - began)
@@ -171,13 +164,6 @@ class Fleet:
         else:
             self.folder.cut(CUT).unlink()
 
-    def _fold(self) -> None:
-        """Makes folds at the origin, as `pulse fold` does beside a trainer that makes none."""
-        while not self.ending.wait(FOLD_SECONDS):
-            for policy in POLICIES:
-                with suppress(pulse_rl.EmptyStream):
-                    list(pulse_rl.fold_stream(pulse_rl.LocalStore(self.folder.origin), policy, SPANS, threads=1))
-
     def _require_folds(self) -> None:
         """The region that was cut off has come on by patches and folds alone. Raises RunFailed."""
         for policy, had in self.cut_at.items():
@@ -187,7 +173,7 @@ class Fleet:
                 raise RunFailed(f"{CUT} has fetched a full state of the {policy}: {', '.join(links)}")
             longest = max(e["version"] - e["previous"] for e in since)
             folds = [link for link in links if "fold" in link]
-            if longest >= 2 * max(SPANS) and not folds:
+            if longest >= 2 * FOLDS[0] and not folds:
                 raise RunFailed(f"{CUT} was {longest} versions of the {policy} behind, and has taken no fold")
             print(f"{CUT}, cut off at version {had} of the {policy}, came back by {len(folds)} folds and no full state")
 

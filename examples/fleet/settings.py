@@ -24,6 +24,8 @@ FIRST = {
 JOINING = {"worker-6": "near", "worker-7": "far"}
 KILLED = ("worker-1", "worker-4")
 CUT = "far"
+FOLDS = (8, 64)
+"""Versions that the trainers' folds stand for."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..grpo import policy as model_of
 from ..grpo.processes import Alarm, Journal, wait_for
 from .batches import Batch, folder_of, version_of
 from .policies import advantages, loss_of
-from .settings import RunFolder, Settings
+from .settings import FOLDS, RunFolder, Settings
 
 ANCHOR_RATIO = 100.0
 """No further full state in a run: whoever joins late, or was cut off, comes by patches and folds."""
@@ -60,7 +60,7 @@ class Trainer:
         self.journal = Journal(folder.journal(f"trainer-{name}")) if rank == 0 else None
         listener = JsonLines(folder.events(f"trainer-{name}")) if rank == 0 else None
         self.publisher = ShardedPublisher(
-            self.store, stream=name, anchor_ratio=ANCHOR_RATIO, threads=1, on_event=listener
+            self.store, stream=name, anchor_ratio=ANCHOR_RATIO, folds=FOLDS, threads=1, on_event=listener
         )
         self.newest = -1
         self.used = ""

@@ -168,7 +168,7 @@ def test_what_was_stored_before_is_not_fetched_again(rng: Rng) -> None:
     Publisher(source, stream="policy", shard_bytes=3000).publish(history(rng, 1)[0])
     shards = names(source, "policy/payloads")
     assert len(shards) > 2
-    target.put(shards[0], MemoryStore.get(source, shards[0]))
+    target.put(shards[0], source.store.get(shards[0]))
     target.put(shards[1], bytes(source.head(shards[1]).nbytes))
     target.put(shards[2], b"short")
     Relay(source, target, stream="policy", threads=1).sync()
