@@ -283,6 +283,38 @@ def test_a_relay_and_garbage_collection() -> None:
         assert Subscriber(target, stream="s", threads=1).sync() or version < 12
 
 
+def test_a_relay_leaves_out_folds_that_lose_what_is_remembered() -> None:
+    """Its workers could not read on from there."""
+    made, target = Made(2, folds=()), MemoryStore()
+    relay = Relay(made.store, target, stream="s", threads=1)
+    relay.sync()
+    near = Subscriber(target, stream="s", threads=1)
+    near.sync()
+    for _ in range(28):
+        made.publish()
+    assert (0, 12) in list(fold_stream(made.store, "s", (2, 12), threads=1))
+    done = relay.sync()
+    assert done
+    assert not any("fold" in link for link in done.links)
+    near.sync()
+    made.publish()
+    relay.sync()
+    near.sync()
+    assert near.root == made.roots[-1]
+
+
+def test_a_fold_that_loses_what_is_remembered_is_taken_where_there_is_no_other_way() -> None:
+    made = Made(30, folds=())
+    assert (12, 24) in list(fold_stream(made.store, "s", (12,), threads=1))
+    stream = Stream(made.store, "s")
+    patch = stream.manifest(20).patch
+    assert patch
+    made.store.delete(stream.names.payload(patch.parts[0].sha256, "patch"))
+    late, _ = made.subscriber()
+    late.sync(24)
+    assert late.root == made.roots[24]
+
+
 def test_a_part_of_the_tensors() -> None:
     made = Made(1, selectable=True)
     part, seen = made.subscriber(select=["step"])

@@ -201,6 +201,8 @@ class Relay:
                 try:
                     manifest = self.source.manifest(planned.version)
                     link = self.source.resolved(planned)
+                    if route.forgets(link, manifest):
+                        break
                     self._copy(link, manifest)
                 except BROKEN_LINK as error:
                     route.avoid(planned, link, error)

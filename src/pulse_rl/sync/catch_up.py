@@ -69,9 +69,10 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         with closing(_fetch_ahead(stream, path, follower)) as fetched:
             for item in fetched:
                 timer.end("fetch")
+                if item.manifest and route.forgets(item.link, item.manifest):
+                    break
                 try:
                     passed.append(_follow(follower, stream, item))
-                    route.follows(item.link, knows=follower.knows)
                 except BROKEN_LINK as error:
                     if isinstance(error, WrongHistory) and not follower.knows:
                         route.lacks_history(item.planned, item.link)  # nothing is wrong with the link

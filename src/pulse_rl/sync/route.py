@@ -8,6 +8,7 @@ from contextlib import suppress
 from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch
 from ..stream.chain import Key, Link, cheapest_path, links_of
 from ..stream.doubts import UNREADABLE
+from ..stream.manifest import Manifest
 from ..stream.stream import Stream
 
 _MAX_FALSE_LINKS = 16
@@ -41,10 +42,16 @@ class Route:
         self._minds_histories = True
         self._needing |= {planned.key, link.key}
 
-    def follows(self, link: Link, *, knows: bool) -> None:
-        """Takes note of a fold that was followed: whether all is remembered at its end."""
-        if link.is_fold and not knows and link.base is not None:
-            self._forgetful.add((link.base, link.version))
+    def forgets(self, link: Link, manifest: Manifest) -> bool:
+        """Whether a fold leads to where more is remembered than it shows. Says so once: the next plan takes it only
+        where there is no other way."""
+        if link.base is None or not link.is_fold or manifest.remembers in ((), (link.version - link.base,)):
+            return False
+        fold = (link.base, link.version)
+        known = fold in self._forgetful
+        self._forgetful.add(fold)
+        self._minds_histories = True
+        return not known
 
     def plan(self, have: int | None, *, knows: bool = True) -> list[Link]:
         """The cheapest path by bytes from version ``have`` (None: from nothing) that is not known to be broken.
@@ -122,9 +129,8 @@ class Route:
             return []
 
     def _keeps_history(self, base: int, version: int) -> bool:
-        """Whether the history is known after a fold: where it is aligned, as publishers make it, until it was seen."""
-        span = version - base
-        return version % span == 0 and (base, version) not in self._forgetful
+        """Whether the history is known after a fold: until its manifest was seen, it is believed of all."""
+        return (base, version) not in self._forgetful
 
     def _needs_history(self, patch: Link) -> bool:
         return patch.key in self._needing
