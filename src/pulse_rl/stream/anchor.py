@@ -28,6 +28,7 @@ DEFAULT_SHARD_BYTES = 1 << 27
 _SIDE_BY_SIDE = 4
 _CHUNK_BYTES = 8 << 20
 _FIRST_READ = 1 << 16
+_NAMED_SHARDS = 16
 _FIRST_READ_OF_A_PART = 1 << 12
 
 RangeReader = Callable[[int, int], bytes]
@@ -127,7 +128,7 @@ def restore(
     Raises CorruptCheckpoint.
     """
     headers = list(ordered_map(read_shard_header, shards, threads))
-    specs = whole_tensors(headers)
+    specs = _whole_tensors_of(shards, headers)
     if (sum(s.elements for s in specs), sum(s.nbytes for s in specs)) != (elements, dense_bytes):
         raise CorruptCheckpoint(f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors")
     state, sliced = State.empty(specs), _sliced(headers)
@@ -171,7 +172,7 @@ def restore_part(
     """The tensors ``held`` of an anchor, of which nothing else is read but the shards' headers. ``tree`` is the whole
     state's, proved by its root; each leaf is compared with it (DigestMismatch). Raises CorruptCheckpoint."""
     headers = list(ordered_map(lambda shard: read_shard_header(shard, _FIRST_READ_OF_A_PART), shards, threads))
-    if whole_tensors(headers) != tree.specs:
+    if _whole_tensors_of(shards, headers) != tree.specs:
         raise CorruptCheckpoint("the anchor's shards do not hold the tensors of the version's digest tree")
     state, names = State.empty(held), {spec.name for spec in held}
     sliced = _sliced(headers)
@@ -202,6 +203,17 @@ def restore_part(
         if found != tree.leaves[name]:
             raise DigestMismatch(f"tensor {name!r} of the anchor, which is in several shards, is not the version's")
     return state
+
+
+def _whole_tensors_of(
+    shards: Sequence[tuple[Payload, RangeReader]], headers: list[ShardHeader]
+) -> tuple[TensorSpec, ...]:
+    """As `whole_tensors`; its error names the shards, one of which is not what it should be."""
+    try:
+        return whole_tensors(headers)
+    except CorruptCheckpoint as error:
+        names = ", ".join(f"{payload.sha256[:16]}…" for payload, _ in shards[:_NAMED_SHARDS])
+        raise CorruptCheckpoint(f"{error}: of {names}", hint=error.hint) from None
 
 
 def whole_tensors(headers: list[ShardHeader]) -> tuple[TensorSpec, ...]:
