@@ -45,6 +45,7 @@ from .errors import (
     UnsupportedTensor,
     Untrusted,
     WrongBase,
+    WrongHistory,
 )
 from .events import (
     Applied,
@@ -174,6 +175,7 @@ __all__ = [
     "Update",
     "VersionReport",
     "WrongBase",
+    "WrongHistory",
     "__version__",
     "anchor_stream",
     "as_state",

@@ -33,10 +33,13 @@ PUBLISHER = [
         (
             (
                 "            try:\n                committed = self._committer.commit(",
-                "            pending.draft.take_effect(self._baseline, pending.manifest)\n"
+                "            pending.draft.take_effect(self._baseline, pending.manifest, pending.history)\n"
                 "            try:\n                committed = self._committer.commit(",
             ),
-            ("                pending.draft.take_effect(self._baseline, pending.manifest)\n", "                pass\n"),
+            (
+                "                pending.draft.take_effect(self._baseline, pending.manifest, pending.history)\n",
+                "                pass\n",
+            ),
         ),
     ),
     one(
@@ -263,6 +266,18 @@ TRUST = [
         "stream.signing",
         "            key.verify(bytes.fromhex(signature.value), message)\n",
         "            bytes.fromhex(signature.value)\n",
+    ),
+    one(
+        "what was remembered stays where a fold was followed",
+        "sync.host_state",
+        "            span = link.version - link.base if link.is_fold else 1\n",
+        "            span = 1\n",
+    ),
+    one(
+        "an anchor does not begin anew",
+        "sync.publisher",
+        "                History() if uploaded.anchor else draft",
+        "                draft",
     ),
     one(
         "another run's versions are taken for ours",

@@ -27,5 +27,5 @@ def test_every_fault_can_be_planted() -> None:
     ],
 )
 def test_a_fault_is_caught(name: str) -> None:
-    verdict = judge(name, sequences=60)
+    verdict = judge(name, sequences=150)
     assert verdict.caught, f"{name} survived {verdict.sequences} sequences"

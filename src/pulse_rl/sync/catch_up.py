@@ -73,10 +73,10 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     break
                 try:
                     passed.append(_follow(follower, stream, item))
+                    route.followed(item.link, knows=follower.knows)
                 except BROKEN_LINK as error:
-                    if isinstance(error, WrongHistory) and not follower.knows:
-                        route.lacks_history(item.planned, item.link)  # nothing is wrong with the link
-                    else:
+                    wanting = isinstance(error, WrongHistory) and not follower.knows  # nothing is wrong with the link
+                    if not (wanting and route.lacks_history(item.planned, item.link)):
                         route.avoid(item.planned, item.link, error)
                     if host.listener:
                         host.listener(PathFailed(stream.name, str(item.link), str(error), error.kind))

@@ -29,6 +29,7 @@ class Route:
         self._minds_histories = False
         self._forgetful: set[tuple[int, int]] = set()
         self._needing: set[Key] = set()
+        self._learnt = 0
 
     def avoid(self, planned: Link, link: Link, error: Exception) -> None:
         """Excludes a link that failed: as planned, and with the payloads that its manifest names."""
@@ -37,10 +38,19 @@ class Route:
         if self._listed is not None and len(self._avoided) > _MAX_FALSE_LINKS:
             self._listed, self._believes_listings = [], False
 
-    def lacks_history(self, planned: Link, link: Link) -> None:
-        """A patch could not be decoded for want of a history: from now on paths are planned that bring it along."""
+    def lacks_history(self, planned: Link, link: Link) -> bool:
+        """A patch could not be decoded for want of a history: from now on paths are planned that bring it along. False
+        where nothing new was learnt since the last time."""
         self._minds_histories = True
         self._needing |= {planned.key, link.key}
+        learnt = len(self._needing) + len(self._forgetful)
+        news, self._learnt = learnt > self._learnt, learnt
+        return news
+
+    def followed(self, link: Link, *, knows: bool) -> None:
+        """Takes note of whether all is remembered at the end of a fold."""
+        if link.is_fold and not knows and link.base is not None:
+            self._forgetful.add((link.base, link.version))
 
     def forgets(self, link: Link, manifest: Manifest) -> bool:
         """Whether a fold leads to where more is remembered than it shows. Says so once: the next plan takes it only

@@ -184,8 +184,8 @@ class Subscriber(Unique):
             raise
 
     def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-        """Writes the current state as a safetensors file with this ``metadata``, atomically, and beside it, as
-        ``pulse.history``, what is remembered of the versions before: a Subscriber with this file as ``base`` goes on
+        """Writes the current state to ``path``, a safetensors file with this ``metadata``, atomically, and beside it,
+        as ``pulse.history``, what is remembered of the versions before: a Subscriber with this file as ``base`` goes on
         from it. Raises as `state` does, InputError, StoreFull and StoreError."""
         file = checked_path(path)
         state, root, history = self._serial.run(lambda: (self._state(), self._digest().root, self._host.history))
