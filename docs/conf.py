@@ -36,7 +36,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(numpy|np|npt|torch|dist|msgspec|prometheus_client|collections|typing|os|pathlib|abc|verl)\b.*"),
     (
         r"py:.*",
-        r"(Any|Self|Path|Mapping|Iterator|Iterable|Callable|Sequence|Collection|TracebackType|ClassVar|PathLike|CollectorRegistry)",
+        r"(Any|Self|Past|Path|Mapping|Iterator|Iterable|Callable|Sequence|Collection|TracebackType|ClassVar|PathLike|CollectorRegistry)",
     ),
 ]
 
