@@ -101,7 +101,7 @@ $(TRAINERS)/.packages: $(TRAINERS)/.ready tests/trainers/requirements.txt
 
 $(TRAINERS)/.ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(TRAINERS)
-	$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -e '.[torch]' pytest
+	$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -e '.[torch,serve]' pytest
 	touch $@
 
 # LoRA published merged and as the adapter alone.
