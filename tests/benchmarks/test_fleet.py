@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.fleet import last_after
-from benchmarks.fleet_sim import Setting, Simulation, against_server, simulate
+from benchmarks.fleet_simulation.settings import against_server
+from benchmarks.fleet_simulation.simulation import Setting, Simulation, simulate
 from pulse_rl.plan import Fleet, Scenario, make_fleet_plan
 from pulse_rl.plan.fleet import catch_up_bytes
 

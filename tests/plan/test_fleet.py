@@ -43,7 +43,8 @@ def test_who_cannot_keep_up_takes_several_versions_at_a_time() -> None:
             if each.versions > 1:
                 half = each.versions // 2
                 fewer = min(14e9, half * make_plan(SEVEN).methods[method].sync_bytes)
-                fewer = min(fewer, catch_up_bytes(SEVEN, half)["folds"]) if method == "context" else fewer
+                if method in ("context", "history"):
+                    fewer = min(fewer, catch_up_bytes(SEVEN, half, method=method)["folds"])
                 assert 1.4 + 8 * fewer / rate > half * 50
     assert narrow.ways["relays"]["context"].versions == 1 < narrow.ways["relays"]["full"].versions
     assert narrow.ways["direct"]["context"].versions > 1
@@ -56,6 +57,10 @@ def test_catching_up() -> None:
     for versions in (8, 64, 200, 5000):
         ways = catch_up_bytes(SEVEN, versions)
         assert ways["folds"] < ways["patches"] == versions * patch
+    with_history, without = catch_up_bytes(SEVEN, 71, method="history"), catch_up_bytes(SEVEN, 71)
+    saved = patch - make_plan(SEVEN).methods["history"].sync_bytes
+    assert without["folds"] - with_history["folds"] == pytest.approx(7 * saved)  # folds know no history
+    assert without["patches"] - with_history["patches"] == pytest.approx(71 * saved)
     assert density_of(0.01, 1) == pytest.approx(0.01)
     assert density_of(0.01, 64) == pytest.approx(1 - 0.99**64)
     assert density_of(1.0, 3) == 1.0

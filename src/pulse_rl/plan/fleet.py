@@ -20,9 +20,10 @@ with ``publish`` = encode + hash + upload, and P the longest wait for a look. A 
 whole and checked, so that the two ways of a payload come one after the other. R is the same everywhere.
 
 **Who cannot keep up.** A link that cannot carry S in each step of T seconds carries k versions at a time: the smallest
-k, a power of two, whose bytes take no longer than ``k T``. They are, for ours, folds of 64 and of 8 and single patches,
-the net changes of s versions having the density ``density_of(d, s) = 1 - (1 - d)^s``, as if they were independent
-(weights that change again and again make it less); for the paper's codec k patches; and never more than the full state.
+k, a power of two, whose bytes take no longer than ``k T``. They are, for ours, folds of 64 and of 8 and single patches
+(history makes only the patches smaller), the net changes of s versions having the density ``density_of(d, s) = 1 -
+(1 - d)^s``, as if they were independent (weights that change again and again make it less); for the paper's codec k
+patches; and never more than the full state.
 
 **A day** has ``86400 / (k T)`` fetches, of each worker (direct) or of each relay. **Looks** at the origin in a minute
 in which nothing happens: ``60 W / P`` directly; with relays ``60 G / P`` and ``2 W``, since a worker looks at the
@@ -114,10 +115,10 @@ def density_of(density: float, versions: int) -> float:
     return -math.expm1(versions * math.log1p(-density)) if density < 1 else 1.0
 
 
-def catch_up_bytes(scenario: Scenario, versions: int) -> dict[str, float]:
+def catch_up_bytes(scenario: Scenario, versions: int, *, method: str = "context") -> dict[str, float]:
     """Bytes that bring a worker of ``scenario`` which is so many ``versions`` behind to the newest one: by all
-    "patches", by "folds" of 64 and 8, by the "full" state."""
-    patch = _patch_bytes(scenario, "context")
+    "patches", by "folds" of 64 and 8, by the "full" state. ``method``: "context" or "history", that of the patches."""
+    patch = _patch_bytes(scenario, method)
     folds, rest = 0.0, versions
     for span in _SPANS:
         net = sync_bytes("context", scenario.params, density_of(scenario.density, span), scenario.param_bytes)
@@ -162,8 +163,8 @@ def _hops(scenario: Scenario, fleet: Fleet, way: str, method: str, versions: int
 
 def _fetch_bytes(scenario: Scenario, method: str, versions: int) -> float:
     """Bytes that bring a receiver so many ``versions`` further."""
-    if method == "context":
-        ways = catch_up_bytes(scenario, versions)
+    if method in ("context", "history"):
+        ways = catch_up_bytes(scenario, versions, method=method)
         return min(ways["folds"], ways["full"])
     return min(scenario.params * scenario.param_bytes, versions * _patch_bytes(scenario, method))
 

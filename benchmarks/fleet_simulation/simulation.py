@@ -1,14 +1,4 @@
-"""A fleet as a discrete-event simulation, where the arithmetic of `pulse plan --regions` is not enough.
-
-    python -m benchmarks.fleet_sim [--versions 20] [--json FILE]
-    python -m benchmarks.fleet_sim --check
-
-It has what the arithmetic leaves out: looks at random times, queues at links, stores that answer so many requests a
-second, relays and workers that take several versions at a time once they are behind, anchors that relays copy beside
-the patches, workers that join meanwhile, a region that is cut off. It takes from `pulse_rl.plan` what a version costs
-to make, to fetch and to apply, and how many bytes bring a receiver how far.
-
-``--check``: beside the arithmetic, where nothing queues, and beside what `benchmarks.fleet` has measured.
+"""The simulation: stores, links, relays and workers as processes of simpy.
 
 Assumptions: a link carries what is asked of it in the order of the asking, so that of many transfers the last one ends
 when it would if they shared evenly; a transfer over several links takes as long as over the slowest; regions are alike,
@@ -19,19 +9,15 @@ the time of one version's verifying.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
 from collections.abc import Generator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import simpy
 
-from pulse_rl._util.units import format_bytes, format_duration
-from pulse_rl.plan import Fleet, Scenario, make_fleet_plan, make_plan
+from pulse_rl.plan import Fleet, Scenario, make_plan
 from pulse_rl.plan.fleet import catch_up_bytes
 
 CHUNK_BYTES, SHARD_BYTES = 8 << 20, 5 << 30
@@ -284,119 +270,3 @@ class Simulation:
 
 def simulate(setting: Setting) -> Outcome:
     return Simulation(setting).run()
-
-
-PARAMS = {"7B": 7e9, "70B": 70e9, "1T": 1e12}
-STORE_REQUESTS = 5500.0
-"""GETs a second of one prefix that Amazon promises for S3."""
-LOOKS = 1000.0
-CUT_SECONDS = 600.0
-ANCHOR_EVERY, JOINS_AT_VERSION = 30, 30.5
-
-
-def table_setting(params: float, workers: int, versions: int, *, relays: bool) -> Setting:
-    """1% changed in a step of a minute; ten regions, each with 10 Gbit/s to an origin that sends 100 Gbit/s in all; 1
-    Gbit/s to each worker and 100 Gbit/s in a region; 0.1 s a round trip; 32 cores. The origin is
-    an S3 prefix with 5,500 requests a second; relays look every second, workers at the origin so that all together make
-    1,000 looks a second. The relays' stores are served, and waited for."""
-    scenario = Scenario(int(params), 0.01, 60, 1e9, 10e9, cores=32, round_trip_seconds=0.1)
-    return Setting(
-        scenario,
-        Fleet(workers, 10, 100e9, 10e9, 100e9, poll_seconds=1.0 if relays else workers / LOOKS),
-        relays=relays,
-        waits=True,
-        requests_a_second=STORE_REQUESTS,
-        versions=versions,
-    )
-
-
-def eventful(setting: Setting) -> Setting:
-    """With an anchor every 30 versions, a tenth more workers that join a region while its relay copies one, and that
-    region cut off for ten minutes before."""
-    step = setting.scenario.step_seconds
-    return replace(
-        setting,
-        versions=2 * ANCHOR_EVERY,
-        anchor_every=ANCHOR_EVERY,
-        cut=(5.3 * step, 5.3 * step + CUT_SECONDS),
-        joining=min(setting.fleet.in_a_region // 10, 100),
-        joins_at=JOINS_AT_VERSION * step,
-    )
-
-
-def table(versions: int) -> list[dict[str, object]]:
-    print(f"{table_setting.__doc__}\n    {eventful.__doc__}\n")
-    heads = ("params", "workers", "way", "to all", "worst", "a version leaves", "after a cut", "by", "joiner")
-    print("{:6} {:>8}  {:7} {:>9} {:>9} {:>16} {:>12} {:>9} {:>9}".format(*heads))
-    rows: list[dict[str, object]] = []
-    for name, params in PARAMS.items():
-        for workers in (1000, 10_000, 100_000):
-            for relays in (False, True):
-                setting = table_setting(params, workers, versions, relays=relays)
-                steady = simulate(setting)
-                after = simulate(eventful(setting)) if relays and not steady.behind else None
-                rows.append(
-                    {"params": name, "workers": workers, "relays": relays, "steady": asdict(steady)}
-                    | ({"eventful": asdict(after)} if after else {})
-                )
-                cells = (
-                    "behind" if steady.behind else format_duration(steady.to_all),
-                    "" if steady.behind else format_duration(steady.worst),
-                    format_bytes(steady.origin_bytes),
-                    format_duration(after.back) if after and after.back is not None else "",
-                    format_bytes(after.back_bytes) if after and after.back_bytes is not None else "",
-                    format_duration(after.joined) if after and after.joined is not None else "",
-                )
-                way = "relays" if relays else "direct"
-                print(
-                    f"{name:6} {workers:8,}  {way:7} {{:>9}} {{:>9}} {{:>16}} {{:>12}} {{:>9}} {{:>9}}".format(*cells),
-                    flush=True,
-                )
-    return rows
-
-
-MEASURED = {1: 0.5, 10: 1.0, 100: 2.1, 400: 9.5}
-"""Seconds to the last of so many workers at one S3 server, in a process of Python (docs/clusters.md)."""
-SERVER_REQUESTS = 526.0
-"""Requests a second of that server: 400 workers made 1,600 a second of them wait for 9.5 s."""
-
-
-def check() -> None:
-    """Beside the arithmetic, and beside real subscribers."""
-    print(
-        "seconds to all, where nothing queues: simulated, and by `pulse plan --regions`, which takes the longest look"
-    )
-    scenario = Scenario(int(7e9), 0.01, 60, 1e9, 10e9, cores=32, round_trip_seconds=0.1)
-    for workers in (1000, 10_000):
-        fleet = Fleet(workers, 10, 100e9, 10e9, 100e9)
-        plan = make_fleet_plan(scenario, fleet)
-        for relays, way in ((False, "direct"), (True, "relays")):
-            found = simulate(Setting(scenario, fleet, relays=relays))
-            print(f"  {workers:6,} {way:7} {found.to_all:8.2f} {plan.ways[way]['context'].seconds_to_all:8.2f}")
-    print("seconds to the last worker at one server: simulated, measured")
-    for workers, seconds in MEASURED.items():
-        print(f"  {workers:6} {simulate(against_server(workers)).to_all:8.2f} {seconds:8.2f}")
-
-
-def against_server(workers: int) -> Setting:
-    """`benchmarks.fleet`, its server and so many workers."""
-    scenario = Scenario(500_000, 0.005, 4 if workers < 400 else 30, 1e9, 1e9, cores=2, round_trip_seconds=0.01)
-    return Setting(scenario, Fleet(workers), relays=False, requests_a_second=SERVER_REQUESTS, versions=6)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="a fleet as a discrete-event simulation")
-    parser.add_argument("--versions", type=int, default=20, help="of the runs in which nothing happens")
-    parser.add_argument("--check", action="store_true", help="beside the arithmetic and what was measured")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    args = parser.parse_args()
-    if args.check:
-        check()
-        return
-    rows = table(args.versions)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
