@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks.study.settings import KS
@@ -19,6 +19,8 @@ def all_tables(results: list[Result]) -> str:
         ("Density in % by step", over_time(results)),
         ("Bytes per changed weight", cost(results)),
         ("Other compute dtypes, sparsity in %", dtypes(results)),
+        ("Recurrence: changes in % by the age of the last one", recurrence(results)),
+        ("What history knows of a step: bits and bytes a change, without and with", known(results)),
         ("Sparsity in % by layer type, k = 1 / 32", layers(results)),
     ]
     parts += [(f"Density in % by exponent, k = 1: {r['settings']['name']}", exponents(r)) for r in results]
@@ -61,6 +63,38 @@ def dtypes(results: list[Result]) -> str:
         for name, found in r["dtypes"].items()
     ]
     return _table(["run", *(f"k = {k}" for k in KS)], rows) if rows else ""
+
+
+def recurrence(results: list[Result]) -> str:
+    rows = []
+    for name, found in _histories(results):
+        shares = [*(age["share"] for age in found["ages"]), found["not_yet"], found["within_8"]]
+        rows.append([name, *(f"{100 * share:.1f}" for share in shares)])
+    ages = [_age(age["from"], age["to"]) for age in results[0]["study"]["history"]["ages"]]
+    return _table(["run", *ages, "not yet", "within 8"], rows)
+
+
+def _age(first: int, last: int | None) -> str:
+    if last is None:
+        return f"{first} and more"
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
+def known(results: list[Result]) -> str:
+    kinds = ("position_bits", "sign_bits", "size_bits", "entropy_bound")
+    rows = []
+    for name, found in _histories(results):
+        cells = [f"{found[kind]:.3f} / {found[f'{kind}_with_history']:.3f}" for kind in kinds]
+        reached = " / ".join(f"{found[f'bytes_per_changed_{codec}']:.3f}" for codec in ("context", "history"))
+        rows.append([name, *cells, reached])
+    return _table(["run", "position", "sign", "size", "bound, bytes", "files, bytes: context / history"], rows)
+
+
+def _histories(results: list[Result]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for r in results:
+        yield _name(r), r["study"]["history"]
+        for dtype, found in r["dtypes"].items():
+            yield f"{_name(r)} {dtype}", found["study"]["history"]
 
 
 def layers(results: list[Result]) -> str:

@@ -17,8 +17,8 @@ namespace {
 
 constexpr int kRemembered = 64;  // a place in the plane is a listed class, or this and a level
 constexpr uint8_t kUnlisted = 63;
-constexpr size_t kMostRemembered = 3;
-constexpr double kWorthwhile = 0.05;  // of the changes: elements that changed before, too
+constexpr size_t kMostRemembered = 3;  // elements for each change: more cost time and save little
+constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed before, too
 
 // Steps of elements whose last step had a size above 1: by how much they differ from that.
 struct LikeLastModels {
@@ -100,8 +100,8 @@ PULSE_CLONES void fill_plane(const U* elements, size_t count, int shift, uint32_
     }
 }
 
-// How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each change.
-// Looks at the start of the block.
+// How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each
+// change. Looks at the start of the block.
 size_t worthwhile(const std::vector<Stretch>& history, const std::vector<uint32_t>& changes, uint64_t elements) {
     uint64_t end = std::min(std::max<uint64_t>(elements / 16, 1 << 16), elements);
     size_t changed = size_t(std::lower_bound(changes.begin(), changes.end(), end) - changes.begin());

@@ -52,6 +52,23 @@ def test_bytes_agree_with_recorded_folds(density: float, context: float) -> None
     assert sync_bytes("context", 10**9, density) / (1e9 * density) == pytest.approx(context, rel=0.06)
 
 
+@pytest.mark.parametrize(("density", "history"), [(0.0030, 0.888), (0.0070, 0.791)])
+def test_bytes_with_history_agree_with_recorded_runs_behind_fp32_masters(density: float, history: float) -> None:
+    """docs/benchmarks.md, "Streams with history"."""
+    assert sync_bytes("history", 22_700_000, density) / (22.7e6 * density) == pytest.approx(history, rel=0.05)
+
+
+@pytest.mark.parametrize("density", [0.003, 0.007])
+def test_history_costs_a_fifth_more_time_at_either_end(density: float) -> None:
+    """docs/benchmarks.md: publish 1.26 times, sync 1.17 to 1.29 times, without the store."""
+    methods = make_plan(Scenario(22_700_000, density, 1.0, 1e18, cores=1)).methods
+    context, history = methods["context"].phases, methods["history"].phases
+    publish = [phases["encode"] + phases["hash"] for phases in (context, history)]
+    sync = [phases["verify"] + phases["apply"] for phases in (context, history)]
+    assert publish[1] / publish[0] == pytest.approx(1.26, rel=0.03)
+    assert sync[1] / sync[0] == pytest.approx(1.23, rel=0.06)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_patch_is_never_larger_than_the_state_and_grows_with_density(method: str) -> None:
     sizes = [sync_bytes(method, 10_000, d / 100) for d in range(101)]
@@ -134,6 +151,14 @@ def test_a_study_settles_params_density_and_bytes() -> None:
     measured = from_study(STUDY)
     assert (measured.params, measured.density) == (1_000_000, pytest.approx(0.01))
     assert measured.bytes_per_changed == {"context": 0.5}
+
+
+def test_a_study_settles_what_history_takes_from_one_version_to_the_next() -> None:
+    with_history = STUDY | {"history": {"bytes_per_changed_history": 0.3}}
+    assert from_study(with_history).bytes_per_changed == {"context": 0.5, "history": 0.3}
+    assert from_study(STUDY | {"history": {"bytes_per_changed_history": None}}).bytes_per_changed == {"context": 0.5}
+    apart = with_history | {"rows": STUDY["rows"][:1]}
+    assert from_study(apart).bytes_per_changed == {"context": 0.7, "zstd": 2.5}
 
 
 @pytest.mark.parametrize("study", [None, [], {}, {"rows": []}, STUDY | {"parameters": 0}, STUDY | {"rows": [{"k": 1}]}])

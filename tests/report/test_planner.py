@@ -15,6 +15,8 @@ import quickjs
 from pulse_rl._util import units
 from pulse_rl.plan import METHODS, Scenario, make_plan
 from pulse_rl.report.document import planner_costs
+from pulse_rl.report.study import study_data
+from tests.support.reports import study
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def scenarios(count: int) -> list[Scenario]:
             round_trip_seconds=between(1e-4, 1) if i % 5 == 0 else 0.0,
             target=float(rng.uniform(0.5, 0.99)),
             param_bytes=[2.0, 1.0, 4.0][i % 3],
-            bytes_per_changed={"context": between(0.1, 4)} if i % 4 == 0 else {},
+            bytes_per_changed=[{"context": between(0.1, 4)}, {"history": between(0.1, 4)}, {}, {}][i % 4],
         )
         for i in range(count)
     ]
@@ -105,3 +107,15 @@ def test_both_read_numbers_alike(script: quickjs.Context) -> None:
 )
 def test_ticks_are_round(script: quickjs.Context, call: str, ticks: list[float]) -> None:
     assert json.loads(script.eval(f"JSON.stringify({call})")) == pytest.approx(ticks)
+
+
+def test_recurrence_reads_as_ages(script: quickjs.Context) -> None:
+    script.eval((files("pulse_rl.report") / "assets" / "study.js").read_text(encoding="utf-8"))
+    script.eval("var plural = (n, word) => `${n} ${word}s`;")
+    script.eval("var dotRows = (spec) => spec, figure = (_host, words, chart) => (drawn = [words, chart]), drawn;")
+    history = study_data(study())["history"]
+    found = json.loads(script.eval(f"drawHistory(null, {json.dumps(history)}); JSON.stringify(drawn)"))
+    names = ["1", "2", "3 to 4", "5 to 8", "9 and more", "not yet"]
+    assert found[0]["table"]["rows"] == [[name, "50%" if name == "not yet" else "10%"] for name in names]
+    assert found[1]["names"] == names
+    assert "within 8: 40%. Bytes a change without and with history: bound 0.88 and 0.8, " in found[0]["note"]

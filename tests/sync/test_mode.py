@@ -81,6 +81,14 @@ def test_the_choice_is_the_planners(rng: Rng) -> None:
         assert (done[1].changed is None) == anchored
 
 
+@pytest.mark.parametrize("codec", ["context", "history", "zstd"])
+def test_the_reason_names_the_seconds_of_the_codec(rng: Rng, codec: str) -> None:
+    done = publish_all(states(rng, 0.01), MemoryStore(), mode="auto", bandwidth=SLOW, codec=codec)
+    scenario = Scenario(params=ELEMENTS + 7, density=2000 / (ELEMENTS + 7), step_seconds=1, bandwidth=50e6, cores=1)
+    seconds = make_plan(scenario).methods[codec].sync_seconds
+    assert f"a patch is expected to take {seconds:.3g} s" in done[1].reason
+
+
 def test_anchor_mode_and_a_failed_commit(rng: Rng) -> None:
     """The baseline of a version without a patch, too, moves only after the commit."""
 

@@ -26,7 +26,7 @@ from ..plan import (
 )
 from .output import Console
 
-_LABELS = {"full": "full sync", "zstd": "zstd (PULSE paper)", "context": "context (default)"}
+_LABELS = {"full": "full sync", "zstd": "zstd (PULSE paper)", "context": "context (default)", "history": "history"}
 
 
 def add_parser(commands: Any) -> None:
@@ -177,6 +177,8 @@ def _lines(plan: Plan) -> list[str]:
         )
     phases = ", ".join(f"{name} {format_duration(s)}" for name, s in plan.methods["context"].phases.items())
     lines.append(f"  context: {phases}")
+    if "history" not in inputs.bytes_per_changed:
+        lines.append("  history: as with FP32 masters; measure pure BF16 weights by pulse study, and give --study")
     over = f"above density {wins.density:.1%}" if wins.density is not None else "never"
     beyond = f"above {format_bandwidth(wins.bandwidth)}" if wins.bandwidth is not None else "never"
     lines.append(f"  a full sync is faster: on this link, {over}; at this density, {beyond}")

@@ -99,7 +99,42 @@ def lines_of(found: dict[str, Any]) -> list[str]:
                 f"{row['k']:>5} {row['bytes_per_changed']:>9.3f} {row['bytes_per_changed_zstd']:>9.3f} "
                 f"{row['entropy_bound']:>9.3f} {format_bytes(row['bytes']):>10}"
             )
-    return [*lines, *_exponents(found), "", *_three_numbers(found)]
+    return [*lines, *_history(found["history"]), *_exponents(found), "", *_three_numbers(found)]
+
+
+def _history(history: dict[str, Any] | None) -> list[str]:
+    """Recurrence by age, the bound with and without history, and what the codecs reach."""
+    if history is None or not history["changed"]:
+        return []
+    ages = [(_age(age["from"], age["to"]), age["share"]) for age in history["ages"]]
+    lines = [
+        "",
+        f"recurrence: of what changed from one state to the next, the share that had last changed so many states ago "
+        f"(the last {history['steps']} steps)",
+        " ".join(f"{name:>9}" for name, _ in (*ages, ("not yet", 0))),
+        " ".join(f"{share:>9.3%}" for _, share in (*ages, ("", history["not_yet"]))),
+        f"within 8 states: {history['within_8']:.3%}",
+    ]
+    if history["entropy_bound"] is None:
+        return lines
+    names = ("position", "sign", "size")
+    lines += [
+        "",
+        f"what history knows of a step ({history['coded_steps']} of these): entropies in bits a change; their sum and "
+        "whole patch files in bytes",
+        f"{'':15} {' '.join(f'{name:>9}' for name in names)} {'entropy':>9} {'files':>9}",
+    ]
+    for label, suffix, codec in (("without history", "", "context"), ("with history", "_with_history", "history")):
+        bits = " ".join(f"{history[f'{name}_bits{suffix}']:>9.3f}" for name in names)
+        bound, reached = history[f"entropy_bound{suffix}"], history[f"bytes_per_changed_{codec}"]
+        lines.append(f"{label:15} {bits} {bound:>9.3f} {reached:>9.3f} by {codec}")
+    return lines
+
+
+def _age(first: int, last: int | None) -> str:
+    if last is None:
+        return f"{first} +"
+    return f"{first}" if first == last else f"{first}-{last}"
 
 
 def _by_k(title: str, key: str, rows: list[dict[str, Any]], limit: int | None) -> list[str]:

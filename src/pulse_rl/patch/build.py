@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from hashlib import sha256
+from types import MappingProxyType
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class BuiltPatch:
     chunks: tuple[bytes, ...]
     target: StateDigest
     changes: tuple[Changes | None, ...]
-    records: Mapping[int, Records] = field(default_factory=dict)
+    records: Mapping[int, Records]
 
     @property
     def nbytes(self) -> int:
@@ -93,8 +94,8 @@ def build_patch(
         if progress:
             progress(block.nbytes)
     used = any(encoded.codec_id == codecs.HISTORY for encoded in coded)
-    built = _assemble(old_digest.root, tree.finish(), block_elements, coded, kept, known.name if used else None)
-    return replace(built, records=records)
+    named = known.name if used else None
+    return _assemble(old_digest.root, tree.finish(), block_elements, coded, kept, named, records)
 
 
 def build_fold(
@@ -136,10 +137,11 @@ def _assemble(
     coded: list[codecs.Encoded],
     kept: list[Changes | None],
     history: HistoryName | None = None,
+    records: Mapping[int, Records] = MappingProxyType({}),
 ) -> BuiltPatch:
     entries = tuple(map(entry_of, coded))
     header = PatchHeader(base_root, target.root, block_elements, target.specs, entries, history)
-    return BuiltPatch(header, (header.to_bytes(), *(e.payload for e in coded)), target, tuple(kept))
+    return BuiltPatch(header, (header.to_bytes(), *(e.payload for e in coded)), target, tuple(kept), records)
 
 
 def entry_of(encoded: codecs.Encoded) -> BlockEntry:

@@ -127,7 +127,7 @@ def parse_header(
     if format_of(data) == FORMAT_OF_PARTS:
         raise CorruptPatch(
             "this is a part of a patch: it holds slices of tensors",
-            hint="Read the stream with a Subscriber or `pulse pull`: they follow all parts of a version.",
+            hint="Read the stream with a Subscriber or `pulse follow`: they follow all parts of a version.",
         )
     version = format_of(data)
     plain, end = open_header(data, version, None if specs is None else most_bytes(specs))

@@ -72,19 +72,13 @@ class History:
         """The part of this history that a patch names; raises WrongHistory where it is not that."""
         if name is None:
             return History()
-        found = self.last(name.spans)
-        if found is None or found.name != name:
+        found = History(self.stretches[-len(name.spans) :])
+        if found.name != name:
             raise WrongHistory(
                 f"the patch needs the changes of the last {sum(name.spans)} versions in spans of {list(name.spans)}, "
                 f"known are {list(self.spans)}"
             )
         return found
-
-    def last(self, spans: Sequence[int]) -> History | None:
-        """The stretches at the end that have these spans; None where there are none."""
-        if not spans:
-            return History()
-        return History(self.stretches[-len(spans) :]) if self.spans[-len(spans) :] == tuple(spans) else None
 
     def past(self, index: int) -> Past:
         """What is known of a block of the default cut: all stretches, also where nothing in it changed."""

@@ -24,18 +24,22 @@ class MeasuredInputs:
 
 
 def from_study(study: Any) -> MeasuredInputs:
-    """The inputs from a study (the JSON object of ``pulse study``): those of its row with the smallest k.
+    """The inputs from a study (the JSON object of ``pulse study``): those of its row with the smallest k, and, if that
+    is 1, what its patches with history take.
 
     Raises InputError if ``study`` is not a study.
     """
     try:
         row = min(study["rows"], key=lambda row: float(row["k"]))
         params = int(study["parameters"])
+        found = {name: row.get(key) for name, key in _KEYS.items()}
+        if row["k"] == 1:
+            found["history"] = (study.get("history") or {}).get("bytes_per_changed_history")
         return MeasuredInputs(
             params=params,
             density=1 - float(row["sparsity"]),
             param_bytes=float(study["dense_bytes"]) / params,
-            bytes_per_changed={name: float(row[key]) for name, key in _KEYS.items() if row.get(key) is not None},
+            bytes_per_changed={name: float(value) for name, value in found.items() if value is not None},
         )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise InputError(f"not a study: {error!r}", hint="Give the output of `pulse study --json`.") from None

@@ -17,8 +17,17 @@ _MAX_LAYERS = 40
 _MAX_ROWS = 64
 _MAX_EXPONENTS = 600
 _MAX_DIMENSIONS = 8
+_MAX_AGES = 16
 _ROW = ("k", "pairs", "sparsity", "sparsity_min", "sparsity_max")
 _ROW_OPTIONAL = ("untouched", "bytes", "bytes_per_changed", "bytes_per_changed_zstd", "entropy_bound", "times_bound")
+_HISTORY_OPTIONAL = (
+    "not_yet",
+    "within_8",
+    "entropy_bound",
+    "entropy_bound_with_history",
+    "bytes_per_changed_context",
+    "bytes_per_changed_history",
+)
 _SUMMARY_OPTIONAL = ("bytes_per_sync", "bandwidth_for_target", "bandwidth_full", "target", "step_seconds")
 
 
@@ -72,6 +81,7 @@ def _data(study: Mapping[str, Any]) -> dict[str, Any]:
             _picked(e, ("exponent", "elements", "density"), ("threshold", "predicted_lr", "predicted_10lr"))
             for e in study["exponents"][:_MAX_EXPONENTS]
         ],
+        "history": _history(study.get("history")),
         "summary": summary,
         "scenario": {
             "params": measured.params,
@@ -81,6 +91,14 @@ def _data(study: Mapping[str, Any]) -> dict[str, Any]:
             "step_seconds": summary["step_seconds"] or 50.0,
         },
     }
+
+
+def _history(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """None for a study without it, and where nothing changed."""
+    if given is None or not _number(given, "changed"):
+        return None
+    ages = [_picked(age, ("from", "share"), ("to",)) for age in given["ages"][:_MAX_AGES]]
+    return {"ages": ages, **_picked(given, ("steps",), _HISTORY_OPTIONAL)}
 
 
 def _picked(given: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...]) -> dict[str, float | None]:

@@ -47,8 +47,7 @@ class ClassCounts:
         self.dtype = dtype
         # Of eight-byte elements the step alone fills a key: all of them are of one class.
         self._shift = 8 * dtype.width if dtype.width < 8 else 0
-        low, width = dtype.exponent if dtype.exponent and self._shift else (0, 0)
-        self._low, self._mask = low, (1 << width) - 1
+        width = dtype.exponent[1] if dtype.exponent and self._shift else 0
         self.elements: npt.NDArray[np.int64] = np.zeros(1 << width, np.int64)
         self._keys, self._counts = _EMPTY, _EMPTY
 
@@ -77,8 +76,8 @@ class ClassCounts:
     def bits(self) -> tuple[float, float]:
         """(bits for the positions, bits for the steps)."""
         classes, _, counts = self.steps
-        steps = sum(_entropy_bits(counts[classes == c]) for c in np.unique(classes))
-        return _position_bits(self.elements, self.changed), float(steps)
+        steps = sum(symbol_bits(counts[classes == c]) for c in np.unique(classes))
+        return flag_bits(self.elements, self.changed), float(steps)
 
     def _add(self, old: UIntArray, new: UIntArray) -> None:
         classes = self._class_of(old)
@@ -88,16 +87,10 @@ class ClassCounts:
         self._add_keys(*np.unique(keys, return_counts=True))
 
     def _class_of(self, old: UIntArray) -> npt.NDArray[np.uint16]:
-        if not self._mask:
-            return np.zeros(old.size, np.uint16)
-        classes: npt.NDArray[np.uint16] = (old >> old.dtype.type(self._low)).astype(np.uint16) & np.uint16(self._mask)
-        return classes
+        return exponents_of(old, self.dtype) if self._shift else np.zeros(old.size, np.uint16)
 
     def _add_keys(self, keys: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> None:
-        both = np.concatenate([self._keys, keys])
-        self._keys, where = np.unique(both, return_inverse=True)
-        weights = np.concatenate([self._counts, counts])
-        self._counts = np.bincount(where, weights=weights, minlength=self._keys.size).astype(np.int64)
+        self._keys, self._counts = summed(self._keys, self._counts, keys, counts)
 
 
 def entropy_bound(old: State, new: State) -> EntropyBound:
@@ -115,17 +108,39 @@ def entropy_bound(old: State, new: State) -> EntropyBound:
             steps[kind] = steps.get(kind, 0) + n
         total += spec.elements
         changed += int(times.sum())
-    unconditional_bits = _position_bits(np.array([total]), np.array([changed]))
-    unconditional_bits += _entropy_bits(np.array(list(steps.values())))
+    unconditional_bits = flag_bits(np.array([total]), np.array([changed]))
+    unconditional_bits += symbol_bits(np.array(list(steps.values())))
     return EntropyBound(total, changed, position_bits, step_bits, unconditional_bits)
 
 
-def _entropy_bits(counts: npt.NDArray[np.int64]) -> float:
+def summed(
+    keys: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    more_keys: npt.NDArray[np.int64],
+    more_counts: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Both histograms as one: (ascending keys, their counts)."""
+    found, where = np.unique(np.concatenate([keys, more_keys]), return_inverse=True)
+    weights = np.concatenate([counts, more_counts])
+    return found, np.bincount(where, weights=weights, minlength=found.size).astype(np.int64)
+
+
+def exponents_of(elements: UIntArray, dtype: DType) -> npt.NDArray[np.uint16]:
+    """The exponent field of each of the elements [n]; 0 for dtypes without one."""
+    if dtype.exponent is None:
+        return np.zeros(elements.size, np.uint16)
+    low, width = dtype.exponent
+    mask = np.uint16((1 << width) - 1)
+    fields: npt.NDArray[np.uint16] = (elements >> elements.dtype.type(low)).astype(np.uint16) & mask
+    return fields
+
+
+def symbol_bits(counts: npt.NDArray[np.int64]) -> float:
     """Total bits of a sequence with these symbol counts under its own frequencies."""
     some = counts[counts > 0].astype(np.float64)
     return float(np.sum(some * np.log2(some.sum() / some)))
 
 
-def _position_bits(n: npt.NDArray[np.int64], k: npt.NDArray[np.int64]) -> float:
+def flag_bits(n: npt.NDArray[np.int64], k: npt.NDArray[np.int64]) -> float:
     """Sum of n H(k / n) in bits over classes."""
-    return sum(_entropy_bits(np.array([hit, whole - hit])) for whole, hit in zip(n, k, strict=True) if whole)
+    return sum(symbol_bits(np.array([hit, whole - hit])) for whole, hit in zip(n, k, strict=True) if whole)

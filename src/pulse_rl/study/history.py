@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ..codec import Changes
 from ..state import bits
 from ..state.tensors import UIntArray
+from .last_changes import Step
 
 
 class EarlierBlock(NamedTuple):
@@ -53,6 +54,15 @@ class BlockHistory:
         else:
             self._undo.append(self.newest)
             self.newest = elements.copy()
+
+    def last_step(self) -> Step:
+        """What changed from the state before to the newest one, of two and more."""
+        newest, undo = self.newest, self._undo[-1]
+        assert newest is not None
+        if isinstance(undo, Changes):
+            return Step(undo.positions, undo.values, bits.take(newest, undo.positions))
+        positions = bits.differing(undo, newest)
+        return Step(positions, bits.take(undo, positions), bits.take(newest, positions))
 
     def earlier(self) -> Iterator[EarlierBlock]:
         """The states before the newest, the latest first."""

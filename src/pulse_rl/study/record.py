@@ -1,24 +1,33 @@
-"""One block's part of a study: changed elements against the states k before, and the cost of some patches."""
+"""One block's part of a study: changed elements against the states k before, and the cost of some patches.
+
+Where history counts, too: what the changes of each step had been before, and the cost of some steps by the codec that
+knows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import codec as codecs
+from ..codec import Past
 from ..patch.blocks import Block
+from ..patch.build import entry_of
 from ..patch.header import BlockEntry
+from ..patch.history import Records, records_of
 from ..state import bits
 from ..state.tensors import UIntArray
 from .entropy import ClassCounts
 from .history import BlockHistory, EarlierBlock
+from .recurrence import BlockRecurrence, ChangeTable, Counts
 
 CODECS = ("context", "zstd")
+WITH_HISTORY = ("history", "context")
+"""The codecs of steps from one state to the next where history counts."""
 
 
 class Pair(NamedTuple):
@@ -43,13 +52,36 @@ class CodedBlock:
     classes: tuple[ClassCounts, ...]
 
 
-class BlockRecord:
-    """Compares a block's states one after another; ``coded`` are the pairs whose patches are built."""
+@dataclass(frozen=True, slots=True)
+class CodedStep:
+    """The block in the patch from one state to the next: its entry by codec, and the counts of its step; None for
+    elements of more than 4 bytes."""
 
-    def __init__(self, block: Block, ks: Collection[int], coded: Collection[Pair] = ()) -> None:
+    entries: dict[str, BlockEntry]
+    table: ChangeTable | None
+
+
+class BlockRecord:
+    """Compares a block's states one after another; ``coded`` are the pairs whose patches are built. ``steps``: where
+    history counts, the numbers of the states to which the steps lead that are coded with it; None: it does not."""
+
+    def __init__(
+        self,
+        block: Block,
+        ks: Collection[int],
+        coded: Collection[Pair] = (),
+        *,
+        steps: Collection[int] | None = None,
+    ) -> None:
         self.block = block
         self.counts: dict[Pair, ChangeCount] = {}
         self.coded_blocks: dict[Pair, CodedBlock] = {}
+        self.ages: dict[int, Counts] = {}
+        self.coded_steps: dict[int, CodedStep] = {}
+        self.records: Records | None = None
+        self._steps = steps
+        recurs = steps is not None and block.dtype.width <= 4
+        self._recurrence = BlockRecurrence(block.dtype, block.elements) if recurs else None
         self._ks = frozenset(ks)
         self._pairs_to_code = frozenset(coded)
         self._ends = np.cumsum([s.stop - s.start for s in block.segments])
@@ -59,11 +91,14 @@ class BlockRecord:
     @property
     def nbytes(self) -> int:
         """Memory that the kept states take."""
-        return self._history.nbytes
+        return self._history.nbytes + (self._recurrence.nbytes if self._recurrence else 0)
 
-    def add(self, elements: UIntArray) -> None:
-        """The block in the next state; ``elements`` are copied."""
+    def add(self, elements: UIntArray, past: Past = ()) -> None:
+        """The block in the next state; ``elements`` are copied. ``past``: what is remembered of it at the state before.
+        Sets ``records``, what is to be remembered of this step."""
         self._history.push(elements)
+        if self._states and self._steps is not None:
+            self._add_step(past)
         for earlier in self._history.earlier():
             if earlier.k in self._ks:
                 pair = Pair(earlier.k, self._states)
@@ -80,14 +115,31 @@ class BlockRecord:
             if earlier.k in self._ks
         }
 
-    def release(self) -> None:
-        """Lets the states go; counts and coded blocks stay."""
-        self._history = BlockHistory(0)
+    def code_newest_step(self, past: Past) -> dict[int, CodedStep]:
+        """The step to the newest state, coded with history; nothing of the first state."""
+        return {self._states - 1: self._code_step(past)} if self._states > 1 else {}
 
     @property
     def _now(self) -> UIntArray:
         assert self._history.newest is not None
         return self._history.newest
+
+    def _add_step(self, past: Past) -> None:
+        if self._recurrence is not None:
+            step = self._history.last_step()
+            self.ages[self._states] = self._recurrence.add(step)
+            self.records = records_of(self.block.dtype, *step)
+        if self._steps and self._states in self._steps:
+            self.coded_steps[self._states] = self._code_step(past)
+
+    def _code_step(self, past: Past) -> CodedStep:
+        old = next(self._history.earlier()).elements
+        entries = {name: self._entry(name, old, past) for name in WITH_HISTORY}
+        return CodedStep(entries, self._recurrence.table(old) if self._recurrence else None)
+
+    def _entry(self, codec: str, old: UIntArray, past: Past = ()) -> BlockEntry:
+        layout = self.block.layout._replace(past=past)
+        return entry_of(codecs.encode_block(codecs.by_name(codec), old, self._now, layout))
 
     def _count(self, earlier: EarlierBlock) -> ChangeCount:
         positions = bits.differing(earlier.elements, self._now)
@@ -95,11 +147,7 @@ class BlockRecord:
         return ChangeCount(changed.astype(np.int64), int(np.count_nonzero(earlier.touched)))
 
     def _code(self, old: UIntArray) -> CodedBlock:
-        entries = {}
-        for name in CODECS:
-            encoded = codecs.encode_block(codecs.by_name(name), old, self._now, self.block.layout)
-            digest = sha256(encoded.payload).digest()
-            entries[name] = BlockEntry(encoded.codec_id, encoded.changed, len(encoded.payload), digest)
+        entries = {name: self._entry(name, old) for name in CODECS}
         classes = []
         for start, stop in zip([0, *self._ends[:-1].tolist()], self._ends.tolist(), strict=True):
             counts = ClassCounts(self.block.dtype)

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..plan import bandwidth_for
 from .layers import LAYERS
-from .record import CODECS, Pair
+from .record import CODECS, WITH_HISTORY, Pair
+from .remembered import HistoryTally, first_step
 from .tally import Tally
 from .theory import exponent_rows
 
@@ -43,6 +44,7 @@ def study_dict(
         "layers": _layer_rows(tally, ks),
         "tensors": _tensor_rows(tally, ks),
         "pairs": tally.pairs,
+        "history": _history(tally, len(states) - 1) if tally.history else None,
         "exponents": exponent_rows(tally.exponents, lr),
         "lr": lr,
         "gradient_density": sum(known) / len(known) if known else None,
@@ -74,6 +76,30 @@ def _cost(tally: Tally, k: int) -> dict[str, Any]:
         "entropy_bound": bound / changed,
         "times_bound": ours / bound if bound else None,
     }
+
+
+def _history(tally: Tally, last: int) -> dict[str, Any] | None:
+    history, first = tally.history, first_step(last)
+    if history is None or last < 2:
+        return None
+    return {"first": first, **history.recurrence(first), **_coded_steps(tally, history)}
+
+
+def _coded_steps(tally: Tally, history: HistoryTally) -> dict[str, Any]:
+    """What the steps cost that were coded with history."""
+    steps = sorted(history.entries)
+    changed = sum(entry.changed for new in steps for entry in history.entries[new][WITH_HISTORY[0]])
+    counted, bits = history.changed(), history.bits()
+    found: dict[str, Any] = {"coded_steps": len(steps)}
+    for name, pair in bits._asdict().items():
+        for suffix, total in zip(("", "_with_history"), pair, strict=True):
+            found[f"{name}_bits{suffix}"] = total / counted if counted else None
+    for suffix, at in (("", 0), ("_with_history", 1)):
+        found[f"entropy_bound{suffix}"] = sum(pair[at] for pair in bits) / 8 / counted if counted else None
+    for codec in WITH_HISTORY:
+        nbytes = sum(tally.step_bytes(new, codec) for new in steps)
+        found[f"bytes_per_changed_{codec}"] = nbytes / changed if changed else None
+    return found
 
 
 def _total_bytes(tally: Tally, pairs: list[Pair], codec: str) -> int:

@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..state.cast import CastState, cast_specs
 from ..state.rounding import compute_dtype_named
 from .record import BlockRecord, Pair
+from .remembered import Remembered, steps_to_code
 from .result import STEP_SECONDS, study_dict
 from .sources import StateSequence
 from .tally import Tally
@@ -36,12 +37,14 @@ def study(
     ``lr``, the learning rate, adds the predicted density; ``step_seconds`` is the compute time between syncs that the
     bandwidths assume; ``threads``: the maximum number (None: one per core). ``dtype`` names one of ``COMPUTE_DTYPES``,
     in any letter case: wider floats are cast to it. Values of ``ks`` with too few states are left out. For each k
-    patches are built for at most ``CODED_PAIRS`` pairs.
+    patches are built for at most ``CODED_PAIRS`` pairs. Of three states and more it also says what history knows of a
+    step: patches with it are built for at most 8 steps of the second half of the states.
 
     Memory: no checkpoint is ever held in full; they are mapped and read block by block (4 Mi elements). Of a stream one
     state is held. Of the blocks in work the newest elements are kept and, of the max(ks) states before, what changed:
     ``memory_bytes`` in all (default: 1 GiB, of a stream two states more). Where that does not hold a whole model the
-    rest is measured in further passes over the source. A single block may take max(ks) + 1 copies of itself.
+    rest is measured in further passes over the source. A single block may take max(ks) + 1 copies of itself. History
+    takes a byte an element of the blocks in work, which counts, and a sixteenth of their bytes, which does not.
 
     ``progress`` is called with the bytes, after the cast, that were compared since its last call: less than 0 where a
     pass had to be cut short.
@@ -59,17 +62,17 @@ def study(
     if not possible:
         raise InputError(f"{last + 1} states are too few for k = {min(ks)}", hint="Give a smaller k, or more states.")
     coded = {Pair(k, new) for k in possible for new in evenly_spaced(k, last, CODED_PAIRS)}
-    tally = Tally(cast_specs(source.specs, compute), possible)
+    steps = steps_to_code(last) if last > 1 else None
+    tally = Tally(cast_specs(source.specs, compute), possible, history=steps is not None)
     budget = source.spare_bytes if memory_bytes is None else memory_bytes
     done = 0
     while done < len(tally.blocks):
-        records = [BlockRecord(block, possible, coded) for block in tally.blocks[done:]]
+        records = [BlockRecord(block, possible, coded, steps=steps) for block in tally.blocks[done:]]
+        one_pass = _Pass(tally, records, done, threads)
         for number, state in enumerate(source.walk()):
-            fitting = _add(CastState(state, compute), records, threads, budget)
+            compared = one_pass.add(CastState(state, compute), number, budget)
             if progress:
-                dropped = sum(r.block.nbytes for r in records[fitting:])
-                progress(sum(r.block.nbytes for r in records[:fitting]) - number * dropped)
-            del records[fitting:]
+                progress(compared)
         for record in records:
             tally.add(record)
         done += len(records)
@@ -84,20 +87,44 @@ def evenly_spaced(first: int, last: int, count: int) -> set[int]:
     return {first + round(i * (last - first) / (count - 1)) for i in range(count)}
 
 
-def _add(state: CastState, records: list[BlockRecord], threads: int | None, budget: int) -> int:
-    """Gives each record its block of the next state; how many of the records fit into ``budget`` bytes, at least one.
+class _Pass:
+    """One walk over the states, for ``records`` of the blocks from number ``start`` on."""
 
-    The records behind that number are half done and have to be given up.
-    """
+    def __init__(self, tally: Tally, records: list[BlockRecord], start: int, threads: int | None) -> None:
+        self._tally, self._records, self._start, self._threads = tally, records, start, threads
+        blocks = {start + i: record.block for i, record in enumerate(records)}
+        self._remembered = Remembered(tally.specs, blocks) if tally.history else None
 
-    def add(record: BlockRecord) -> int:
-        record.add(record.block.read(state))
-        return record.nbytes
+    def add(self, state: CastState, number: int, budget: int) -> int:
+        """Gives each record its block of the next state. Records that do not fit into ``budget`` bytes are given up,
+        half done, but for the first. Returns the bytes that were compared, less those of what was given up."""
+        records = self._records
+        fitting = self._fitting(state, budget)
+        dropped = sum(r.block.nbytes for r in records[fitting:])
+        compared = sum(r.block.nbytes for r in records[:fitting]) - number * dropped
+        del records[fitting:]
+        if self._remembered and self._tally.history:
+            if dropped:
+                self._remembered.keep(range(self._start, self._start + len(records)))
+            self._tally.history.names[number] = self._remembered.now.name
+            if number:
+                found = {self._start + i: r.records for i, r in enumerate(records) if r.records is not None}
+                self._remembered.take(found, number, threads=self._threads)
+        return compared
 
-    held = 0
-    with closing(ordered_map(add, records, threads)) as sizes:
-        for index, nbytes in enumerate(sizes):
-            held += nbytes
-            if held > budget and index:
-                return index
-    return len(records)
+    def _fitting(self, state: CastState, budget: int) -> int:
+        """How many of the records fit, at least one."""
+
+        def add(index: int) -> int:
+            record = self._records[index]
+            past = self._remembered.now.past(self._start + index) if self._remembered else ()
+            record.add(record.block.read(state), past)
+            return record.nbytes
+
+        held = 0
+        with closing(ordered_map(add, range(len(self._records)), self._threads)) as sizes:
+            for index, nbytes in enumerate(sizes):
+                held += nbytes
+                if held > budget and index:
+                    return index
+        return len(self._records)

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..codec import HISTORY
 from ..patch import DEFAULT_BLOCK_ELEMENTS
 from ..patch.blocks import Block, cut
 from ..patch.header import BlockEntry, PatchHeader
+from ..patch.history import HistoryName
 from ..state.tensors import TensorSpec
 from .entropy import ClassCounts
 from .layers import LAYERS, layer_of
-from .record import CODECS, BlockRecord, ChangeCount, CodedBlock, Pair
+from .record import CODECS, BlockRecord, ChangeCount, CodedBlock, CodedStep, Pair
+from .remembered import HistoryTally
 
 _ROOTS = sha256(b"old").hexdigest(), sha256(b"new").hexdigest()
 """Stand for the roots of a pair in its patch headers, whose size they do not change."""
@@ -59,9 +62,10 @@ class CodedPair:
 
 
 class Tally:
-    """The sums of one study. ``specs`` are those after the cast, ``ks`` ascending."""
+    """The sums of one study. ``specs`` are those after the cast, ``ks`` ascending; ``history``: whether history counts,
+    too."""
 
-    def __init__(self, specs: tuple[TensorSpec, ...], ks: Sequence[int]) -> None:
+    def __init__(self, specs: tuple[TensorSpec, ...], ks: Sequence[int], *, history: bool = False) -> None:
         self.specs = specs
         self.ks = tuple(ks)
         self.blocks: list[Block] = cut(specs, DEFAULT_BLOCK_ELEMENTS)
@@ -70,6 +74,7 @@ class Tally:
         self.main_dtype = self._main_dtype()
         self.pairs: list[dict[str, Any]] = []
         self.coded: dict[Pair, CodedPair] = {}
+        self.history = HistoryTally() if history else None
         self.exponents = ClassCounts(self.main_dtype)
         self.statistics = {
             k: (CountStatistics(1), CountStatistics(len(LAYERS)), CountStatistics(len(specs))) for k in self.ks
@@ -95,7 +100,16 @@ class Tally:
         """Adds what a block's record has found since the last call, and empties it. Blocks must come in order."""
         self._count(record.block, record.counts)
         self.add_coded_blocks(record.block, record.coded_blocks)
-        record.counts, record.coded_blocks = {}, {}
+        self.add_coded_steps(record.coded_steps)
+        if self.history:
+            for new, ages in record.ages.items():
+                self.history.add_ages(new, ages)
+        record.counts, record.coded_blocks, record.ages, record.coded_steps = {}, {}, {}, {}
+
+    def add_coded_steps(self, coded_steps: Mapping[int, CodedStep]) -> None:
+        if self.history:
+            for new, coded in coded_steps.items():
+                self.history.add_coded(new, coded.entries, coded.table)
 
     def add_coded_blocks(self, block: Block, coded_blocks: Mapping[Pair, CodedBlock]) -> None:
         for pair, coded_block in coded_blocks.items():
@@ -133,8 +147,17 @@ class Tally:
 
     def patch_bytes(self, pair: Pair, codec: str) -> int:
         """Bytes of the patch file of a coded pair."""
-        entries = tuple(self.coded[pair].entries[codec])
-        header = PatchHeader(*_ROOTS, DEFAULT_BLOCK_ELEMENTS, self.specs, entries)
+        return self._file_bytes(self.coded[pair].entries[codec])
+
+    def step_bytes(self, new: int, codec: str) -> int:
+        """Bytes of the patch file of a step that was coded with history."""
+        assert self.history is not None
+        entries = self.history.entries[new][codec]
+        used = any(entry.codec_id == HISTORY for entry in entries)
+        return self._file_bytes(entries, self.history.names[new] if used else None)
+
+    def _file_bytes(self, entries: Sequence[BlockEntry], history: HistoryName | None = None) -> int:
+        header = PatchHeader(*_ROOTS, DEFAULT_BLOCK_ELEMENTS, self.specs, tuple(entries), history)
         return len(header.to_bytes()) + header.body_bytes
 
     def _count(self, block: Block, counts: Mapping[Pair, ChangeCount]) -> None:

@@ -40,7 +40,8 @@ class PatchDraft:
         if not self.remembers:
             return History()
         stretch = Stretch(1, baseline.digest.root, self.built.records)
-        return memory.after(baseline.history, stretch, version, baseline.state, threads=baseline.threads)
+        state, threads = baseline.state, baseline.threads
+        return memory.after(baseline.history, stretch, version, state.specs, state.nbytes, threads=threads)
 
     def take_effect(self, baseline: HostState, manifest: Manifest, history: History) -> None:
         """Moves the baseline to the version, which is committed."""

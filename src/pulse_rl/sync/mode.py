@@ -36,11 +36,10 @@ class ModeSelector:
                 f"mode {mode!r} {'needs a' if mode == 'auto' else 'takes no'} bandwidth",
                 hint='Write mode="auto", bandwidth="50Mbit".',
             )
-        costs = "context" if codec == "history" else codec  # what it takes where nothing is remembered
-        if mode == "auto" and costs not in METHODS:
+        if mode == "auto" and codec not in METHODS:
             raise InputError(f"the costs of codec {codec!r} are unknown", hint="Use 'history', 'context' or 'zstd'.")
         self._mode = mode
-        self._codec = costs
+        self._codec = codec
         self._bandwidth = None if bandwidth is None else parse_bandwidth(bandwidth)
         self._threads = default_threads() if threads is None else threads
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import NamedTuple, Self
 
 from ..patch.history import History, Stretch
-from ..state.tensors import State
+from ..state.tensors import TensorSpec
 
 _STRETCH = 8
 _LONGEST = 16
@@ -33,12 +33,22 @@ class Memory(NamedTuple):
             return cls(_STRETCH, first)
         return cls(first, longer[0] if longer else first * _STRETCH)
 
-    def after(self, history: History, patch: Stretch, version: int, state: State, *, threads: int | None) -> History:
-        """What is remembered at ``version``, to which ``patch`` leads from where ``history`` ends."""
+    def after(
+        self,
+        history: History,
+        patch: Stretch,
+        version: int,
+        specs: tuple[TensorSpec, ...],
+        nbytes: int,
+        *,
+        threads: int | None,
+    ) -> History:
+        """What is remembered at ``version``, to which ``patch`` leads from where ``history`` ends, of a state of
+        ``specs`` and ``nbytes``."""
         if version % self.anew == 0:
             return History()
         longer = history.then(patch)
         single = [span for span in longer.spans if span == 1]
         merged = (self.stretch,) if len(single) == self.stretch else ()
         spans = longer.spans if version % self.stretch else merged
-        return longer.regrouped(spans, state.specs, threads=threads).within(state.nbytes // _SHARE)
+        return longer.regrouped(spans, specs, threads=threads).within(nbytes // _SHARE)

@@ -1,10 +1,11 @@
 // Mirrors pulse_rl/plan/model.py, whose docstring has the formulas; a test compares the two. `costs` are that module's.
 
-const METHODS = ["full", "zstd", "context"];
+const METHODS = ["full", "zstd", "context", "history"];
 const CODING = ["encode", "hash", "verify", "apply"];
 const BLOCK_ELEMENTS = 2 ** 22;
 const SHARD_BYTES = 2 ** 30;
 const BISECTIONS = 60;
+const WITH_HISTORY = 0.95;
 
 function makePlan(scenario, costs) {
   const methods = Object.fromEntries(METHODS.map((name) => [name, predicted(scenario, name, costs)]));
@@ -20,7 +21,8 @@ function syncBytes(method, params, density, paramBytes) {
   const full = params * paramBytes;
   if (method === "full") return full;
   const where = positionBits(density);
-  const perChange = method === "zstd" ? 1.25 + 0.17 * where : (2.4 + 0.52 * where + 5 * density ** 2) / 8;
+  const context = (2.4 + 0.52 * where + 5 * density ** 2) / 8;
+  const perChange = { zstd: 1.25 + 0.17 * where, context, history: WITH_HISTORY * context }[method];
   return Math.min(full, params * density * perChange + 1000 + 50 * Math.ceil(params / BLOCK_ELEMENTS));
 }
 

@@ -1,9 +1,9 @@
 // The planner: sliders over the model of plan.js.
 
-const METHOD_NAMES = { full: "full sync", zstd: "zstd, the paper’s", context: "context, ours" };
-const METHOD_COLOURS = { full: "grey", zstd: "orange", context: "blue" };
-const METHOD_DASHES = { full: "dash", zstd: "dot", context: "" };
-const LABELS_AT = { full: 0.3, zstd: 0.5, context: 0.7 };
+const METHOD_NAMES = { full: "full sync", zstd: "zstd, the paper’s", context: "context, ours", history: "history, ours" };
+const METHOD_COLOURS = { full: "grey", zstd: "orange", context: "blue", history: "purple" };
+const METHOD_DASHES = { full: "dash", zstd: "dot", context: "", history: "" };
+const LABELS_AT = { full: 0.3, zstd: 0.5, context: 0.7, history: 0.9 };
 const PLAN_PHASES = { encode: "blue", hash: "purple", upload: "orange", download: "red", verify: "green", apply: "grey" };
 
 // [key, label, from, to, how it reads]; a slider moves along the logarithm.
@@ -20,7 +20,7 @@ const STEPS = 1000;
 
 function drawPlanner(defaults, costs) {
   const scenario = { ...defaults };
-  const lead = "What a sync will cost on another model, link or fleet. Predicted by the formulas of “pulse plan”, not measured.";
+  const lead = "What a sync will cost on another model, link or fleet. Predicted by the formulas of “pulse plan”, not measured; history as with FP32 masters, unless a study measured it.";
   const grid = section("Planner", lead);
   const controls = element("div", { class: "controls" });
   const results = element("div", { class: "results", id: "plan" });

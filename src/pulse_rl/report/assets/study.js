@@ -7,6 +7,7 @@ function drawStudy(study) {
   const grid = section("The study", `${lead.join(", ")}.`);
   drawByK(grid, study);
   drawCost(grid, study);
+  if (study.history) drawHistory(grid, study.history);
   if (study.layers.length) drawLayers(grid, study);
   if (study.exponents.length) drawExponents(grid, study);
   if (study.over_time.xs.length > 1) drawOverTime(grid, study);
@@ -53,6 +54,20 @@ function drawCost(grid, { rows }) {
   };
   const table = { columns: ["k", "patch", "context", "zstd", "entropy bound", "context / bound"], rows: cells };
   figure(grid, { title: "Cost of a change", note: "Both codecs, and the order-0 entropy given tensor and old exponent.", table }, lineChart(spec));
+}
+
+function drawHistory(grid, history) {
+  const ages = history.ages.map((a) => (a.to === null ? `${a.from} and more` : a.from === a.to ? `${a.from}` : `${a.from} to ${a.to}`));
+  const names = [...ages, "not yet"];
+  const values = [...column(history.ages, "share"), history.not_yet];
+  const note =
+    `Of what changed, the share that had last changed so many states ago; within 8: ${percent(history.within_8)}. ` +
+    `Bytes a change without and with history: bound ${plain(history.entropy_bound)} and ${plain(history.entropy_bound_with_history)}, ` +
+    `codecs context ${plain(history.bytes_per_changed_context)} and history ${plain(history.bytes_per_changed_history)}.`;
+  const table = { columns: ["states ago", "share of changes"], rows: names.map((name, i) => [name, percent(values[i])]) };
+  const summary = `Recurrence: ${names.map((name, i) => `${name} ${percent(values[i])}`).join(", ")}.`;
+  const dots = [{ name: plural(history.steps, "step"), colour: "blue", values }];
+  figure(grid, { title: "Recurrence by age", note, table }, dotRows({ names, dots, axis: { label: "share of changes", format: percent, from0: true }, summary }));
 }
 
 function drawLayers(grid, { layers }) {

@@ -1,0 +1,356 @@
+"""What an element's last change tells of its next one: against built streams, plain Python and a publisher."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pulse_rl import Bits, MemoryStore, Publisher, State
+from pulse_rl.patch.blocks import cut
+from pulse_rl.patch.history import records_of
+from pulse_rl.state import checkpoint
+from pulse_rl.state.tensors import DTYPES
+from pulse_rl.study import COMPUTE_DTYPES, CheckpointFolder, study
+from pulse_rl.study.last_changes import CLASSES, DOWN, NEVER, UP, LastChanges, Step
+from pulse_rl.study.meter import SparsityMeter
+from pulse_rl.study.recurrence import ChangeTable
+from pulse_rl.study.remembered import Remembered, steps_to_code
+from tests.study.test_study import Listed
+from tests.support.states import Rng
+
+OCTAVES = [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None)]
+DTYPES_WITH_HISTORY = ["BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32"]
+
+
+def class_of(age: int) -> int:
+    return next(i for i, (a, b) in enumerate(OCTAVES, 1) if a <= age <= (b or age))
+
+
+def step_of(old: int, new: int, dtype: str) -> int:
+    """docs/format.md, 3.6.2: `ordered(new) - ordered(old)` modulo 2^width, as a signed number."""
+    kind = DTYPES[dtype]
+    bits = 8 * kind.width
+
+    def ordered(x: int) -> int:
+        if kind.exponent is None:
+            return x
+        return ~x % (1 << bits) if x >> (bits - 1) else x | 1 << (bits - 1)
+
+    step = (ordered(new) - ordered(old)) % (1 << bits)
+    return step - (1 << bits) if step >> (bits - 1) else step
+
+
+def entropy(symbols: Iterable[Any]) -> float:
+    counts = Counter(symbols).values()
+    return sum(n * math.log2(sum(counts) / n) for n in counts)
+
+
+def by_class(pairs: Iterable[tuple[Any, Any]]) -> float:
+    """Bits of the symbols, each given its class: (class, symbol)."""
+    found: dict[Any, list[Any]] = {}
+    for kind, symbol in pairs:
+        found.setdefault(kind, []).append(symbol)
+    return sum(entropy(symbols) for symbols in found.values())
+
+
+def expected(states: Sequence[np.ndarray], dtype: str, first: int) -> dict[str, Any]:
+    """Everything about the steps to the states from ``first`` on, one element at a time."""
+    exponent, mask = DTYPES[dtype].exponent or (0, 0), 0
+    mask = (1 << exponent[1]) - 1
+    flags, steps = [], []
+    for values in np.array(states).T.tolist():
+        last, at = 0, 0
+        for t in range(1, len(values)):
+            old, new = values[t - 1], values[t]
+            step = step_of(old, new, dtype)
+            age = class_of(t - at) if last else 0
+            field = old >> exponent[0] & mask
+            if t >= first:
+                flags.append((field, age, step != 0))
+                if step:
+                    steps.append((field, age, last, step))
+            if step:
+                last, at = step, t
+    ages = Counter(age for _, age, _, _ in steps)
+    return {
+        "changed": len(steps),
+        "ages": [ages[i] / len(steps) for i in range(CLASSES)],
+        "position": (by_class((f, c) for f, _, c in flags), by_class(((f, a), c) for f, a, c in flags)),
+        "sign": (
+            entropy(s > 0 for *_, s in steps),
+            by_class(((a, (last > 0) - (last < 0)), s > 0) for _, a, last, s in steps),
+        ),
+        "size": (
+            by_class((f, abs(s)) for f, _, _, s in steps),
+            by_class(((f, min(abs(last), 2)), abs(s)) for f, _, last, s in steps),
+        ),
+    }
+
+
+def walk(rng: Rng, dtype: str, count: int, elements: int = 120) -> list[np.ndarray]:
+    """Bits that move by small steps now and then, some elements often and straight on."""
+    kind = DTYPES[dtype].uint
+    states = [rng.integers(0, np.iinfo(kind).max, elements, kind)]
+    often, way = rng.random(elements) ** 3, rng.choice([-1, 1], elements)
+    while len(states) < count:
+        way = np.where(rng.random(elements) < 0.2, -way, way)
+        moves = (rng.random(elements) < often) * way * rng.choice([1, 1, 1, 2, 5], elements)
+        states.append(states[-1] + moves.astype(kind))
+    return states
+
+
+def studied(states: Sequence[np.ndarray], dtype: str, **options: Any) -> dict[str, Any]:
+    given = [State.of({"w": Bits(s.reshape(4, -1), dtype)}) for s in states]
+    compute = dtype if dtype in COMPUTE_DTYPES else "BF16"
+    return study(Listed(given), dtype=compute, ks=(1,), **options)["history"]  # type: ignore[no-any-return]
+
+
+def shares(found: dict[str, Any]) -> list[float]:
+    return [found["not_yet"], *(age["share"] for age in found["ages"])]
+
+
+def test_ages_directions_and_lengths_of_single_elements() -> None:
+    last = LastChanges(4)
+    everything = np.arange(4, dtype=np.uint32)
+    last.advance(np.array([1, 2], np.uint32), np.array([1, -2]))
+    assert last.ages(everything).tolist() == [0, 1, 1, 0]
+    assert last.directions(everything).tolist() == [NEVER, UP, DOWN, NEVER]
+    assert last.lengths(everything).tolist() == [0, 1, 2, 0]
+    last.advance(np.array([2, 3], np.uint32), np.array([1, -1]))
+    assert last.ages(everything).tolist() == [0, 2, 1, 1]
+    assert last.directions(everything).tolist() == [NEVER, UP, UP, DOWN]
+    assert last.lengths(everything).tolist() == [0, 1, 1, 1]
+    assert last.nbytes == 4
+
+
+def test_ages_grow_by_octaves_and_never_start_again() -> None:
+    last, nothing = LastChanges(2), np.empty(0, np.uint32)
+    last.advance(np.array([0], np.uint32), np.array([7]))
+    for age in range(1, 300):
+        assert last.ages(slice(None)).tolist() == [class_of(age), 0], age
+        assert (last.directions(np.array([0], np.uint32)), last.lengths(np.array([0], np.uint32))) == (UP, 2)
+        last.advance(nothing, np.empty(0, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "old", "new", "size"),
+    [
+        ("BF16", 0x3F80, 0x3F82, 2),
+        ("BF16", 0xBF80, 0xBF81, -1),  # further below zero
+        ("BF16", 0x8000, 0x0000, 1),  # -0 and +0 are neighbours
+        ("F16", 0x8003, 0x8001, 2),
+        ("F8_E4M3", 0x81, 0x80, 1),
+        ("F8_E5M2", 0x00, 0x80, -1),
+        ("I8", 0xFF, 0x01, 2),
+        ("F32", 0xFFFFFFFF, 0x7FFFFFFF, -1),  # the ends of the order, one apart modulo 2^32
+    ],
+)
+def test_steps_are_counted_in_values(dtype: str, old: int, new: int, size: int) -> None:
+    kind = DTYPES[dtype].uint
+    step = Step(np.zeros(1, np.uint32), np.array([old], kind), np.array([new], kind))
+    assert step.sizes(DTYPES[dtype]).tolist() == [size] == [step_of(old, new, dtype)]
+
+
+def test_a_table_by_hand() -> None:
+    """Eight BF16 elements of one exponent: two changed one version ago, up; one of those and one other change."""
+    old = np.arange(0x3F80, 0x3F88, dtype=np.uint16)
+    last = LastChanges(8)
+    last.advance(np.array([0, 1], np.uint32), np.array([1, 3]))
+    at = np.array([0, 5], np.uint32)
+    step = Step(at, old[at], old[at] + np.array([1, 2], np.uint16))
+    table = ChangeTable(DTYPES["BF16"])
+    table.add(old, step, last)
+    assert (table.elements[127, :2].tolist(), table.changed[127, :2].tolist()) == ([6, 2], [1, 1])
+    position, sign, size = table.bits()
+    # 2 of 8; 1 of 6 and 1 of 2.
+    assert position == pytest.approx((8 * 3 - 2 - 6 * math.log2(6), 6 * math.log2(6) - 5 * math.log2(5) + 2))
+    assert sign == (0.0, 0.0)  # both went up
+    assert size == pytest.approx((2.0, 0.0))  # one by 1, after a step of 1, and one by 2, which had not moved yet
+
+
+@pytest.mark.parametrize("periods", [(1, 2, 3, 5, 9), (17, 40)])
+def test_a_stream_where_elements_alternate_has_the_ages_that_were_built(periods: tuple[int, ...]) -> None:
+    last = 4 * max(periods)
+    states = [np.array([0x3F80 + (t // p) % 2 for p in periods], np.uint16) for t in range(last + 1)]
+    found = study(Listed([State.of({"w": Bits(s, "BF16")}) for s in states]), ks=(1,))["history"]
+    first = last // 2 + 1
+    changes = {p: sum(t % p == 0 for t in range(first, last + 1)) for p in periods}
+    total = sum(changes.values())
+    assert (found["first"], found["steps"], found["changed"]) == (first, last - first + 1, total)
+    for age in found["ages"]:
+        built = sum(n for p, n in changes.items() if age["from"] <= p <= (age["to"] or p))
+        assert age["share"] == built / total
+    assert found["not_yet"] == 0
+    assert found["within_8"] == pytest.approx(sum(n for p, n in changes.items() if p <= 8) / total)
+    if 1 in periods:  # else nothing changes in the few steps that are coded
+        assert found["sign_bits_with_history"] == 0  # each goes back where it came from
+        assert found["position_bits_with_history"] < found["position_bits"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES_WITH_HISTORY)
+def test_each_dtype_is_counted_as_element_by_element(rng: Rng, dtype: str) -> None:
+    states = walk(rng, dtype, 17)
+    found = studied(states, dtype)
+    wanted = expected(states, dtype, 9)
+    assert (found["first"], found["steps"], found["coded_steps"], found["changed"]) == (9, 8, 8, wanted["changed"])
+    assert shares(found) == pytest.approx(wanted["ages"])
+    for name in ("position", "sign", "size"):
+        bits = found[f"{name}_bits"], found[f"{name}_bits_with_history"]
+        assert bits == pytest.approx(tuple(b / wanted["changed"] for b in wanted[name])), name
+
+
+@pytest.mark.parametrize("count", [3, 4, 30])
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])
+def test_shares_add_up_and_history_is_never_dearer(rng: Rng, dtype: str, count: int) -> None:
+    found = studied(walk(rng, dtype, count), dtype)
+    assert sum(shares(found)) == pytest.approx(1)
+    assert found["within_8"] == pytest.approx(sum(shares(found)[1:5]))
+    for name in ("position_bits", "sign_bits", "size_bits", "entropy_bound"):
+        assert 0 <= found[f"{name}_with_history"] <= found[name] + 1e-12
+    bits = sum(found[f"{name}_bits"] for name in ("position", "sign", "size"))
+    assert found["entropy_bound"] == pytest.approx(bits / 8)
+
+
+def test_two_states_have_no_history_and_no_change_has_no_share(rng: Rng) -> None:
+    states = walk(rng, "BF16", 2)
+    assert studied(states, "BF16") is None
+    found = studied([states[0]] * 4, "BF16")
+    assert (found["steps"], found["changed"], found["not_yet"], found["within_8"]) == (2, 0, None, None)
+    assert found["bytes_per_changed_history"] is None is found["entropy_bound"]
+
+
+def test_elements_of_eight_bytes_are_left_out(rng: Rng) -> None:
+    weights, counters = walk(rng, "BF16", 5), [np.full(9, t, np.int64) for t in range(5)]
+    given = [State.of({"c": c, "w": Bits(w, "BF16")}) for c, w in zip(counters, weights, strict=True)]
+    both, alone = study(Listed(given), ks=(1,))["history"], studied(weights, "BF16")
+    assert shares(both) == shares(alone)
+    assert both["entropy_bound"] == alone["entropy_bound"]
+    assert both["bytes_per_changed_history"] > 0
+
+
+def drifting(rng: Rng, count: int, elements: int = 40_000) -> list[np.ndarray]:
+    """BF16 bits of which a few percent move again and again in one direction, and others now and then."""
+    states = [rng.integers(0x3C00, 0x3D00, elements, np.uint16)]
+    restless = rng.random(elements) < 0.02
+    while len(states) < count:
+        moves = np.where(restless, rng.random(elements) < 0.6, rng.random(elements) < 0.001)
+        states.append(states[-1] + moves.astype(np.uint16))
+    return states
+
+
+def test_the_bytes_are_those_of_a_publishers_patch_files(rng: Rng) -> None:
+    states = drifting(rng, 24)
+    found = studied(states, "BF16", threads=1)
+    for codec in ("history", "context"):
+        publisher = Publisher(MemoryStore(), stream="run", codec=codec)
+        done = [publisher.publish(State.of({"w": Bits(s.reshape(4, -1), "BF16")})) for s in states]
+        published = [done[version] for version in steps_to_code(23)]
+        nbytes, changed = sum(p.patch_bytes for p in published), sum(p.changed or 0 for p in published)
+        # Headers are compressed, with digests that differ.
+        assert found[f"bytes_per_changed_{codec}"] * changed == pytest.approx(nbytes, abs=len(published))
+    assert found["bytes_per_changed_history"] < 0.8 * found["bytes_per_changed_context"]
+
+
+def remembered_after(versions: int, share: float = 0.002) -> Remembered:
+    """Two blocks of a tensor, of which every version changes so much, always the same elements."""
+    specs = State.of({"w": Bits(np.zeros((1 << 22) + 4096, np.uint16), "BF16")}).specs
+    blocks = dict(enumerate(cut(specs, 1 << 22)))
+    remembered = Remembered(specs, blocks)
+    records = {}
+    for index, block in blocks.items():
+        at = np.arange(round(share * block.elements), dtype=np.uint32)
+        found = records_of(block.dtype, at, np.zeros(len(at), np.uint16), np.ones(len(at), np.uint16))
+        assert found is not None
+        records[index] = found
+    for version in range(1, versions + 1):
+        remembered.take(records, version)
+    return remembered
+
+
+@pytest.mark.parametrize(
+    ("versions", "before", "now"),
+    [
+        (1, (), (1,)),
+        (7, (1,) * 6, (1,) * 7),
+        (8, (1,) * 7, (8,)),
+        (19, (8, 1, 1), (8, 1, 1, 1)),
+        (64, (8, *[1] * 7), ()),
+    ],
+)
+def test_it_is_remembered_what_publishers_remember(
+    versions: int, before: tuple[int, ...], now: tuple[int, ...]
+) -> None:
+    remembered = remembered_after(versions)
+    assert (remembered.before.spans, remembered.now.spans) == (before, now)
+
+
+@pytest.mark.parametrize("last", [2, 9, 16, 17, 65, 128, 129, 400])
+def test_the_steps_that_are_coded_stand_for_all(last: int) -> None:
+    """Of the second half, one for each place between two merged stretches, none where all has been forgotten."""
+    coded = sorted(steps_to_code(last))
+    assert last // 2 < coded[0] <= coded[-1] <= last
+    assert len(coded) == min(8, last - last // 2)
+    if len(coded) == 8:
+        assert {(new - 1) % 8 for new in coded} == set(range(8))
+        assert all((new - 1) % 64 for new in coded)
+
+
+def test_a_sixteenth_of_the_bytes_is_remembered_also_of_some_of_the_blocks() -> None:
+    remembered = remembered_after(7, share=0.03)
+    assert len(remembered.now.spans) == 1  # of 4.5% of the bytes each
+    whole = remembered_after(7)
+    nbytes = whole.now.nbytes
+    whole.keep([1])
+    assert whole.now.spans == (1,) * 7
+    assert nbytes / 3 < whole.now.nbytes < 2 * nbytes / 3
+    assert not len(whole.now.past(0)[0][0])
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 5))
+
+
+def train(model: nn.Module, steps: int, after: Any = lambda: None) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 40)).pow(2).mean().backward()
+        optimizer.step()
+        after()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_the_meter_counts_what_a_study_of_the_same_states_does(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = build()
+
+    def save() -> None:
+        checkpoint.save(tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors", State.of(model.state_dict()))
+
+    save()
+    with SparsityMeter(model, dtype=dtype, ks=(1,), history=True) as meter:
+        train(model, 2, save)
+    live = meter.to_dict()["history"]
+    name = next(iter(meter.to_dict()["dtypes"]))
+    assert live == study(CheckpointFolder(tmp_path), dtype=name, ks=(1,))["history"]
+    assert live["coded_steps"] == 1  # the newest, however often it was asked for
+
+
+def test_the_meter_has_history_only_if_asked() -> None:
+    model = build()
+    elements = sum(p.numel() for p in model.parameters())
+    with SparsityMeter(model, ks=(1,)) as plain, SparsityMeter(model, ks=(1,), history=True) as meter:
+        assert meter.to_dict()["history"] is None
+        assert meter.memory_bytes == plain.memory_bytes + elements
+        train(model, 4)
+    assert plain.to_dict()["history"] is None
+    assert meter.to_dict()["history"]["steps"] == 2
+    assert plain.rows() == meter.rows()
