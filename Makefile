@@ -174,7 +174,7 @@ bench-fleet: $(VENV)/.ready
 
 # Fleets that no machine here holds, as a discrete-event simulation; ARGS=--check: beside the arithmetic and what was measured.
 simulate-fleet: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.fleet_sim $(ARGS)
+	$(BIN)/python -m benchmarks.fleet_simulation $(ARGS)
 
 # PULSELoCo beside DDP and DiLoCo: traffic, convergence, cost. Some 40 minutes on two cores; with root, in namespaces.
 bench-loco: $(VENV)/.ready $(VENV)/.bench

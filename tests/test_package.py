@@ -15,12 +15,14 @@ import pytest
 import pulse_rl
 from pulse_rl import PulseError, errors
 from tests.support.states import run_python
+from tests.support.verl_stub import integration
 
 WITHIN_ENGINES = {"pulse_rl.integrations.vllm.engine"}
 """Imported by an engine's own process only, which `make test-vllm` starts."""
 
 
 def modules() -> Iterator[str]:
+    integration()  # what it imports need not be installed
     for info in pkgutil.walk_packages(pulse_rl.__path__, "pulse_rl."):
         if info.name not in WITHIN_ENGINES:
             yield info.name

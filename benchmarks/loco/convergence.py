@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, JobResult
@@ -36,6 +36,10 @@ class Curve:
     losses: list[float]
     payload_bytes: float
     density: float
+
+    def until(self, rounds: int) -> Curve:
+        """Its first rounds; bytes and density are those of the whole run."""
+        return replace(self, rewards=self.rewards[:rounds], losses=self.losses[:rounds])
 
     @property
     def reward(self) -> float:
@@ -114,7 +118,19 @@ def text(curves: list[Curve]) -> str:
         )
     start = mean_and_deviation([c.rewards[0] for c in curves if c.method == DILOCO])[0]
     lines += ["", f"after DiLoCo's first round the reward is {start:.4f}", *verdicts(curves)]
+    if rounds > ROUNDS:
+        lines += ["", f"after {ROUNDS} of them:", *at_the_end([c.until(ROUNDS) for c in curves])]
     return "\n".join(lines)
+
+
+def at_the_end(curves: list[Curve]) -> list[str]:
+    """Reward and loss by method, and the verdicts, as lines."""
+    lines = []
+    for method in (m for m in METHODS if any(c.method == m for c in curves)):
+        mine = [c for c in curves if c.method == method]
+        reward, loss = mean_and_deviation([c.reward for c in mine]), mean_and_deviation([c.loss for c in mine])
+        lines.append(f"{method:18} {reward[0]:>7.4f} ± {reward[1]:.4f} {loss[0]:>7.4f} ± {loss[1]:.4f}")
+    return [*lines, *verdicts(curves)]
 
 
 def rounds_behind(curve: Curve, reference: Curve) -> float | None:
@@ -132,7 +148,8 @@ def rounds_behind(curve: Curve, reference: Curve) -> float | None:
 
 
 def verdicts(curves: list[Curve]) -> list[str]:
-    """Of each method: is its mean within one standard deviation of DiLoCo's seeds, and how it differs seed by seed."""
+    """Of each method: is its mean within one standard deviation of DiLoCo's seeds or better, and how it differs seed by
+    seed."""
     lines = []
     diloco = {c.seed: c for c in curves if c.method == DILOCO}
     for method in (m for m in METHODS if m != DILOCO and any(c.method == m for c in curves)):
@@ -142,8 +159,10 @@ def verdicts(curves: list[Curve]) -> list[str]:
             mean, deviation = mean_and_deviation([getattr(c, what) for c in diloco.values()])
             off = fmean(getattr(c, what) for c in mine.values()) - mean
             paired = mean_and_deviation([getattr(mine[s], what) - getattr(diloco[s], what) for s in diloco])
+            better = off > 0 if what == "reward" else off < 0
+            verdict = "yes" if abs(off) <= deviation else "better" if better else "NO"
             parts.append(
-                f"{what} {'yes' if abs(off) <= deviation else 'NO'} (off by {off:+.4f}, deviation {deviation:.4f}; "
+                f"{what} {verdict} (off by {off:+.4f}, deviation {deviation:.4f}; "
                 f"seed by seed {paired[0]:+.4f} ± {paired[1]:.4f})"
             )
         lags = [rounds_behind(mine[s], diloco[s]) for s in diloco]

@@ -9,14 +9,19 @@ import numpy as np
 import torch
 
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, Job
-from pulse_rl.loco import CastDifference, Ddp, DiLoCo, OuterLoop, PulseLoCo, TopK, WithoutFeedback
+from pulse_rl.loco import CastDifference, Ddp, DiLoCo, OuterLoop, PulseLoCo, SparseLoCo, TopK, WithoutFeedback
 from pulse_rl.loco.gate import Positions
 
 DDP, DILOCO, PULSE, PULSE_BF16 = "DDP", "DiLoCo", "PULSELoCo FP32", "PULSELoCo BF16"
 PAPER, PAPER_BF16, AHEAD_3 = "no lookahead", "no lookahead BF16", "lookahead 3"
+GATED_SUMS = "gated sums"
 NO_FEEDBACK, TOP_K, CAST_DIFFERENCE = "no error feedback", "top-k", "cast difference"
+SPARSELOCO, SPARSELOCO_10 = "SparseLoCo 3%", "SparseLoCo 10%"
 DENSE = (DDP, DILOCO)
-METHODS = (DDP, DILOCO, PULSE, PULSE_BF16, PAPER, PAPER_BF16, AHEAD_3, NO_FEEDBACK, TOP_K, CAST_DIFFERENCE)
+METHODS = (
+    *(DDP, DILOCO, PULSE, PULSE_BF16, PAPER, PAPER_BF16, AHEAD_3, GATED_SUMS),
+    *(NO_FEEDBACK, TOP_K, CAST_DIFFERENCE, SPARSELOCO, SPARSELOCO_10),
+)
 
 _OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {
     DILOCO: (DiLoCo, {}),
@@ -25,9 +30,13 @@ _OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {
     PAPER: (PulseLoCo, {"lookahead": 0.0}),
     PAPER_BF16: (PulseLoCo, {"lookahead": 0.0, "wire_dtype": torch.bfloat16}),
     AHEAD_3: (PulseLoCo, {"lookahead": 3.0}),
+    GATED_SUMS: (PulseLoCo, {"gate_sums": True}),
     NO_FEEDBACK: (WithoutFeedback, {}),
     TOP_K: (TopK, {}),
     CAST_DIFFERENCE: (CastDifference, {}),
+    # As published: no outer momentum, an outer lr of 1, and the most of the 1 to 3% of entries that it is for.
+    SPARSELOCO: (SparseLoCo, {"fraction": 0.03, "outer_lr": 1.0}),
+    SPARSELOCO_10: (SparseLoCo, {"fraction": 0.1, "outer_lr": 1.0}),
 }
 _TIMEOUT_SECONDS = 120.0
 
@@ -39,18 +48,11 @@ def make_loop(job: Job, parameters: Parameters, optimizer: torch.optim.Optimizer
     if job.method == DDP:
         return Ddp(parameters, optimizer, timeout_seconds=_TIMEOUT_SECONDS)
     method, settings = _OUTER[job.method]
+    if method is not SparseLoCo:
+        settings = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM} | settings
     if job.fraction is not None:
         settings = settings | {"fraction": job.fraction}
-    return method(
-        parameters,
-        optimizer,
-        sync_every=SYNC_EVERY,
-        outer_lr=OUTER_LR,
-        outer_momentum=OUTER_MOMENTUM,
-        timeout_seconds=_TIMEOUT_SECONDS,
-        threads=1,
-        **settings,
-    )
+    return method(parameters, optimizer, sync_every=SYNC_EVERY, timeout_seconds=_TIMEOUT_SECONDS, threads=1, **settings)
 
 
 def record_positions(loop: Ddp | OuterLoop) -> Callable[[], list[Positions]]:

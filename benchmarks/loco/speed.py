@@ -47,6 +47,7 @@ class Block:
     theta: Floats
     momentum: Floats
     residual: Floats
+    start: Floats
     now: Floats
 
 
@@ -59,7 +60,7 @@ class _RecordingPulseLoCo(PulseLoCo):
 
     def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
         block = next(b for b in self.parameters.blocks if np.shares_memory(b.of(self.theta_flat), theta))
-        arrays = (theta, block.of(self.momentum_flat), residual, now)
+        arrays = (theta, block.of(self.momentum_flat), residual, start, now)
         self.last_blocks[block.number] = Block(block.runs, *(a.copy() for a in arrays))
         return super()._select(theta, start, now, residual, s)
 
@@ -91,7 +92,7 @@ def time_kernels(blocks: Sequence[Block]) -> Speeds:
     def gate() -> list[Positions]:
         opened = []
         for block, out in zip(blocks, s, strict=True):
-            positions = open_entries(block.theta, block.theta, block.now, block.residual, out, _ROUNDING)
+            positions = open_entries(block.theta, block.start, block.now, block.residual, out, _ROUNDING)
             assert positions is not None
             opened.append(positions)
         return opened

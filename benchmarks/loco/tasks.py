@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from benchmarks import trace
 from benchmarks.loco.jobs import TRAINERS
 from examples.grpo import policy, task
 from examples.grpo.grpo import group_advantages, grpo_loss, supervised_loss
+from pulse_rl.loco import Ddp, OuterLoop, PulseLoCo
 
 PRETRAINED, ARITHMETIC = "pretrained weights", "arithmetic"
 WARM_START = Path(trace.CACHE).parent / "loco" / "warm.pt"
@@ -110,6 +112,15 @@ class Arithmetic:
 
 # Each from the seed and the trainer's rank.
 TASKS: dict[str, Callable[[int, int], Task]] = {PRETRAINED: Pretrained, ARITHMETIC: Arithmetic}
+
+
+def evaluate_theta(loop: Ddp | OuterLoop, task: Task) -> tuple[float, float]:
+    """(reward, loss) of theta, which the masters may be away from between rounds."""
+    with loop.at_theta() if isinstance(loop, PulseLoCo) else nullcontext():
+        task.cast()
+        found = task.evaluate()
+    task.cast()
+    return found
 
 
 def held_out() -> list[task.Problem]:

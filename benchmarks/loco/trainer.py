@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, RoundRecord
 from benchmarks.loco.methods import gap16_bytes, make_loop, record_positions, u32_bytes
-from benchmarks.loco.tasks import TASKS, Task
-from pulse_rl.loco import Ddp, OuterLoop, PulseLoCo
+from benchmarks.loco.tasks import TASKS, evaluate_theta
+from pulse_rl.loco import Ddp
 
 _MAX_NORM = 1.0
 
@@ -71,7 +71,7 @@ def run(job: Job, rank: int, interface: str | None) -> list[RoundRecord]:
                 assert done is not None
                 facts = {k: getattr(done, k) for k in ("entries", "payload_bytes", "sent_bytes", "seconds", "root")}
             selected = positions()
-            reward, loss = _evaluate(loop, task) if job.evaluate else (None, None)
+            reward, loss = evaluate_theta(loop, task) if job.evaluate else (None, None)
             records.append(
                 RoundRecord(
                     number=number,
@@ -89,15 +89,6 @@ def run(job: Job, rank: int, interface: str | None) -> list[RoundRecord]:
             )
             counted = _interface_bytes(interface)
     return records
-
-
-def _evaluate(loop: Ddp | OuterLoop, task: Task) -> tuple[float, float]:
-    """(reward, loss) of theta, which the masters may be away from between rounds."""
-    with loop.at_theta() if isinstance(loop, PulseLoCo) else contextlib.nullcontext():
-        task.cast()
-        found = task.evaluate()
-    task.cast()
-    return found
 
 
 def _clip(masters: dict[str, torch.nn.Parameter]) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -105,11 +106,12 @@ class Trainer:
     def _end_round(self, done: Round) -> None:
         """Saves, and only then publishes: a published version is never ahead of all checkpoints."""
         self._save()
-        published = self._publish()
+        reward = sum(self.rewards) / len(self.rewards)
+        published = self._publish({**done.metadata, "reward": reward})
         self.journal.write(
             "round",
             round=done.number,
-            reward=sum(self.rewards) / len(self.rewards),
+            reward=reward,
             lag=max(self.lags),
             refused=dict(self.inbox.refused),
             root=done.root,
@@ -125,13 +127,13 @@ class Trainer:
         self.lags.clear()
         self.inbox.finish_round()
 
-    def _publish(self) -> Published | None:
+    def _publish(self, facts: Mapping[str, float]) -> Published | None:
         """Rank 0 publishes theta in BF16; every trainer notes its root, to know rollouts that were made with it."""
         version = self.loco.round
         self.roots[version] = self._serve()
         if self.publisher is None:
             return None
-        published = self.publisher.publish(self.served.state_dict(), metadata={"round": version})
+        published = self.publisher.publish(self.served.state_dict(), metadata=facts)
         assert (published.version, published.root) == (version, self.roots[version])
         return published
 
@@ -158,7 +160,7 @@ class Trainer:
             if self.publisher is not None:
                 head = self.publisher.head()
                 if head is None or head.root != root:
-                    self._publish()
+                    self._publish({"round": self.loco.round})
             reward = self._reward()
         self.journal.write("met", round=self.loco.round, restarts=restarts(), root=root, reward=reward)
 

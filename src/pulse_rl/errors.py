@@ -127,7 +127,7 @@ class WrongBase(IntegrityError):
 
 class WrongHistory(WrongBase):
     kind = "wrong_history"
-    default_hint = "Follow the stream with a Subscriber or `pulse pull`: they remember what the next patch needs."
+    default_hint = "Follow the stream with a Subscriber or `pulse follow`: they remember what the next patch needs."
 
 
 class DigestMismatch(IntegrityError):

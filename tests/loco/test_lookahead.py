@@ -119,6 +119,34 @@ def test_auto_is_what_an_entry_moves_theta_by_in_the_end() -> None:
     assert made(lookahead="auto", outer_lr=0.5, outer_momentum=0.0)[1].lookahead == 0.5
 
 
+@pytest.mark.parametrize("gate_sums", [False, True])
+@pytest.mark.parametrize("ahead", [0.0, 7.0])
+def test_what_is_learnt_counts_once_whatever_is_sent(ahead: float, *, gate_sums: bool) -> None:
+    """The rule has a virtual iterate, theta - lr / (1 - mu) (e + mu^2 m), that moves by what trainers learn alone
+    (docs/design/0029): e is the mean of the residuals. In the reference, which the library equals bit for bit."""
+    size, learnt = 600, torch.Generator().manual_seed(0)
+    theta = torch.randn(size, generator=learnt) / 50
+    trainers = [Reference(theta, lookahead=ahead, gate_sums=gate_sums, rank=rank) for rank in range(3)]
+
+    def virtual() -> Flat:
+        residual = torch.stack([t.residual.double() for t in trainers]).mean(0)
+        return trainers[0].theta.data.double() - 7.0 * (residual + 0.81 * trainers[0].momentum().double())
+
+    expected = None
+    for number in range(12):
+        steps = [1e-4 * torch.randn(size, generator=learnt) for _ in trainers]
+        sent = [t.select(t.start() - step)[1] for t, step in zip(trainers, steps, strict=True)]
+        assert 0 < sum(int(one.count_nonzero()) for one in sent) < 3 * size
+        for t in trainers:
+            t.outer_step(sent)
+        if expected is not None:
+            expected = expected - 7.0 * torch.stack(steps).double().mean(0)
+            torch.testing.assert_close(virtual(), expected, rtol=0, atol=1e-6)
+        expected = virtual() if number == 0 else expected
+    moved = (virtual() - trainers[0].theta.data.double()).abs().mean()
+    assert moved > 1e-4, "much is held back or under way"
+
+
 def followed(job: Job, loop: PulseLoCo, reference: Reference, *, from_theta: bool = False) -> None:
     """A round, which equals the reference's; ``from_theta``: its steps start there."""
     sent: list[Flat] = []
@@ -190,6 +218,8 @@ def test_a_round_that_was_begun_with_another_lookahead_is_ended_with_it() -> Non
         {"lookahead": "much"},
         {"gate_scale": 0.0},
         {"gate_scale": math.inf},
+        {"gate_sums": "much"},
+        {"gate_sums": 1},
     ],
     ids=str,
 )

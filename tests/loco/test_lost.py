@@ -26,20 +26,29 @@ pytestmark = pytest.mark.slow
 PLACES = ["gate", 1, 2, 3, "update", 4]
 # The same of a scattered round: lengths, parts, lengths of the sums, sums, whether all were read, roots.
 PLACES_SCATTERED = ["gate", 1, 2, 3, 4, 5, "update", 6]
+WAYS = ["gathered", "scattered", "gated"]
+"""The last one: scattered, and its sums pass a gate."""
 
 
 class CheckedTrainer:
     """One trainer beside the dense reference. It puts what it is about to send where the others find it."""
 
-    def __init__(self, trainer: Trainer, *, seed: int = 0, timeout_seconds: float = 20) -> None:
-        self.trainer, self.job = trainer, Job(seed, lr=1e-3)
+    def __init__(self, trainer: Trainer, way: str, *, seed: int = 0, timeout_seconds: float = 20) -> None:
+        force_scattered(way == "scattered")
+        self.trainer, self.job, self.gate_sums = trainer, Job(seed, lr=1e-3), way == "gated"
         self.s = self.sent = torch.empty(0)
         self.job.optimizer.register_step_post_hook(lambda *_: self._put_sent())
-        self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, timeout_seconds=timeout_seconds)
+        self.loop = PulseLoCo(
+            self.job.model,
+            self.job.optimizer,
+            sync_every=2,
+            timeout_seconds=timeout_seconds,
+            gate_sums=self.gate_sums,
+        )
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
-        self.reference = Reference(flat(self.loop.theta()))
+        self.reference = Reference(flat(self.loop.theta()), gate_sums=self.gate_sums)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -56,9 +65,16 @@ class CheckedTrainer:
     def after(self, number: int, ranks: tuple[int, ...]) -> Reference:
         """The reference after a round in which the messages of these ranks counted."""
         found = copy.deepcopy(self.reference)
-        found.outer_step([self.trainer.get(f"sent-{number}", rank) for rank in ranks])
         found.residual = self.s - self.sent
+        found.rank = ranks.index(self.trainer.rank) if self.trainer.rank in ranks else -1
+        found.outer_step([self.trainer.get(f"sent-{number}", rank) for rank in ranks])
         return found
+
+    def rejoin(self, *, forget: bool = False) -> None:
+        """``forget``: not all trainers know the same last sums; shares are cut anew."""
+        self.loop.rejoin()
+        if forget:
+            self.reference.summed.zero_()
 
     def round(self, ranks: tuple[int, ...]) -> str:
         """A round in which all goes well. Returns theta's root."""
@@ -103,16 +119,13 @@ def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:
     exchange._all_to_all_arrays = losing(all_to_all)  # type: ignore[method-assign]
 
 
-def survive(
-    trainer: Trainer, place: object, how: signal.Signals, victim: int, timeout_seconds: float, scattered: bool
-) -> str:
+def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, timeout_seconds: float, way: str) -> str:
     """A round in which ``victim`` is lost; the others go on. Returns theta's root two rounds later."""
-    force_scattered(scattered)
-    finished = place in ("update", 6 if scattered else 4)  # by then the others have all that they need
+    finished = place in ("update", 4 if way == "gathered" else 6)  # by then the others have all that they need
     everyone = (0, 1, 2)
     survivors = tuple(rank for rank in everyone if rank != victim)
     trainer.connect("first")
-    with CheckedTrainer(trainer, timeout_seconds=timeout_seconds) as checked:
+    with CheckedTrainer(trainer, way, timeout_seconds=timeout_seconds) as checked:
         loop = checked.loop
         checked.round(everyone)
         if trainer.rank == victim:
@@ -126,7 +139,7 @@ def survive(
         with pytest.raises(InputError, match="not met"):  # no second try before they have
             loop._run_round()
         trainer.connect("second", survivors)
-        loop.rejoin()
+        checked.rejoin()
         assert (loop.round, loop.inner_step) == (2, 0)
         # Nothing is lost, nothing is sent twice: theta has taken what was sent, the residual is what is left of s.
         checked.reference = checked.after(1, everyone if finished else survivors)
@@ -135,17 +148,15 @@ def survive(
         return checked.round(survivors)
 
 
-@pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_the_others_go_on(how: signal.Signals, scattered: bool) -> None:
+def test_the_others_go_on(how: signal.Signals, way: str) -> None:
     """In every part of a round; side by side, as most of the time is waiting."""
     timeout_seconds = 20 if how == signal.SIGKILL else 4
     groups = []
-    for i, place in enumerate(PLACES_SCATTERED if scattered else PLACES):
+    for i, place in enumerate(PLACES if way == "gathered" else PLACES_SCATTERED):
         victim = i % 3
-        groups.append(
-            (victim, Group(survive, 3, place, how, victim, timeout_seconds, scattered, seconds=90, lost=(victim,)))
-        )
+        groups.append((victim, Group(survive, 3, place, how, victim, timeout_seconds, way, seconds=90, lost=(victim,))))
     for victim, group in groups:
         roots = set(group.results())
         assert len(roots) == 2, f"the survivors of {victim} differ"
@@ -167,12 +178,11 @@ def miss_the_end(loop: PulseLoCo) -> None:
     exchange.all_gather_fixed = cut_off  # type: ignore[method-assign]
 
 
-def come_back(trainer: Trainer, scattered: bool) -> list[str]:
+def come_back(trainer: Trainer, way: str) -> list[str]:
     """Who missed the end of a round, slept through one, comes from a checkpoint, is new, or left in mid-round: all
     join, and what each has not sent is sent later, once. Returns theta's roots."""
-    force_scattered(scattered)
     me, roots = trainer.rank, []
-    checked = CheckedTrainer(trainer, seed=me, timeout_seconds=4)
+    checked = CheckedTrainer(trainer, way, seed=me, timeout_seconds=4)
     loop = checked.loop
     if me != 3:
         trainer.connect("a", (0, 1, 2))
@@ -186,9 +196,9 @@ def come_back(trainer: Trainer, scattered: bool) -> list[str]:
         with pytest.raises(TrainerLost):
             checked.step()
         assert loop.round == (1 if me == 2 else 2)
-        trainer.connect("b", (0, 1, 2))
-        loop.rejoin()
         checked.reference = checked.after(1, (0, 1, 2))
+        trainer.connect("b", (0, 1, 2))
+        checked.rejoin(forget=True)
         checked.reference.check(loop)
         roots.append(checked.round((0, 1, 2)))
 
@@ -202,7 +212,7 @@ def come_back(trainer: Trainer, scattered: bool) -> list[str]:
         assert loop.round == 3
         if me != 1:
             trainer.connect("c", (0, 2))
-            loop.rejoin()
+            checked.rejoin()
             checked.reference = checked.after(3, (0, 2))
             checked.reference.check(loop)
         if me == 0:
@@ -217,9 +227,10 @@ def come_back(trainer: Trainer, scattered: bool) -> list[str]:
         momentum = flat(loop.state_dict()["momentum"])
         checked.reference.outer.state[checked.reference.theta] = {"momentum_buffer": momentum}
     else:
-        loop.rejoin()
+        checked.rejoin(forget=True)
     if me == 1:
         checked.reference = checked.after(3, (0, 2))
+        checked.reference.summed.zero_()
         checked.reference.residual = checked.s  # its message reached nobody
     assert loop.round == 4
     checked.reference.check(loop)
@@ -232,7 +243,7 @@ def come_back(trainer: Trainer, scattered: bool) -> list[str]:
         assert checked.reference.residual.any()
         loop.load_state_dict(early | {"residual": {k: v + 1 for k, v in early["residual"].items()}})
         checked.reference.residual.zero_()
-    loop.rejoin()
+    checked.rejoin(forget=True)
     assert loop.round == 5
     checked.reference.check(loop)
     roots.append(checked.round(everyone))
@@ -247,12 +258,12 @@ def come_back(trainer: Trainer, scattered: bool) -> list[str]:
         checked.reference.residual = left
     else:
         trainer.connect("f", (0, 2, 3))
-        loop.rejoin()
+        checked.rejoin()
         checked.round((0, 2, 3))
         checked.round((0, 2, 3))
         trainer.barrier("two rounds on", everyone)
     trainer.connect("g")
-    loop.rejoin()
+    checked.rejoin(forget=True)
     assert loop.round == 8
     checked.reference.check(loop)
     roots.append(checked.round(everyone))
@@ -260,9 +271,9 @@ def come_back(trainer: Trainer, scattered: bool) -> list[str]:
     return roots
 
 
-@pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
-def test_whoever_comes_back_sends_what_it_has_not_sent(scattered: bool) -> None:
-    *old, new = together(come_back, 4, scattered, seconds=60)
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_comes_back_sends_what_it_has_not_sent(way: str) -> None:
+    *old, new = together(come_back, 4, way, seconds=60)
     assert old[0] == old[1] == old[2]
     assert old[0][1:] == new
 

@@ -29,12 +29,13 @@ FIELDS = {
     "momentum": "bb",
     "messages": ["cc", "dd"],
     "specs": "ee",
+    "shares": "",
 }
 
 
 def at(number: int, root: str = "root", momentum: str = "momentum") -> Handshake:
     """The handshake of a trainer whose last common round is ``number``."""
-    return Handshake(SETTINGS, number, root, momentum, [f"{number}-0", f"{number}-1"], "specs")
+    return Handshake(SETTINGS, number, root, momentum, [f"{number}-0", f"{number}-1"], "specs", "")
 
 
 def test_the_lowest_rank_in_the_latest_round_leads() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pulse_rl.loco import PulseLoCo, Round, bits, parameters
+from pulse_rl.loco.shares import cut_shares
 from tests.support.loco_reference import Job, flat, same
 from tests.support.trainers import Trainer, force_scattered, together
 
@@ -48,8 +49,18 @@ def test_the_rule_decides_and_begins_anew_when_trainers_meet() -> None:
             assert [scattered for scattered, _ in chosen] == expected
 
 
-def resumed(trainer: Trainer, stop: int) -> None:
-    """From a checkpoint of all trainers, in mid-round or at a boundary, to the same bits."""
+def skewed(seed: int) -> Job:
+    """Its first layer hardly moves, so that equal shares are not even."""
+    job = Job(seed)
+    first, *rest = job.model
+    groups = [{"params": first.parameters(), "lr": 1e-6}, {"params": nn.Sequential(*rest).parameters(), "lr": 1e-3}]
+    job.optimizer = torch.optim.AdamW(groups)
+    return job
+
+
+def resumed(trainer: Trainer, stop: int, gated: bool) -> None:
+    """From a checkpoint of all trainers, in mid-round or at a boundary, to the same bits, shares included: trainers
+    that meet cut them alike."""
     force_scattered(True)
 
     def run(job: Job, loop: PulseLoCo, steps: int) -> None:
@@ -62,15 +73,17 @@ def resumed(trainer: Trainer, stop: int) -> None:
         return [job.weights(), *(flat(state[key]) for key in ("theta", "momentum", "residual"))]
 
     trainer.connect("start")
-    settings = {"sync_every": 3, "wire_dtype": torch.bfloat16, "lookahead": 7.0}
-    job, rounds = Job(trainer.rank, lr=1e-3), list[Round]()
+    settings = {"sync_every": 3, "wire_dtype": torch.bfloat16, "lookahead": 7.0, "gate_sums": gated}
+    job, rounds = skewed(trainer.rank), list[Round]()
     loop = looped(job, rounds, **settings)
     run(job, loop, 11)
-    first = Job(trainer.rank, lr=1e-3)
+    first = skewed(trainer.rank)
     half = looped(first, rounds, **settings)
     run(first, half, stop)
+    blocks = half.parameters.blocks
+    assert cut_shares(blocks, 3, half._counts) != cut_shares(blocks, 3, None)
     saved = copy.deepcopy((first.state_dict(), half.state_dict()))
-    again = Job(trainer.rank + 7, lr=1e-3)
+    again = skewed(trainer.rank + 7)
     other = looped(again, rounds, **settings)
     again.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
@@ -79,9 +92,10 @@ def resumed(trainer: Trainer, stop: int) -> None:
     assert all(r.scattered for r in rounds)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("stop", [5, 6])
-def test_resume_is_exact(stop: int) -> None:
-    together(resumed, 3, stop, seconds=60)
+def test_resume_is_exact(stop: int, *, gated: bool) -> None:
+    together(resumed, 3, stop, gated, seconds=60)
 
 
 def tied(trainer: Trainer) -> None:
@@ -115,29 +129,33 @@ def test_tied_weights_and_buffers() -> None:
 
 
 def at_the_limit(trainer: Trainer) -> None:
-    """A sum that no message takes is gathered: its trainers' values are within the limit, and so is theta."""
+    """A sum that no message takes is gathered: its trainers' values are within the limit, and so is theta. Nothing is
+    withheld then."""
     trainer.connect("start")
     found = []
-    for scattered in (False, True):
+    for scattered, gated in ((False, False), (True, False), (False, True)):
         force_scattered(scattered)
         parameters.BLOCK_ELEMENTS = 1 << 10
-        w = nn.Parameter(torch.zeros(3000))
+        w = nn.Parameter(torch.zeros(3000).index_fill(0, torch.tensor(11), 1.0))
         optimizer = torch.optim.SGD([w], lr=1.0)
-        with PulseLoCo({"w": w}, optimizer, sync_every=1, timeout_seconds=20) as loop:
+        with PulseLoCo({"w": w}, optimizer, sync_every=1, timeout_seconds=20, gate_sums=gated) as loop:
             w.grad = torch.zeros_like(w)
             w.grad[2500] = 1.5e19
             w.grad[7] = 1.0 if trainer.rank else -1.0
+            w.grad[11] = 0.0 if trainer.rank else 0.0025  # passes the trainer's gate; a third of it does not
             optimizer.step()
             done = loop.last_round
             assert done is not None
             assert not done.scattered
-            assert done.summed == 2
+            assert done.summed == 3
+            assert not flat(loop.residual()).any()
             w.grad = torch.full_like(w, 1e-3)
             optimizer.step()
             assert loop.last_round is not None
-            assert loop.last_round.scattered == scattered
+            assert loop.last_round.scattered == (scattered or gated)
         found.append(flat(loop.theta()))
-    assert same(*found)
+    assert same(*found[:2])
+    assert same(found[0], found[2])
     assert found[0][2500] < -1e19
 
 

@@ -38,7 +38,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[FlatBlock]:
 
 
 def known(*, scattered: bool, longest: int, sums: int) -> Known:
-    return Known(scattered, longest, sums, np.zeros(1, np.int64))
+    return Known(scattered, longest, sums)
 
 
 @pytest.mark.parametrize("trainers", [2, 3, 5, 64, 200])

@@ -26,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lookahead, bf16 model": {"model_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16, "lookahead": 1.3},
     "half a gate": {"lookahead": 3.0, "gate_scale": 0.5},
     "a wide gate": {"gate_scale": 7.0},
+    "gated sums": {"gate_sums": True},
+    "gated sums, bf16": {"gate_sums": True, "wire_dtype": torch.bfloat16, "gate_scale": 2.0, "lookahead": 1.0},
     "nothing is sent": {"rate": 1e-12},
     "everything is sent": {"rate": 0.5},
 }
@@ -62,7 +64,7 @@ def agreed(
         lambda *_: selected.append(reference.select(job.weights())) if job.steps % 2 == 0 else None
     )
     with loop:
-        reference = Reference(flat(loop.theta()), model_dtype=dtype, **settings)
+        reference = Reference(flat(loop.theta()), model_dtype=dtype, rank=trainer.rank, **settings)
         for number in range(ROUNDS):
             still = (number == 0 and trainer.rank == 1) or number == 3
             for group in job.optimizer.param_groups:
@@ -73,15 +75,20 @@ def agreed(
             s, sent = selected[-1]
             received = [torch.empty_like(sent) for _ in range(trainer.size)]
             dist.all_gather(received, sent)
+            owners = reference.owners(trainer.size)
             reference.outer_step(received)
             reference.check(loop)
-            assert same(s, sent + flat(loop.residual()))
+            if reference.gate_sums:
+                mine = owners == trainer.rank
+                assert same((s - sent)[~mine], flat(loop.residual())[~mine])
+            else:
+                assert same(s, sent + flat(loop.residual()))
             assert rounds[-1].entries == int(torch.count_nonzero(sent))
-            assert rounds[-1].summed == int(torch.count_nonzero(sum(received)))
+            assert rounds[-1].summed == int(torch.count_nonzero(reference.summed))
     return rounds
 
 
-FEW = ["fp32", "bf16 wire", "no lookahead"]
+FEW = ["fp32", "bf16 wire", "no lookahead", "gated sums"]
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
@@ -93,10 +100,11 @@ def test_every_round_equals_the_dense_algorithm(size: int, names: list[str], sca
         for number, seen in enumerate(zip(*each, strict=True)):
             assert len({r.root for r in seen}) == 1
             assert {(r.number, r.trainers, r.parameters) for r in seen} == {(number + 1, size, seen[0].parameters)}
-            assert {(r.scattered, r.summed) for r in seen} == {(scattered, seen[0].summed)}
+            ways = {(scattered or name.startswith("gated"), seen[0].summed)}
+            assert {(r.scattered, r.summed) for r in seen} == ways
             # A ring: heads, padded messages, words that all is read, and roots of all but one leave each process.
             ring = (size - 1) * (40 + max(r.payload_bytes for r in seen) + 1 + 32)
-            if not scattered:
+            if not seen[0].scattered:
                 assert {r.sent_bytes for r in seen} == {ring}
             elif size == 5 and name == "fp32" and number != 3:
                 assert max(r.sent_bytes for r in seen) < ring

@@ -76,12 +76,16 @@ def pages(folder: Path) -> dict[str, Path]:
         "long": render(run=read_run(write_run(folder / "long", 3000, workers=3))),
         "hostile": render(run=read_run(folder / "hostile"), study=hostile, title=HOSTILE),
     }
+    facts = {"loco_sent_bytes": 2_000_000, "loco_dense_bytes": 90_000_000}
+    rounds = [published(v, metadata={"round": v, "reward": v / 20, **facts}) for v in range(12)]
+    write(folder / "trainers/events.jsonl", rounds)
+    made["trainers"] = render(run=read_run(folder / "trainers"))
     for name, text in made.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return {name: folder / f"{name}.html" for name in made}
 
 
-PAGES = ["whole", "planner", "short", "long", "hostile"]
+PAGES = ["whole", "planner", "short", "long", "hostile", "trainers"]
 
 
 def table(browser: Chromium) -> dict[str, list[str]]:
@@ -160,8 +164,8 @@ def test_every_figure_is_there(browser: Chromium, pages: dict[str, Path]) -> Non
     titles = browser.evaluate("[...document.querySelectorAll('figure h3')].map(title => title.textContent)")
     assert titles == [
         "Reward", "Density", "Bytes", "Phases", "Workers over time",
-        "Sparsity by k", "Cost of a change", "Density by layer type", "Density by size of the weight",
-        "Density over time", "Tensors of the highest density",
+        "Sparsity by k", "Cost of a change", "Recurrence by age", "Density by layer type",
+        "Density by size of the weight", "Density over time", "Tensors of the highest density",
         "Utilisation by bandwidth", "Where the time of a sync goes",
     ]  # fmt: skip
     assert browser.evaluate("document.querySelectorAll('figure').length") == len(titles)
@@ -172,6 +176,21 @@ def test_every_figure_is_there(browser: Chromium, pages: dict[str, Path]) -> Non
         "Density drift at version 7: 20%, outside 0.3% to 3%.",
         "1 path to a version failed, and another was taken.",
     ]
+
+
+def test_the_reward_is_drawn_by_the_bytes_between_trainers(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.show(pages["trainers"])
+    figure = "document.querySelectorAll('figure')[1]"
+    assert browser.evaluate(f"{figure}.querySelector('h3').textContent") == "Reward by bytes"
+    assert "45 times more" in browser.evaluate(f"{figure}.textContent")
+    label = browser.evaluate(f"{figure}.querySelector('svg[role=img]').getAttribute('aria-label')")
+    assert label == "The same rewards after 24 MB and, by a dense all-reduce, 1.08 GB."
+    dense, sent = browser.evaluate(
+        f"[...{figure}.querySelectorAll('path.curve')].slice(-2).map(path => path.getBBox())"
+        ".map(box => [box.x, box.width])"
+    )
+    assert sent[0] < dense[0]
+    assert sent[1] == pytest.approx(dense[1], abs=1), "logarithmic: so many times more everywhere"
 
 
 def test_charts_show_what_the_data_says(browser: Chromium, pages: dict[str, Path]) -> None:
@@ -254,7 +273,7 @@ def test_bytes_that_a_study_measured_hold_at_its_density(browser: Chromium, fold
     page = folder / "study.html"
     page.write_text(render(study=study()), encoding="utf-8")
     browser.show(page)
-    measured = {"context": 0.9, "zstd": 2.8}
+    measured = {"context": 0.9, "zstd": 2.8, "history": 0.85}
     inputs: dict[str, Any] = {"params": PARAMETERS, "step_seconds": 50.0, "bandwidth": 2e8, "workers": 4}
     start = make_plan(Scenario(**inputs, density=1 - study()["rows"][0]["sparsity"], bytes_per_changed=measured))
     assert table(browser) == {name: row(start.methods[name]) for name in METHODS}

@@ -97,7 +97,7 @@ def test_of_a_study_alone(tmp_path: Path, pulse: Pulse) -> None:
     scenario = page.data["scenario"]
     assert (scenario["params"], scenario["param_bytes"], scenario["step_seconds"]) == (PARAMETERS, 2.0, 50.0)
     assert scenario["density"] == pytest.approx(0.012)
-    assert scenario["bytes_per_changed"] == {"context": 0.9, "zstd": 2.8}
+    assert scenario["bytes_per_changed"] == {"context": 0.9, "zstd": 2.8, "history": 0.85}
 
 
 def test_run_and_study_share_a_page_and_the_planner_starts_as_the_run(tmp_path: Path, pulse: Pulse) -> None:
@@ -336,6 +336,8 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
         lambda s: s | {"summary": None},
         lambda s: s | {"exponents": [[1]]},
         lambda s: {k: v for k, v in s.items() if k != "layers"},
+        lambda s: s | {"history": {"changed": 3}},
+        lambda s: s | {"history": [1]},
         lambda _: [],
         lambda _: "study",
         lambda _: 7,
@@ -356,6 +358,14 @@ def test_a_study_of_little_is_drawn() -> None:
     page = Page(render(study=made))
     assert [text for _, text in page.all("dt")] == ["Sparsity"]
     assert "states 4 apart" in page.all("small")[0][1]
+
+
+@pytest.mark.parametrize("damage", [lambda s: s.pop("history"), lambda s: s["history"].update(changed=0)])
+def test_a_study_without_history_is_drawn(damage: Any) -> None:
+    made = study()
+    damage(made)
+    assert Page(render(study=made)).data["study"]["history"] is None
+    assert len(Page(render(study=study())).data["study"]["history"]["ages"]) == 5
 
 
 def test_refusals(tmp_path: Path, pulse: Pulse) -> None:

@@ -40,6 +40,8 @@ class Reference:
         momentum: float = 0.9,
         lookahead: float | None = None,
         gate_scale: float = 1.0,
+        gate_sums: bool = False,
+        rank: int = 0,
     ) -> None:
         self.theta = nn.Parameter(theta.clone())
         self.residual = torch.zeros_like(theta)
@@ -47,6 +49,8 @@ class Reference:
         # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that, and so on.
         ahead = lr / (1 - momentum) if lookahead is None else lookahead
         self.lookahead, self.gate_scale = torch.tensor(ahead), torch.tensor(gate_scale)
+        self.gate_sums, self.rank = gate_sums, rank
+        self.summed = torch.zeros_like(theta)
         self.outer = torch.optim.SGD([self.theta], lr=lr, momentum=momentum, nesterov=True)
 
     @torch.no_grad()
@@ -63,13 +67,36 @@ class Reference:
         """What the inner steps start from, in the model's dtype."""
         return (self.theta - self.lookahead * self.residual).to(self.model_dtype)
 
+    @torch.no_grad()
     def outer_step(self, sent: list[Flat]) -> None:
-        """The outer step along the mean of what all sent, summed in rank order."""
+        """The outer step along the mean of what all sent, summed in rank order. With ``gate_sums`` sums whose mean the
+        gate holds back, and what the wire dtype takes from the others, go to the residual of the owner."""
         total = torch.zeros_like(sent[0])
         for one in sent:
             total += one
+        if self.gate_sums:
+            mean = total / len(sent)
+            before, after = self.theta.to(self.gate_dtype), (self.theta - self.gate_scale * mean).to(self.gate_dtype)
+            passed = torch.where(bits(before) != bits(after), total.to(self.wire_dtype).float(), torch.zeros(()))
+            rest = total - passed
+            mine = (self.owners(len(sent)) == self.rank) & (rest != 0)
+            self.residual = torch.where(mine, self.residual + rest, self.residual)
+            total = passed
+        self.summed = total
         self.theta.grad = total / len(sent)
         self.outer.step()
+
+    def owners(self, trainers: int) -> torch.Tensor:
+        """Who sums each parameter, from what the last sums were."""
+        pieces = self.summed.split(256)
+        weights = [1 + int(piece.count_nonzero()) for piece in pieces]
+        owners, passed, owner = torch.zeros(len(self.summed), dtype=torch.int64), 0, 0
+        for number, weight in enumerate(weights):
+            passed += weight
+            while owner + 1 < trainers and passed >= (owner + 1) * sum(weights) // trainers:
+                owner += 1
+            owners[256 * number : 256 * (number + 1)] = owner
+        return owners
 
     def momentum(self) -> Flat:
         return self.outer.state[self.theta]["momentum_buffer"]

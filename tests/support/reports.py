@@ -127,6 +127,19 @@ def study(ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32), *, name: str = "layers.0.m
         "pairs": [
             {"k": k, "old": i, "new": i + k, "changed": 7e7, "sparsity": 0.99} for k in ks for i in range(40 - k)
         ],
+        "history": {
+            "first": 20,
+            "steps": 20,
+            "changed": 200_000,
+            "ages": [{"from": a, "to": b, "share": 0.1} for a, b in ((1, 1), (2, 2), (3, 4), (5, 8), (9, None))],
+            "not_yet": 0.5,
+            "within_8": 0.4,
+            "coded_steps": 8,
+            "entropy_bound": 0.88,
+            "entropy_bound_with_history": 0.8,
+            "bytes_per_changed_history": 0.85,
+            "bytes_per_changed_context": 0.9,
+        },
         "exponents": [
             {"exponent": e, "elements": 1000, "changed": 10, "density": min(1.0, 2.0 ** (-e - 14)), "threshold": 1e-5}
             | {"predicted_lr": min(1.0, 2.0 ** (-e - 13)), "predicted_10lr": min(1.0, 2.0 ** (-e - 10))}

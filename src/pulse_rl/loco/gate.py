@@ -14,6 +14,9 @@ from ..state.rounding import Rounding
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.uint32]
 
+_OPENS = np.float32(2.0**63)
+"""Finite for the gate, and as much as any parameter that is."""
+
 ROUNDINGS: dict[torch.dtype, Rounding] = {
     torch.bfloat16: BY_NAME["BF16"],
     torch.float16: BY_NAME["F16"],
@@ -45,3 +48,12 @@ def open_entries(
     None if an entry of ``s`` is not finite (`is_finite`).
     """
     return _gate(theta, start, now, residual, s, rounding, 0)
+
+
+def scaled_open_entries(theta: Floats, s: Floats, scale: np.float32, rounding: Rounding) -> Positions:
+    """The positions where ``cast(theta) != cast(theta - scale * s)``, of finite ``s``."""
+    zero = np.zeros_like(s)
+    scaled = np.clip(scale * s, -_OPENS, _OPENS)
+    positions = open_entries(theta, scaled, zero, zero, np.empty_like(s), rounding)
+    assert positions is not None
+    return positions

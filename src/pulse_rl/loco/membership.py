@@ -1,12 +1,13 @@
 """The trainers' handshake: are they compatible, who leads, who is behind (docs/loco.md, section 5).
 
-All but `exchange_handshakes` and `require_same_tensors` are pure functions of the handshakes, which are in rank order.
+All but `exchange_handshakes`, `require_same_root` and `require_same_tensors` are pure functions of the handshakes,
+which are in rank order.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from hashlib import sha256
@@ -25,6 +26,7 @@ _FIELDS: dict[str, type] = {
     "momentum": str,
     "messages": list,
     "specs": str,
+    "shares": str,
 }
 
 
@@ -34,7 +36,8 @@ class Handshake:
 
     ``settings`` are those that all must share. ``round`` is its last common round, ``root`` the root of theta after it,
     ``momentum`` that of the outer momentum (both 64 hexadecimal digits). ``messages`` are the digests of that round's
-    messages, one per trainer, and ``specs`` is the digest of its parameters (`specs_digest`).
+    messages, one per trainer, and ``specs`` is the digest of its parameters (`specs_digest`). ``shares``: the digest of
+    what it cuts shares by, "" if it knows nothing.
     """
 
     settings: dict[str, Any]
@@ -43,6 +46,7 @@ class Handshake:
     momentum: str
     messages: list[str]
     specs: str
+    shares: str
 
     @property
     def state(self) -> tuple[int, str, str]:
@@ -97,6 +101,15 @@ def find_leader(handshakes: Sequence[Handshake]) -> int:
 def find_behind(handshakes: Sequence[Handshake], leader: int) -> list[int]:
     """The ranks that hold another state than the leader."""
     return [rank for rank, handshake in enumerate(handshakes) if handshake.state != handshakes[leader].state]
+
+
+def require_same_root(
+    exchange: Exchange, number: int, theta: StateDigest, require_same_tensors: Callable[[], None]
+) -> None:
+    """Raises Diverged on all trainers if theta after round ``number`` is not the same on all of them."""
+    if len(set(exchange.all_gather_fixed(bytes.fromhex(theta.root)))) > 1:
+        require_same_tensors()
+        raise Diverged(f"round {number}: the trainers disagree on theta's root, but on no tensor")
 
 
 def require_same_tensors(exchange: Exchange, number: int, trees: Mapping[str, StateDigest]) -> None:

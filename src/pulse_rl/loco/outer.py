@@ -27,6 +27,7 @@ from .membership import (
     find_leader,
     require_no_divergence,
     require_same_model_and_settings,
+    require_same_root,
     require_same_tensors,
     specs_digest,
 )
@@ -186,8 +187,15 @@ class OuterLoop(Unique, ABC):
             take_up_untrained()
             if exchange.rank in behind:
                 self._take_up(handshakes[leader], theta, momentum, from_checkpoint)
+            self._met(handshakes)
 
         self._serial.run(take_up, whole=True)
+
+    def _shares(self) -> str:  # optional hook: the digest of what this trainer cuts shares by
+        return ""
+
+    def _met(self, handshakes: list[Handshake]) -> None:  # optional hook
+        """Called when all trainers hold one outer state; must not fail."""
 
     def _handshake(self) -> Handshake:
         return Handshake(
@@ -197,6 +205,7 @@ class OuterLoop(Unique, ABC):
             momentum=self._digest(self.momentum_flat).root,
             messages=self._messages,
             specs=specs_digest(self.parameters.specs, self.untrained.specs),
+            shares=self._shares(),
         )
 
     def _fetch_state(self, exchange: Exchange, leader: int, behind: list[int]) -> tuple[Floats, Floats]:
@@ -254,7 +263,7 @@ class OuterLoop(Unique, ABC):
             # After it has taken effect here: a trainer lost in the comparison leaves the others in a whole state.
             with self._phase("verify"):
                 digest = self._digest(self.theta_flat)
-                self._require_same_theta(exchange, digest)
+                require_same_root(exchange, self.round, digest, lambda: self._require_same_tensors(exchange))
         except (NonFinite, Diverged, CorruptMessage, StateMismatch):  # on all trainers alike
             raise
         except BaseException as error:
@@ -296,23 +305,17 @@ class OuterLoop(Unique, ABC):
         theta, momentum = block.of(self.theta_flat), block.of(self.momentum_flat)
         outer_step(theta, momentum, total, trainers, self.outer_lr, self.outer_momentum)
 
-    def _require_same_theta(self, exchange: Exchange, digest: StateDigest) -> None:
-        """Raises Diverged on all trainers if theta is not the same on all of them."""
-        if len(set(exchange.all_gather_fixed(bytes.fromhex(digest.root)))) > 1:
-            self._require_same_tensors(exchange)
-            raise Diverged(f"round {self.round}: the trainers disagree on theta's root, but on no tensor")
-
     def _require_same_tensors(self, exchange: Exchange) -> None:
         """Raises Diverged, naming the first tensor of theta or momentum that differs. All trainers must call it."""
-        trees = {"theta": self._digest(self.theta_flat), "momentum": self._digest(self.momentum_flat)}
-        require_same_tensors(exchange, self.round, trees)
+        trees = {"theta": self.theta_flat, "momentum": self.momentum_flat}
+        require_same_tensors(exchange, self.round, {name: self._digest(flat) for name, flat in trees.items()})
 
     # -- state
 
     def theta(self) -> dict[str, torch.Tensor]:
         """Theta by name, FP32 on the host, in this object's memory: copy or cast it, do not write."""
         self._serial.run(lambda: None)  # whatever an interrupt left behind has ended
-        return {name: torch.from_numpy(view) for name, view in self.parameters.views(self.theta_flat).items()}
+        return self.parameters.by_name(self.theta_flat)
 
     def state_dict(self) -> dict[str, Any]:
         """Theta, outer momentum, counters, the last round's buffers and what the subclass keeps: copies, by name.
@@ -335,8 +338,9 @@ class OuterLoop(Unique, ABC):
             raise StateMismatch(f"the saved state has no {sorted(missing)}")
         buffers = self.untrained.loaded(state["buffers"]) if "buffers" in state else None
         counters, messages = (state["round"], state["inner_step"]), state["messages"]
-        are_digests = isinstance(messages, list) and all(isinstance(m, str) for m in messages)
-        if not are_digests or not all(isinstance(n, int) and n >= 0 for n in counters):
+        if not (isinstance(messages, list) and all(isinstance(m, str) for m in messages)) or not all(
+            isinstance(n, int) and n >= 0 for n in counters
+        ):
             raise StateMismatch(f"the saved state's counters {counters} or messages are not what they should be")
         for key, flat in fresh.items():
             self.parameters.load(state[key], flat, f"saved {key}")
@@ -363,15 +367,12 @@ class OuterLoop(Unique, ABC):
             "round": self.round,
             "inner_step": self.inner_step,
             "messages": list(self._messages),
-            **{key: self._by_name(flat) for key, flat in self._arrays().items()},
+            **{key: self.parameters.copies(flat) for key, flat in self._arrays().items()},
         }
 
     def _arrays(self) -> dict[str, Floats]:
         """The flat arrays that a checkpoint holds."""
         return {"theta": self.theta_flat, "momentum": self.momentum_flat}
-
-    def _by_name(self, flat: Floats) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(view.copy()) for name, view in self.parameters.views(flat).items()}
 
     def _settings(self) -> dict[str, object]:
         """What all trainers must have in common."""

@@ -105,6 +105,14 @@ class Parameters:
         """The flat array as tensors, without copying."""
         return {s.name: flat[self._starts[s.name] :][: s.elements].reshape(s.shape) for s in self.specs}
 
+    def by_name(self, flat: Floats) -> dict[str, torch.Tensor]:
+        """The flat array as torch's tensors, without copying."""
+        return {name: torch.from_numpy(view) for name, view in self.views(flat).items()}
+
+    def copies(self, flat: Floats) -> dict[str, torch.Tensor]:
+        """The flat array as torch's tensors, each with memory of its own."""
+        return {name: view.clone() for name, view in self.by_name(flat).items()}
+
     def state(self, flat: Floats) -> State:
         """The flat array as a state, for its root; no copy."""
         return State.of(self.views(flat))

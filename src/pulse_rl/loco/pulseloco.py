@@ -14,21 +14,21 @@ from .._native import add_entries
 from .._util.settings import checked_number
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from .exchange import Exchange
-from .gate import Floats, Positions, is_finite, open_entries, rounding_of
-from .membership import Delivery, Handshake, delivery_of
-from .outer import OuterLoop
+from .feedback import ErrorFeedbackLoop
+from .gate import Floats, Positions, is_finite, open_entries, rounding_of, scaled_open_entries
+from .membership import Handshake
 from .parameters import FlatBlock
 from .rounds import Received, Round
-from .shares import Counts, Known, count_entries, estimated_sums, granules, scatters
+from .shares import GRANULE, Counts, Known, count_entries, counts_digest, estimated_sums, granules, scatters
+from .sums import SumsGate
 from .transfer import Coder, Own, Transfer, Transferred
 from .wire import Entries, Wire
 
 _MOST_SCALE = 1024.0
-_OPENS = np.float32(2.0**63)
-"""Finite for the gate, and as much as any parameter that is."""
+_GATE_SUMS_FROM = 8
 
 
-class PulseLoCo(OuterLoop):
+class PulseLoCo(ErrorFeedbackLoop):
     """Keeps trainers in sync by sending only what would change the next forward pass (docs/loco.md).
 
     After ``sync_every`` inner steps: ``s = (theta - w) + residual``; the entries with
@@ -42,6 +42,9 @@ class PulseLoCo(OuterLoop):
     holds it while ``on_round`` is called, within `at_theta`, and after the loop was left at a round's end; `theta` has
     it always.
     ``gate_scale``: the gate asks ``cast(theta) != cast(theta - gate_scale * s)``; 1 is the paper's, less sends less.
+    ``gate_sums``: all rounds are scattered, and whoever sums a share of the parameters sends back only those sums whose
+    mean passes the gate, in ``wire_dtype``, and carries the rest in its own residual: what leaves a process does not
+    grow with the trainers. "auto", the default, is from 8 trainers on, if there is a lookahead; False is the paper's.
 
     The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes per parameter, and 4 more while the
     model is written. Raises, from inside
@@ -61,6 +64,7 @@ class PulseLoCo(OuterLoop):
         wire_dtype: torch.dtype = torch.float32,
         lookahead: float | Literal["auto"] = "auto",
         gate_scale: float = 1.0,
+        gate_sums: bool | Literal["auto"] = "auto",
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 600.0,
         threads: int | None = None,
@@ -74,6 +78,9 @@ class PulseLoCo(OuterLoop):
             lookahead = min(outer_lr / (1 - outer_momentum), _MOST_SCALE) if in_range else 0.0
         self.lookahead = np.float32(checked_number("lookahead", lookahead, most=_MOST_SCALE))
         self.gate_scale = np.float32(checked_number("gate_scale", gate_scale, least=1 / _MOST_SCALE, most=_MOST_SCALE))
+        if not isinstance(gate_sums, bool) and gate_sums != "auto":
+            raise InputError(f"gate_sums is {gate_sums!r}", hint='Use True, False or "auto".')
+        self.gate_sums = gate_sums
         super().__init__(
             model,
             inner_optimizer,
@@ -85,13 +92,11 @@ class PulseLoCo(OuterLoop):
             threads=threads,
             on_round=on_round,
         )
-        self.residual_flat = np.zeros_like(self.theta_flat)
-        # Of the round under way; the old residual stays as it is until the round takes effect.
-        self._next_residual = np.empty_like(self.theta_flat)
-        # The digest of the message that was sent in a round that has not taken effect here.
-        self._pending_message: str | None = None
-        # What all trainers of the group know of its last round.
+        # What this trainer keeps of the sums of the round under way, if they pass a gate.
+        self._sums_gate: SumsGate | None = None
+        # What all trainers of the group know of its last round, and by what they cut shares.
         self._known: Known | None = None
+        self._counts: Counts | None = None
         # The lookahead with which the inner steps under way have started.
         self._started_with = np.float32(0)
         self._at_theta = False
@@ -121,19 +126,21 @@ class PulseLoCo(OuterLoop):
             self._at_theta = False
             self._serial.run(lambda: give(None), whole=True)
 
-    def residual(self) -> dict[str, torch.Tensor]:
-        """What the gate has held back so far, by name, FP32 on the host, in this object's memory."""
-        self._serial.run(lambda: None)  # whatever an interrupt left behind has ended
-        return {name: torch.from_numpy(view) for name, view in self.parameters.views(self.residual_flat).items()}
-
     # -- a round
 
     def _join(self) -> None:
-        self._known = None  # others may come from other rounds
         super()._join()
         inside = np.float32(0) if self._at_theta else self.lookahead
         if self.inner_step == 0 and self._started_with != inside:
             self._serial.run(lambda: self._start_steps(inside), whole=True)
+
+    def _met(self, handshakes: list[Handshake]) -> None:
+        self._known = None  # others may come from other rounds
+        if len({handshake.shares for handshake in handshakes}) > 1:
+            self._counts = None
+
+    def _shares(self) -> str:
+        return counts_digest(self._counts)
 
     def _unhook(self) -> None:
         super()._unhook()
@@ -141,7 +148,7 @@ class PulseLoCo(OuterLoop):
             self._serial.run(self._start_steps, whole=True)
 
     def _outer_round(self, exchange: Exchange) -> Received:
-        self._pending_message = None
+        self._forget_message()
         with self._phase("gate"):
             own = self._gate()
         coder = Coder(self.round, self.theta_flat, self.momentum_flat, self._rounding, self._wire, self.threads)
@@ -154,12 +161,15 @@ class PulseLoCo(OuterLoop):
         )
         arrived: Transferred | None = None
         try:
-            if scatters(exchange.size, self._known):
-                arrived = transfer.scatter(own, self._known.counts if self._known else None)
+            if self._gates_sums(exchange.size):
+                self._sums_gate = SumsGate(exchange.size, self.theta_flat, self._rounding, self.gate_scale, self._wire)
+            if self._sums_gate or scatters(exchange.size, self._known):
+                arrived = transfer.scatter(own, self._counts, self._sums_gate)
             if arrived is None:
+                self._sums_gate = None
                 arrived = transfer.gather(own)
         except (NonFinite, CorruptMessage, Diverged):  # on all trainers alike: nobody has counted it
-            self._pending_message = None
+            self._forget_message()
             raise
         return self._received(exchange, own, arrived)
 
@@ -174,23 +184,28 @@ class PulseLoCo(OuterLoop):
             self._update(block, total, exchange.size)
 
         def commit() -> int:
-            self._swap_residuals()
-            self._messages, self._pending_message = arrived.messages, None
-            self._known = self._learnt(arrived, counted)
-            return int(self._known.counts.sum())
+            self._take_next_residual()
+            self._messages = arrived.messages
+            self._counts = self._count(counted)
+            summed = int(self._counts.sum())
+            self._known = self._learnt(arrived, summed)
+            return summed
 
         entries = sum(len(positions) for positions, _ in own.entries)
         return Received(entries, arrived.lengths[exchange.rank], update, commit, arrived.sums is not None)
 
-    def _learnt(self, arrived: Transferred, counted: list[tuple[int, Counts]]) -> Known:
+    def _count(self, counted: list[tuple[int, Counts]]) -> Counts:
         counts = np.zeros(granules(self.parameters.count), np.int64)
         for first, found in counted:
             counts[first : first + len(found)] += found
+        return counts
+
+    def _learnt(self, arrived: Transferred, summed: int) -> Known:
         sums = arrived.sums
         if sums is None:
             entries = sum(len(positions) for by_rank in arrived.entries for positions, _ in by_rank)
-            sums = estimated_sums(sum(arrived.lengths), entries, int(counts.sum()), bf16=self._wire.bf16)
-        return Known(arrived.sums is not None, max(arrived.lengths), sums, counts)
+            sums = estimated_sums(sum(arrived.lengths), entries, summed, bf16=self._wire.bf16)
+        return Known(arrived.sums is not None, max(arrived.lengths), sums)
 
     def _gate(self) -> Own:
         """What this trainer has to send; fills the next residual."""
@@ -240,8 +255,19 @@ class PulseLoCo(OuterLoop):
         with self.at_theta():
             on_round(done)
 
-    def _swap_residuals(self) -> None:
-        self.residual_flat, self._next_residual = self._next_residual, self.residual_flat
+    def _gates_sums(self, trainers: int) -> bool:
+        if self.gate_sums == "auto":
+            return bool(self.lookahead) and trainers >= _GATE_SUMS_FROM
+        return self.gate_sums and trainers > 1
+
+    def _forget_message(self) -> None:
+        super()._forget_message()
+        self._sums_gate = None
+
+    def _take_next_residual(self) -> None:
+        if self._sums_gate is not None:
+            self._sums_gate.add_withheld(self._next_residual)
+        super()._take_next_residual()
 
     # -- what a variant may change
 
@@ -250,9 +276,7 @@ class PulseLoCo(OuterLoop):
         positions = open_entries(theta, start, now, residual, s, self._rounding)
         if positions is None or self.gate_scale == 1:
             return positions
-        zero = np.zeros_like(s)
-        scaled = np.clip(self.gate_scale * s, -_OPENS, _OPENS)
-        return open_entries(theta, scaled, zero, zero, np.empty_like(s), self._rounding)
+        return scaled_open_entries(theta, s, self.gate_scale, self._rounding)
 
     def _values(self, theta: Floats, s: Floats) -> Floats:
         """The values to send for the selected entries ``s``, before they are rounded to the wire dtype."""
@@ -262,46 +286,41 @@ class PulseLoCo(OuterLoop):
         """What stays in the residual of the selected entries ``s``."""
         return s - sent
 
-    # -- joining
+    # -- state
 
-    def _catch_up(self, leader: Handshake, from_checkpoint: bool) -> None:
-        """What this trainer has not sent stays in its residual; what counted, or may have counted, does not."""
-        match delivery_of(self._pending_message, self.round, leader, from_checkpoint=from_checkpoint):
-            case Delivery.COUNTED:
-                self._swap_residuals()
-            case Delivery.UNKNOWN:
-                self.residual_flat.fill(0)
-            case Delivery.NOT_COUNTED:
-                self._add_local_steps_to_residual()
-        self._pending_message = None
-
-    def _add_local_steps_to_residual(self) -> None:
-        for block in self.parameters.blocks:
-            now, residual = np.empty(block.stop - block.start, np.float32), block.of(self.residual_flat)
-            self.parameters.read_block(block, now)
-            s = (self._start_block(block) - now) + residual
-            np.copyto(residual, s, where=is_finite(s))
+    def _accumulated(self, block: FlatBlock) -> Floats:
+        now = np.empty(block.stop - block.start, np.float32)
+        self.parameters.read_block(block, now)
+        found: Floats = (self._start_block(block) - now) + block.of(self.residual_flat)
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         ahead = state.get("started_with", 0.0)
         if not isinstance(ahead, float) or not 0 <= ahead <= _MOST_SCALE:
             raise StateMismatch(f"the saved state's steps started with lookahead {ahead!r}")
+        counts, expected = state.get("sums"), (granules(self.parameters.count),)
+        if counts is not None:
+            if not (
+                isinstance(counts, torch.Tensor)
+                and (counts.dtype, counts.shape) == (torch.int64, expected)
+                and not ((counts < 0) | (counts > GRANULE)).any()
+            ):
+                raise StateMismatch(f"the saved state's counts of sums are not {expected[0]} integers up to {GRANULE}")
+            state = {**state, "sums": counts.to("cpu", copy=True)}
         super().load_state_dict(state)
 
     def _loaded(self, state: Mapping[str, Any]) -> None:
+        super()._loaded(state)
         self._started_with = np.float32(state.get("started_with", 0.0))
-        self._pending_message = None
-
-    # -- state
-
-    def _arrays(self) -> dict[str, Floats]:
-        return {**super()._arrays(), "residual": self.residual_flat}
+        counts = state.get("sums")
+        self._counts = None if counts is None else counts.numpy()
 
     def _settings(self) -> dict[str, object]:
         dtypes = {"gate_dtype": str(self.gate_dtype), "wire_dtype": str(self._wire.dtype)}
         scales = {"lookahead": float(self.lookahead), "gate_scale": float(self.gate_scale)}
-        return {**super()._settings(), **dtypes, **scales}
+        return {**super()._settings(), **dtypes, **scales, "gate_sums": self.gate_sums}
 
     def _state_dict(self) -> dict[str, Any]:
         ahead = {"started_with": float(self._started_with)} if self._started_with else {}
-        return {**super()._state_dict(), **ahead}
+        sums = {} if self._counts is None else {"sums": torch.from_numpy(self._counts.copy())}
+        return {**super()._state_dict(), **ahead, **sums}

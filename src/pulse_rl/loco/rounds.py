@@ -14,9 +14,10 @@ class Round:
 
     ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``, those about buffers
     and frozen parameters included; ``sent_bytes`` left its process in all (headers, padding, and what it passed on or
-    summed for others). ``summed`` parameters have a sum that is not 0. ``scattered``: each trainer summed a share of
-    the parameters (docs/loco.md, 4.3); otherwise all got all messages. ``root`` is that of theta, FP32. ``seconds`` by
-    phase: "gate", "exchange", "decode", "update", "verify", and "untrained" for buffers and frozen parameters.
+    summed for others). ``summed`` parameters have a sum that is not 0, and passed its gate if there is one.
+    ``scattered``: each trainer summed a share of the parameters (docs/loco.md, 4.3); otherwise all got all messages.
+    ``root`` is that of theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
+    "untrained" for buffers and frozen parameters.
     """
 
     number: int
@@ -34,6 +35,16 @@ class Round:
     def density(self) -> float:
         """Entries sent / parameters."""
         return self.entries / self.parameters
+
+    @property
+    def dense_bytes(self) -> int:
+        """What would have left this process in a ring all-reduce of FP32 values, as DiLoCo's."""
+        return 2 * (self.trainers - 1) * 4 * self.parameters // self.trainers
+
+    @property
+    def metadata(self) -> dict[str, int]:
+        """What a publisher may note of the round beside its reward: ``pulse report`` draws reward by bytes from it."""
+        return {"round": self.number, "loco_sent_bytes": self.sent_bytes, "loco_dense_bytes": self.dense_bytes}
 
 
 @dataclass(frozen=True, slots=True)

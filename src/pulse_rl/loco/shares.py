@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ GRANULE = 256
 _AT_FIRST = 4
 
 Counts = npt.NDArray[np.int64]
-"""By granule of the flat array: the entries of a sum in it."""
+"""By granule of the flat array: the entries of a sum in it, `GRANULE` at most."""
 
 
 class Unit(NamedTuple):
@@ -91,18 +92,22 @@ def count_entries(block: FlatBlock, total: Floats) -> tuple[int, Counts]:
     return first, np.bincount((places + (block.start - first * GRANULE)) // GRANULE)
 
 
+def counts_digest(counts: Counts | None) -> str:
+    """SHA-256 of the counts, 64 hexadecimal digits; "" of none."""
+    return "" if counts is None else sha256(counts.astype("<i8").tobytes()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """What all trainers know alike after a round.
 
     ``longest``: bytes of the longest message of entries (all its parts, if the round was ``scattered``). ``sums``: of
-    the longest message of sums, times the trainers; an estimate if the round was not scattered. ``counts`` of the sum.
+    the longest message of sums, times the trainers; an estimate if the round was not scattered.
     """
 
     scattered: bool
     longest: int
     sums: int
-    counts: Counts
 
 
 def estimated_sums(message_bytes: int, entries: int, summed: int, *, bf16: bool) -> int:

@@ -18,6 +18,7 @@ from .exchange import Exchange
 from .gate import Floats, is_finite
 from .parameters import FlatBlock
 from .shares import Counts, Unit, cut_shares, whole
+from .sums import SumsGate
 from .wire import Entries, Message, SumsMessage, Wire, digest_of
 
 _NON_FINITE = b"PLSN"
@@ -130,8 +131,9 @@ class Transfer:
             found.insert(exchange.rank, mine)
         return Transferred(others, [digest_of(m) for m in messages], [len(m) for m in messages], None)
 
-    def scatter(self, own: Own, counts: Counts | None) -> Transferred | None:
-        """Every trainer gets what falls in its share, and all get the sums. Raises as `gather`.
+    def scatter(self, own: Own, counts: Counts | None, gate: SumsGate | None = None) -> Transferred | None:
+        """Every trainer gets what falls in its share, and all get the sums, those that pass ``gate`` if there is one.
+        Raises as `gather`.
 
         None, on all trainers alike, if a sum is too large for a message: then they gather.
         """
@@ -152,14 +154,14 @@ class Transfer:
                 arrived, lengths = exchange.all_to_all(parts, max_bytes=most)
             except CorruptMessage as error:
                 problem, arrived = error, []
-        exact = replace(self._coder, wire=Wire(torch.float32))
+        coder = replace(self._coder, wire=gate.wire if gate else Wire(torch.float32))
         try:
             if arrived:
                 bad = _not_finite(arrived)
                 if bad is None:
-                    sums = self._sums(mine, arrived, own)
+                    sums = self._sums(mine, arrived, own, gate)
                     with self._phase("gate"):
-                        answer = self._answer(exact, mine, sums, digest)
+                        answer = self._answer(coder, mine, sums, digest)
                 else:
                     answer = _NON_FINITE + bad.encode()
         except CorruptMessage as error:
@@ -169,11 +171,11 @@ class Transfer:
         digests: list[str] = []
         try:
             with self._phase("exchange"):
-                most_answer = max(exact.max_bytes(units) for units in shares) + SumsMessage.HEAD
+                most_answer = max(coder.max_bytes(units) for units in shares) + SumsMessage.HEAD
                 answers = exchange.all_gather(answer, max_bytes=most_answer)
             if problem is None and all(a.startswith(SumsMessage.MAGIC) for a in answers):
                 with self._phase("decode"):
-                    digests = self._read_answers(exact, shares, answers, sums, found)
+                    digests = self._read_answers(coder, shares, answers, sums, found)
         except CorruptMessage as error:
             problem = problem or error
         self._all_read(problem)
@@ -192,8 +194,9 @@ class Transfer:
             return _NON_FINITE + own.bad.encode()
         return self._coder.encode(units, [unit.take(own.entries[unit.block.number]) for unit in units])
 
-    def _sums(self, units: Sequence[Unit], arrived: list[bytes], own: Own) -> list[Entries]:
-        """The sums of this trainer's share that are not 0, by unit: of all trainers' entries, in rank order."""
+    def _sums(self, units: Sequence[Unit], arrived: list[bytes], own: Own, gate: SumsGate | None) -> list[Entries]:
+        """The sums of this trainer's share that are not 0, by unit: of all trainers' entries, in rank order. With a
+        ``gate`` those that pass it."""
         rank = self._exchange.rank
         with self._phase("decode"):
             decoded = self._coder.decode(units, [part for source, part in enumerate(arrived) if source != rank])
@@ -205,18 +208,19 @@ class Transfer:
                 for positions, values in entries:
                     add_entries(total, positions, values)
                 places = np.flatnonzero(total).astype(np.uint32)
-                return places, total[places]
+                sums = places, total[places]
+                return gate.pass_on(unit, sums) if gate else sums
 
             return list(ordered_map(add, list(zip(units, decoded, strict=True)), self._coder.threads))
 
-    def _answer(self, exact: Coder, units: Sequence[Unit], sums: list[Entries], digest: str) -> bytes:
+    def _answer(self, coder: Coder, units: Sequence[Unit], sums: list[Entries], digest: str) -> bytes:
         if not all(is_finite(values).all() for _, values in sums):
             return _TOO_LARGE
-        return SumsMessage(digest, exact.encode(units, sums)).to_bytes()
+        return SumsMessage(digest, coder.encode(units, sums)).to_bytes()
 
     def _read_answers(
         self,
-        exact: Coder,
+        coder: Coder,
         shares: Sequence[Sequence[Unit]],
         answers: Sequence[bytes],
         own: list[Entries],
@@ -230,7 +234,7 @@ class Transfer:
             if owner == self._exchange.rank:
                 sums = own
             else:
-                sums = [entries for (entries,) in exact.decode(units, [message.sums])]
+                sums = [entries for (entries,) in coder.decode(units, [message.sums])]
             for unit, entries in zip(units, sums, strict=True):
                 found[unit.block.number].append(unit.place(entries))
         return digests

@@ -6,7 +6,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -59,6 +59,8 @@ _NUMBERS = {
     "path_failed": (),
     "density_drift": ("version", "density", "low", "high"),
 }
+_FACTS = ("reward", "round", "loco_sent_bytes", "loco_dense_bytes")
+"""Of a version's metadata (`Round.metadata` has the last three)."""
 _TEXTS = ("kind", "link", "reason")
 
 
@@ -77,9 +79,10 @@ def _reduced(event: EventRecord) -> EventRecord | None:
         kept[name] = event[name]
     if kind == "published":
         metadata, changed = event.get("metadata"), event.get("changed")
-        reward = metadata.get("reward") if isinstance(metadata, dict) else None
+        facts = metadata if isinstance(metadata, dict) else {}
         kept["density"] = changed / max(event["elements"], 1) if _is_number(changed) else None
-        kept["reward"] = reward if _is_number(reward) else None
+        for name in _FACTS:
+            kept[name] = facts[name] if _is_number(facts.get(name)) else None
     if kind in ("published", "synced"):
         phases = event.get("phases")
         found = phases if isinstance(phases, dict) else {}
@@ -109,6 +112,7 @@ def _run(by_process: dict[str, list[EventRecord]], stream: str) -> dict[str, Any
         "seconds": end - start,
         "versions": len(published),
         "series": _series(list(published.values())),
+        "by_bytes": _by_bytes(list(published.values())),
         "publish_phases": _mean_phases(list(published.values())),
         "workers": workers,
         "more_workers": len(names) - len(workers),
@@ -138,6 +142,20 @@ def _series(published: list[EventRecord]) -> dict[str, Any]:
         "patch_bytes": thinned(versions, [None if e["density"] is None else e["patch_bytes"] for e in published]),
         "full_bytes": thinned(versions, [e["dense_bytes"] for e in published]),
     }
+
+
+def _by_bytes(published: list[EventRecord]) -> dict[str, Any] | None:
+    """The running mean of the reward by the bytes that have left a trainer until then, as counted and as an all-reduce
+    of the same rounds would have; None unless the versions tell it of two rounds and more, of each one."""
+    rounds = [e for e in published if None not in (e[name] for name in _FACTS)]
+    numbers = [e["round"] for e in rounds]
+    if len(rounds) < 2 or numbers != list(range(int(numbers[0]), int(numbers[0]) + len(rounds))):
+        return None
+    rewards = running_mean([e["reward"] for e in rounds], max(1, len(rounds) // 15))
+    sent, dense = (list(accumulate(e[name] for e in rounds)) for name in _FACTS[2:])
+    if not sent[-1] > 0:
+        return None
+    return {"sent": thinned(sent, rewards), "dense": thinned(dense, rewards), "totals": [sent[-1], dense[-1]]}
 
 
 def _mean_phases(events: Sequence[EventRecord]) -> dict[str, float]:

@@ -10,6 +10,7 @@ function drawRun(run) {
   const grid = section("The run");
   drawWarnings(grid, run);
   if (run.series.reward.xs.length) drawReward(grid, run.series);
+  if (run.by_bytes) drawRewardByBytes(grid, run.by_bytes);
   if (run.series.density.xs.length) {
     drawDensity(grid, run);
     drawBytes(grid, run);
@@ -49,6 +50,21 @@ function drawReward(grid, series) {
     summary: `Reward by version, running mean from ${plain(mean.ys[0])} to ${plain(mean.ys[mean.ys.length - 1])}.`,
   };
   figure(grid, { title: "Reward", note: each.lows ? "The running mean, and the range of what was averaged." : "Each version, and the running mean.", table: table("reward", plain, series.reward) }, lineChart(spec));
+}
+
+function drawRewardByBytes(grid, { sent, dense, totals }) {
+  const spec = {
+    x: { label: "bytes that have left a trainer, logarithmic", format: bytes, log: true },
+    y: { label: "reward, running mean", format: plain },
+    series: [
+      { name: `all-reduce ${bytes(totals[1])}`, colour: "grey", dash: "dash", ...dense, lows: undefined },
+      { name: `PULSELoCo ${bytes(totals[0])}`, colour: "blue", ...sent, lows: undefined },
+    ],
+    summary: `The same rewards after ${bytes(totals[0])} and, by a dense all-reduce, ${bytes(totals[1])}.`,
+  };
+  const note = `Gradients between trainers, as counted, and what a dense all-reduce of the same rounds sends, ${plain(totals[1] / totals[0])} times more.`;
+  const rows = spread(sent.xs.map((x, i) => [bytes(x), bytes(dense.xs[i]), plain(sent.ys[i])]));
+  figure(grid, { title: "Reward by bytes", note, table: { columns: ["bytes", "all-reduce", "mean reward"], rows } }, lineChart(spec));
 }
 
 function drawDensity(grid, run) {

@@ -1,0 +1,142 @@
+"""What each setting of PULSELoCo does to what is learnt: the arithmetic task, trainers as threads of one process, each
+group of settings beside DiLoCo with the same ones.
+
+    python -m benchmarks.loco.ablation [--only GROUP ...] [--seeds 0 1] [--rounds 32] [--json FILE]
+
+A run of 32 rounds of 4 trainers takes two to three minutes of a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from benchmarks.loco import tasks
+from benchmarks.loco.convergence import LAST, LR, ROUNDS
+from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, TRAINERS
+from benchmarks.loco.threads import Masters, train
+from pulse_rl.loco import DiLoCo, OuterLoop, PulseLoCo, SparseLoCo
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``rounds`` are those of `SYNC_EVERY` steps; with another ``sync_every`` the inner steps stay as many."""
+
+    method: type[OuterLoop] = PulseLoCo
+    trainers: int = TRAINERS
+    lr: float = LR
+    sync_every: int = SYNC_EVERY
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        changed = [f"{name} {value}" for name, value in self.settings.items()]
+        if self.trainers != TRAINERS:
+            changed.insert(0, f"R {self.trainers}")
+        if self.sync_every != SYNC_EVERY:
+            changed.insert(0, f"H {self.sync_every}")
+        if self.lr != LR:
+            changed.insert(0, f"lr {self.lr:g}")
+        return ", ".join([self.method.__name__, *changed])
+
+
+def both(**changed: Any) -> list[Variant]:
+    """DiLoCo and PULSELoCo with the same change."""
+    return [Variant(DiLoCo, **changed), Variant(**changed)]
+
+
+def pulse(**settings: Any) -> Variant:
+    return Variant(settings=settings)
+
+
+GROUPS: dict[str, list[Variant]] = {
+    "lookahead": [Variant(DiLoCo), *(pulse(lookahead=c) for c in (0.0, 1.33, 3.0, 7.0, 14.0))],
+    "gate": [pulse(gate_scale=k) for k in (0.25, 0.5, 2.0)],
+    "sums": [
+        pulse(gate_sums=True),
+        pulse(gate_sums=True, wire_dtype=torch.bfloat16),
+        Variant(DiLoCo, trainers=8),
+        *(Variant(trainers=8, settings={"gate_sums": gated}) for gated in (False, True)),
+    ],
+    "momentum": [v for mu in (0.0, 0.5, 0.95) for v in both(settings={"outer_momentum": mu})],
+    "H": [v for h in (4, 16, 32) for v in both(sync_every=h)],
+    "lr": [v for lr in (1e-5, 1e-4) for v in both(lr=lr)],
+    "SparseLoCo": [
+        Variant(SparseLoCo, settings={"fraction": share, "outer_lr": lr})
+        for share, lr in ((0.03, 1.0), (0.1, 1.0), (0.1, 3.0))
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of the last rounds: mean reward and loss. ``density``, ``payload`` and ``link`` (bytes): means over trainers and
+    rounds, times the rounds for the bytes."""
+
+    title: str
+    seed: int
+    reward: float
+    loss: float
+    density: float
+    payload: float
+    link: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.title:44} {self.seed:4} {self.reward:>8.4f} {self.loss:>8.4f} {self.density:>8.2%} "
+            f"{self.payload / 1e6:>8.2f} {self.link / 1e6:>8.2f}"
+        )
+
+
+def measure(variant: Variant, seed: int, rounds: int) -> Outcome:
+    """``rounds`` of `SYNC_EVERY` steps; the last `LAST` of those count."""
+    count = rounds * SYNC_EVERY // variant.sync_every
+    outer = {} if variant.method is SparseLoCo else {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+
+    def make_loop(rank: int, masters: Masters, optimizer: torch.optim.Optimizer) -> OuterLoop:
+        settings = {"sync_every": variant.sync_every, "threads": 1, **outer, **variant.settings}
+        return variant.method(masters, optimizer, **settings)
+
+    done = train(tasks.ARITHMETIC, variant.trainers, make_loop, lr=variant.lr, rounds=count, seed=seed, evaluate=True)
+    last = -max(1, LAST * SYNC_EVERY // variant.sync_every)
+    of_rounds = [r for trained in done for r in trained.rounds]
+    held_out = [found for trained in done[:TRAINERS] for found in trained.held_out[last:]]
+    return Outcome(
+        title=variant.title,
+        seed=seed,
+        reward=fmean(reward for reward, _ in held_out),
+        loss=fmean(loss for _, loss in held_out),
+        density=fmean(r.density for r in of_rounds),
+        payload=fmean(r.payload_bytes for r in of_rounds) * count,
+        link=fmean(r.sent_bytes for r in of_rounds) * count,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loco.ablation", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
+    arguments = parser.parse_args()
+    tasks.ensure(tasks.ARITHMETIC)
+    found = []
+    print(f"{'method':44} seed   reward     loss  density  payload  link, MB a trainer", flush=True)
+    for group in arguments.only:
+        for variant in GROUPS[group]:
+            for seed in arguments.seeds:
+                found.append(measure(variant, seed, arguments.rounds))
+                print(found[-1], flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(outcome) for outcome in found], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Trainers as threads of one process: any number of them, with the library's own rounds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.loco.jobs import TRAINERS
+from benchmarks.loco.tasks import TASKS, Task, evaluate_theta
+from benchmarks.loco.traffic import WARM_UP
+from pulse_rl.loco import OuterLoop, Round, outer
+from pulse_rl.loco.exchange import Exchange
+
+_WAIT_SECONDS = 3600.0
+_MAX_NORM = 1.0
+
+Bytes = npt.NDArray[np.uint8]
+Masters = dict[str, torch.nn.Parameter]
+MakeLoop = Callable[[int, Masters, torch.optim.Optimizer], OuterLoop]
+"""The loop of the trainer of a rank."""
+
+
+class ThreadedExchange(Exchange):
+    """The collectives among threads. What would leave a process is counted as `Exchange` counts it."""
+
+    def __init__(self, rank: int, size: int, places: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__(timeout_seconds=_WAIT_SECONDS)
+        self.rank, self.size = rank, size
+        self._places, self._barrier = places, barrier
+
+    def _swap(self, own: Any) -> list[Any]:
+        self._barrier.wait()
+        self._places[self.rank] = own
+        self._barrier.wait()
+        return list(self._places)
+
+    def _all_gather_array(self, data: Bytes) -> list[Bytes]:
+        self.sent_bytes += (self.size - 1) * len(data)
+        return self._swap(data.copy())
+
+    def _all_to_all_arrays(self, pieces: list[Bytes], lengths: list[int]) -> list[Bytes]:
+        self.sent_bytes += sum(len(piece) for rank, piece in enumerate(pieces) if rank != self.rank)
+        return [theirs[self.rank] for theirs in self._swap(pieces)]
+
+    def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
+        array[:] = self._swap(array.copy())[source]
+
+    def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
+        array[:] = sum(self._swap(array.copy()))
+        self.sent_bytes += 2 * (self.size - 1) * array.nbytes // self.size
+
+
+@dataclass
+class Trained:
+    """What one trainer did: its loop and its rounds, and after each, where asked for, (reward, loss) of its share of
+    the held-out problems."""
+
+    loop: OuterLoop
+    rounds: list[Round] = field(default_factory=list)
+    held_out: list[tuple[float, float]] = field(default_factory=list)
+
+
+def train(
+    task: str, trainers: int, make_loop: MakeLoop, *, lr: float, rounds: int, seed: int = 0, evaluate: bool = False
+) -> list[Trained]:
+    """So many rounds of so many trainers, by rank. ``evaluate``: the first `TRAINERS` share what is held out."""
+    found: list[Trained | None] = [None] * trainers
+
+    def run(rank: int) -> None:
+        job = TASKS[task](seed, rank)
+        optimizer = torch.optim.AdamW(job.masters.values(), lr=lr, weight_decay=0.0)
+        loop = make_loop(rank, job.masters, optimizer)
+        done = found[rank] = Trained(loop)
+        loop.on_round = done.rounds.append
+        with loop:
+            job.cast()
+            for step in range(rounds * loop.sync_every):
+                _step(job, optimizer, step, lr)
+                if evaluate and rank < TRAINERS and loop.inner_step == 0:
+                    done.held_out.append(evaluate_theta(loop, job))
+
+    started = time.monotonic()
+    as_threads(run, trainers)
+    print(f"{task}, lr {lr:g}, {trainers} trainers: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    return [done for done in found if done is not None]
+
+
+def _step(job: Task, optimizer: torch.optim.Optimizer, step: int, lr: float) -> None:
+    job.gradient(step)
+    torch.nn.utils.clip_grad_norm_(job.masters.values(), _MAX_NORM)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * min(1.0, (step + 1) / WARM_UP)
+    optimizer.step()
+    job.cast()
+
+
+def as_threads(run: Callable[[int], None], trainers: int) -> None:
+    """``run`` for every rank, each in a thread that meets the others; the first error of any of them ends all."""
+    barrier, errors = threading.Barrier(trainers), list[BaseException]()
+    with _exchanges(trainers, barrier) as rank_of:
+
+        def guarded(rank: int) -> None:
+            rank_of.value = rank
+            torch.set_num_threads(1)  # it holds for the thread that calls it
+            try:
+                run(rank)
+            except BaseException as error:
+                errors.append(error)
+                barrier.abort()
+
+        threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(trainers)]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            barrier.abort()
+            raise
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def _exchanges(trainers: int, barrier: threading.Barrier) -> Iterator[threading.local]:
+    """Within, loops meet through memory; what is yielded has the ``value`` of a thread's rank."""
+    places: list[Any] = [None] * trainers
+    rank_of = threading.local()
+
+    def make(*_: object, **__: object) -> Exchange:
+        return ThreadedExchange(rank_of.value, trainers, places, barrier)
+
+    with mock.patch.object(outer, "Exchange", make):
+        yield rank_of

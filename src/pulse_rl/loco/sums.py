@@ -1,0 +1,39 @@
+"""The gate of a scattered round's sums (docs/loco.md, section 4.4)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .._native import add_entries
+from ..state.rounding import Rounding
+from .gate import Floats, is_finite, scaled_open_entries
+from .shares import Unit
+from .wire import Entries, Wire
+
+
+class SumsGate:
+    """Lets through, of one round's sums in one owner's share, those whose mean over the ``trainers`` would change the
+    next forward pass, and keeps the rest, which is to go on in the owner's residual."""
+
+    def __init__(self, trainers: int, theta: Floats, rounding: Rounding, scale: np.float32, wire: Wire) -> None:
+        self.wire = wire
+        self._trainers, self._theta, self._rounding, self._scale = np.float32(trainers), theta, rounding, scale
+        self._withheld: list[tuple[Unit, Entries]] = []
+
+    def pass_on(self, unit: Unit, sums: Entries) -> Entries:
+        """The unit's entries to send, rounded to the wire dtype. Sums that are not finite all pass: no message takes
+        them. Units may be passed on in threads."""
+        places, values = sums
+        if not len(places) or not is_finite(values).all():
+            return sums
+        kept = scaled_open_entries(unit.of(self._theta)[places], values / self._trainers, self._scale, self._rounding)
+        sent, rest = self.wire.round(values[kept]), values.copy()
+        rest[kept] -= sent
+        left = np.flatnonzero(rest)
+        self._withheld.append((unit, (places[left], rest[left])))
+        return places[kept], sent
+
+    def add_withheld(self, residual: Floats) -> None:
+        """Adds what was kept to the owner's flat ``residual``."""
+        for unit, (places, values) in self._withheld:
+            add_entries(unit.of(residual), places, values)
