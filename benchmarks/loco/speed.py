@@ -16,10 +16,11 @@ import torch
 from benchmarks.library import best_of
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, TRAINERS
 from benchmarks.loco.tasks import PRETRAINED, TASKS, ensure
-from pulse_rl._native import add_entries, outer_step
-from pulse_rl.codec import Run
+from pulse_rl._native import add_entries, sparse_outer_step
 from pulse_rl.loco import PulseLoCo
 from pulse_rl.loco.gate import Floats, Positions, open_entries, rounding_of
+from pulse_rl.loco.parameters import FlatBlock
+from pulse_rl.loco.shares import GRANULE
 from pulse_rl.loco.wire import Entries, Wire
 
 LR, WARM_UP, ROUNDS, REPEATS = 1e-6, 20, 6, 3
@@ -28,7 +29,8 @@ _ROUNDING = rounding_of(torch.bfloat16)
 
 @dataclass(frozen=True)
 class Speeds:
-    """GB/s of parameters by phase. Decoding and adding are of the messages of the three other trainers together."""
+    """GB/s of parameters by phase. Decoding and adding are of the messages of the three other trainers together; the
+    outer step gives the model its next start, too."""
 
     density: float
     gate: float
@@ -41,14 +43,13 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Block:
-    """What the kernels see of one block: flat FP32 arrays of one length, and the tensors in it."""
+    """What the kernels see of one block: flat FP32 arrays of one length."""
 
-    runs: tuple[Run, ...]
     theta: Floats
     momentum: Floats
     residual: Floats
-    start: Floats
     now: Floats
+    lookahead: float
 
 
 class _RecordingPulseLoCo(PulseLoCo):
@@ -58,11 +59,12 @@ class _RecordingPulseLoCo(PulseLoCo):
         self.last_blocks: dict[int, Block] = {}
         super().__init__(*args, **settings)
 
-    def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
-        block = next(b for b in self.parameters.blocks if np.shares_memory(b.of(self.theta_flat), theta))
-        arrays = (theta, block.of(self.momentum_flat), residual, start, now)
-        self.last_blocks[block.number] = Block(block.runs, *(a.copy() for a in arrays))
-        return super()._select(theta, start, now, residual, s)
+    def _select(self, block: FlatBlock, residual: Floats, s: Floats) -> Positions | None:
+        now = np.empty_like(s)
+        self.parameters.read_block(block, now)
+        theta, momentum = (block.of(flat).copy() for flat in (self.theta_flat, self.momentum_flat))
+        self.last_blocks[block.number] = Block(theta, momentum, residual.copy(), now, float(self._started_with))
+        return super()._select(block, residual, s)
 
 
 def measure(rounds: int = ROUNDS) -> Speeds:
@@ -92,7 +94,7 @@ def time_kernels(blocks: Sequence[Block]) -> Speeds:
     def gate() -> list[Positions]:
         opened = []
         for block, out in zip(blocks, s, strict=True):
-            positions = open_entries(block.theta, block.start, block.now, block.residual, out, _ROUNDING)
+            positions = open_entries(block.theta, block.now, block.residual, out, _ROUNDING, lookahead=block.lookahead)
             assert positions is not None
             opened.append(positions)
         return opened
@@ -107,8 +109,11 @@ def time_kernels(blocks: Sequence[Block]) -> Speeds:
         speeds[f"decode_{name}"] = speed(partial(coder.decode, payloads))
 
     def outer() -> None:
-        for block, out in zip(blocks, s, strict=True):
-            outer_step(block.theta, block.momentum, out, TRAINERS, OUTER_LR, OUTER_MOMENTUM)
+        for block, residual, entries in zip(blocks, s, sent, strict=True):
+            arrays, outer = (block.theta, block.momentum, residual), (TRAINERS, OUTER_LR, OUTER_MOMENTUM)
+            counts = np.zeros(len(residual) // GRANULE + 1, np.int64)
+            summands = [entries] * TRAINERS
+            sparse_outer_step(*arrays, block.lookahead, block.now, 0, summands, *outer, 0, GRANULE, counts)
 
     # Last: it changes theta.
     speeds["outer_step"] = speed(outer)
@@ -122,7 +127,7 @@ class _Coder:
 
     def encode(self, sent: list[Entries]) -> list[bytes]:
         return [
-            self.wire.encode(block.theta, block.momentum, _ROUNDING, block.runs, entries)
+            self.wire.encode(block.theta, block.momentum, _ROUNDING, entries)
             for block, entries in zip(self.blocks, sent, strict=True)
         ]
 
@@ -130,7 +135,7 @@ class _Coder:
         for block, payload in zip(self.blocks, payloads, strict=True):
             total = np.zeros_like(block.theta)
             others = [memoryview(payload)] * (TRAINERS - 1)
-            for entries in self.wire.decode(others, block.theta, block.momentum, _ROUNDING, block.runs):
+            for entries in self.wire.decode(others, block.theta, block.momentum, _ROUNDING):
                 add_entries(total, *entries)
 
 

@@ -1,169 +1,323 @@
 #include "entries.h"
 
+#include <algorithm>
 #include <array>
-#include <map>
+#include <cmath>
 #include <memory>
 
-#include "block_statistics.h"
+#include "block_models.h"
 #include "entry_classes.h"
-#include "gate.h"
-#include "symbols.h"
+#include "entry_places.h"
+#include "entry_values.h"
+#include "plain_bits.h"
 
 namespace pulse {
 namespace {
 
-constexpr int kEscape = kSymbols - 1;
+constexpr size_t kFewEntries = 256, kSomeEntries = 12288;  // below: 1 or 16 contexts of values
 constexpr size_t kTile = 1 << 13;
+constexpr int kFirstOpen = 10, kFirstLevel = 6;           // expected where nothing is known
 
-// One description of each value serves both directions, as in payload.h: a range coder, and plain bits beside it.
-struct EntryWriter : Writer {
-    BitWriter bits;
-    uint32_t symbol(AdaptiveSymbol& model, uint32_t value) {
-        coder.share(model.bound(value), model.bound(value + 1));
-        model.adapt(value);
-        return value;
-    }
-    uint32_t rest(uint32_t value, int count) {
-        bits.put(value, count);
-        return value;
-    }
-};
-struct EntryReader : Reader {
-    BitReader bits;
-    uint32_t symbol(AdaptiveSymbol& model, uint32_t) {
-        const uint32_t value = model.at(coder.share_place());
-        coder.take_share(model.bound(value), model.bound(value + 1));
-        model.adapt(value);
-        return value;
-    }
-    uint32_t rest(uint32_t, int count) { return bits.take(count); }
+// What stands in front of the states of a payload.
+struct Head {
+    Octaves octaves;
+    int first, count;  // classes whose levels are listed
+    int base, sizes;
+    OpenLevels opens;
+    SymbolTables tables;
 };
 
-struct Models {
-    AdaptiveBit absent, as_expected, lower;
-    std::array<AdaptiveBit, 8> further;
-    std::array<AdaptiveBit, 26 * 16> near;
-    std::array<AdaptiveSymbol, 512> sizes;
-};
-
-// The levels of all classes of which one is present, each expected where its neighbour of one octave of momentum less is.
+// The levels of classes, each expected where its neighbour of one octave of momentum less is.
 template <class Side>
-void code_levels(Side& side, Models& models, std::array<uint8_t, kClasses>& levels, int first, int count) {
-    for (int c = first; c < first + count; c++) {
+void code_opens(Side& side, Head& head) {
+    LevelModels models;
+    for (int c = head.first; c < head.first + head.count; c++) {
+        uint8_t& level = head.opens[size_t(c)];
         side.next_symbol();
-        if (side.bit(models.absent, levels[size_t(c)] == kAbsent)) {
-            levels[size_t(c)] = kAbsent;
+        if (side.bit(models.absent, level == 0)) {
+            level = 0;
             continue;
         }
-        int expected = 10;
+        int expected = kFirstOpen;
         for (int back : {2, 16, 1}) {
-            if (c - back >= first && levels[size_t(c - back)] != kAbsent) {
-                expected = levels[size_t(c - back)];
+            if (c - back >= head.first && head.opens[size_t(c - back)]) {
+                expected = head.opens[size_t(c - back)];
                 break;
             }
         }
-        const int away = int(levels[size_t(c)]) - expected;
-        int read = 0;
-        if (!side.bit(models.as_expected, away == 0)) {
-            const bool lower = side.bit(models.lower, away < 0);
-            const int distance = std::abs(away) - 1;
-            int k = 0;
-            while (k < kMostLevel && !side.bit(models.further[size_t(std::min(k, 7))], distance == k)) k++;
-            read = lower ? -(k + 1) : k + 1;
-        }
-        levels[size_t(c)] = uint8_t(std::clamp(expected + read, 0, kMostLevel));
+        level = uint8_t(std::clamp(code_near(side, models.near, level, expected), 1, kOpenLevels - 1));
     }
 }
 
-// A value against theta. Its direction says which of theta's two boundaries it crosses; where it is a multiple of theta's
-// unit in the last place, as differences of close numbers are, only the excess over that boundary is left to say.
+// The levels of symbols, context by context, each expected where it is in a context that is alike: of smaller parameters or
+// nearer boundaries, of one octave of momentum less, or the one before.
 template <class Side>
-float code_value(Side& side, Models& models, const Rounding& rounding, uint32_t theta, uint32_t cls, int base,
-                 bool bf16, float value) {
-    side.next_symbol();
-    const uint32_t bits = bits_of(value), exponent = (theta & kMagnitude) >> 23;
-    const Distance distance = distance_of(theta, rounding);
-    const uint32_t octave = (bits_of(float(distance.nearest())) >> 23) - 127;
-    const bool up = (bits ^ theta) >> 31;
-    const bool near = side.bit(models.near[octave << 4 | (cls & 15)], up == distance.up_is_near());
-    const bool is_up = near == distance.up_is_near();
-    const uint32_t sign = is_up ? ~theta & kSign : theta & kSign;
-    const uint32_t own = (bits & kMagnitude) >> 23;
-    if (bf16) {
-        const int octave_of = int(own) - base, known = octave_of >= 0 && octave_of < kEscape ? octave_of : kEscape;
-        const int read = int(side.symbol(models.sizes[cls << 1 | near], uint32_t(known)));
-        if (read == kEscape) return float_of(sign | side.rest((bits & kMagnitude) >> 16, 15) << 16);
-        return float_of(sign | uint32_t(base + read) << 23 | side.rest((bits >> 16) & 127, 7) << 16);
-    }
-    const uint32_t need = is_up ? distance.up : distance.down;
-    uint64_t excess = 0;  // plus one; 0: escape
-    {
-        const uint64_t significand = (bits & 0x7fffff) | (own ? 1u << 23 : 0);
-        const int shift = int(std::max(own, 1u)) - int(std::max(exponent, 1u));
-        uint64_t multiple = 0;
-        if (shift >= 0 && shift <= 7) {
-            multiple = significand << shift;
-        } else if (shift < 0 && shift > -24 && (significand & ((1u << -shift) - 1)) == 0) {
-            multiple = significand >> -shift;
+void code_tables(Side& side, SymbolTables& tables, int symbols) {
+    AdaptiveBit none;
+    std::array<LevelModels, 3> models;
+    for (int c = 0; c < tables.contexts; c++) {
+        auto& levels = tables.levels[size_t(c)];
+        side.next_symbol();
+        if (side.bit(none, tables.empty(c, symbols))) {
+            levels.fill(kAbsent);
+            continue;
         }
-        if (multiple >= need && multiple != 0) excess = multiple - need + 1;
-        if (excess >> 31) excess = 0;
+        const std::array<uint8_t, kMostEntrySymbols>* like = nullptr;
+        for (int back : {16, 2, 1}) {
+            if (!like && c >= back && !tables.empty(c - back, symbols)) like = &tables.levels[size_t(c - back)];
+        }
+        for (size_t s = 0; s < size_t(symbols); s++) {
+            LevelModels& model = models[like ? size_t((*like)[s] != kAbsent) : 2];
+            side.next_symbol();
+            if (side.bit(model.absent, levels[s] == kAbsent)) {
+                levels[s] = kAbsent;
+                continue;
+            }
+            int expected = kFirstLevel;
+            if (like && (*like)[s] != kAbsent) {
+                expected = (*like)[s];
+            } else if (s >= 2 && levels[s - 2] != kAbsent) {
+                expected = levels[s - 2];
+            }
+            levels[s] = uint8_t(std::clamp(code_near(side, model.near, levels[s], expected), 0, kMostLevel));
+        }
     }
-    const uint32_t binade = uint32_t(std::clamp(int(exponent) - base, 0, 15));
-    const int length = excess ? 31 - __builtin_clz(uint32_t(excess)) : kEscape;
-    const int read = int(side.symbol(models.sizes[binade << 5 | (cls & 15) << 1 | near], uint32_t(length)));
-    if (read == kEscape) return float_of(sign | side.rest(bits & kMagnitude, 31));
-    const uint32_t rest = (1u << read) | side.rest(uint32_t(excess) & ((1u << read) - 1), read);
-    const uint64_t multiple = uint64_t(rest) - 1 + need;
-    // multiple * 2^(exponent - 150); a power of two below the normal numbers scales exactly in two steps.
-    const uint32_t e = std::max(exponent, 1u);
-    const float unit = e > 23 ? float_of((e - 23) << 23) : float_of(1u << (e - 1));
-    const float result = float(multiple) * unit;
-    return float_of((bits_of(result) & kMagnitude) | sign);
 }
 
-size_t total_of(const std::vector<Run>& runs) {
-    size_t total = 0;
-    for (const Run& run : runs) total += run.elements;
-    return total;
+// The level whose frequency codes `entries` of `elements` of a class in the fewest bits.
+uint8_t open_level(double entries, double elements) {
+    struct Bits {
+        std::array<double, kOpenLevels> open, shut;
+        Bits() {
+            for (size_t l = 1; l < kOpenLevels; l++) {
+                open[l] = std::log2(kRansScale / double(kOpens[l]));
+                shut[l] = std::log2(kRansScale / double(kRansScale - kOpens[l]));
+            }
+        }
+    };
+    static const Bits bits;
+    size_t best = 1;
+    double least = INFINITY;
+    for (size_t l = 1; l < kOpenLevels; l++) {
+        const double cost = entries * bits.open[l] + (elements - entries) * bits.shut[l];
+        if (cost < least) least = cost, best = l;
+    }
+    return uint8_t(best);
 }
 
-struct Head {
-    int boost, first, count, base;
-    Octaves octaves;
+void choose_opens(Head& head, const Shared& shared, const std::array<uint32_t, kClasses>& entries) {
+    // A sample tells enough of a large block. Four counters each, since neighbours often are of one class.
+    constexpr size_t kGroup = 1 << 10;
+    const size_t stride = kGroup * (shared.elements > (1 << 18) ? 8 : 1);
+    std::array<std::array<uint32_t, kClasses>, 4> seen{};
+    size_t sampled = 0;
+    for (size_t at = 0; at < shared.elements; at += stride) {
+        const size_t count = std::min(kGroup, shared.elements - at);
+        uint8_t group[kGroup];
+        classify(shared.theta + at, shared.momentum + at, count, shared.rounding, head.octaves, group);
+        for (size_t i = 0; i < count; i++) seen[i & 3][group[i]]++;
+        sampled += count;
+    }
+    const double scale = double(shared.elements) / double(sampled);
+    head.opens.fill(0);
+    head.first = kClasses;
+    int last = 0;
+    for (int c = 0; c < kClasses; c++) {
+        if (!entries[size_t(c)]) continue;
+        head.first = std::min(head.first, c);
+        last = c;
+        uint32_t found = 0;
+        for (const auto& counts : seen) found += counts[size_t(c)];
+        const double own = entries[size_t(c)];
+        head.opens[size_t(c)] = open_level(own, std::max(own, found * scale));
+    }
+    head.count = last - head.first + 1;
+}
+
+// The highest place of a histogram that all but one in `share` lie at or below.
+template <class Histogram>
+int top_of(const Histogram& histogram, size_t count, size_t share) {
+    int e = int(histogram.size()) - 1;
+    for (size_t above = 0; e > 0 && (above += histogram[size_t(e)]) * share <= count; e--) continue;
+    return e;
+}
+
+// Chooses the head but for the levels, by a sample of the entries: by the octaves in use, which few entries lie outside.
+// The base of the distance is even, so that trainers mostly agree.
+void choose_octaves(Head& head, const Shared& shared, const uint32_t* positions, const float* values, size_t count,
+                    bool bf16) {
+    constexpr size_t kSample = 1 << 13;
+    std::array<uint32_t, 512> distances{}, octaves{};
+    std::array<uint32_t, 256> exponents{};
+    size_t sampled = 0;
+    for (size_t i = 0; i < count; i += 1 + count / kSample, sampled++) {
+        const uint32_t theta = bits_of(shared.theta[positions[i]]);
+        const Distance distance = distance_of(theta, shared.rounding);
+        distances[distance_octave(theta, distance)]++;
+        exponents[(theta >> 23) & 255]++;
+        const Sized value = sized(values[i], theta, distance, bf16);
+        if (value.octave != Sized::kNone) octaves[size_t(value.octave)]++;
+    }
+    head.octaves.distance = uint8_t(std::clamp((top_of(distances, sampled, 1024) - 14) & ~1, 0, 254));
+    head.octaves.momentum = uint8_t(std::max(int(momentum_octave(shared.momentum, shared.elements)) - 7, 0));
+    const int top = std::min(top_of(octaves, sampled, 4096) + (count > kSample), 254);
+    head.base = std::max(top - (kMostSizes - 1), 0);
+    while (head.base < top && !octaves[size_t(head.base)]) head.base++;
+    head.base = std::max(head.base - (count > kSample), std::max(top - (kMostSizes - 1), 0));
+    head.sizes = top - head.base + 1;
+    head.tables.contexts = count < kFewEntries ? 1 : count < kSomeEntries ? 16 : kMostContexts;
+    head.tables.top = top_of(exponents, sampled, 1024);
+}
+
+// What is counted while the values are described: entries by class, symbols by context.
+struct EntryCounts {
+    std::array<uint32_t, kClasses> classes{};
+    SymbolCounts symbols{};
 };
 
-// `data` is the payload past its head: first the range coder's part, then the plain bits.
-Entries decode_one(const Shared& shared, const uint8_t* data, size_t size, size_t count, const Head& head,
-                   const uint8_t* classes, bool bf16) {
-    size_t at = 0;
-    uint32_t coded = 0;
-    for (int k = 0; k < 4; k++) coded |= uint32_t(take_byte(data, size, at)) << (8 * k);
-    if (coded > size - at) throw Malformed("the code ends past the block");
-    EntryReader side{{RangeDecoder(data + at, coded)}, {data + at + coded, size - at - coded}};
-    const auto models = std::make_unique<Models>();
-    std::array<uint8_t, kClasses> levels;
-    levels.fill(kAbsent);
-    code_levels(side, *models, levels, head.first, head.count);
-    const Weights weights(levels, head.boost);
-    PositionReader<uint8_t> reader(classes, {0, 255}, weights, shared.runs);
-    Entries result;
-    result.positions.resize(count);
-    result.values.resize(count);
-    for (size_t i = 0; i < count; i++) {
-        reader.read(side);
-        const size_t p = reader.position();
-        const float value =
-            code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base, bf16, 0.0f);
-        if ((bits_of(value) & kMagnitude) >= kHuge) throw Malformed("a value that is not finite");
-        result.positions[i] = uint32_t(p);
-        result.values[i] = value;
+// Describes the values by the head: their symbols and contexts, and plain bits. A few entries at a time; theta and momentum
+// are read alone, so that many of these reads are on their way at once.
+template <class DistanceOf>
+std::vector<CodedSymbol> describe(const Head& head, const Shared& shared, const uint32_t* positions,
+                                  const float* values, size_t count, const ValueKind& kind, DistanceOf&& distance_of,
+                                  EntryCounts& counts, BitWriter& bits) {
+    constexpr size_t kChunk = 1 << 10;
+    std::vector<CodedSymbol> coded(count);
+    float theta[kChunk], momentum[kChunk];
+    uint8_t classes[kChunk];
+    for (size_t from = 0; from < count; from += kChunk) {
+        const size_t size = std::min(kChunk, count - from);
+        for (size_t i = 0; i < size; i++) theta[i] = shared.theta[positions[from + i]];
+        for (size_t i = 0; i < size; i++) momentum[i] = shared.momentum[positions[from + i]];
+        classify(theta, momentum, size, shared.rounding, head.octaves, classes);
+        for (size_t i = 0; i < size; i++) {
+            const uint32_t t = bits_of(theta[i]);
+            const Sized value = sized(values[from + i], t, distance_of(t), kind.bf16);
+            const uint32_t symbol = value.symbol(kind);
+            const size_t context = head.tables.of(classes[i], t);
+            counts.classes[classes[i]]++;
+            counts.symbols[context][symbol]++;
+            coded[from + i] = {uint8_t(context), uint8_t(symbol)};
+            if (int(symbol >> 1) == kind.escape()) {
+                bits.put(value.whole, kind.bf16 ? 15 : 31);
+            } else {
+                bits.put(value.rest, value.bits);
+            }
+        }
     }
-    if (!side.coder.finished() || !side.bits.finished()) {
-        throw Malformed("the code is longer or shorter than its entries");
-    }
-    return result;
+    return coded;
 }
+
+// The classes of a block, a tile at a time; for several octaves, if need be.
+class Classes {
+public:
+    explicit Classes(const Shared& shared) : shared_(shared) {}
+
+    Tile of(Octaves octaves, size_t from) {
+        const size_t elements = std::min(kTile, shared_.elements - from);
+        for (const Known& known : known_) {
+            if (known.from == from && known.octaves.distance == octaves.distance &&
+                known.octaves.momentum == octaves.momentum) {
+                return {known.classes.data(), from, elements};
+            }
+        }
+        if (!known_.empty() && known_.front().from != from) known_.clear();
+        known_.push_back({octaves, from, std::vector<uint8_t>(kTile)});
+        uint8_t* const classes = known_.back().classes.data();
+        classify(shared_.theta + from, shared_.momentum + from, elements, shared_.rounding, octaves, classes);
+        return {classes, from, elements};
+    }
+
+private:
+    struct Known {
+        Octaves octaves;
+        size_t from;
+        std::vector<uint8_t> classes;
+    };
+    const Shared& shared_;
+    std::vector<Known> known_;
+};
+
+// One payload, as far as it is decoded.
+class Decoder {
+public:
+    // `data` is the payload past the number of entries.
+    Decoder(const Shared& shared, const uint8_t* data, size_t size, size_t count, bool bf16)
+        : shared_(shared), count_(count), kind_{shared.rounding, bf16, 0, 0}, bits_(data, 0) {
+        size_t at = 0;
+        head_.octaves.distance = take_byte(data, size, at);
+        head_.octaves.momentum = take_byte(data, size, at);
+        head_.first = take_byte(data, size, at);
+        head_.count = take_byte(data, size, at) + 1;
+        head_.base = take_byte(data, size, at);
+        head_.sizes = take_byte(data, size, at);
+        const int contexts = head_.tables.contexts = take_byte(data, size, at);
+        head_.tables.top = take_byte(data, size, at);
+        if (head_.first + head_.count > kClasses || head_.sizes < 1 || head_.sizes > kMostSizes ||
+            head_.base + head_.sizes > 255 || (contexts != 1 && contexts != 16 && contexts != kMostContexts)) {
+            throw Malformed("the block's head is out of range");
+        }
+        kind_.base = head_.base, kind_.sizes = head_.sizes;
+        const uint64_t coded = take_count(data, size, at);
+        if (coded > size - at) throw Malformed("the code ends past the block");
+        Reader side{RangeDecoder(data + at, coded)};
+        at += coded;
+        head_.opens.fill(0);
+        code_opens(side, head_);
+        code_tables(side, head_.tables, kind_.symbols());
+        if (!side.coder.finished()) throw Malformed("the code is longer or shorter than its levels");
+        head_.tables.set_lengths(kind_.symbols());
+        for (uint32_t& x : coder_.states) {
+            const uint64_t above = take_count(data, size, at);
+            if (above > UINT32_MAX - kRansLow) throw Malformed("a state is out of range");
+            x = kRansLow + uint32_t(above);
+        }
+        const uint64_t words = take_count(data, size, at);
+        if (words > (size - at) / 2) throw Malformed("the code ends past the block");
+        words_.resize(2 * words + kWordsPadding);
+        std::copy_n(data + at, 2 * words, words_.data());
+        coder_.next = words_.data();
+        coder_.end = coder_.next + 2 * words;
+        bits_ = BitReader(data + at + 2 * words, size - at - 2 * words);
+        result_.positions.resize(count + kRansStates);
+        classes_.resize(count);
+        theta_.resize(count);
+    }
+
+    void places(Classes& classes, size_t from) {
+        const Tile tile = classes.of(head_.octaves, from);
+        const size_t before = found_;
+        uint32_t* const positions = result_.positions.data();
+        decode_places(coder_, tile, head_.opens, positions, found_, count_);
+        for (size_t i = before; i < found_; i++) {
+            classes_[i] = tile.classes[positions[i] - from];
+            theta_[i] = bits_of(shared_.theta[positions[i]]);
+        }
+    }
+
+    Entries values() {
+        if (found_ != count_) throw Malformed("there are fewer entries than announced");
+        result_.positions.resize(count_);
+        result_.values.resize(count_);
+        decode_values(coder_, bits_, theta_, classes_.data(), result_.values.data(), kind_, head_.tables);
+        if (coder_.next != coder_.end || !bits_.finished() ||
+            std::any_of(coder_.states, coder_.states + kRansStates, [](uint32_t x) { return x != kRansLow; })) {
+            throw Malformed("the code is longer or shorter than its entries");
+        }
+        return std::move(result_);
+    }
+
+private:
+    const Shared& shared_;
+    size_t count_, found_ = 0;
+    ValueKind kind_;
+    BitReader bits_;
+    Head head_;
+    RansReader coder_;
+    Entries result_;
+    std::vector<uint8_t> words_, classes_;  // the words with their padding; by entry
+    std::vector<uint32_t> theta_;           // by entry
+};
 
 }  // namespace
 
@@ -172,90 +326,69 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     std::vector<uint8_t> payload;
     put_varint(payload, count);
     if (count == 0) return payload;
-    const size_t total = total_of(shared.runs);
-
-    // The octaves in use: few entries lie outside, and the base of the distance is even, so that trainers mostly agree.
-    std::array<uint32_t, 512> distances{};
-    std::array<uint32_t, 256> exponents{};
-    for (size_t i = 0; i < count; i++) {
-        const uint32_t theta = bits_of(shared.theta[positions[i]]);
-        distances[distance_octave(theta, distance_of(theta, shared.rounding))]++;
-        exponents[(bits_of(bf16 ? values[i] : shared.theta[positions[i]]) >> 23) & 255]++;
-    }
-    const auto top = [count](const auto& histogram, size_t share) {
-        size_t e = histogram.size() - 1;
-        for (size_t above = 0; e > 0 && (above += histogram[e]) * share <= count; e--) continue;
-        return int(e);
+    const auto head = std::make_unique<Head>();
+    choose_octaves(*head, shared, positions, values, count, bf16);
+    const ValueKind kind{shared.rounding, bf16, head->base, head->sizes};
+    const auto counts = std::make_unique<EntryCounts>();
+    BitWriter bits(4 * count);
+    const auto described = [&](auto&& distance) {
+        return describe(*head, shared, positions, values, count, kind, distance, *counts, bits);
     };
-    Head head;
-    head.octaves.distance = uint8_t(std::clamp((top(distances, 1024) - 14) & ~1, 0, 254));
-    head.octaves.momentum = uint8_t(std::max(int(momentum_octave(shared.momentum, total)) - 7, 0));
-    head.base = std::max(top(exponents, bf16 ? 1 << 30 : 1024) - (bf16 ? kEscape - 1 : 15), 0);
+    const std::vector<CodedSymbol> coded =
+        shared.rounding.is_bf16() ? described(bf16_distance)
+                                  : described([&](uint32_t theta) { return distance_of(theta, shared.rounding); });
+    choose_opens(*head, shared, counts->classes);
+    set_levels(head->tables, counts->symbols, kind.symbols());
+    head->tables.set_lengths(kind.symbols());
 
-    std::vector<uint8_t> classes(total);
-    BlockStatistics statistics;
-    statistics.elements = total;
-    for (size_t at = 0; at < total; at += kTile) {
-        const size_t end = std::min(at + kTile, total);
-        classify(shared.theta + at, shared.momentum + at, end - at, shared.rounding, head.octaves, &classes[at]);
-        statistics.sample(classes.data(), at, end, {0, 255});
-    }
-    std::vector<uint32_t> at(positions, positions + count);
-    for (uint32_t p : at) statistics.changes[classes[p]]++;
-    statistics.count_live(at, shared.runs);
-    CodePlan plan = plan_code(statistics);
-    for (int x :
-         {plan.boost, plan.first, plan.count - 1, int(head.octaves.distance), int(head.octaves.momentum), head.base}) {
+    for (int x : {int(head->octaves.distance), int(head->octaves.momentum), head->first, head->count - 1, head->base,
+                  head->sizes, head->tables.contexts, head->tables.top}) {
         payload.push_back(uint8_t(x));
     }
-    EntryWriter side;
-    const auto models = std::make_unique<Models>();
-    code_levels(side, *models, plan.levels, plan.first, plan.count);
-    const Weights weights(plan.levels, plan.boost);
-    PositionWriter<uint8_t> writer(classes.data(), {0, 255}, weights, shared.runs);
-    for (size_t i = 0; i < count; i++) {
-        const size_t p = positions[i];
-        writer.write(side.coder, p);
-        code_value(side, *models, shared.rounding, bits_of(shared.theta[p]), classes[p], head.base, bf16, values[i]);
+    Writer side;
+    code_opens(side, *head);
+    code_tables(side, head->tables, kind.symbols());
+    const std::vector<uint8_t> levels = side.coder.finish();
+    put_varint(payload, levels.size());
+    payload.insert(payload.end(), levels.begin(), levels.end());
+
+    constexpr size_t kVector = 64;  // vectors store whole registers in front of the words
+    const size_t room = 2 * (shared.elements + count) + kVector;  // a symbol gives a word at most
+    const std::unique_ptr<uint8_t[]> code(new uint8_t[room]);
+    RansWriter coder{{}, code.get() + room};
+    std::fill_n(coder.states, kRansStates, kRansLow);
+    encode_values(coder, coded, head->tables);
+    Classes classes(shared);
+    for (size_t tile = (shared.elements + kTile - 1) / kTile; tile-- > 0;) {
+        encode_places(coder, classes.of(head->octaves, tile * kTile), head->opens, positions, count);
     }
-    const std::vector<uint8_t> code = side.coder.finish(), rest = side.bits.finish();
-    for (int k = 0; k < 4; k++) payload.push_back(uint8_t(code.size() >> (8 * k)));
-    payload.insert(payload.end(), code.begin(), code.end());
+    for (uint32_t x : coder.states) put_varint(payload, x - kRansLow);
+    put_varint(payload, size_t(code.get() + room - coder.next) / 2);
+    payload.insert(payload.end(), coder.next, code.get() + room);
+    const std::vector<uint8_t> rest = bits.finish();
     payload.insert(payload.end(), rest.begin(), rest.end());
     return payload;
 }
 
 std::vector<Entries> decode_entries(const Shared& shared,
                                     const std::vector<std::pair<const uint8_t*, size_t>>& payloads, bool bf16) {
-    const size_t total = total_of(shared.runs);
-    std::map<std::pair<uint8_t, uint8_t>, std::vector<uint8_t>> classes;
-    std::vector<Entries> results;
+    std::vector<std::unique_ptr<Decoder>> decoders;
     for (const auto& [data, size] : payloads) {
         size_t at = 0;
         const uint64_t count = take_count(data, size, at);
-        if (count == 0) {
-            if (at != size) throw Malformed("an empty block has a code");
-            results.emplace_back();
-            continue;
-        }
-        if (count > total) throw Malformed("more entries than parameters");
-        Head head;
-        head.boost = take_byte(data, size, at);
-        head.first = take_byte(data, size, at);
-        head.count = take_byte(data, size, at) + 1;
-        head.octaves.distance = take_byte(data, size, at);
-        head.octaves.momentum = take_byte(data, size, at);
-        head.base = take_byte(data, size, at);
-        if (head.boost > kMostBoost || head.first + head.count > kClasses || (bf16 && head.base > 255 - kEscape)) {
-            throw Malformed("the block's head is out of range");
-        }
-        std::vector<uint8_t>& known = classes[{head.octaves.distance, head.octaves.momentum}];
-        if (known.empty()) {
-            known.resize(total);
-            classify(shared.theta, shared.momentum, total, shared.rounding, head.octaves, known.data());
-        }
-        results.push_back(decode_one(shared, data + at, size - at, size_t(count), head, known.data(), bf16));
+        if (count > shared.elements) throw Malformed("more entries than parameters");
+        if (count == 0 && at != size) throw Malformed("an empty block has a code");
+        decoders.push_back(count ? std::make_unique<Decoder>(shared, data + at, size - at, size_t(count), bf16)
+                                 : nullptr);
     }
+    Classes classes(shared);
+    for (size_t from = 0; from < shared.elements; from += kTile) {
+        for (const auto& decoder : decoders) {
+            if (decoder) decoder->places(classes, from);
+        }
+    }
+    std::vector<Entries> results;
+    for (const auto& decoder : decoders) results.push_back(decoder ? decoder->values() : Entries());
     return results;
 }
 

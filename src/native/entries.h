@@ -4,20 +4,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "payload.h"
-#include "positions.h"
 #include "rounding.h"
 
 namespace pulse {
 
-// What all trainers know of a block. At most 2^24 parameters, which the runs cover.
+// What all trainers know of a block of at most 2^24 parameters.
 struct Shared {
     const float* theta;
     const float* momentum;
+    size_t elements;
     Rounding rounding;
-    const std::vector<Run>& runs;
 };
 
 struct Entries {

@@ -31,18 +31,21 @@ void classify(const float* theta, const float* momentum, size_t count, const Rou
               uint8_t* classes) {
     if (rounding.is_bf16()) return bf16_classes(theta, momentum, count, octaves, classes);
     for (size_t i = 0; i < count; i++) {
-        const uint32_t t = bits_of(theta[i]), m = bits_of(momentum[i]);
-        const Distance distance = distance_of(t, rounding);
-        const int d = std::clamp(int(distance_octave(t, distance)) - int(octaves.distance), 0, 15);
-        const int k = m & 0x7f800000u ? std::clamp(int((m >> 23) & 255) - int(octaves.momentum), 1, 7) : 0;
-        classes[i] = uint8_t(d << 4 | k << 1 | int(distance.up_is_near() == bool((t ^ m) >> 31)));
+        const uint32_t t = bits_of(theta[i]);
+        classes[i] = class_of(t, bits_of(momentum[i]), distance_of(t, rounding), octaves);
     }
 }
 
 uint8_t momentum_octave(const float* momentum, size_t count) {
+    std::array<std::array<uint32_t, 256>, 4> seen_by{};  // neighbours often are of one octave
     std::array<uint32_t, 256> seen{};
     uint64_t total = 0;
-    for (size_t i = 0; i < count; i++) seen[(bits_of(momentum[i]) >> 23) & 255]++;
+    constexpr size_t kGroup = 256;
+    const size_t stride = kGroup * (count > (1 << 18) ? 64 : 1);
+    for (size_t at = 0; at < count; at += stride) {
+        for (size_t i = at; i < std::min(at + kGroup, count); i++) seen_by[i & 3][(bits_of(momentum[i]) >> 23) & 255]++;
+    }
+    for (size_t e = 0; e < 256; e++) seen[e] = seen_by[0][e] + seen_by[1][e] + seen_by[2][e] + seen_by[3][e];
     for (int e = 1; e < 256; e++) total += seen[e];
     uint64_t above = 0;
     for (int e = 255; e >= 1; e--) {

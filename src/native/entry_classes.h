@@ -1,6 +1,7 @@
 // The classes of parameters by which gated entries are coded, from what both sides know (docs/loco.md, section 3).
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -18,12 +19,20 @@ inline uint32_t distance_octave(uint32_t theta, const Distance& distance) {
     return (bits_of(float(distance.nearest())) >> 23) - 127 + ((theta & kMagnitude) >> 23);
 }
 
+// The class of one parameter, given by the bits of theta and momentum: see `classify`.
+inline uint8_t class_of(uint32_t theta, uint32_t momentum, const Distance& distance, Octaves octaves) {
+    const int d = std::clamp(int(distance_octave(theta, distance)) - int(octaves.distance), 0, 15);
+    const int field = int((momentum >> 23) & 255);
+    const int k = field ? std::clamp(field - int(octaves.momentum), 1, 7) : 0;
+    return uint8_t(d << 4 | k << 1 | int(distance.up_is_near() == bool((theta ^ momentum) >> 31)));
+}
+
 // classes[i]: 4 bits for the octave of the distance, 3 for the octave of the momentum (0: none), 1 for whether the momentum
 // moves theta towards the nearer boundary.
 void classify(const float* theta, const float* momentum, size_t count, const Rounding& rounding, Octaves octaves,
               uint8_t* classes);
 
-// The octave of momentum that only 1/128 of the non-zero entries exceed; 0 without any.
+// The octave of momentum that only 1/128 of the non-zero entries exceed, those of a sample; 0 without any.
 uint8_t momentum_octave(const float* momentum, size_t count);
 
 }  // namespace pulse

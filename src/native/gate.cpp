@@ -3,11 +3,21 @@
 #include <algorithm>
 
 #include "clones.h"
+#include "flags.h"
 
 namespace pulse {
 namespace {
 
 constexpr size_t kChunk = 256;
+
+PULSE_CLONES void as_bf16(const float* from, size_t count, float* to) {
+    const Bf16Rounder round;
+    for (size_t i = 0; i < count; i++) to[i] = float_of(round(bits_of(from[i])) << 16);
+}
+
+PULSE_CLONES void starts(const float* theta, const float* residual, float lookahead, size_t count, float* start) {
+    for (size_t i = 0; i < count; i++) start[i] = theta[i] - lookahead * residual[i];
+}
 
 // Sets open[i] for a chunk; false if a pseudo-gradient is not finite. Inlined into the clones below.
 template <class R>
@@ -40,22 +50,29 @@ PULSE_CLONES bool narrow_chunk(const float* theta, const float* start, const flo
 
 }  // namespace
 
-bool gate(const float* theta, const float* start, const float* now, const float* residual, float* s, size_t count,
-          const Rounding& rounding, uint32_t base, std::vector<uint32_t>& open) {
+bool gate(const Local& local, float* s, size_t count, const Rounding& rounding, uint32_t base,
+          std::vector<uint32_t>& open) {
     const Rounder round(rounding);
     uint8_t differs[kChunk];
+    float ahead[kChunk];
     for (size_t at = 0; at < count; at += kChunk) {
         const size_t n = std::min(kChunk, count - at);
+        const float *theta = local.theta + at, *now = local.now + at, *residual = local.residual + at, *start = theta;
+        if (local.lookahead != 0) {
+            starts(theta, residual, local.lookahead, n, ahead);
+            start = ahead;
+        }
+        if (local.bf16_start) {
+            as_bf16(start, n, ahead);
+            start = ahead;
+        }
         uint32_t any = 0;
-        const bool finite =
-            rounding.is_bf16()
-                ? bf16_chunk(theta + at, start + at, now + at, residual + at, s + at, n, differs, any)
-                : narrow_chunk(theta + at, start + at, now + at, residual + at, s + at, n, round, differs, any);
+        const bool finite = rounding.is_bf16()
+                                ? bf16_chunk(theta, start, now, residual, s + at, n, differs, any)
+                                : narrow_chunk(theta, start, now, residual, s + at, n, round, differs, any);
         if (!finite) return false;
         if (!any) continue;
-        for (size_t i = 0; i < n; i++) {
-            if (differs[i]) open.push_back(base + uint32_t(at + i));
-        }
+        each_set(differs, n, [&](size_t i) { open.push_back(base + uint32_t(at + i)); });
     }
     return true;
 }

@@ -1,5 +1,6 @@
 // Python bindings of PULSELoCo's kernels: flat FP32 arrays, the GIL released while they work.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <optional>
 
@@ -23,36 +24,60 @@ void check_arrays(size_t count, const Arrays&... arrays) {
     (check_elements(arrays, "an array"), ...);
 }
 
+using MutableCounts = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Summand = std::pair<Positions, Floats>;
+
+std::vector<pulse::Summand> checked_summands(const std::vector<Summand>& summands, size_t elements) {
+    if (elements > UINT32_MAX) throw nb::value_error("the array is too long");
+    std::vector<pulse::Summand> checked;
+    for (const auto& [positions, values] : summands) {
+        check_arrays(positions.size(), positions, values);
+        checked.push_back({positions.data(), values.data(), positions.size()});
+    }
+    return checked;
+}
+
+void require_ascending(const std::vector<pulse::Summand>& summands, size_t elements) {
+    for (const pulse::Summand& summand : summands) {
+        for (size_t i = 0; i < summand.count; i++) {
+            if (summand.positions[i] >= elements || (i && summand.positions[i] <= summand.positions[i - 1])) {
+                throw nb::index_error("the positions do not ascend within the block");
+            }
+        }
+    }
+}
+
 }  // namespace
 
 void bind_loco(nb::module_& m) {
     m.def(
         "gate",
-        [](Floats theta, Floats start, Floats now, Floats residual, MutableFloats s, const RoundingTuple& rounding,
+        [](Floats theta, Floats now, Floats residual, float lookahead, bool bf16_start, MutableFloats s,
+           const RoundingTuple& rounding,
            uint32_t base) -> std::optional<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>> {
             const auto checked = checked_rounding(rounding);
             const size_t count = theta.size();
-            check_arrays(count, theta, start, now, residual, s);
+            check_arrays(count, theta, now, residual, s);
             if (uint64_t(base) + count > UINT32_MAX) throw nb::value_error("the array is too long");
             std::vector<uint32_t> open;
             bool finite;
             {
                 nb::gil_scoped_release release;
-                finite = pulse::gate(theta.data(), start.data(), now.data(), residual.data(), s.data(), count, checked,
-                                     base, open);
+                const pulse::Local local{theta.data(), now.data(), residual.data(), lookahead, bf16_start};
+                finite = pulse::gate(local, s.data(), count, checked, base, open);
             }
             if (!finite) return std::nullopt;
             return to_numpy(std::move(open));
         },
-        array("theta"), array("start"), array("now"), array("residual"), array("s"), "rounding"_a, "base"_a,
-        "s = (start - now) + residual; the positions, plus base, where theta and theta - s round differently; None if a "
-        "pseudo-gradient is not finite, or 2^64 or more.");
+        array("theta"), array("now"), array("residual"), "lookahead"_a, "bf16_start"_a, array("s"), "rounding"_a,
+        "base"_a,
+        "s = (start - now) + residual with start = theta - lookahead * residual; the positions, plus base, where theta and "
+        "theta - s round differently; None if a pseudo-gradient is not finite, or 2^64 or more.");
 
     m.def(
         "encode_entries",
-        [](Floats theta, Floats momentum, const RoundingTuple& rounding, const std::vector<RunTuple>& runs,
-           Positions positions, Floats values, bool bf16) {
-            const auto covered = checked_runs(runs, theta.size());
+        [](Floats theta, Floats momentum, const RoundingTuple& rounding, Positions positions, Floats values,
+           bool bf16) {
             const auto checked = checked_rounding(rounding);
             check_arrays(theta.size(), theta, momentum);
             check_arrays(positions.size(), positions, values);
@@ -64,19 +89,18 @@ void bind_loco(nb::module_& m) {
                         throw nb::index_error("the positions do not ascend within the block");
                     }
                 }
-                payload = pulse::encode_entries({theta.data(), momentum.data(), checked, covered}, positions.data(),
+                payload = pulse::encode_entries({theta.data(), momentum.data(), theta.size(), checked}, positions.data(),
                                                 values.data(), positions.size(), bf16);
             }
             return nb::bytes(payload.data(), payload.size());
         },
-        array("theta"), array("momentum"), "rounding"_a, "runs"_a, array("positions"), array("values"), "bf16"_a,
-        "The payload of one block; runs are (elements, row, phase).");
+        array("theta"), array("momentum"), "rounding"_a, array("positions"), array("values"), "bf16"_a,
+        "The payload of one block.");
 
     m.def(
         "decode_entries",
         [](const std::vector<Bytes>& payloads, Floats theta, Floats momentum, const RoundingTuple& rounding,
-           const std::vector<RunTuple>& runs, bool bf16) {
-            const auto covered = checked_runs(runs, theta.size());
+           bool bf16) {
             const auto checked = checked_rounding(rounding);
             check_arrays(theta.size(), theta, momentum);
             std::vector<std::pair<const uint8_t*, size_t>> views;
@@ -84,7 +108,7 @@ void bind_loco(nb::module_& m) {
             std::vector<pulse::Entries> decoded;
             {
                 nb::gil_scoped_release release;
-                decoded = pulse::decode_entries({theta.data(), momentum.data(), checked, covered}, views, bf16);
+                decoded = pulse::decode_entries({theta.data(), momentum.data(), theta.size(), checked}, views, bf16);
             }
             nb::list results;
             for (pulse::Entries& entries : decoded) {
@@ -93,7 +117,7 @@ void bind_loco(nb::module_& m) {
             }
             return results;
         },
-        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "runs"_a, "bf16"_a,
+        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "bf16"_a,
         "(uint32 positions, FP32 values) of one block for each payload; raises Malformed.");
 
     m.def(
@@ -111,12 +135,51 @@ void bind_loco(nb::module_& m) {
         "total[positions] += values, in place; the positions are unique.");
 
     m.def(
+        "sum_entries",
+        [](const std::vector<Summand>& summands, size_t elements) {
+            const auto checked = checked_summands(summands, elements);
+            std::vector<uint32_t> positions;
+            std::vector<float> sums;
+            {
+                nb::gil_scoped_release release;
+                require_ascending(checked, elements);
+                pulse::sum_entries(checked, elements, positions, sums);
+            }
+            return nb::make_tuple(to_numpy(std::move(positions)), to_numpy(std::move(sums)));
+        },
+        array("summands"), "elements"_a,
+        "(positions, sums) of what is not 0 in the sum of (positions, values), added in order.");
+
+    m.def(
         "outer_step",
         [](MutableFloats theta, MutableFloats momentum, Floats total, float trainers, float lr, float mu) {
             check_arrays(theta.size(), theta, momentum, total);
             nb::gil_scoped_release release;
-            pulse::outer_step(theta.data(), momentum.data(), total.data(), theta.size(), trainers, lr, mu);
+            pulse::outer_step(theta.data(), momentum.data(), total.data(), theta.size(), {trainers, lr, mu});
         },
         array("theta"), array("momentum"), array("total"), "trainers"_a, "lr"_a, "mu"_a,
         "Nesterov SGD on total / trainers, in place.");
+
+    m.def(
+        "sparse_outer_step",
+        [](MutableFloats theta, MutableFloats momentum, Floats residual, float lookahead, MutableFloats start,
+           size_t from, const std::vector<Summand>& summands, float trainers, float lr, float mu, size_t offset,
+           size_t granule, MutableCounts counts) {
+            const size_t count = theta.size();
+            check_arrays(count, theta, momentum, residual, start);
+            const auto checked = checked_summands(summands, UINT32_MAX);
+            check_elements(counts, "an array");
+            if (count > UINT32_MAX || from > UINT32_MAX || offset > UINT32_MAX || granule == 0 || granule > UINT32_MAX ||
+                counts.size() < (offset + count + granule - 1) / granule) {
+                throw nb::value_error("the counts are too few");
+            }
+            nb::gil_scoped_release release;
+            pulse::outer_step(theta.data(), momentum.data(), residual.data(), lookahead, start.data(), from, count,
+                              checked, {trainers, lr, mu}, offset, granule, counts.data());
+        },
+        array("theta"), array("momentum"), array("residual"), "lookahead"_a, array("start"), "from_"_a, array("summands"),
+        "trainers"_a, "lr"_a, "mu"_a, "offset"_a, "granule"_a, array("counts"),
+        "Nesterov SGD on the sum of those of the summands (positions, values) that lie in the parameters, which begin at "
+        "`from`, by ascending positions, / trainers, in place; start = theta - lookahead * residual; counts[(offset + i) // granule] grow by the sums "
+        "that are not 0.");
 }

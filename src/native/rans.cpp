@@ -62,14 +62,7 @@ void encode_group(RansEncoder& coder, const U* old, const U* now, size_t element
         }
     }
     for (size_t i = elements; i-- > 0;) {
-        uint32_t& x = coder.states[i];
-        const uint32_t length = entry_length(entries[i]);
-        if (x >> (32 - kRansBits) >= length) {
-            coder.put(x);
-            x >>= 16;
-        }
-        const uint32_t quotient = x / length;
-        x = (quotient << kRansBits) + (x - quotient * length) + entry_start(entries[i]);
+        coder.symbol(coder.states[i], entry_start(entries[i]), entry_length(entries[i]));
     }
 }
 
@@ -103,10 +96,9 @@ void decode_group(RansDecoder& coder, const Slots& slots, const U* old, size_t b
     int most_bits = 0;
     for (size_t i = 0; i < elements; i++) {
         uint32_t& x = coder.states[i];
-        const uint32_t slot = x & (kRansScale - 1);
-        const uint32_t entry = entry_of(coder.entries, slots, coder.entries.table[cls(old[base + i])], slot);
-        x = entry_length(entry) * (x >> kRansBits) + slot - entry_start(entry);
-        if (x < kRansLow) x = x << 16 | coder.take();
+        const uint32_t entry =
+            entry_of(coder.entries, slots, coder.entries.table[cls(old[base + i])], RansReader::slot(x));
+        coder.symbol(x, entry_start(entry), entry_length(entry));
         symbols[i] = uint8_t(entry_symbol(entry));
         most_bits = std::max(most_bits, plain_bits(symbols[i], coder.entries.escape, kind.width));
         plain[i] = 0;
@@ -152,7 +144,7 @@ Encoded encode(const U* old, const U* now, size_t elements, const ElementKind& k
     constexpr size_t kVector = 64;  // vectors store whole registers in front of the words
     const Buffer<uint8_t> code(2 * kWordsOfGroup * (groups + 1) + kVector);
     uint8_t* const end = code.data.get() + code.size;
-    RansEncoder coder{entries, kind, {}, end};
+    RansEncoder coder{{{}, end}, entries, kind};
     std::fill_n(coder.states, kRansStates, kRansLow);
     encode_group(coder, old + groups * kRansStates, now + groups * kRansStates, rest);
     size_t left = groups;
@@ -180,11 +172,9 @@ DecodedSteps decode(const uint8_t* data, size_t size, const U* old, size_t eleme
     if (size - at < 4 * kRansStates) throw Malformed("the block ends inside its states");
 
     DecodedSteps result{Buffer<uint32_t>(changed + kRansStates), Buffer<uint8_t>((changed + kRansStates) * sizeof(U))};
-    RansDecoder coder{entries,
+    RansDecoder coder{{{}, data + at + 4 * kRansStates, data + size},
+                      entries,
                       kind,
-                      {},
-                      data + at + 4 * kRansStates,
-                      data + size,
                       result.positions.data.get(),
                       result.values.data.get(),
                       0,

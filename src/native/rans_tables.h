@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "context.h"
+#include "rans_states.h"
 #include "step.h"
 #include "weights.h"
 
@@ -15,8 +16,6 @@ namespace pulse {
 
 constexpr int kRansTables = 16;    // at most
 constexpr int kRansAlphabet = 34;  // at most: that of elements of 4 bytes
-constexpr int kRansBits = 12;      // the frequencies of a table sum up to 2^12
-constexpr uint32_t kRansScale = 1u << kRansBits;
 
 // Entries say where a symbol's interval starts and how long it is, in one word, so that entries of one table are in the
 // order of their intervals: start (12 bits), 2 free bits, length - 1 (12 bits), symbol (6 bits).

@@ -1,21 +1,11 @@
 #include "rans.h"
 #include "rans_coder.h"
+#include "rans_vectors.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 says so of its own header
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-
-#define PULSE_TARGET target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,popcnt")
-#define PULSE_RANS __attribute__((PULSE_TARGET))
-#define PULSE_RANS_INLINE inline __attribute__((always_inline, PULSE_TARGET))
 
 namespace pulse {
 namespace {
-
-constexpr int kVectors = 4;  // of sixteen states each
 
 // Elements, widened to 32 bits.
 PULSE_RANS_INLINE __m512i load(const uint8_t* p) {
@@ -34,26 +24,10 @@ PULSE_RANS_INLINE void store(uint16_t* p, __m512i x) {
 }
 PULSE_RANS_INLINE void store(uint32_t* p, __m512i x) { _mm512_storeu_si512(p, x); }
 
-// Sixteen words in the lanes of the mask, from the front; and how many they are.
-PULSE_RANS_INLINE __m512i take_words(const uint8_t*& next, __mmask16 lanes) {
-    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
-    next += 2 * __builtin_popcount(lanes);
-    return _mm512_maskz_expand_epi32(lanes, words);
-}
-
-// The low words of the lanes of the mask are put in front of `next`; whatever is in front of them is lost.
-PULSE_RANS_INLINE void put_words(uint8_t*& next, __mmask16 lanes, __m512i x) {
-    const __m512i count = _mm512_set1_epi32(__builtin_popcount(lanes));
-    const __m512i iota = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i last = _mm512_permutexvar_epi32(_mm512_add_epi32(iota, count), _mm512_maskz_compress_epi32(lanes, x));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(next - 32), _mm512_cvtepi32_epi16(last));
-    next -= 2 * __builtin_popcount(lanes);
-}
-
 // What does not change while a block is coded.
 template <class U>
 struct Constants {
-    __m512i first, second, third, fourth;  // tables of classes 0 to 63, …
+    ByteTable table;  // of each class
     __m512i sign, mask, class_mask;
     __m128i shift;
     bool floating;
@@ -62,9 +36,7 @@ struct Constants {
 template <class U>
 PULSE_RANS_INLINE Constants<U> constants_of(const RansEntries& entries, const ElementKind& kind) {
     Constants<U> c;
-    const uint8_t* tables = entries.table.data();
-    c.first = _mm512_loadu_si512(tables), c.second = _mm512_loadu_si512(tables + 64);
-    c.third = _mm512_loadu_si512(tables + 128), c.fourth = _mm512_loadu_si512(tables + 192);
+    c.table = ByteTable::from(entries.table.data());
     c.sign = _mm512_set1_epi32(int(1u << (8 * sizeof(U) - 1)));
     c.mask = _mm512_set1_epi32(int(~0u >> (32 - 8 * sizeof(U))));
     c.class_mask = _mm512_set1_epi8(char(kind.mask));
@@ -81,13 +53,7 @@ PULSE_RANS_INLINE void tables_of(const Constants<U>& c, const __m512i* old, __m5
     const __m512i raw = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(quarter[1], quarter[0])),
                                            _mm256_set_m128i(quarter[3], quarter[2]), 1);
     const __m512i classes = _mm512_and_si512(raw, c.class_mask);
-    const __m512i low = _mm512_permutex2var_epi8(c.first, classes, c.second);
-    const __m512i high = _mm512_permutex2var_epi8(c.third, classes, c.fourth);
-    const __m512i all = _mm512_mask_mov_epi8(low, _mm512_movepi8_mask(classes), high);
-    tables[0] = _mm512_cvtepu8_epi32(_mm512_castsi512_si128(all));
-    tables[1] = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(all, 1));
-    tables[2] = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(all, 2));
-    tables[3] = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(all, 3));
+    c.table.of(classes, tables);
 }
 
 template <class U>
@@ -101,21 +67,6 @@ PULSE_RANS_INLINE __m512i unordered(const Constants<U>& c, __m512i y) {
     if (!c.floating) return y;
     const __mmask16 positive = _mm512_test_epi32_mask(y, c.sign);
     return _mm512_mask_xor_epi32(_mm512_xor_si512(y, c.mask), positive, y, c.sign);
-}
-
-// Quotient and rest by an approximation that is one off at most: a state is below length << 20 when it is divided.
-PULSE_RANS_INLINE __m512i put_symbol(__m512i x, __m512i length, __m512i start) {
-    const __m512 about = _mm512_div_ps(_mm512_cvtepu32_ps(x), _mm512_cvtepi32_ps(length));
-    __m512i quotient = _mm512_cvttps_epi32(about);
-    __m512i rest = _mm512_sub_epi32(x, _mm512_mullo_epi32(quotient, length));
-    const __mmask16 above = _mm512_movepi32_mask(rest);  // the quotient was too large
-    const __m512i one = _mm512_set1_epi32(1);
-    quotient = _mm512_mask_sub_epi32(quotient, above, quotient, one);
-    rest = _mm512_mask_add_epi32(rest, above, rest, length);
-    const __mmask16 below = _mm512_cmpge_epi32_mask(rest, length);
-    quotient = _mm512_mask_add_epi32(quotient, below, quotient, one);
-    rest = _mm512_mask_sub_epi32(rest, below, rest, length);
-    return _mm512_add_epi32(_mm512_slli_epi32(quotient, kRansBits), _mm512_add_epi32(rest, start));
 }
 
 template <class U>

@@ -18,6 +18,11 @@ inline float float_of(uint32_t bits) {
     std::memcpy(&x, &bits, 4);
     return x;
 }
+inline double double_of(uint64_t bits) {
+    double x;
+    std::memcpy(&x, &bits, 8);
+    return x;
+}
 
 constexpr uint32_t kSign = 0x80000000u, kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
 
@@ -83,6 +88,12 @@ inline Distance distance_of(uint32_t bits, const Rounding& rounding) {
     const uint32_t significand = (magnitude & 0x7fffff) | (exponent ? 1u << 23 : 0);
     const uint32_t mask = (1u << t) - 1, up = ((1u << (t - 1)) - significand) & mask;
     return {up, (1u << t) - up};
+}
+
+// The same of BF16.
+inline Distance bf16_distance(uint32_t bits) {
+    const uint32_t up = (0x8000 - bits) & 0xffff;
+    return {up, 0x10000 - up};
 }
 
 // Casts `count` FP32 numbers, given by their bits. A NaN keeps its sign and becomes `nan` with the top bits of its own

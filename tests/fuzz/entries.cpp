@@ -2,14 +2,16 @@
 //
 //   fuzz_entries SECONDS [SEED]
 //
-// Each round makes a random block (theta, momentum, runs, rounding, density, kind of values), passes it through the gate,
-// checks that the entries come back whole on both wires, and then feeds the decoder damaged, truncated, extended and
-// random payloads: each must end in Malformed or in finite entries that are in range and in order. Prints counts; any
-// finding aborts with the seed of the round.
+// Each round makes a random block (theta, momentum, rounding, density, kind of values), passes it through the gate, checks
+// that the entries come back whole on both wires, and then feeds the decoder damaged, truncated, extended and random
+// payloads: each must end in Malformed or in finite entries that are in range and in order, the same with vectors and
+// without. Then it takes the outer step along several sums, sparsely in segments and densely, and compares the bits. Prints
+// counts; any finding aborts with the seed of the round.
 #include "../../src/native/entries.h"
 
 #include "../../src/native/gate.h"
 #include "../../src/native/outer_step.h"
+#include "../../src/native/rans.h"
 #include "harness.h"
 
 using namespace fuzz;
@@ -41,29 +43,41 @@ float number(Random& r, int kind) {
 
 struct Parameters {
     Rounding rounding;
-    std::vector<Run> runs;
+    float lookahead;
+    bool bf16_start;
     std::vector<float> theta, momentum, now, residual;
 
-    Shared shared() const { return {theta.data(), momentum.data(), rounding, runs}; }
+    Shared shared() const { return {theta.data(), momentum.data(), theta.size(), rounding}; }
+    Local local() const { return {theta.data(), now.data(), residual.data(), lookahead, bf16_start}; }
+    float start(size_t i) const {
+        const float exact = lookahead != 0 ? theta[i] - lookahead * residual[i] : theta[i];
+        return bf16_start ? float_of(uint32_t(Bf16Rounder{}(bits_of(exact))) << 16) : exact;
+    }
 };
 
+size_t any_count(Random& r) {
+    constexpr size_t kEdges[] = {0, 1, 63, 64, 65, 128, 8191, 8192, 8193};
+    return below(r, 4) ? below(r, below(r, 20) ? 2000 : 40000) : kEdges[below(r, std::size(kEdges))];
+}
+
 Parameters random_parameters(Random& r) {
-    Parameters b{
-        kRoundings[below(r, std::size(kRoundings))], random_runs(r, below(r, 20) ? 1000 : 30000), {}, {}, {}, {}};
+    Parameters b{kRoundings[below(r, std::size(kRoundings))], below(r, 2) ? 0 : 7.0f, below(r, 3) == 0, {}, {}, {}, {}};
     const int theta_kind = int(below(r, 6)), move_kind = int(below(r, 6)), size = int(below(r, 30)) - 28;
     const bool still = below(r, 4) == 0;
-    for (const Run& run : b.runs) {
-        for (uint64_t i = 0; i < run.elements; i++) {
-            const float theta = number(r, theta_kind < 5 ? theta_kind : int(below(r, 5)));
-            // A step in proportion to theta, as training makes it, or anything.
-            float move = move_kind < 3 ? theta * std::ldexp(float(int64_t(r()) >> 40) * 0x1p-23f, size)
-                                       : number(r, move_kind - 1);
-            if (!(std::abs(move) < 0x1p60f) || !finite(theta - move)) move = 0;
-            b.theta.push_back(theta);
-            b.now.push_back(theta - move);
-            b.momentum.push_back(still ? 0 : number(r, int(below(r, 5))));
-            b.residual.push_back(below(r, 2) || std::abs(theta) > 0x1p60f ? 0 : theta * 0x1p-20f);
-        }
+    const size_t count = any_count(r);
+    for (size_t i = 0; i < count; i++) {
+        const float theta = number(r, theta_kind < 5 ? theta_kind : int(below(r, 5)));
+        b.theta.push_back(theta);
+        b.momentum.push_back(still ? 0 : number(r, int(below(r, 5))));
+        b.residual.push_back(below(r, 2) || std::abs(theta) > 0x1p56f ? 0 : theta * 0x1p-20f);
+        // A step in proportion to theta, as training makes it, or anything.
+        float move =
+            move_kind < 3 ? theta * std::ldexp(float(int64_t(r()) >> 40) * 0x1p-23f, size) : number(r, move_kind - 1);
+        const float start = b.start(i);
+        if (!(std::abs(move) < 0x1p60f) || !finite(start - move)) move = 0;
+        // What a model holds is finite; the cast may have made an infinity of the start.
+        if (!finite(start)) b.theta[i] = b.residual[i] = move = 0;
+        b.now.push_back(b.start(i) - move);
     }
     return b;
 }
@@ -72,18 +86,91 @@ void check_range(const Entries& e, const Parameters& b, uint64_t seed) {
     if (e.values.size() != e.positions.size()) fail("values and positions differ in number", seed);
     check_positions(e.positions.data(), e.positions.size(), b.theta.size(), seed);
     for (const float value : e.values) {
-        if (!finite(value)) fail("a value that is not finite", seed);
+        if (!(std::abs(value) < 0x1p64f)) fail("a value that is not finite", seed);
     }
 }
 
-void check_gate(const Parameters& b, const std::vector<float>& s, const std::vector<uint32_t>& open, uint64_t seed) {
+void check_gate(const Parameters& b, const std::vector<float>& s, const std::vector<uint32_t>& open, uint32_t base,
+                uint64_t seed) {
     const Rounder round(b.rounding);
     size_t k = 0;
     for (size_t i = 0; i < s.size(); i++) {
-        if (bits_of(s[i]) != bits_of((b.theta[i] - b.now[i]) + b.residual[i])) fail("s is another sum", seed);
+        if (bits_of(s[i]) != bits_of((b.start(i) - b.now[i]) + b.residual[i])) fail("s is another sum", seed);
         const bool opens = round(bits_of(b.theta[i])) != round(bits_of(b.theta[i] - s[i]));
-        if (opens != (k < open.size() && open[k] == i)) fail("the gate", seed);
+        if (opens != (k < open.size() && open[k] == base + i)) fail("the gate", seed);
         k += opens;
+    }
+    if (k != open.size()) fail("more entries than open the gate", seed);
+}
+
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && (a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(float)));
+}
+
+bool same(const Entries& a, const Entries& b) { return a.positions == b.positions && same(a.values, b.values); }
+
+// The entries of a payload; false if it is refused. The same with vectors and without.
+bool decode(const Parameters& b, const Exact& payload, bool bf16, Entries& found, uint64_t seed) {
+    bool decoded[2] = {};
+    Entries both[2];
+    for (const bool use : {false, true}) {
+        rans_vectors = use && has_rans_vectors();
+        try {
+            both[use] = decode_entries(b.shared(), {{payload.data(), payload.size}}, bf16)[0];
+            check_range(both[use], b, seed);
+            decoded[use] = true;
+        } catch (const Malformed&) {
+        }
+    }
+    if (decoded[0] != decoded[1] || !same(both[0], both[1])) fail("vectors decode something else", seed);
+    found = std::move(both[0]);
+    return decoded[0];
+}
+
+std::vector<uint8_t> encode(const Parameters& b, const Entries& e, bool bf16, uint64_t seed) {
+    std::vector<uint8_t> payloads[2];
+    for (const bool use : {false, true}) {
+        rans_vectors = use && has_rans_vectors();
+        payloads[use] = encode_entries(b.shared(), e.positions.data(), e.values.data(), e.positions.size(), bf16);
+    }
+    if (payloads[0] != payloads[1]) fail("vectors encode something else", seed);
+    return payloads[0];
+}
+
+// One step along the sum of entries, all at once and densely; and by segments and sparsely.
+void check_steps(const Parameters& b, const std::vector<Entries>& entries, Random& r, uint64_t seed) {
+    const size_t count = b.theta.size(), offset = below(r, 600), granule = 1 + below(r, 300);
+    const Nesterov nesterov{float(1 + below(r, 8)), 0.7f, 0.9f};
+    std::vector<float> total(count);
+    std::vector<Summand> summands;
+    for (const Entries& e : entries) {
+        summands.push_back({e.positions.data(), e.values.data(), e.positions.size()});
+        for (size_t i = 0; i < e.positions.size(); i++) total[e.positions[i]] += e.values[i];
+    }
+    Entries dense, sums;
+    std::vector<int64_t> expected((offset + count) / granule + 1), counts(expected.size());
+    for (size_t i = 0; i < count; i++) {
+        if (total[i] == 0) continue;
+        dense.positions.push_back(uint32_t(i));
+        dense.values.push_back(total[i]);
+        expected[(offset + i) / granule]++;
+    }
+    sum_entries(summands, count, sums.positions, sums.values);
+    if (!same(sums, dense)) fail("the sums", seed);
+
+    std::vector<float> theta[2] = {b.theta, b.theta}, momentum[2] = {b.momentum, b.momentum}, start(count);
+    outer_step(theta[0].data(), momentum[0].data(), total.data(), count, nesterov);
+    for (size_t from = 0; from < count;) {
+        const size_t size = std::min(count - from, 1 + below(r, below(r, 2) ? 10000 : 300));
+        outer_step(theta[1].data() + from, momentum[1].data() + from, b.residual.data() + from, b.lookahead,
+                   start.data() + from, from, size, summands, nesterov, offset + from, granule, counts.data());
+        from += size;
+    }
+    if (!same(theta[0], theta[1]) || !same(momentum[0], momentum[1])) fail("the sparse outer step", seed);
+    if (counts != expected) fail("the counts of the sums", seed);
+    for (size_t i = 0; i < count; i++) {
+        const float ahead = b.lookahead != 0 ? theta[0][i] - b.lookahead * b.residual[i] : theta[0][i];
+        if (bits_of(start[i]) != bits_of(ahead)) fail("where the next steps start", seed);
     }
 }
 
@@ -98,45 +185,46 @@ int main(int argc, char** argv) {
         const Parameters b = random_parameters(r);
         std::vector<float> s(b.theta.size());
         std::vector<uint32_t> open;
-        if (!gate(b.theta.data(), b.theta.data(), b.now.data(), b.residual.data(), s.data(), s.size(), b.rounding, 0,
-                  open)) {
+        const uint32_t base = below(r, 2) ? 0 : 1000;
+        if (!gate(b.local(), s.data(), s.size(), b.rounding, base, open)) {
             fail("a finite pseudo-gradient is refused", seed);
         }
-        check_gate(b, s, open, seed);
+        check_gate(b, s, open, base, seed);
+        for (uint32_t& p : open) p -= base;
         if (below(r, 3) == 0) {  // what other choices of entries would send
             open.clear();
+            const uint64_t one_in = 1 + below(r, 3) * below(r, 300);
             for (uint32_t i = 0; i < s.size(); i++) {
-                if (below(r, 7) == 0) open.push_back(i);
+                if (below(r, one_in) == 0) open.push_back(i);
             }
         }
         entries += open.size();
+        std::vector<Entries> arrived;
         for (const bool bf16 : {false, true}) {
-            std::vector<float> values;
-            for (uint32_t p : open) values.push_back(bf16 ? float_of(bits_of(s[p]) & 0xffff0000u) : s[p]);
-            const std::vector<uint8_t> payload =
-                encode_entries(b.shared(), open.data(), values.data(), open.size(), bf16);
+            Entries sent{open, {}}, back;
+            for (uint32_t p : open) sent.values.push_back(bf16 ? float_of(bits_of(s[p]) & 0xffff0000u) : s[p]);
+            const std::vector<uint8_t> payload = encode(b, sent, bf16, seed);
             bytes[bf16] += payload.size();
-            const std::vector<Entries> back =
-                decode_entries(b.shared(), {{payload.data(), payload.size()}, {payload.data(), payload.size()}}, bf16);
-            for (const Entries& e : back) {
-                if (e.positions != open) fail("the positions do not come back", seed);
-                for (size_t i = 0; i < open.size(); i++) {
-                    if (bits_of(e.values[i]) != bits_of(values[i])) fail("the values do not come back", seed);
-                }
-            }
+            if (!decode(b, Exact(payload), bf16, back, seed)) fail("a payload is refused", seed);
+            if (!same(back, sent)) fail("the entries do not come back", seed);
+            arrived.push_back(std::move(back));
+            std::vector<std::pair<const uint8_t*, size_t>> together(3, {payload.data(), payload.size()});
             for (int k = 0; k < 4; k++, bad_ones++) {
                 const Exact bad(damaged(payload, r));
-                try {
-                    for (const Entries& e : decode_entries(b.shared(), {{bad.data(), bad.size}}, bf16)) {
-                        check_range(e, b, seed);
-                    }
-                } catch (const Malformed&) {
+                if (!decode(b, bad, bf16, back, seed)) {
                     refused++;
+                } else if (below(r, 4) == 0) {
+                    arrived.push_back(back);
+                }
+                together[1] = {bad.data(), bad.size};
+                try {  // a payload of other octaves between two
+                    const std::vector<Entries> three = decode_entries(b.shared(), together, bf16);
+                    if (!same(three[0], sent) || !same(three[2], sent)) fail("a payload changes another one", seed);
+                } catch (const Malformed&) {
                 }
             }
         }
-        std::vector<float> theta = b.theta, momentum = b.momentum;
-        outer_step(theta.data(), momentum.data(), s.data(), s.size(), float(1 + below(r, 8)), 0.7f, 0.9f);
+        check_steps(b, arrived, r, seed);
     }
     char more[100];
     std::snprintf(more, sizeof more, " with %llu entries in %.3g MB and %.3g MB (FP32, BF16)",

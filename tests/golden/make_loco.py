@@ -14,7 +14,7 @@ import torch
 from pulse_rl.loco.gate import ROUNDINGS, open_entries
 from pulse_rl.loco.wire import Message, Wire
 
-BLOCKS = [(0, 600, 30), (600, 640, 40), (640, 1000, 9)]
+BLOCKS = [(0, 600), (600, 640), (640, 1000)]
 
 
 def block() -> dict[str, np.ndarray]:
@@ -28,11 +28,11 @@ def block() -> dict[str, np.ndarray]:
     s[::7] = (theta - (theta - s))[::7]
     s[::50] = np.float32(1e-6)
     s[600:640] = 0
-    zero, out = np.zeros_like(s), np.empty_like(s)
+    out = np.empty_like(s)
     made = {"theta": theta, "momentum": momentum, "blocks": np.array(BLOCKS)}
-    for name, (start, stop, _) in zip("abc", BLOCKS, strict=True):
+    for name, (start, stop) in zip("abc", BLOCKS, strict=True):
         here = slice(start, stop)
-        found = open_entries(theta[here], s[here], zero[here], zero[here], out[here], ROUNDINGS[torch.bfloat16])
+        found = open_entries(theta[here], theta[here], s[here], out[here], ROUNDINGS[torch.bfloat16])
         assert found is not None
         made |= {f"{name}.positions": found, f"{name}.fp32": s[here][found]}
         made[f"{name}.bf16"] = Wire(torch.bfloat16).round(s[here][found])
@@ -46,10 +46,10 @@ def main() -> None:
     np.savez_compressed(folder / "block.npz", **made)  # type: ignore[arg-type]
     for wire, name in ((Wire(torch.float32), "fp32"), (Wire(torch.bfloat16), "bf16")):
         payloads = []
-        for key, (start, stop, row) in zip("abc", BLOCKS, strict=True):
+        for key, (start, stop) in zip("abc", BLOCKS, strict=True):
             shared = (made["theta"][start:stop], made["momentum"][start:stop], ROUNDINGS[torch.bfloat16])
             entries = (made[f"{key}.positions"], made[f"{key}.{name}"])
-            payloads.append(wire.encode(*shared, ((stop - start, row, 0),), entries))  # type: ignore[arg-type]
+            payloads.append(wire.encode(*shared, entries))
         (folder / f"{name}.message").write_bytes(Message(41, wire.code, payloads).to_bytes())
 
 

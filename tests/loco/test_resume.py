@@ -99,7 +99,9 @@ def test_another_state_is_refused_and_nothing_has_changed(spoil: Callable[[dict[
 # -- interrupts
 
 
-@pytest.mark.parametrize("name", ["encode_entries", "decode_entries", "add_entries", "outer_step", "state_digest"])
+@pytest.mark.parametrize(
+    "name", ["open_entries", "encode_entries", "decode_entries", "sparse_outer_step", "state_digest"]
+)
 def test_an_interrupt_leaves_the_state_of_one_round_or_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a kernel of a round, while threads work on other blocks."""
     monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", 1 << 8)

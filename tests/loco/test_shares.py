@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from pulse_rl._native import sparse_outer_step
 from pulse_rl.loco import parameters
 from pulse_rl.loco.gate import rounding_of
-from pulse_rl.loco.parameters import FlatBlock, Parameters
+from pulse_rl.loco.parameters import FlatBlock, Parameters, parts
 from pulse_rl.loco.shares import (
     GRANULE,
     Known,
     Unit,
-    count_entries,
     cut_shares,
     estimated_sums,
     granules,
+    granules_of,
     scatters,
     whole,
 )
@@ -65,18 +66,13 @@ def test_shares_are_balanced_by_what_the_last_sum_held(blocks: list[FlatBlock]) 
     assert sum(u.stop - u.start for u in shares[3]) > blocks[-1].stop // 2
 
 
-def test_a_block_in_units_has_the_rows_of_the_whole(blocks: list[FlatBlock]) -> None:
-    """The row that each parameter is in, and its place there, do not depend on the cut; a cut inside a row counts."""
-
-    def rows(unit: Unit) -> list[tuple[int, int]]:
-        return [(row, (phase + i) % row) for elements, row, phase in unit.runs for i in range(elements)]
-
-    for block in blocks:
-        (one,) = whole([block])
-        assert one.runs == block.runs
-        edges = [0, 7, 700, 701, one.stop]
-        pieces = [Unit(block, first, last) for first, last in pairwise(e for e in edges if e <= one.stop)]
-        assert [r for piece in pieces for r in rows(piece)] == rows(one)[: pieces[-1].stop]
+def test_a_block_in_units_is_the_whole(blocks: list[FlatBlock]) -> None:
+    flat = np.arange(blocks[-1].stop, dtype=np.float32)
+    for block, unit in zip(blocks, whole(blocks), strict=True):
+        assert unit.of(flat).tolist() == block.of(flat).tolist()
+        edges = sorted({0, unit.stop // 3, unit.stop // 2, unit.stop})
+        pieces = [Unit(block, first, last) for first, last in pairwise(edges)]
+        assert np.concatenate([piece.of(flat) for piece in pieces]).tolist() == block.of(flat).tolist()
 
 
 def test_entries_come_through_their_units(blocks: list[FlatBlock]) -> None:
@@ -91,22 +87,33 @@ def test_entries_come_through_their_units(blocks: list[FlatBlock]) -> None:
     found = []
     for unit in (Unit(block, 0, 100), Unit(block, 100, 101), Unit(block, 101, length)):
         part = slice(unit.start, unit.stop)
-        payload = wire.encode(theta[part], momentum[part], rounding, unit.runs, unit.take(entries))
-        (decoded,) = wire.decode([payload], theta[part], momentum[part], rounding, unit.runs)
+        payload = wire.encode(theta[part], momentum[part], rounding, unit.take(entries))
+        (decoded,) = wire.decode([payload], theta[part], momentum[part], rounding)
         found.append(unit.place(decoded))
     for whole_array, pieces in zip(entries, zip(*found, strict=True), strict=True):
         assert np.array_equal(whole_array, np.concatenate(pieces))
 
 
 def test_sums_are_counted_where_they_are(blocks: list[FlatBlock]) -> None:
+    """By granules that blocks share, and by the tensors of a block."""
     flat = np.zeros(blocks[-1].stop, np.float32)
     places = np.random.default_rng(0).choice(len(flat), 300, replace=False)
     flat[places] = 1.0
     counts = np.zeros(granules(len(flat)), np.int64)
+    arrays = [np.zeros_like(flat) for _ in range(4)]
     for block in blocks:
-        first, found = count_entries(block, block.of(flat))
-        counts[first : first + len(found)] += found
+        first, before, touched = granules_of(block)
+        assert GRANULE * first + before == block.start
+        assert GRANULE * (first + touched - 1) < block.stop <= GRANULE * (first + touched)
+        found, entries = np.zeros(touched, np.int64), np.flatnonzero(block.of(flat)).astype(np.uint32)
+        for part, _ in parts(block):
+            theta, momentum, residual, start = (block.of(array)[part] for array in arrays)
+            summands = [(entries, block.of(flat)[entries])]
+            how = (1.0, 0.7, 0.9, before + part.start, GRANULE)
+            sparse_outer_step(theta, momentum, residual, 1.0, start, part.start, summands, *how, found)
+        counts[first : first + touched] += found
     assert np.array_equal(counts, np.bincount(places // GRANULE, minlength=len(counts)))
+    assert np.array_equal(np.flatnonzero(arrays[0]), np.sort(places))
 
 
 # -- the rule

@@ -1,10 +1,11 @@
-"""Arrays at addresses that numpy would not choose."""
+"""Arrays that tests of kernels share: numbers of all kinds, and addresses that numpy would not choose."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 Array = np.ndarray[Any, Any]
 
@@ -16,3 +17,21 @@ def misaligned(array: Array, offset: int = 1) -> Array:
     copy = room[start : start + array.nbytes].view(array.dtype)
     copy[:] = array
     return copy
+
+
+def floats(rng: np.random.Generator, count: int, below: float = np.inf) -> npt.NDArray[np.float32]:
+    """Numbers of magnitudes under ``below``: weights, any size, beside boundaries, denormal, zero of either sign."""
+    anything = rng.integers(0, 1 << 32, count, dtype=np.uint64).astype(np.uint32)
+    beside = (anything & 0xFFFF0000) + rng.choice([0, 0x7FFF, 0x8000, 0x8001], count).astype(np.uint32)
+    eighths = np.ldexp(rng.integers(-64, 64, count) / 8, rng.integers(-26, 18, count)).astype(np.float32)
+    kinds = [
+        rng.normal(0, 0.02, count).astype(np.float32),
+        anything.view(np.float32),
+        beside.view(np.float32),
+        (anything & 0x807FFFFF).view(np.float32),
+        (anything & 0x80000000).view(np.float32),
+        eighths,  # ties of float16 and float8, too
+    ]
+    found = np.choose(rng.integers(0, len(kinds), count), kinds)
+    found[~(np.abs(found) < below)] = 0
+    return found

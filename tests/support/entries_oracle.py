@@ -1,7 +1,7 @@
 """PULSELoCo's payloads in plain, slow Python, written from docs/loco.md, sections 2 and 3: the native kernels' oracle.
 
-Numbers are FP32 bit patterns. `encode` chooses nothing by itself: it is given the head's numbers and the levels.
-`decode` needs no help.
+Numbers are FP32 bit patterns. `encode` chooses nothing by itself: it is given `Choices`. `decode` needs no help, and
+raises `Refused` for what a reader must refuse.
 """
 
 from __future__ import annotations
@@ -10,11 +10,31 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from tests.support.context_oracle import ABSENT, Bit, S, Waiting, row_ends, weights
+from tests.support.context_oracle import Bit, weights
 from tests.support.context_oracle import Reader as RangeReader
 from tests.support.context_oracle import Writer as RangeWriter
+from tests.support.rans_oracle import LOW, SCALE, STATES, varint
 
-SIGN, MAGNITUDE = 1 << 31, (1 << 31) - 1
+SIGN, MAGNITUDE, TOO_LARGE = 1 << 31, (1 << 31) - 1, (127 + 64) << 23
+# fmt: off
+FREQUENCIES = [
+    0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256,
+    362, 512, 724, 1024, 1448, 2048, 2648, 3072, 3372, 3584, 3734, 3840, 3936, 4032, 4080,
+]
+# fmt: on
+"""Of an entry, by the level of its class."""
+
+Levels = list[int | None]
+"""None is absent."""
+
+
+class Refused(Exception):
+    """The payload is none."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Refused(what)
 
 
 class Rounding(NamedTuple):
@@ -30,13 +50,42 @@ class Rounding(NamedTuple):
         return up, (1 << t) - up
 
 
-class Head(NamedTuple):
-    boost: int
-    first: int
-    classes: int
+@dataclass
+class Choices:
+    """What an encoder may choose. ``classes``: levels of the classes from ``first`` on. ``symbols``: levels of the
+    2 * s + 2 symbols for each of c contexts, all None where a context has none. ``top``: E."""
+
     d: int
     m: int
+    first: int
+    classes: Levels
     b: int
+    s: int
+    c: int
+    top: int
+    symbols: list[Levels]
+
+    def frequency(self, cls: int) -> int:
+        """Of an entry at a parameter of this class, of 4096."""
+        i = cls - self.first
+        return FREQUENCIES[self.classes[i] or 0] if 0 <= i < len(self.classes) else 0
+
+    def context(self, cls: int, x: int) -> int:
+        """Of a value of an entry of class ``cls`` at theta ``x``."""
+        if self.c == 1:
+            return 0
+        if self.c == 16:
+            return cls % 16
+        below = min(max((self.top - exponent(x)) // 2, 0), 3)
+        return cls % 16 + (16 if cls >= 192 else 0) + 32 * below
+
+
+class Value(NamedTuple):
+    """A value as it is coded: its symbol, and ``length`` plain bits."""
+
+    symbol: int
+    plain: int
+    length: int
 
 
 def exponent(x: int) -> int:
@@ -47,244 +96,278 @@ def significand(x: int) -> int:
     return x & 0x7FFFFF | (0x800000 if exponent(x) else 0)
 
 
-def near(sides: tuple[int, int]) -> int:
-    return max(min(sides), 1)
-
-
 def log2(n: int) -> int:
     return n.bit_length() - 1
 
 
-def class_of(x: int, m: int, rounding: Rounding, head: Head) -> int:
-    sides = rounding.sides(x)
-    d = min(max(log2(near(sides)) + exponent(x) - head.d, 0), 15)
-    k = min(max(exponent(m) - head.m, 1), 7) if exponent(m) else 0
-    n = (sides[0] <= sides[1]) == ((x ^ m) >> 31 == 1)
-    return 16 * d + 2 * k + n
+def class_of(x: int, m: int, rounding: Rounding, d: int, momentum: int) -> int:
+    """``d`` and ``momentum`` are D and M."""
+    up, down = rounding.sides(x)
+    octave = log2(max(min(up, down), 1)) + exponent(x)
+    speed = min(max(exponent(m) - momentum, 1), 7) if exponent(m) else 0
+    towards = (up <= down) == bool((x ^ m) & SIGN)
+    return 16 * min(max(octave - d, 0), 15) + 2 * speed + towards
 
 
-class Shares:
-    """32 symbols that share 2^16."""
-
-    def __init__(self) -> None:
-        self.a = [65408 * i // 32 for i in range(33)]
-        self.n = 0
-
-    def bound(self, i: int) -> int:
-        return self.a[i] + 4 * i
-
-    def adapt(self, symbol: int) -> None:
-        h = next((h for h, until in enumerate((1, 3, 7, 15, 31, 47), 1) if self.n < until), 7)
-        for i in range(32):
-            self.a[i] += -(self.a[i] >> h) if i <= symbol else (65408 - self.a[i]) >> h
-        self.n = min(self.n + 1, 47)
-
-
-class Writer(RangeWriter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.beside: list[int] = []
-
-    def symbol(self, model: Shares, value: int) -> int:
-        r = self.range >> 16
-        self.low += r * model.bound(value)
-        self.range = r * (model.bound(value + 1) - model.bound(value))
-        model.adapt(value)
-        self._settle()
-        return value
-
-    def plain(self, value: int, k: int) -> int:
-        self.beside += [value >> i & 1 for i in range(k)]
-        return value
-
-    def plain_bytes(self) -> bytes:
-        ones = sum(bit << i for i, bit in enumerate(self.beside))
-        return ones.to_bytes(-(-len(self.beside) // 8), "little")
-
-
-class Reader(RangeReader):
-    def __init__(self, data: bytes, beside: bytes) -> None:
-        super().__init__(data)
-        self.beside, self.taken = int.from_bytes(beside, "little"), 0
-
-    def symbol(self, model: Shares, value: int = 0) -> int:
-        r = self.range >> 16
-        place = min(self.code // r, (1 << 16) - 1)
-        value = next(i for i in range(32) if place < model.bound(i + 1))
-        self.code -= r * model.bound(value)
-        self.range = r * (model.bound(value + 1) - model.bound(value))
-        model.adapt(value)
-        self._settle()
-        return value
-
-    def plain(self, value: int, k: int) -> int:
-        value = self.beside >> self.taken & ((1 << k) - 1)
-        self.taken += k
-        return value
+# -- levels
 
 
 @dataclass
-class Models:
-    near: list[Bit] = field(default_factory=lambda: [Bit() for _ in range(26 * 16)])
-    sizes: list[Shares] = field(default_factory=lambda: [Shares() for _ in range(512)])
+class LevelModels:
+    absent: Bit = field(default_factory=Bit)
+    as_expected: Bit = field(default_factory=Bit)
+    lower: Bit = field(default_factory=Bit)
+    further: list[Bit] = field(default_factory=lambda: [Bit() for _ in range(8)])
 
 
-def code_levels(side: Writer | Reader, levels: list[int], first: int, count: int) -> None:
-    absent, as_expected, lower, further = Bit(), Bit(), Bit(), [Bit() for _ in range(8)]
-    for c in range(first, first + count):
-        if side.bit(absent, int(levels[c] == ABSENT)):
-            levels[c] = ABSENT
+def code_level(
+    side: RangeWriter | RangeReader, models: LevelModels, level: int | None, expected: int, least: int, most: int
+) -> int | None:
+    if side.bit(models.absent, int(level is None)):
+        return None
+    away = (level or 0) - expected
+    if side.bit(models.as_expected, int(away == 0)):
+        return expected
+    lower = side.bit(models.lower, int(away < 0))
+    k = 0
+    while k < 44 and not side.bit(models.further[min(k, 7)], int(abs(away) - 1 == k)):
+        k += 1
+    return min(max(expected + (-(k + 1) if lower else k + 1), least), most)
+
+
+def code_classes(side: RangeWriter | RangeReader, levels: Levels) -> Levels:
+    """The levels, which a reader does not know before, but how many they are."""
+    models, coded = LevelModels(), Levels()
+    for i, level in enumerate(levels):
+        known = [e for e in (coded[i - back] for back in (2, 16, 1) if back <= i) if e is not None]
+        coded.append(code_level(side, models, level, known[0] if known else 10, 1, 31))
+    return coded
+
+
+def code_symbols(side: RangeWriter | RangeReader, contexts: list[Levels]) -> list[Levels]:
+    none, absent_there, present_there, alone = Bit(), LevelModels(), LevelModels(), LevelModels()
+    coded = list[Levels]()
+    for c, levels in enumerate(contexts):
+        if side.bit(none, int(not has_any(levels))):
+            coded.append([None] * len(levels))
             continue
-        known = [levels[c - back] for back in (2, 16, 1) if c - back >= first and levels[c - back] != ABSENT]
-        expected = known[0] if known else 10
-        away = levels[c] - expected
-        if side.bit(as_expected, int(away == 0)):
-            levels[c] = expected
-            continue
-        down = side.bit(lower, int(away < 0))
-        k = 0
-        while k < 44 and not side.bit(further[min(k, 7)], int(abs(away) - 1 == k)):
-            k += 1
-        levels[c] = min(max(expected + (-(k + 1) if down else k + 1), 0), 44)
+        alike = next((coded[c - back] for back in (16, 2, 1) if back <= c and has_any(coded[c - back])), None)
+        now = Levels()
+        for i, level in enumerate(levels):
+            there = alike[i] if alike else None
+            models = alone if alike is None else absent_there if there is None else present_there
+            below = now[i - 2] if i >= 2 else None
+            expected = there if there is not None else below if below is not None else 6
+            now.append(code_level(side, models, level, expected, 0, 44))
+        coded.append(now)
+    return coded
 
 
-def code_value(
-    side: Writer | Reader, models: Models, x: int, cls: int, rounding: Rounding, head: Head, bf16: bool, v: int
-) -> int:
-    sides = rounding.sides(x)
-    up_is_near = sides[0] <= sides[1]
-    r = log2(near(sides))
-    goes_up = (x ^ v) >> 31
-    is_near = side.bit(models.near[16 * r + cls % 16], int(goes_up == up_is_near))
-    goes_up = is_near == up_is_near
+def has_any(levels: Levels) -> bool:
+    return any(level is not None for level in levels)
+
+
+def write_levels(chosen: Choices) -> bytes:
+    side = RangeWriter()
+    code_classes(side, chosen.classes)
+    code_symbols(side, chosen.symbols)
+    return side.finish()
+
+
+def intervals(levels: Levels) -> list[tuple[int, int]]:
+    """(start, frequency) of each symbol of a context."""
+    weight = [0 if level is None else weights([level], 0)[0][0] for level in levels]
+    total = sum(weight)
+    if not total:
+        return [(0, 0)] * len(levels)
+    frequencies = [max(SCALE * w // total, 1) if w else 0 for w in weight]
+    frequencies[frequencies.index(max(frequencies))] += SCALE - sum(frequencies)
+    return [(sum(frequencies[:i]), f) for i, f in enumerate(frequencies)]
+
+
+# -- values
+
+
+def code_of(x: int, v: int, rounding: Rounding, bf16: bool, b: int, s: int) -> Value:
+    """How value ``v`` at theta ``x`` is coded; ``b`` and ``s`` are B and S."""
+    up, down = rounding.sides(x)
+    goes_up = bool((x ^ v) & SIGN)
+    near = int(goes_up == (up <= down))
+    if bf16:
+        size = exponent(v) - b
+        if 0 <= size < s:
+            return Value(2 * size + near, v >> 16 & 127, 7)
+        return Value(2 * s + near, (v & MAGNITUDE) >> 16, 15)
+    e = max(exponent(x), 1)
+    shift = max(exponent(v), 1) - e
+    q, rest = (significand(v) << shift, 0) if shift >= 0 else divmod(significand(v), 1 << -shift)
+    more = q - (up if goes_up else down) + 1
+    if q > 0 and not rest and 1 <= more < 1 << 31:
+        low = log2(more)
+        if 0 <= low + e - b < s:
+            return Value(2 * (low + e - b) + near, more - (1 << low), low)
+    return Value(2 * s + near, v & MAGNITUDE, 31)
+
+
+def value_of(x: int, symbol: int, rounding: Rounding, bf16: bool, b: int, s: int, bits: Bits) -> int:
+    up, down = rounding.sides(x)
+    size, near = divmod(symbol, 2)
+    goes_up = bool(near) == (up <= down)
     sign = (x & SIGN) ^ (SIGN if goes_up else 0)
     if bf16:
-        size = exponent(v) - head.b
-        size = side.symbol(models.sizes[2 * cls + is_near], size if 0 <= size <= 30 else 31)
-        if size == 31:
-            return sign | side.plain((v & MAGNITUDE) >> 16, 15) << 16
-        return sign | (head.b + size) << 23 | side.plain(v >> 16 & 127, 7) << 16
-    need = sides[0] if goes_up else sides[1]
-    place = min(max(exponent(x) - head.b, 0), 15)
-    step = max(exponent(x), 1) - 150
-    q = Fraction(significand(v)) * Fraction(2) ** (max(exponent(v), 1) - 150 - step)
-    fits = q.denominator == 1 and q > 0 and 0 <= q - need < (1 << 31) - 1
-    more = int(q) - need + 1 if fits else 0
-    size = side.symbol(models.sizes[32 * place + 2 * (cls % 16) + is_near], log2(more) if fits else 31)
-    if size == 31:
-        return sign | side.plain(v & MAGNITUDE, 31)
-    more = 1 << size | side.plain(more & ((1 << size) - 1), size)
-    return sign | bits_of(Fraction(more - 1 + need) * Fraction(2) ** step)
+        v = bits.take(15) << 16 if size == s else (b + size) << 23 | bits.take(7) << 16
+    elif size == s:
+        v = bits.take(31)
+    else:
+        e = max(exponent(x), 1)
+        low = size + b - e
+        require(0 <= low <= 30, "L is out of range")
+        q = (1 << low | bits.take(low)) - 1 + (up if goes_up else down)
+        v = bits_of(q, e)
+    require(v < TOO_LARGE, "a value of 2^64 or more")
+    return sign | v
 
 
-def bits_of(x: Fraction) -> int:
-    """The FP32 bits of a number that has some."""
-    e = 1
-    while x / Fraction(2) ** (e - 150) >= 1 << 24:
-        e += 1
-    s = x / Fraction(2) ** (e - 150)
-    assert s.denominator == 1
-    return int(s) if s < 1 << 23 else e << 23 | int(s) & 0x7FFFFF
+def bits_of(q: int, e: int) -> int:
+    """The FP32 bits of q * 2^(e - 150), to the nearest, ties to even. (What an encoder writes needs no rounding.)"""
+    dropped = max(q.bit_length() - 24, 0)
+    q, e = round(Fraction(q, 1 << dropped)), e + dropped
+    while q < 1 << 23 and e > 1:
+        q, e = 2 * q, e - 1
+    return q if q < 1 << 23 else (e << 23) + q - (1 << 23)
+
+
+class Bits:
+    """Reads plain bits."""
+
+    def __init__(self, data: bytes) -> None:
+        self.bits, self.left, self.size = int.from_bytes(data, "little"), 8 * len(data), len(data)
+
+    def take(self, count: int) -> int:
+        require(count <= self.left, "plain bits are missing")
+        found = self.bits & (1 << count) - 1
+        self.bits >>= count
+        self.left -= count
+        return found
+
+    def finish(self) -> None:
+        require(self.left < 8 and not self.bits, "plain bits are left over")
+
+
+# -- payloads
 
 
 def encode(
-    theta: list[int],
-    momentum: list[int],
-    rounding: Rounding,
-    runs: list[tuple[int, int, int]],
-    entries: dict[int, int],
-    bf16: bool,
-    head: Head,
-    levels: list[int],
+    theta: list[int], momentum: list[int], rounding: Rounding, entries: dict[int, int], bf16: bool, chosen: Choices
 ) -> bytes:
-    """The payload with the given head and levels (256 of them, `ABSENT` where a class has no entry)."""
-    out = bytearray()
-    left = len(entries)
-    while left >= 128:
-        out.append(left & 127 | 128)
-        left >>= 7
-    out.append(left)
-    if not entries:
-        return bytes(out)
-    out += bytes([head.boost, head.first, head.classes - 1, head.d, head.m, head.b])
-    side, models, waiting = Writer(), Models(), Waiting()
-    code_levels(side, levels, head.first, head.classes)
-    plain, live_weights = weights(levels, head.boost)
-    passed, live_until = 0, 0
-    for p, (x, m, end) in enumerate(zip(theta, momentum, row_ends(runs), strict=True)):
-        cls = class_of(x, m, rounding, head)
-        w = (live_weights if p < live_until else plain)[cls]
-        if p not in entries:
-            passed += w
-            continue
-        while passed >= waiting.half:
-            side.interval(0, S[512])
-            passed -= waiting.half
-            waiting.set(waiting.beta + (waiting.beta >> 1))
-        side.interval(waiting.f(passed + w), waiting.f(passed))
-        waiting.set(waiting.beta - (waiting.beta >> 4) + passed + (w >> 2))
-        passed, live_until = 0, end
-        code_value(side, models, x, cls, rounding, head, bf16, entries[p])
-    code = side.finish()
-    return bytes(out) + len(code).to_bytes(4, "little") + code + side.plain_bytes()
+    """The payload with these choices, in which each entry's class and symbol has a level. There is an entry."""
+    operations = list[tuple[int, int, int]]()
+    values = list[tuple[int, int, int]]()
+    beside = taken = 0
+    tables = [intervals(levels) for levels in chosen.symbols]
+    for i, (x, m) in enumerate(zip(theta, momentum, strict=True)):
+        cls = class_of(x, m, rounding, chosen.d, chosen.m)
+        f = chosen.frequency(cls)
+        operations.append((i % STATES, 0, f) if i in entries else (i % STATES, f, SCALE - f))
+        if i in entries:
+            value = code_of(x, entries[i], rounding, bf16, chosen.b, chosen.s)
+            values.append((len(values) % STATES, *tables[chosen.context(cls, x)][value.symbol]))
+            beside |= value.plain << taken
+            taken += value.length
+    states, words = [LOW] * STATES, list[int]()
+    for i, start, f in reversed(operations + values):
+        assert f, "what is coded has a level"
+        if states[i] >= f << 20:
+            words.append(states[i] & 0xFFFF)
+            states[i] >>= 16
+        states[i] = states[i] // f * SCALE + states[i] % f + start
+    levels = write_levels(chosen)
+    head = [chosen.d, chosen.m, chosen.first, len(chosen.classes) - 1, chosen.b, chosen.s, chosen.c, chosen.top]
+    return (
+        varint(len(entries))
+        + bytes(head)
+        + varint(len(levels))
+        + levels
+        + b"".join(varint(x - LOW) for x in states)
+        + varint(len(words))
+        + b"".join(word.to_bytes(2, "little") for word in reversed(words))
+        + beside.to_bytes(-(-taken // 8), "little")
+    )
 
 
-def head_of(data: bytes) -> tuple[int, Head, bytes, bytes]:
-    """(entries, head, code, plain bits) of a payload that has some."""
-    count = at = 0
-    while True:
-        byte = data[at]
-        count |= (byte & 127) << 7 * at
-        at += 1
-        if byte < 128:
-            break
-    head = Head(data[at], data[at + 1], data[at + 2] + 1, *data[at + 3 : at + 6])
-    code = int.from_bytes(data[at + 6 : at + 10], "little")
-    return count, head, data[at + 10 : at + 10 + code], data[at + 10 + code :]
+class Bytes:
+    """Reads the head of a payload."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, count: int) -> bytes:
+        require(count <= len(self.data) - self.at, "the payload is cut")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self.take(1)[0]
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                require(shift <= 70 and (byte > 0 or shift == 7), "a varint is too long")
+                return value
 
 
-def levels_of(data: bytes) -> list[int]:
-    _, head, code, beside = head_of(data)
-    levels = [ABSENT] * 256
-    code_levels(Reader(code, beside), levels, head.first, head.classes)
-    return levels
+def read_choices(head: Bytes) -> Choices:
+    d, m, first, count, b, s, c, top = head.take(8)
+    require(first + count < 256 and 1 <= s <= 30 and b + s <= 255 and c in (1, 16, 128), "the head is out of range")
+    code = head.take(head.varint())
+    side = RangeReader(code)
+    classes = code_classes(side, [None] * (count + 1))
+    chosen = Choices(d, m, first, classes, b, s, c, top, code_symbols(side, [[None] * (2 * s + 2)] * c))
+    require(side.at - 8 < len(code) <= side.at, "the code of the levels has another length")
+    return chosen
 
 
 def decode(
-    data: bytes,
-    theta: list[int],
-    momentum: list[int],
-    rounding: Rounding,
-    runs: list[tuple[int, int, int]],
-    bf16: bool,
-) -> dict[int, int]:
-    """The values by their positions."""
-    entries: dict[int, int] = {}
-    if data == b"\0":
-        return entries
-    count, head, code, beside = head_of(data)
-    side, models, waiting, levels, place = Reader(code, beside), Models(), Waiting(), [ABSENT] * 256, None
-    code_levels(side, levels, head.first, head.classes)
-    plain, live_weights = weights(levels, head.boost)
-    passed, live_until = 0, 0
-    for p, (x, m, end) in enumerate(zip(theta, momentum, row_ends(runs), strict=True)):
-        if len(entries) == count:
-            break
-        while place is None:
-            if side.place() >= S[512]:
-                place = side.place()
-            else:
-                side.interval(0, S[512])
-                passed -= waiting.half
-                waiting.set(waiting.beta + (waiting.beta >> 1))
-        cls = class_of(x, m, rounding, head)
-        w = (live_weights if p < live_until else plain)[cls]
-        if passed + w <= 0 or waiting.f(passed + w) > place:
-            passed += w
-            continue
-        side.interval(waiting.f(passed + w), waiting.f(passed))
-        waiting.set(waiting.beta - (waiting.beta >> 4) + passed + (w >> 2))
-        passed, place, live_until = 0, None, end
-        entries[p] = code_value(side, models, x, cls, rounding, head, bf16, 0)
-    assert len(entries) == count
-    return entries
+    data: bytes, theta: list[int], momentum: list[int], rounding: Rounding, bf16: bool
+) -> tuple[dict[int, int], Choices | None]:
+    """The values by their positions, and what the encoder chose, None if there are no entries."""
+    head = Bytes(data)
+    count = head.varint()
+    if not count:
+        require(head.at == len(data), "something follows no entries")
+        return {}, None
+    chosen = read_choices(head)
+    states = [head.varint() + LOW for _ in range(STATES)]
+    require(max(states) < 1 << 32, "a state is out of range")
+    words = Bytes(head.take(2 * head.varint()))
+    bits = Bits(data[head.at :])
+
+    def settle(i: int, x: int) -> None:
+        states[i] = x << 16 | int.from_bytes(words.take(2), "little") if x < LOW else x
+
+    classes, entries = list[int](), dict[int, int]()
+    for i, (x, m) in enumerate(zip(theta, momentum, strict=True)):
+        cls = class_of(x, m, rounding, chosen.d, chosen.m)
+        f = chosen.frequency(cls)
+        upper, slot = divmod(states[i % STATES], SCALE)
+        if slot < f:
+            settle(i % STATES, f * upper + slot)
+            entries[i] = 0
+            classes.append(cls)
+        else:
+            settle(i % STATES, (SCALE - f) * upper + slot - f)
+    require(len(entries) == count, "another number of entries")
+    tables = [intervals(levels) for levels in chosen.symbols]
+    for j, (i, cls) in enumerate(zip(entries, classes, strict=True)):
+        upper, slot = divmod(states[j % STATES], SCALE)
+        table = tables[chosen.context(cls, theta[i])]
+        symbol = next((k for k, (start, f) in enumerate(table) if start <= slot < start + f), -1)
+        require(symbol >= 0, "a symbol in a context that has none")
+        start, f = table[symbol]
+        settle(j % STATES, f * upper + slot - start)
+        entries[i] = value_of(theta[i], symbol, rounding, bf16, chosen.b, chosen.s, bits)
+    require(set(states) == {LOW}, "the states do not end as they began")
+    require(words.at == len(words.data), "words are left over")
+    bits.finish()
+    return entries, chosen

@@ -51,10 +51,10 @@ def prefix() -> str:
     return next(_prefix)
 
 
-def through(proxy: Proxy, prefix: str, *, retries: int = 2, timeout_ms: int = 2000) -> Store:
+def through(proxy: Proxy, prefix: str, *, retries: int = 2, timeout_ms: int = 5000) -> Store:
     """The store behind the proxy; it gives up within a second or two."""
     quick = {"init_backoff": timedelta(milliseconds=2), "max_backoff": timedelta(milliseconds=10), "base": 2}
-    retry: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=5), "backoff": quick}
+    retry: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=15), "backoff": quick}
     options: Any = {"allow_http": True, "timeout": f"{timeout_ms}ms"}
     address = f"s3://bucket/{prefix}"
     return open_store(address, endpoint=proxy.endpoint, client_options=options, retry_config=retry, **KEYS)

@@ -29,6 +29,8 @@ from ._kernels import (
     sha256_leaves,
     sha256_messages,
     sha256_paths,
+    sparse_outer_step,
+    sum_entries,
     use_rans_vectors,
     use_vectors,
 )
@@ -60,6 +62,8 @@ __all__ = [
     "sha256_leaves",
     "sha256_messages",
     "sha256_paths",
+    "sparse_outer_step",
+    "sum_entries",
     "use_rans_vectors",
     "use_vectors",
 ]

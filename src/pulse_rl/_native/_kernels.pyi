@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -92,9 +94,10 @@ def round_values(
 ) -> None: ...
 def gate(
     theta: npt.NDArray[np.float32],
-    start: npt.NDArray[np.float32],
     now: npt.NDArray[np.float32],
     residual: npt.NDArray[np.float32],
+    lookahead: float,
+    bf16_start: bool,
     s: npt.NDArray[np.float32],
     rounding: tuple[int, int, int, int],
     base: int,
@@ -103,7 +106,6 @@ def encode_entries(
     theta: npt.NDArray[np.float32],
     momentum: npt.NDArray[np.float32],
     rounding: tuple[int, int, int, int],
-    runs: list[tuple[int, int, int]],
     positions: npt.NDArray[np.uint32],
     values: npt.NDArray[np.float32],
     bf16: bool,
@@ -113,12 +115,14 @@ def decode_entries(
     theta: npt.NDArray[np.float32],
     momentum: npt.NDArray[np.float32],
     rounding: tuple[int, int, int, int],
-    runs: list[tuple[int, int, int]],
     bf16: bool,
 ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]]: ...
 def add_entries(
     total: npt.NDArray[np.float32], positions: npt.NDArray[np.uint32], values: npt.NDArray[np.float32]
 ) -> None: ...
+def sum_entries(
+    summands: Sequence[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]], elements: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]: ...
 def outer_step(
     theta: npt.NDArray[np.float32],
     momentum: npt.NDArray[np.float32],
@@ -126,4 +130,19 @@ def outer_step(
     trainers: float,
     lr: float,
     mu: float,
+) -> None: ...
+def sparse_outer_step(
+    theta: npt.NDArray[np.float32],
+    momentum: npt.NDArray[np.float32],
+    residual: npt.NDArray[np.float32],
+    lookahead: float,
+    start: npt.NDArray[np.float32],
+    from_: int,
+    summands: Sequence[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]],
+    trainers: float,
+    lr: float,
+    mu: float,
+    offset: int,
+    granule: int,
+    counts: npt.NDArray[np.int64],
 ) -> None: ...

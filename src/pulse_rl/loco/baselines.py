@@ -35,10 +35,12 @@ class DiLoCo(OuterLoop):
         if name := self.parameters.first_non_finite(total):
             raise NonFinite(f"the sum of the pseudo-gradients of {name!r} is not finite")
 
-        def update(block: FlatBlock) -> None:
-            self._update(block, block.of(total), exchange.size)
+        def apply() -> int:
+            self._each_block(lambda block: self._update(block, block.of(total), exchange.size))
+            self._start_steps()
+            return self.parameters.count
 
-        return Received(self.parameters.count, total.nbytes, update, lambda: self.parameters.count)
+        return Received(self.parameters.count, total.nbytes, apply)
 
 
 class _AsPublished(PulseLoCo):
@@ -60,8 +62,8 @@ class TopK(_AsPublished):
         self.fraction = fraction
         super().__init__(*args, **settings)
 
-    def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
-        if super()._select(theta, start, now, residual, s) is None:
+    def _select(self, block: FlatBlock, residual: Floats, s: Floats) -> Positions | None:
+        if super()._select(block, residual, s) is None:
             return None
         kept = max(1, round(self.fraction * len(s)))
         largest = np.argpartition(np.abs(s), len(s) - kept)[len(s) - kept :]
@@ -74,8 +76,8 @@ class TopK(_AsPublished):
 class WithoutFeedback(_AsPublished):
     """An ablation: what the gate holds back is dropped, not carried over to the next round (no error feedback)."""
 
-    def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
-        return super()._select(theta, start, now, np.zeros_like(residual), s)
+    def _select(self, block: FlatBlock, residual: Floats, s: Floats) -> Positions | None:
+        return super()._select(block, np.zeros_like(residual), s)
 
 
 class CastDifference(_AsPublished):

@@ -40,20 +40,29 @@ def is_finite(values: Floats) -> npt.NDArray[np.bool_]:
 
 
 def open_entries(
-    theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats, rounding: Rounding
+    theta: Floats,
+    now: Floats,
+    residual: Floats,
+    s: Floats,
+    rounding: Rounding,
+    *,
+    lookahead: float = 0.0,
+    bf16_start: bool = False,
+    base: int = 0,
 ) -> Positions | None:
-    """Fills ``s = (start - now) + residual`` and returns the positions where ``cast(theta) != cast(theta - s)``.
+    """Fills ``s = (start - now) + residual`` and returns the positions where ``cast(theta) != cast(theta - s)``, plus
+    ``base``.
 
-    All arrays are flat FP32 of one length. Compared as bits, so that -0 and 0 differ (PULSE, Algorithm 2, line "M_r").
-    None if an entry of ``s`` is not finite (`is_finite`).
+    ``start`` is ``theta - lookahead * residual``, with ``bf16_start`` as a BF16 model holds it. All arrays are flat
+    FP32 of one length. Compared as bits, so that -0 and 0 differ (PULSE, Algorithm 2, line "M_r"). None if an entry of
+    ``s`` is not finite (`is_finite`).
     """
-    return _gate(theta, start, now, residual, s, rounding, 0)
+    return _gate(theta, now, residual, lookahead, bf16_start, s, rounding, base)
 
 
 def scaled_open_entries(theta: Floats, s: Floats, scale: np.float32, rounding: Rounding) -> Positions:
     """The positions where ``cast(theta) != cast(theta - scale * s)``, of finite ``s``."""
-    zero = np.zeros_like(s)
     scaled = np.clip(scale * s, -_OPENS, _OPENS)
-    positions = open_entries(theta, scaled, zero, zero, np.empty_like(s), rounding)
+    positions = open_entries(theta, theta, scaled, np.empty_like(s), rounding)
     assert positions is not None
     return positions

@@ -252,10 +252,8 @@ class OuterLoop(Unique, ABC):
 
             def take_effect() -> int:
                 with self._phase("update"):
-                    self._each_block(received.update)
-                    summed = received.commit()
+                    summed = received.apply()
                     self.round, self.inner_step = self.round + 1, 0
-                    self._start_steps()
                     agreed.commit()
                 return summed
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..codec import Run
 from ..errors import InputError, NonFinite, StateMismatch
 from ..patch.blocks import cut
 from ..state.slices import Segment
@@ -27,11 +26,19 @@ class FlatBlock(NamedTuple):
     number: int
     start: int
     stop: int
-    runs: tuple[Run, ...]
     segments: tuple[Segment, ...]
 
     def of(self, flat: Floats) -> Floats:
         return flat[self.start : self.stop]
+
+
+def parts(block: FlatBlock) -> Iterator[tuple[slice, Segment]]:
+    """Where in the block each of its segments is."""
+    at = 0
+    for segment in block.segments:
+        stop = at + segment.stop - segment.start
+        yield slice(at, stop), segment
+        at = stop
 
 
 class Parameters:
@@ -72,7 +79,7 @@ class Parameters:
         for number, block in enumerate(cut(self.specs, BLOCK_ELEMENTS)):
             first = block.segments[0]
             start = self._starts[first.spec.name] + first.start
-            self.blocks.append(FlatBlock(number, start, start + block.elements, block.layout.runs, block.segments))
+            self.blocks.append(FlatBlock(number, start, start + block.elements, block.segments))
 
     def require(self) -> None:
         """Raises InputError if the optimizers train other tensors, or the model has others, than when this was made."""
@@ -128,11 +135,35 @@ class Parameters:
     @torch.no_grad()
     def read_block(self, block: FlatBlock, out: Floats) -> None:
         """The present values of a block's parameters."""
-        at = 0
-        for spec, start, stop in block.segments:
-            piece = self.tensors[spec.name].detach().reshape(-1)[start:stop]
-            torch.from_numpy(out[at : at + stop - start]).copy_(piece)
-            at += stop - start
+        for part, segment in parts(block):
+            out[part] = self.now(segment)
+
+    @torch.no_grad()
+    def now(self, segment: Segment) -> Floats:
+        """The present values of a segment's parameters: the model's own memory where that is FP32 on the host."""
+        return self._piece(segment).to("cpu", torch.float32).numpy()
+
+    def is_bf16(self, segment: Segment) -> bool:
+        return self.tensors[segment.spec.name].dtype == torch.bfloat16
+
+    @torch.no_grad()
+    def give(self, segment: Segment, fill: Callable[[Floats], object]) -> None:
+        """Gives a segment's parameters the values with which ``fill`` fills the FP32 array that it gets, cast to their
+        dtype."""
+        tensor = self.tensors[segment.spec.name]
+        if tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous():
+            fill(self._piece(segment).numpy())
+            return
+        values = np.empty(segment.stop - segment.start, np.float32)
+        fill(values)
+        if tensor.is_contiguous():
+            self._piece(segment).copy_(torch.from_numpy(values))
+        else:
+            places = torch.unravel_index(torch.arange(segment.start, segment.stop), tensor.shape)
+            tensor[places] = torch.from_numpy(values).to(tensor.device, tensor.dtype)
+
+    def _piece(self, segment: Segment) -> torch.Tensor:
+        return self.tensors[segment.spec.name].detach().reshape(-1)[segment.start : segment.stop]
 
     @torch.no_grad()
     def write(self, flat: Floats) -> None:
@@ -144,11 +175,10 @@ class Parameters:
         """What `write` makes of ``values``, those of a block, as FP32."""
         if all(self.tensors[segment.spec.name].dtype == torch.float32 for segment in block.segments):
             return values
-        start, at = values.copy(), 0
-        for spec, first, last in block.segments:
-            piece = torch.from_numpy(start[at : at + last - first])
-            piece.copy_(piece.to(self.tensors[spec.name].dtype))
-            at += last - first
+        start = values.copy()
+        for part, segment in parts(block):
+            piece = torch.from_numpy(start[part])
+            piece.copy_(piece.to(self.tensors[segment.spec.name].dtype))
         return start
 
     def load(self, saved: object, flat: Floats, what: str) -> None:

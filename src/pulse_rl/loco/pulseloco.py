@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from .._native import add_entries
+from .._native import sparse_outer_step
 from .._util.settings import checked_number
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from .exchange import Exchange
 from .feedback import ErrorFeedbackLoop
 from .gate import Floats, Positions, is_finite, open_entries, rounding_of, scaled_open_entries
 from .membership import Handshake
-from .parameters import FlatBlock
+from .parameters import FlatBlock, parts
 from .rounds import Received, Round
-from .shares import GRANULE, Counts, Known, count_entries, counts_digest, estimated_sums, granules, scatters
+from .shares import GRANULE, Counts, Known, counts_digest, estimated_sums, granules, granules_of, scatters
 from .sums import SumsGate
 from .transfer import Coder, Own, Transfer, Transferred
-from .wire import Entries, Wire
+from .wire import FORMAT, Entries, Wire
 
 _MOST_SCALE = 1024.0
 _GATE_SUMS_FROM = 8
@@ -106,8 +107,8 @@ class PulseLoCo(ErrorFeedbackLoop):
         """Within, the model holds theta, to be evaluated or published. Between rounds only: raises InputError after the
         first inner step of one. An inner step that is taken within starts from theta."""
 
-        def give(lookahead: np.float32 | None) -> None:
-            if self.inner_step == 0:
+        def give(lookahead: np.float32) -> None:
+            if self.inner_step == 0 and self._started_with != lookahead:
                 self._start_steps(lookahead)
 
         if self.inner_step:
@@ -124,7 +125,7 @@ class PulseLoCo(ErrorFeedbackLoop):
             yield
         finally:
             self._at_theta = False
-            self._serial.run(lambda: give(None), whole=True)
+            self._serial.run(lambda: give(self._ahead_now()), whole=True)
 
     # -- a round
 
@@ -174,31 +175,42 @@ class PulseLoCo(ErrorFeedbackLoop):
         return self._received(exchange, own, arrived)
 
     def _received(self, exchange: Exchange, own: Own, arrived: Transferred) -> Received:
-        counted: list[tuple[int, Counts]] = [(0, np.zeros(0, np.int64))] * len(self.parameters.blocks)
-
-        def update(block: FlatBlock) -> None:
-            total = np.zeros(block.stop - block.start, np.float32)
-            for positions, values in arrived.entries[block.number]:
-                add_entries(total, positions, values)
-            counted[block.number] = count_entries(block, total)
-            self._update(block, total, exchange.size)
-
-        def commit() -> int:
+        def apply() -> int:
+            if self._sums_gate is not None:
+                self._sums_gate.add_withheld(self._next_residual)  # it is part of what the next steps start from
+            ahead = np.float32(0) if self.on_round else self._ahead_now()  # who is told of the round is shown theta
+            update = partial(self._update_sparsely, arrived=arrived, trainers=exchange.size, lookahead=float(ahead))
+            self._counts = np.zeros(granules(self.parameters.count), np.int64)
+            for first, found in self._each_block(update):
+                self._counts[first : first + len(found)] += found
+            self._started_with = ahead
             self._take_next_residual()
             self._messages = arrived.messages
-            self._counts = self._count(counted)
             summed = int(self._counts.sum())
             self._known = self._learnt(arrived, summed)
             return summed
 
         entries = sum(len(positions) for positions, _ in own.entries)
-        return Received(entries, arrived.lengths[exchange.rank], update, commit, arrived.sums is not None)
+        return Received(entries, arrived.lengths[exchange.rank], apply, arrived.sums is not None)
 
-    def _count(self, counted: list[tuple[int, Counts]]) -> Counts:
-        counts = np.zeros(granules(self.parameters.count), np.int64)
-        for first, found in counted:
-            counts[first : first + len(found)] += found
-        return counts
+    def _update_sparsely(
+        self, block: FlatBlock, *, arrived: Transferred, trainers: int, lookahead: float
+    ) -> tuple[int, Counts]:
+        """The outer step of one block, and what the model's next steps start from. (First granule, what it and those
+        behind it have of the sum's entries.)"""
+        first, before, touched = granules_of(block)
+        counts = np.zeros(touched, np.int64)
+        theta, momentum, residual = map(block.of, (self.theta_flat, self.momentum_flat, self._next_residual))
+        for part, segment in parts(block):
+
+            def step(start: Floats, part: slice = part) -> None:
+                arrays = theta[part], momentum[part], residual[part]
+                outer = trainers, self.outer_lr, self.outer_momentum
+                entries, place = arrived.entries[block.number], before + part.start
+                sparse_outer_step(*arrays, lookahead, start, part.start, entries, *outer, place, GRANULE, counts)
+
+            self.parameters.give(segment, step)
+        return first, counts
 
     def _learnt(self, arrived: Transferred, summed: int) -> Known:
         sums = arrived.sums
@@ -216,10 +228,8 @@ class PulseLoCo(ErrorFeedbackLoop):
 
     def _gate_block(self, block: FlatBlock) -> Entries:
         """The block's entries. Raises NonFinite with the parameter's name alone."""
-        theta, now = block.of(self.theta_flat), np.empty(block.stop - block.start, np.float32)
-        self.parameters.read_block(block, now)
-        s = block.of(self._next_residual)
-        positions = self._select(theta, self._start_block(block), now, block.of(self.residual_flat), s)
+        theta, s = block.of(self.theta_flat), block.of(self._next_residual)
+        positions = self._select(block, block.of(self.residual_flat), s)
         if positions is None:
             raise NonFinite(self.parameters.name_at(block.start + int(np.argmin(is_finite(s)))))
         selected = s[positions]
@@ -232,24 +242,27 @@ class PulseLoCo(ErrorFeedbackLoop):
 
     # -- where the inner steps start
 
+    def _ahead_now(self) -> np.float32:
+        """With what the next inner steps shall start: outside the loop the model holds theta."""
+        return self.lookahead if self._hooks and not self._at_theta else np.float32(0)
+
     def _start_steps(self, lookahead: np.float32 | None = None) -> None:
-        """With this object's own lookahead by default; outside the loop the model holds theta."""
-        inside = self.lookahead if self._hooks and not self._at_theta else np.float32(0)
-        self._started_with = inside if lookahead is None else lookahead
+        self._started_with = self._ahead_now() if lookahead is None else lookahead
         if not self._started_with:
             self.parameters.write(self.theta_flat)
             return
-        start = np.empty_like(self.theta_flat)
-        self._each_block(lambda block: np.copyto(block.of(start), self._ahead(block)))
-        self.parameters.write(start)
 
-    def _start_block(self, block: FlatBlock) -> Floats:
-        """The values that a block's inner steps under way started from."""
-        return self.parameters.as_written(block, self._ahead(block))
+        def write(block: FlatBlock) -> None:
+            theta, residual = block.of(self.theta_flat), block.of(self.residual_flat)
+            for part, segment in parts(block):
 
-    def _ahead(self, block: FlatBlock) -> Floats:
-        theta = block.of(self.theta_flat)
-        return theta - self._started_with * block.of(self.residual_flat) if self._started_with else theta
+                def start(out: Floats, part: slice = part) -> None:
+                    np.multiply(self._started_with, residual[part], out=out)
+                    np.subtract(theta[part], out, out=out)
+
+                self.parameters.give(segment, start)
+
+        self._each_block(write)
 
     def _tell(self, on_round: Callable[[Round], None], done: Round) -> None:
         with self.at_theta():
@@ -271,11 +284,25 @@ class PulseLoCo(ErrorFeedbackLoop):
 
     # -- what a variant may change
 
-    def _select(self, theta: Floats, start: Floats, now: Floats, residual: Floats, s: Floats) -> Positions | None:
+    def _select(self, block: FlatBlock, residual: Floats, s: Floats) -> Positions | None:
         """Fills ``s`` and returns the positions of the entries to send; None if an entry of ``s`` is not finite."""
-        positions = open_entries(theta, start, now, residual, s, self._rounding)
-        if positions is None or self.gate_scale == 1:
-            return positions
+        theta, found = block.of(self.theta_flat), list[Positions]()
+        for part, segment in parts(block):
+            positions = open_entries(
+                theta[part],
+                self.parameters.now(segment),
+                residual[part],
+                s[part],
+                self._rounding,
+                lookahead=float(self._started_with),
+                bf16_start=self.parameters.is_bf16(segment),
+                base=part.start,
+            )
+            if positions is None:
+                return None
+            found.append(positions)
+        if self.gate_scale == 1:
+            return np.concatenate(found)
         return scaled_open_entries(theta, s, self.gate_scale, self._rounding)
 
     def _values(self, theta: Floats, s: Floats) -> Floats:
@@ -289,10 +316,15 @@ class PulseLoCo(ErrorFeedbackLoop):
     # -- state
 
     def _accumulated(self, block: FlatBlock) -> Floats:
-        now = np.empty(block.stop - block.start, np.float32)
-        self.parameters.read_block(block, now)
-        found: Floats = (self._start_block(block) - now) + block.of(self.residual_flat)
-        return found
+        s = np.empty(block.stop - block.start, np.float32)
+        theta, residual = block.of(self.theta_flat), block.of(self.residual_flat)
+        start = self.parameters.as_written(
+            block, theta - self._started_with * residual if self._started_with else theta
+        )
+        self.parameters.read_block(block, s)
+        np.subtract(start, s, out=s)
+        s += residual
+        return s
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         ahead = state.get("started_with", 0.0)
@@ -318,7 +350,7 @@ class PulseLoCo(ErrorFeedbackLoop):
     def _settings(self) -> dict[str, object]:
         dtypes = {"gate_dtype": str(self.gate_dtype), "wire_dtype": str(self._wire.dtype)}
         scales = {"lookahead": float(self.lookahead), "gate_scale": float(self.gate_scale)}
-        return {**super()._settings(), **dtypes, **scales, "gate_sums": self.gate_sums}
+        return {**super()._settings(), **dtypes, **scales, "gate_sums": self.gate_sums, "message_format": FORMAT}
 
     def _state_dict(self) -> dict[str, Any]:
         ahead = {"started_with": float(self._started_with)} if self._started_with else {}

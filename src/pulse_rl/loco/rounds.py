@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .parameters import FlatBlock
-
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -49,14 +47,13 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A round whose messages have all arrived. What is left cannot fail: ``update`` each block, then ``commit``, which
-    returns the number of parameters whose sum is not 0.
+    """A round whose messages have all arrived. What is left cannot fail: ``apply`` gives theta, momentum and the model
+    what follows from them, and returns the number of parameters whose sum is not 0.
 
     ``entries`` and ``payload_bytes`` are those of this trainer's own message.
     """
 
     entries: int
     payload_bytes: int
-    update: Callable[[FlatBlock], None]
-    commit: Callable[[], int]
+    apply: Callable[[], int]
     scattered: bool = False

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..codec import Run
 from .gate import Floats
 from .parameters import FlatBlock
 from .wire import Entries
@@ -31,18 +30,6 @@ class Unit(NamedTuple):
     block: FlatBlock
     start: int
     stop: int
-
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        if (self.start, self.stop) == (0, self.block.stop - self.block.start):
-            return self.block.runs
-        found, at = [], 0
-        for elements, row, phase in self.block.runs:
-            first, last = max(self.start - at, 0), min(self.stop - at, elements)
-            if first < last:
-                found.append(Run(last - first, row, (phase + first) % row))
-            at += elements
-        return tuple(found)
 
     def of(self, flat: Floats) -> Floats:
         return flat[self.block.start + self.start : self.block.start + self.stop]
@@ -85,11 +72,10 @@ def granules(parameters: int) -> int:
     return -(-parameters // GRANULE)
 
 
-def count_entries(block: FlatBlock, total: Floats) -> tuple[int, Counts]:
-    """(first granule, the entries of the block's sum ``total`` by granule from that one on)."""
-    first = block.start // GRANULE
-    places = np.flatnonzero(total)
-    return first, np.bincount((places + (block.start - first * GRANULE)) // GRANULE)
+def granules_of(block: FlatBlock) -> tuple[int, int, int]:
+    """(the first granule of a block, the parameters of it that are before the block, how many granules it touches)."""
+    first, before = divmod(block.start, GRANULE)
+    return first, before, granules(before + block.stop - block.start)
 
 
 def counts_digest(counts: Counts | None) -> str:

@@ -72,21 +72,22 @@ class SparseLoCo(ErrorFeedbackLoop):
         if not all(messages):
             self._forget_message()
             raise problem or NonFinite(f"the pseudo-gradient of trainer {messages.index(b'')} is not finite")
-        summed = [0] * len(self.parameters.blocks)
 
-        def update(block: FlatBlock) -> None:
+        def update(block: FlatBlock) -> int:
             total = np.zeros(block.stop - block.start, np.float32)
             for blocks in entries:
                 add_entries(total, *blocks[block.number])
-            summed[block.number] = int(np.count_nonzero(total))
             self._update(block, total, exchange.size)
+            return int(np.count_nonzero(total))
 
-        def commit() -> int:
+        def apply() -> int:
+            summed = int(sum(self._each_block(update)))
             self._take_next_residual()
             self._messages = [digest_of(m) for m in messages]
-            return sum(summed)
+            self._start_steps()
+            return summed
 
-        return Received(sum(self._count(block) for block in self.parameters.blocks), len(message), update, commit)
+        return Received(sum(self._count(block) for block in self.parameters.blocks), len(message), apply)
 
     def _gather(self, exchange: Exchange, message: bytes) -> tuple[list[bytes], list[list[Entries]]]:
         """All messages, and the entries of each by block. Raises CorruptMessage on all trainers if one cannot read."""

@@ -34,6 +34,7 @@ class SumsGate:
         return places[kept], sent
 
     def add_withheld(self, residual: Floats) -> None:
-        """Adds what was kept to the owner's flat ``residual``."""
-        for unit, (places, values) in self._withheld:
+        """Adds what was kept to the owner's flat ``residual``, once."""
+        withheld, self._withheld = self._withheld, []
+        for unit, (places, values) in withheld:
             add_entries(unit.of(residual), places, values)

@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-import numpy as np
 import torch
 
-from .._native import add_entries
+from .._native import sum_entries
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, NonFinite
 from ..state.rounding import Rounding
@@ -65,7 +64,7 @@ class Coder:
         def encode(item: tuple[Unit, Entries]) -> bytes:
             unit, found = item
             theta, momentum = unit.of(self.theta), unit.of(self.momentum)
-            return self.wire.encode(theta, momentum, self.rounding, unit.runs, found)
+            return self.wire.encode(theta, momentum, self.rounding, found)
 
         payloads = list(ordered_map(encode, list(zip(units, entries, strict=True)), self.threads))
         return Message(self.round, self.wire.code, payloads).to_bytes()
@@ -80,7 +79,7 @@ class Coder:
         def decode(number: int) -> list[Entries]:
             unit, payloads = units[number], [message.payloads[number] for message in parsed]
             theta, momentum = unit.of(self.theta), unit.of(self.momentum)
-            return self.wire.decode(payloads, theta, momentum, self.rounding, unit.runs)
+            return self.wire.decode(payloads, theta, momentum, self.rounding)
 
         return list(ordered_map(decode, list(range(len(units))), self.threads))
 
@@ -204,11 +203,7 @@ class Transfer:
             def add(item: tuple[Unit, list[Entries]]) -> Entries:
                 unit, entries = item
                 entries.insert(rank, unit.take(own.entries[unit.block.number]))
-                total = np.zeros(unit.stop - unit.start, np.float32)
-                for positions, values in entries:
-                    add_entries(total, positions, values)
-                places = np.flatnonzero(total).astype(np.uint32)
-                sums = places, total[places]
+                sums = sum_entries(entries, unit.stop - unit.start)
                 return gate.pass_on(unit, sums) if gate else sums
 
             return list(ordered_map(add, list(zip(units, decoded, strict=True)), self._coder.threads))

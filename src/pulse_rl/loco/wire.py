@@ -13,13 +13,12 @@ import numpy as np
 import torch
 
 from .._native import Malformed, decode_entries, encode_entries
-from ..codec import Run
 from ..errors import CorruptMessage, InputError
 from ..state.rounding import Rounding
 from .gate import Floats, Positions
 
 MAGIC = b"PLSL"
-FORMAT = 1
+FORMAT = 2
 _HEADER = struct.Struct("<4sBBHQQI")
 _WIRES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -49,24 +48,17 @@ class Wire:
         """The values as they will arrive. What a value loses stays with the sender."""
         return torch.from_numpy(values).to(torch.bfloat16).float().numpy() if self.bf16 else values
 
-    def encode(
-        self, theta: Floats, momentum: Floats, rounding: Rounding, runs: tuple[Run, ...], entries: Entries
-    ) -> bytes:
+    def encode(self, theta: Floats, momentum: Floats, rounding: Rounding, entries: Entries) -> bytes:
         """The payload of one block. ``theta`` and ``momentum`` are the block's; values must be ``round``'s results."""
-        return encode_entries(theta, momentum, rounding, list(runs), *entries, self.bf16)
+        return encode_entries(theta, momentum, rounding, *entries, self.bf16)
 
     def decode(
-        self,
-        payloads: Sequence[bytes | memoryview],
-        theta: Floats,
-        momentum: Floats,
-        rounding: Rounding,
-        runs: tuple[Run, ...],
+        self, payloads: Sequence[bytes | memoryview], theta: Floats, momentum: Floats, rounding: Rounding
     ) -> list[Entries]:
         """The entries of one block from several trainers. Raises CorruptMessage."""
         views = [np.frombuffer(p, np.uint8) for p in payloads]
         try:
-            return decode_entries(views, theta, momentum, rounding, list(runs), self.bf16)
+            return decode_entries(views, theta, momentum, rounding, self.bf16)
         except Malformed as error:
             raise CorruptMessage(str(error)) from None
 

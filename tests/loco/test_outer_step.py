@@ -1,0 +1,231 @@
+"""The outer step against torch.optim.SGD, and the sparse one against the dense one. Bits, not numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from pulse_rl._native import (
+    add_entries,
+    decode_entries,
+    encode_entries,
+    gate,
+    outer_step,
+    sparse_outer_step,
+    sum_entries,
+)
+from pulse_rl.loco.gate import Floats, rounding_of
+from pulse_rl.loco.shares import Counts
+from pulse_rl.loco.wire import Entries
+from tests.support.arrays import Array, floats, misaligned
+
+BF16 = rounding_of(torch.bfloat16)
+COUNTS = [0, 1, 255, 257, 4095, 4096, 4097, 9000]
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3, 7])
+@pytest.mark.parametrize(("lr", "mu"), [(0.7, 0.9), (1.0, 0.5), (0.3, 0.99)])
+def test_the_outer_step_is_torchs_nesterov(trainers: int, lr: float, mu: float, rng: np.random.Generator) -> None:
+    """Bit for bit where torch fuses multiplication and addition; to half a step in the last place where it does not."""
+    fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    for count in (1, 7, 8, 9, 33, 100, 4099):
+        theta, momentum = floats(rng, count), np.zeros(count, np.float32)
+        theta[np.abs(theta) > 1e30] = 1
+        p = torch.nn.Parameter(torch.from_numpy(theta.copy()))
+        sgd = torch.optim.SGD([p], lr=lr, momentum=mu, nesterov=True)
+        for _ in range(3):
+            total = floats(rng, count)
+            total[np.abs(total) > 1e30] = 0
+            total += 0.0  # a sum that starts at 0 is never -0
+            p.grad = torch.from_numpy(total) / trainers
+            sgd.step()
+            outer_step(theta, momentum, total, trainers, lr, mu)
+            buffer = sgd.state[p]["momentum_buffer"].numpy()
+            if fused:
+                np.testing.assert_array_equal(theta.view(np.uint32), p.detach().numpy().view(np.uint32))
+                # torch's first step copies the gradient; ours adds it to 0: they differ in the sign of an underflow.
+                np.testing.assert_array_equal(momentum, buffer)
+            else:
+                np.testing.assert_allclose(theta, p.detach().numpy(), rtol=1e-6, atol=1e-30)
+
+
+# -- the sparse one
+
+
+class State(NamedTuple):
+    theta: Floats
+    momentum: Floats
+    residual: Floats
+    start: Floats
+    counts: Counts
+
+    def copy(self) -> State:
+        return State(*(array.copy() for array in self))  # type: ignore[arg-type]
+
+    def same(self, other: State) -> None:
+        for name in self._fields:
+            mine, its = (getattr(state, name).view(np.uint8) for state in (self, other))
+            np.testing.assert_array_equal(mine, its, err_msg=name)
+
+
+def any_state(rng: np.random.Generator, count: int, granules: int) -> State:
+    theta, momentum, residual, start = (floats(rng, count, 1e30) for _ in range(4))
+    return State(theta, momentum, residual, start, rng.integers(0, 9, granules))
+
+
+def any_summands(rng: np.random.Generator, elements: int, number: int) -> list[Entries]:
+    """From none to all of the positions; some cancel in the sum, some are 0 themselves."""
+    summands: list[Entries] = []
+    for _ in range(number):
+        positions = np.flatnonzero(rng.random(elements) < rng.choice([0, 1e-3, 0.1, 1])).astype(np.uint32)
+        summands.append((positions, floats(rng, len(positions), 1e30)))
+    if summands and rng.random() < 0.5:
+        positions, values = summands[int(rng.integers(number))]
+        few = rng.random(len(positions)) < 0.5
+        summands.append((positions[few], -values[few]))
+    return summands
+
+
+def step_densely(
+    state: State, lookahead: float, first: int, summands: list[Entries], how: tuple[float, float, float], offset: int
+) -> None:
+    """As `sparse_outer_step` of parameters from ``first`` on, in granules of 256."""
+    count = len(state.theta)
+    total = np.zeros(first + count + 500, np.float32)
+    for positions, values in summands:
+        add_entries(total, positions, values)
+    total = total[first : first + count].copy()
+    outer_step(state.theta, state.momentum, total, *how)
+    ahead = state.theta - np.float32(lookahead) * state.residual if lookahead else state.theta
+    state.start[:] = ahead
+    np.add.at(state.counts, (offset + np.flatnonzero(total)) // 256, 1)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 7])
+@pytest.mark.parametrize("lookahead", [0.0, 7.0, float(np.float32(0.3))])
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_sparse_step_is_the_dense_one(count: int, lookahead: float, number: int, rng: np.random.Generator) -> None:
+    """Of a segment of a block: entries before and behind it change nothing; what is beside its granules neither."""
+    for first, offset in ((0, 0), (1, 255), (700, 100), (5000, 256), (4096, 5)):
+        summands = any_summands(rng, first + count + 500, number)
+        dense = any_state(rng, count, (offset + count + 255) // 256 + 1)
+        sparse = dense.copy()
+        how = (float(max(len(summands), 1)), 0.7, 0.9)
+        with np.errstate(over="ignore", invalid="ignore"):
+            step_densely(dense, lookahead, first, summands, how, offset)
+        sparse_outer_step(*sparse[:3], lookahead, sparse.start, first, summands, *how, offset, 256, sparse.counts)
+        sparse.same(dense)
+
+
+def test_segments_of_a_block_are_the_block(rng: np.random.Generator) -> None:
+    """One after another, with one array of counts for all that lie in the block."""
+    summands, how, before = any_summands(rng, 10_000, 3), (3.0, 0.5, 0.8), 77
+    whole = any_state(rng, 10_000, 40)
+    pieces = whole.copy()
+    step_densely(whole, 2.5, 0, summands, how, before)
+    for first, last in ((0, 1), (1, 300), (300, 4100), (4100, 4100), (4100, 10_000)):
+        theta, momentum, residual, start = (array[first:last] for array in pieces[:4])
+        place = before + first, 256, pieces.counts
+        sparse_outer_step(theta, momentum, residual, 2.5, start, first, summands, *how, *place)
+    pieces.same(whole)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 7])
+@pytest.mark.parametrize("elements", COUNTS)
+def test_sums_are_those_of_the_dense_way(elements: int, number: int, rng: np.random.Generator) -> None:
+    for _ in range(4):
+        summands, total = any_summands(rng, elements, number), np.zeros(elements, np.float32)
+        for positions, values in summands:
+            add_entries(total, positions, values)
+        found, sums = sum_entries(summands, elements)
+        np.testing.assert_array_equal(found, np.flatnonzero(total))
+        np.testing.assert_array_equal(sums.view(np.uint32), total[found].view(np.uint32))
+        assert (found.dtype, sums.dtype) == (np.uint32, np.float32)
+
+
+def test_sums_are_added_in_order() -> None:
+    at = np.uint32([5])
+    values = [np.float32([x]) for x in (1e8, 1.0, -1e8)]
+    assert [s.tolist() for s in sum_entries([(at, v) for v in values], 9)] == [[], []]
+    assert sum_entries([(at, values[k]) for k in (0, 2, 1)], 9)[1].tolist() == [1.0]
+
+
+# -- refusals
+
+
+def test_positions_are_checked_before_a_sum_changes() -> None:
+    total = np.zeros(4, np.float32)
+    with pytest.raises(IndexError):
+        add_entries(total, np.uint32([1, 4]), np.float32([1, 1]))
+    with pytest.raises(ValueError, match="length"):
+        add_entries(total, np.uint32([1]), np.float32([1, 1]))
+    assert not total.any()
+    for positions in ([0, 4], [2, 2], [2, 1]):
+        with pytest.raises(IndexError):
+            sum_entries([(np.uint32(positions), np.float32([1, 1]))], 4)
+    with pytest.raises(ValueError, match="length"):
+        sum_entries([(np.uint32([1]), np.float32([1, 1]))], 4)
+    with pytest.raises(ValueError, match="too long"):
+        sum_entries([], 1 << 32)
+
+
+def test_arrays_of_unequal_length_are_refused() -> None:
+    four, two, counts = np.zeros(4, np.float32), np.zeros(2, np.float32), np.zeros(1, np.int64)
+
+    def sparse(*arrays: Floats, summands: tuple[Entries, ...] = ()) -> None:
+        theta, momentum, residual, start = arrays
+        sparse_outer_step(theta, momentum, residual, 1.0, start, 0, summands, 1, 0.7, 0.9, 0, 256, counts)
+
+    for k in range(4):
+        arrays = [two.copy() if i == k else four.copy() for i in range(4)]
+        with pytest.raises(ValueError, match="length"):
+            gate(*arrays[:3], 0.0, False, arrays[3], BF16, 0)
+        with pytest.raises(ValueError, match="length"):
+            sparse(*arrays)
+    with pytest.raises(ValueError, match="length"):
+        outer_step(four, two, four, 1, 0.7, 0.9)
+    with pytest.raises(ValueError, match="length"):
+        sparse(four, four, four, four, summands=((np.uint32([0]), two),))
+
+
+@pytest.mark.parametrize(
+    ("offset", "granule", "counts"),
+    [(0, 256, 0), (253, 256, 1), (0, 3, 1), (0, 0, 9), (1 << 40, 256, 9), (0, 2**64 - 1, 0)],
+)
+def test_counts_that_are_too_few_are_refused(offset: int, granule: int, counts: int) -> None:
+    arrays = [np.ones(4, np.float32) for _ in range(4)]
+    with pytest.raises(ValueError, match="too few"):
+        sparse_outer_step(*arrays[:3], 0.0, arrays[3], 0, [], 1, 0.7, 0.9, offset, granule, np.zeros(counts, np.int64))
+    assert all((array == 1).all() for array in arrays)
+
+
+def test_arrays_at_odd_addresses_are_refused() -> None:
+    """Each array of each kernel in turn, the others where they belong."""
+    good, at, counts = np.zeros(4, np.float32), np.uint32([0, 1, 2, 3]), np.zeros(1, np.int64)
+    payload = np.frombuffer(encode_entries(good, good, BF16, at, good, False), np.uint8)
+
+    def sparse(theta: Array, momentum: Array, residual: Array, start: Array, positions: Array, values: Array) -> None:
+        summands = [(positions, values)]
+        sparse_outer_step(theta, momentum, residual, 1.0, start, 0, summands, 1, 0.7, 0.9, 0, 256, counts)
+
+    calls: list[tuple[Callable[..., Any], list[Array]]] = [
+        (lambda t, n, r, s: gate(t, n, r, 1.0, False, s, BF16, 0), [good.copy() for _ in range(4)]),
+        (lambda t, m, p, v: encode_entries(t, m, BF16, p, v, False), [good, good, at, good]),
+        (lambda t, m: decode_entries([payload], t, m, BF16, False), [good, good]),
+        (add_entries, [good.copy(), at, good]),
+        (lambda p, v: sum_entries([(p, v)], 4), [at, good]),
+        (lambda *a: outer_step(*a, 2, 0.7, 0.9), [good.copy() for _ in range(3)]),
+        (sparse, [*(good.copy() for _ in range(4)), at, good]),
+    ]
+    for call, arrays in calls:
+        call(*arrays)
+        for k, array in enumerate(arrays):
+            with pytest.raises(ValueError, match="not aligned to 4 bytes"):
+                call(*arrays[:k], misaligned(array), *arrays[k + 1 :])
+    four = [good.copy() for _ in range(4)]
+    with pytest.raises(ValueError, match="not aligned to 8 bytes"):
+        sparse_outer_step(*four[:3], 0.0, four[3], 0, [], 1, 0.7, 0.9, 0, 256, misaligned(counts, 4))
