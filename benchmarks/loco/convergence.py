@@ -28,18 +28,25 @@ LAST = 5
 
 @dataclass(frozen=True)
 class Curve:
-    """One run: means over trainers after each round; bytes of one trainer's messages, summed over rounds."""
+    """One run: means over trainers after each round. ``payloads`` and ``links``: bytes of one trainer's messages, and
+    what left its process, in each round. ``density`` is that of the whole run."""
 
     method: str
     seed: int
     rewards: list[float]
     losses: list[float]
-    payload_bytes: float
+    payloads: list[float]
+    links: list[float]
     density: float
 
     def until(self, rounds: int) -> Curve:
-        """Its first rounds; bytes and density are those of the whole run."""
-        return replace(self, rewards=self.rewards[:rounds], losses=self.losses[:rounds])
+        """Its first rounds."""
+        lists = ("rewards", "losses", "payloads", "links")
+        return replace(self, **{name: getattr(self, name)[:rounds] for name in lists})
+
+    @property
+    def payload_bytes(self) -> float:
+        return sum(self.payloads)
 
     @property
     def reward(self) -> float:
@@ -63,7 +70,8 @@ def curve(job: Job, result: JobResult) -> Curve:
         seed=job.seed,
         rewards=[fmean(r.held_out_reward or 0.0 for r in of_round) for of_round in rounds],
         losses=[fmean(r.held_out_loss or 0.0 for r in of_round) for of_round in rounds],
-        payload_bytes=sum(r.payload_bytes for r in records) / len(result),
+        payloads=[fmean(r.payload_bytes for r in of_round) for of_round in rounds],
+        links=[fmean(r.sent_bytes for r in of_round) for of_round in rounds],
         density=fmean(r.density for r in records),
     )
 
@@ -117,7 +125,7 @@ def text(curves: list[Curve]) -> str:
             f"{fmean(c.density for c in mine):>8.2%} {payload / 1e6:>8.2f} {dense / payload:>8.2f}"
         )
     start = mean_and_deviation([c.rewards[0] for c in curves if c.method == DILOCO])[0]
-    lines += ["", f"after DiLoCo's first round the reward is {start:.4f}", *verdicts(curves)]
+    lines += ["", f"after DiLoCo's first round the reward is {start:.4f}", *verdicts(curves), "", *equal_reward(curves)]
     if rounds > ROUNDS:
         lines += ["", f"after {ROUNDS} of them:", *at_the_end([c.until(ROUNDS) for c in curves])]
     return "\n".join(lines)
@@ -131,6 +139,43 @@ def at_the_end(curves: list[Curve]) -> list[str]:
         reward, loss = mean_and_deviation([c.reward for c in mine]), mean_and_deviation([c.loss for c in mine])
         lines.append(f"{method:18} {reward[0]:>7.4f} ± {reward[1]:.4f} {loss[0]:>7.4f} ± {loss[1]:.4f}")
     return [*lines, *verdicts(curves)]
+
+
+def bytes_until(rewards: Sequence[float], sizes: Sequence[float], level: float) -> float | None:
+    """The sum of ``sizes`` until the first round after which the reward is ``level``, the round before it counted in
+    part; None if it never is."""
+    first = next((i for i, reward in enumerate(rewards) if reward >= level), None)
+    if first is None:
+        return None
+    part = (level - rewards[first - 1]) / (rewards[first] - rewards[first - 1]) if first else 1.0
+    return sum(sizes[:first]) + part * sizes[first]
+
+
+def equal_reward(curves: list[Curve]) -> list[str]:
+    """What each method has sent when it is as far as DiLoCo was after a quarter, half, three quarters and all of its
+    rounds, as lines. Rewards and bytes are means over seeds."""
+    methods = [m for m in METHODS if any(c.method == m for c in curves)]
+
+    def mean_of(method: str, name: str) -> list[float]:
+        mine = [getattr(c, name) for c in curves if c.method == method]
+        return [fmean(of_round) for of_round in zip(*mine, strict=True)]
+
+    means = {method: [mean_of(method, name) for name in ("rewards", "payloads", "links")] for method in methods}
+    rounds = len(curves[0].rewards)
+    levels = [means[DILOCO][0][max(0, quarter * rounds // 4 - 1)] for quarter in (1, 2, 3, 4)]
+    lines = [
+        "Bytes at equal reward: MB of one trainer's messages | MB that left its process, until it first had DiLoCo's",
+        f"reward after {', '.join(str(max(1, q * rounds // 4)) for q in (1, 2, 3, 4))} rounds. -: it never had.",
+        f"{'method':18} " + " ".join(f"{level:>17.4f}" for level in levels),
+    ]
+    for method in methods:
+        rewards, *sizes = means[method]
+        cells = []
+        for level in levels:
+            found = [bytes_until(rewards, each, level) for each in sizes]
+            cells.append(" | ".join("-" if size is None else f"{size / 1e6:.2f}" for size in found))
+        lines.append(f"{method:18} " + " ".join(f"{cell:>17}" for cell in cells))
+    return lines
 
 
 def rounds_behind(curve: Curve, reference: Curve) -> float | None:

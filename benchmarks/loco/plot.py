@@ -26,7 +26,7 @@ def draw(curves: list[Curve], path: Path) -> None:
         rounds = np.arange(1, len(mean) + 1)
         by_round.plot(rounds, mean, label=method, color=colors[method], linewidth=1.4)
         by_round.fill_between(rounds, mean - deviation, mean + deviation, color=colors[method], alpha=0.12, linewidth=0)
-        megabytes = np.mean([c.payload_bytes for c in mine]) / 1e6 * rounds / len(rounds)
+        megabytes = np.cumsum(np.mean([c.payloads for c in mine], axis=0)) / 1e6
         by_bytes.plot(megabytes, mean, color=colors[method], linewidth=1.4)
     by_round.set_xlabel("round")
     by_round.set_ylabel("held-out reward")

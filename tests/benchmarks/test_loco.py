@@ -153,7 +153,7 @@ def test_cost_is_that_of_the_slowest_trainer() -> None:
 
 def curves(**off: float) -> list[convergence.Curve]:
     return [
-        convergence.Curve(m, s, [0.1, 0.5 + 0.01 * s + off.get(m, 0.0)], [1.0, 0.3], 1e6, 0.1)
+        convergence.Curve(m, s, [0.1, 0.5 + 0.01 * s + off.get(m, 0.0)], [1.0, 0.3], [4e5, 6e5], [8e5, 1e6], 0.1)
         for m in methods.METHODS
         for s in convergence.SEEDS
     ]
@@ -173,6 +173,22 @@ def test_a_curve_is_the_mean_of_the_trainers() -> None:
     curve = convergence.curve(convergence.job(methods.PULSE, 1, 1), [[s] for s in of_round])
     assert curve.rewards == pytest.approx([0.3])
     assert curve.payload_bytes == 25
+    assert (curve.links, curve.until(0).payload_bytes) == ([400], 0)
+
+
+def test_bytes_at_equal_reward() -> None:
+    """The round in which a method gets there counts in part."""
+    rewards, sizes = [0.1, 0.3, 0.2, 0.5], [10.0, 20.0, 30.0, 40.0]
+    assert convergence.bytes_until(rewards, sizes, 0.05) == 10
+    assert convergence.bytes_until(rewards, sizes, 0.2) == pytest.approx(20)
+    assert convergence.bytes_until(rewards, sizes, 0.35) == pytest.approx(80)
+    assert convergence.bytes_until(rewards, sizes, 0.51) is None
+    worse, better = ({methods.PULSE: off} for off in (-0.2, 0.2))
+    lines = [convergence.equal_reward(curves(**off)) for off in (worse, better)]
+    found = [next(line for line in of if line.startswith(methods.PULSE)) for of in lines]
+    # Until DiLoCo's first round, after which all are alike, and until its last one.
+    assert found[0].split()[2:] == ["0.40", "|", "0.80"] * 3 + ["-", "|", "-"]
+    assert found[1].split()[-3:] == ["0.80", "|", "1.47"]
 
 
 def test_the_plot_is_drawn(tmp_path: Path) -> None:
@@ -198,8 +214,8 @@ def test_jobs_travel_as_json() -> None:
 
 def test_rounds_behind_are_those_since_the_reference_had_the_reward() -> None:
     rising = [0.1 * n for n in range(1, 9)]
-    reference = convergence.Curve(methods.DILOCO, 0, rising, rising, 0.0, 1.0)
-    late = convergence.Curve(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])], rising, 0.0, 1.0)
+    reference = convergence.Curve(methods.DILOCO, 0, rising, rising, rising, rising, 1.0)
+    late = convergence.Curve(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])], rising, rising, rising, 1.0)
     assert convergence.rounds_behind(late, reference) == pytest.approx(1.5)
     assert convergence.rounds_behind(reference, late) is None
 
