@@ -113,7 +113,8 @@ def time_kernels(blocks: Sequence[Block]) -> Speeds:
             arrays, outer = (block.theta, block.momentum, residual), (TRAINERS, OUTER_LR, OUTER_MOMENTUM)
             counts = np.zeros(len(residual) // GRANULE + 1, np.int64)
             summands = [entries] * TRAINERS
-            sparse_outer_step(*arrays, block.lookahead, block.now, 0, summands, *outer, 0, GRANULE, counts)
+            classes = _ROUNDING, (0, 0), np.empty(len(residual), np.uint8)
+            sparse_outer_step(*arrays, block.lookahead, block.now, 0, summands, *outer, 0, GRANULE, counts, *classes)
 
     # Last: it changes theta.
     speeds["outer_step"] = speed(outer)

@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kFewEntries = 256, kSomeEntries = 12288;  // below: 1 or 16 contexts of values
 constexpr size_t kTile = 1 << 13;
-constexpr int kFirstOpen = 10, kFirstLevel = 6;           // expected where nothing is known
+constexpr int kFirstOpen = 10, kFirstLevel = 6;  // expected where nothing is known
 
 // What stands in front of the states of a payload.
 struct Head {
@@ -114,8 +114,12 @@ void choose_opens(Head& head, const Shared& shared, const std::array<uint32_t, k
     for (size_t at = 0; at < shared.elements; at += stride) {
         const size_t count = std::min(kGroup, shared.elements - at);
         uint8_t group[kGroup];
-        classify(shared.theta + at, shared.momentum + at, count, shared.rounding, head.octaves, group);
-        for (size_t i = 0; i < count; i++) seen[i & 3][group[i]]++;
+        const uint8_t* const known = shared.classes_for(head.octaves);
+        const uint8_t* classes = known ? known + at : group;
+        if (!known) {
+            classify(shared.theta + at, shared.momentum + at, count, shared.rounding, head.octaves, group);
+        }
+        for (size_t i = 0; i < count; i++) seen[i & 3][classes[i]]++;
         sampled += count;
     }
     const double scale = double(shared.elements) / double(sampled);
@@ -158,8 +162,10 @@ void choose_octaves(Head& head, const Shared& shared, const uint32_t* positions,
         const Sized value = sized(values[i], theta, distance, bf16);
         if (value.octave != Sized::kNone) octaves[size_t(value.octave)]++;
     }
-    head.octaves.distance = uint8_t(std::clamp((top_of(distances, sampled, 1024) - 14) & ~1, 0, 254));
-    head.octaves.momentum = uint8_t(std::max(int(momentum_octave(shared.momentum, shared.elements)) - 7, 0));
+    const int distance = std::clamp((top_of(distances, sampled, 1024) - 14) & ~1, 0, 254);
+    head.octaves = shared.classes && std::abs(distance - int(shared.octaves.distance)) <= 2
+                       ? shared.octaves
+                       : Octaves{uint8_t(distance), shared_octaves(shared.momentum, shared.elements).momentum};
     const int top = std::min(top_of(octaves, sampled, 4096) + (count > kSample), 254);
     head.base = std::max(top - (kMostSizes - 1), 0);
     while (head.base < top && !octaves[size_t(head.base)]) head.base++;
@@ -182,14 +188,19 @@ std::vector<CodedSymbol> describe(const Head& head, const Shared& shared, const 
                                   const float* values, size_t count, const ValueKind& kind, DistanceOf&& distance_of,
                                   EntryCounts& counts, BitWriter& bits) {
     constexpr size_t kChunk = 1 << 10;
+    const uint8_t* const known = shared.classes_for(head.octaves);
     std::vector<CodedSymbol> coded(count);
     float theta[kChunk], momentum[kChunk];
     uint8_t classes[kChunk];
     for (size_t from = 0; from < count; from += kChunk) {
         const size_t size = std::min(kChunk, count - from);
         for (size_t i = 0; i < size; i++) theta[i] = shared.theta[positions[from + i]];
-        for (size_t i = 0; i < size; i++) momentum[i] = shared.momentum[positions[from + i]];
-        classify(theta, momentum, size, shared.rounding, head.octaves, classes);
+        if (known) {
+            for (size_t i = 0; i < size; i++) classes[i] = known[positions[from + i]];
+        } else {
+            for (size_t i = 0; i < size; i++) momentum[i] = shared.momentum[positions[from + i]];
+            classify(theta, momentum, size, shared.rounding, head.octaves, classes);
+        }
         for (size_t i = 0; i < size; i++) {
             const uint32_t t = bits_of(theta[i]);
             const Sized value = sized(values[from + i], t, distance_of(t), kind.bf16);
@@ -215,11 +226,9 @@ public:
 
     Tile of(Octaves octaves, size_t from) {
         const size_t elements = std::min(kTile, shared_.elements - from);
+        if (const uint8_t* known = shared_.classes_for(octaves)) return {known + from, from, elements};
         for (const Known& known : known_) {
-            if (known.from == from && known.octaves.distance == octaves.distance &&
-                known.octaves.momentum == octaves.momentum) {
-                return {known.classes.data(), from, elements};
-            }
+            if (known.from == from && known.octaves == octaves) return {known.classes.data(), from, elements};
         }
         if (!known_.empty() && known_.front().from != from) known_.clear();
         known_.push_back({octaves, from, std::vector<uint8_t>(kTile)});
@@ -352,7 +361,7 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     put_varint(payload, levels.size());
     payload.insert(payload.end(), levels.begin(), levels.end());
 
-    constexpr size_t kVector = 64;  // vectors store whole registers in front of the words
+    constexpr size_t kVector = 64;                                // vectors store whole registers in front of the words
     const size_t room = 2 * (shared.elements + count) + kVector;  // a symbol gives a word at most
     const std::unique_ptr<uint8_t[]> code(new uint8_t[room]);
     RansWriter coder{{}, code.get() + room};

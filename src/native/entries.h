@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "entry_classes.h"
 #include "payload.h"
 #include "rounding.h"
 
@@ -18,6 +19,11 @@ struct Shared {
     const float* momentum;
     size_t elements;
     Rounding rounding;
+    // The classes for these octaves, if they are known already.
+    const uint8_t* classes = nullptr;
+    Octaves octaves{};
+
+    const uint8_t* classes_for(Octaves wanted) const { return classes && wanted == octaves ? classes : nullptr; }
 };
 
 struct Entries {

@@ -12,6 +12,7 @@ namespace pulse {
 // From where the octaves of distance and momentum are counted; both numbers travel in the head of a block.
 struct Octaves {
     uint8_t distance, momentum;
+    bool operator==(const Octaves& other) const { return distance == other.distance && momentum == other.momentum; }
 };
 
 // The octave of the distance from theta to its nearest rounding boundary: log2 of it, plus 150.
@@ -34,5 +35,11 @@ void classify(const float* theta, const float* momentum, size_t count, const Rou
 
 // The octave of momentum that only 1/128 of the non-zero entries exceed, those of a sample; 0 without any.
 uint8_t momentum_octave(const float* momentum, size_t count);
+
+// Octaves that follow from what all trainers share: entries are about as far as the momentum goes in a round or two.
+inline Octaves shared_octaves(const float* momentum, size_t count) {
+    const int octave = momentum_octave(momentum, count);
+    return {uint8_t(octave ? std::min((octave + 10) & ~1, 254) : 0), uint8_t(std::max(octave - 7, 0))};
+}
 
 }  // namespace pulse

@@ -82,7 +82,8 @@ PULSE_RANS size_t decode(RansReader& coder, const Tile& tile, const OpenLevels& 
             x[v] = _mm512_mask_or_epi32(x[v], empty, _mm512_slli_epi32(x[v], 16), words);
         }
         for (int v = 0; v < kVectors; v++) {
-            const __m512i place = _mm512_add_epi32(iota, _mm512_set1_epi32(int(tile.from + group * kRansStates) + 16 * v));
+            const __m512i place =
+                _mm512_add_epi32(iota, _mm512_set1_epi32(int(tile.from + group * kRansStates) + 16 * v));
             _mm512_storeu_si512(positions + known, _mm512_maskz_compress_epi32(open[v], place));
             known += size_t(__builtin_popcount(open[v]));
         }

@@ -99,8 +99,8 @@ void decode_values(RansReader& coder, BitReader& bits, const std::vector<uint32_
         const uint8_t symbol = slots[context * kRansScale + RansReader::slot(x)];
         if (symbol == kNoSymbol) throw Malformed("a value in a context that has none");
         coder.symbol(x, tables.start[context][symbol], tables.length[context][symbol]);
-        values[i] = value_of(theta[i], bf16_gate ? bf16_distance(theta[i]) : distance_of(theta[i], kind.rounding), symbol,
-                             bits, kind);
+        values[i] = value_of(theta[i], bf16_gate ? bf16_distance(theta[i]) : distance_of(theta[i], kind.rounding),
+                             symbol, bits, kind);
         if ((bits_of(values[i]) & kMagnitude) >= kHuge) throw Malformed("a value that is not finite");
     }
 }

@@ -10,8 +10,8 @@
 
 #include "entry_classes.h"
 #include "plain_bits.h"
-#include "rans_states.h"
 #include "range_coder.h"
+#include "rans_states.h"
 #include "weights.h"
 
 namespace pulse {

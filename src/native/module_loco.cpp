@@ -24,6 +24,24 @@ void check_arrays(size_t count, const Arrays&... arrays) {
     (check_elements(arrays, "an array"), ...);
 }
 
+using OctavesTuple = std::tuple<uint8_t, uint8_t>;
+using Known = std::optional<std::pair<Bytes, OctavesTuple>>;
+
+pulse::Octaves octaves_of(const OctavesTuple& octaves) { return {std::get<0>(octaves), std::get<1>(octaves)}; }
+
+// What is known of a block. `known`: its classes, and the octaves that they are for.
+pulse::Shared shared_of(const Floats& theta, const Floats& momentum, const pulse::Rounding& rounding,
+                        const Known& known) {
+    check_arrays(theta.size(), theta, momentum);
+    pulse::Shared shared{theta.data(), momentum.data(), theta.size(), rounding};
+    if (known) {
+        if (known->first.size() != theta.size()) throw nb::value_error("the arrays differ in length");
+        shared.classes = known->first.data();
+        shared.octaves = octaves_of(known->second);
+    }
+    return shared;
+}
+
 using MutableCounts = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Summand = std::pair<Positions, Floats>;
 
@@ -76,10 +94,9 @@ void bind_loco(nb::module_& m) {
 
     m.def(
         "encode_entries",
-        [](Floats theta, Floats momentum, const RoundingTuple& rounding, Positions positions, Floats values,
-           bool bf16) {
-            const auto checked = checked_rounding(rounding);
-            check_arrays(theta.size(), theta, momentum);
+        [](Floats theta, Floats momentum, const RoundingTuple& rounding, Positions positions, Floats values, bool bf16,
+           const Known& known) {
+            const auto shared = shared_of(theta, momentum, checked_rounding(rounding), known);
             check_arrays(positions.size(), positions, values);
             std::vector<uint8_t> payload;
             {
@@ -89,26 +106,24 @@ void bind_loco(nb::module_& m) {
                         throw nb::index_error("the positions do not ascend within the block");
                     }
                 }
-                payload = pulse::encode_entries({theta.data(), momentum.data(), theta.size(), checked}, positions.data(),
-                                                values.data(), positions.size(), bf16);
+                payload = pulse::encode_entries(shared, positions.data(), values.data(), positions.size(), bf16);
             }
             return nb::bytes(payload.data(), payload.size());
         },
         array("theta"), array("momentum"), "rounding"_a, array("positions"), array("values"), "bf16"_a,
-        "The payload of one block.");
+        array("known") = nb::none(), "The payload of one block; known: its (classes, octaves).");
 
     m.def(
         "decode_entries",
-        [](const std::vector<Bytes>& payloads, Floats theta, Floats momentum, const RoundingTuple& rounding,
-           bool bf16) {
-            const auto checked = checked_rounding(rounding);
-            check_arrays(theta.size(), theta, momentum);
+        [](const std::vector<Bytes>& payloads, Floats theta, Floats momentum, const RoundingTuple& rounding, bool bf16,
+           const Known& known) {
+            const auto shared = shared_of(theta, momentum, checked_rounding(rounding), known);
             std::vector<std::pair<const uint8_t*, size_t>> views;
             for (const Bytes& payload : payloads) views.emplace_back(payload.data(), payload.size());
             std::vector<pulse::Entries> decoded;
             {
                 nb::gil_scoped_release release;
-                decoded = pulse::decode_entries({theta.data(), momentum.data(), theta.size(), checked}, views, bf16);
+                decoded = pulse::decode_entries(shared, views, bf16);
             }
             nb::list results;
             for (pulse::Entries& entries : decoded) {
@@ -117,7 +132,7 @@ void bind_loco(nb::module_& m) {
             }
             return results;
         },
-        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "bf16"_a,
+        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "bf16"_a, array("known") = nb::none(),
         "(uint32 positions, FP32 values) of one block for each payload; raises Malformed.");
 
     m.def(
@@ -164,22 +179,36 @@ void bind_loco(nb::module_& m) {
         "sparse_outer_step",
         [](MutableFloats theta, MutableFloats momentum, Floats residual, float lookahead, MutableFloats start,
            size_t from, const std::vector<Summand>& summands, float trainers, float lr, float mu, size_t offset,
-           size_t granule, MutableCounts counts) {
+           size_t granule, MutableCounts counts, const RoundingTuple& rounding, const OctavesTuple& octaves,
+           MutableBytes classes) {
+            const auto rounded = checked_rounding(rounding);
             const size_t count = theta.size();
-            check_arrays(count, theta, momentum, residual, start);
+            check_arrays(count, theta, momentum, residual, start, classes);
             const auto checked = checked_summands(summands, UINT32_MAX);
             check_elements(counts, "an array");
-            if (count > UINT32_MAX || from > UINT32_MAX || offset > UINT32_MAX || granule == 0 || granule > UINT32_MAX ||
-                counts.size() < (offset + count + granule - 1) / granule) {
+            if (count > UINT32_MAX || from > UINT32_MAX || offset > UINT32_MAX || granule == 0 ||
+                granule > UINT32_MAX || counts.size() < (offset + count + granule - 1) / granule) {
                 throw nb::value_error("the counts are too few");
             }
             nb::gil_scoped_release release;
             pulse::outer_step(theta.data(), momentum.data(), residual.data(), lookahead, start.data(), from, count,
-                              checked, {trainers, lr, mu}, offset, granule, counts.data());
+                              checked, {trainers, lr, mu}, offset, granule, counts.data(),
+                              {rounded, octaves_of(octaves), classes.data()});
         },
-        array("theta"), array("momentum"), array("residual"), "lookahead"_a, array("start"), "from_"_a, array("summands"),
-        "trainers"_a, "lr"_a, "mu"_a, "offset"_a, "granule"_a, array("counts"),
+        array("theta"), array("momentum"), array("residual"), "lookahead"_a, array("start"), "from_"_a,
+        array("summands"), "trainers"_a, "lr"_a, "mu"_a, "offset"_a, "granule"_a, array("counts"), "rounding"_a,
+        "octaves"_a, array("classes"),
         "Nesterov SGD on the sum of those of the summands (positions, values) that lie in the parameters, which begin at "
         "`from`, by ascending positions, / trainers, in place; start = theta - lookahead * residual; counts[(offset + i) // granule] grow by the sums "
-        "that are not 0.");
+        "that are not 0; classes get the parameters' for the octaves.");
+
+    m.def(
+        "shared_octaves",
+        [](Floats momentum) {
+            check_elements(momentum, "momentum");
+            nb::gil_scoped_release release;
+            const pulse::Octaves octaves = pulse::shared_octaves(momentum.data(), momentum.size());
+            return OctavesTuple(octaves.distance, octaves.momentum);
+        },
+        array("momentum"), "The octaves (of distance, of momentum) that a block's momentum suggests for its classes.");
 }

@@ -63,7 +63,7 @@ const float* TileSums::of(size_t from, size_t count) {
 
 void outer_step(float* theta, float* momentum, const float* residual, float lookahead, float* start, size_t from,
                 size_t count, const std::vector<Summand>& summands, const Nesterov& n, size_t offset, size_t granule,
-                int64_t* counts) {
+                int64_t* counts, const Classified& classified) {
     TileSums tiles(summands, from);
     for (size_t at = 0; at < count; at += TileSums::kTile) {
         const size_t size = std::min(TileSums::kTile, count - at);
@@ -74,6 +74,7 @@ void outer_step(float* theta, float* momentum, const float* residual, float look
         } else {
             std::memcpy(start + at, theta + at, size * sizeof(float));
         }
+        classify(theta + at, momentum + at, size, classified.rounding, classified.octaves, classified.classes + at);
         for (size_t i = 0; tiles.any() && i < size;) {
             const size_t place = offset + at + i, end = std::min(size, i + granule - place % granule);
             counts[place / granule] += count_nonzero(sums + i, end - i);

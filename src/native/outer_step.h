@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "entry_classes.h"
+
 namespace pulse {
 
 // Nesterov SGD as torch.optim.SGD computes it where the processor fuses multiplication and addition:
@@ -44,9 +46,15 @@ private:
 // The outer step of the parameters at positions [from, from + count), and what the next inner steps start from:
 // start = theta - lookahead * residual, theta if `lookahead` is 0. Adds to counts[(offset + i) / granule] the sums that
 // are not 0.
+// Then classifies the parameters, for the next round's messages.
+struct Classified {
+    Rounding rounding;
+    Octaves octaves;
+    uint8_t* classes;
+};
 void outer_step(float* theta, float* momentum, const float* residual, float lookahead, float* start, size_t from,
                 size_t count, const std::vector<Summand>& summands, const Nesterov& nesterov, size_t offset,
-                size_t granule, int64_t* counts);
+                size_t granule, int64_t* counts, const Classified& classified);
 
 // The positions below `elements` whose sum is not 0, and the sums.
 void sum_entries(const std::vector<Summand>& summands, size_t elements, std::vector<uint32_t>& positions,

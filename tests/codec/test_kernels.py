@@ -195,7 +195,8 @@ def test_an_array_is_never_converted() -> None:
     """A strided array, or one of another dtype, would be copied, and what is written into the copy lost."""
     raw, one, value = np.zeros(16, np.uint8), np.uint32([0]), np.uint8([9])
     floats, four, counts = np.zeros(8, np.float32), np.zeros(4, np.float32), np.zeros(4, np.int64)
-    rounding, rest = (7, 1, 0x7F7F0000, 0x7F800000), (0, [(one, np.float32([1]))], 2, 0.7, 0.9, 0, 256)
+    rounding, known = (7, 1, 0x7F7F0000, 0x7F800000), ((120, 104), np.zeros(4, np.uint8))
+    rest = (0, [(one, np.float32([1]))], 2, 0.7, 0.9, 0, 256)
     calls: list[Callable[[], Any]] = [
         lambda: scatter(raw[::2], 1, one, 0, value),
         lambda: scatter(raw.view(np.uint16), 2, one, 0, raw[:2]),
@@ -205,11 +206,12 @@ def test_an_array_is_never_converted() -> None:
         lambda: outer_step(floats[::2], four, four, 2, 0.7, 0.9),
         lambda: gate(four, four, four, 0.0, False, floats[::2], rounding, 0),
         lambda: gate(four, four, four, 0.0, False, np.zeros(4), rounding, 0),
-        lambda: sparse_outer_step(floats[::2], four, four, 1.0, four, *rest, counts[:1]),
-        lambda: sparse_outer_step(four, floats[::2], four, 1.0, four, *rest, counts[:1]),
-        lambda: sparse_outer_step(four, four, four, 1.0, floats[::2], *rest, counts[:1]),
-        lambda: sparse_outer_step(four, four, four, 1.0, four, *rest, counts[::2]),
-        lambda: sparse_outer_step(four, four, four, 1.0, four, *rest, counts.astype(np.int32)),
+        lambda: sparse_outer_step(floats[::2], four, four, 1.0, four, *rest, counts[:1], rounding, *known),
+        lambda: sparse_outer_step(four, floats[::2], four, 1.0, four, *rest, counts[:1], rounding, *known),
+        lambda: sparse_outer_step(four, four, four, 1.0, floats[::2], *rest, counts[:1], rounding, *known),
+        lambda: sparse_outer_step(four, four, four, 1.0, four, *rest, counts[::2], rounding, *known),
+        lambda: sparse_outer_step(four, four, four, 1.0, four, *rest, counts.astype(np.int32), rounding, *known),
+        lambda: sparse_outer_step(four, four, four, 1.0, four, *rest, counts[:1], rounding, (1, 1), raw[:8:2]),
         lambda: gather(raw, 1, np.int64([0]), 0),
         lambda: scan(raw[::2], raw[::2], 1),
         lambda: history_records(one, raw[::2], raw[::2], 1, False),

@@ -160,14 +160,19 @@ void check_steps(const Parameters& b, const std::vector<Entries>& entries, Rando
 
     std::vector<float> theta[2] = {b.theta, b.theta}, momentum[2] = {b.momentum, b.momentum}, start(count);
     outer_step(theta[0].data(), momentum[0].data(), total.data(), count, nesterov);
+    const Octaves octaves{uint8_t(r()), uint8_t(r())};
+    std::vector<uint8_t> classes[2] = {std::vector<uint8_t>(count), std::vector<uint8_t>(count)};
+    classify(theta[0].data(), momentum[0].data(), count, b.rounding, octaves, classes[0].data());
     for (size_t from = 0; from < count;) {
         const size_t size = std::min(count - from, 1 + below(r, below(r, 2) ? 10000 : 300));
         outer_step(theta[1].data() + from, momentum[1].data() + from, b.residual.data() + from, b.lookahead,
-                   start.data() + from, from, size, summands, nesterov, offset + from, granule, counts.data());
+                   start.data() + from, from, size, summands, nesterov, offset + from, granule, counts.data(),
+                   {b.rounding, octaves, classes[1].data() + from});
         from += size;
     }
     if (!same(theta[0], theta[1]) || !same(momentum[0], momentum[1])) fail("the sparse outer step", seed);
     if (counts != expected) fail("the counts of the sums", seed);
+    if (classes[0] != classes[1]) fail("the classes", seed);
     for (size_t i = 0; i < count; i++) {
         const float ahead = b.lookahead != 0 ? theta[0][i] - b.lookahead * b.residual[i] : theta[0][i];
         if (bits_of(start[i]) != bits_of(ahead)) fail("where the next steps start", seed);

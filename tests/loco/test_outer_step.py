@@ -22,8 +22,11 @@ from pulse_rl.loco.gate import Floats, rounding_of
 from pulse_rl.loco.shares import Counts
 from pulse_rl.loco.wire import Entries
 from tests.support.arrays import Array, floats, misaligned
+from tests.support.entries_oracle import Rounding, class_of
 
 BF16 = rounding_of(torch.bfloat16)
+OCTAVES = 120, 104
+CLASSIFIED = BF16, OCTAVES, np.empty(4, np.uint8)
 COUNTS = [0, 1, 255, 257, 4095, 4096, 4097, 9000]
 
 
@@ -117,8 +120,12 @@ def test_the_sparse_step_is_the_dense_one(count: int, lookahead: float, number: 
         how = (float(max(len(summands), 1)), 0.7, 0.9)
         with np.errstate(over="ignore", invalid="ignore"):
             step_densely(dense, lookahead, first, summands, how, offset)
-        sparse_outer_step(*sparse[:3], lookahead, sparse.start, first, summands, *how, offset, 256, sparse.counts)
+        place, classes = (offset, 256, sparse.counts), np.empty(count, np.uint8)
+        sparse_outer_step(*sparse[:3], lookahead, sparse.start, first, summands, *how, *place, BF16, OCTAVES, classes)
         sparse.same(dense)
+        few = slice(None, None, 1 + count // 500)
+        bits = (array[few].view(np.uint32).tolist() for array in (dense.theta, dense.momentum))
+        assert classes[few].tolist() == [class_of(x, m, Rounding(*BF16), *OCTAVES) for x, m in zip(*bits, strict=True)]
 
 
 def test_segments_of_a_block_are_the_block(rng: np.random.Generator) -> None:
@@ -130,7 +137,8 @@ def test_segments_of_a_block_are_the_block(rng: np.random.Generator) -> None:
     for first, last in ((0, 1), (1, 300), (300, 4100), (4100, 4100), (4100, 10_000)):
         theta, momentum, residual, start = (array[first:last] for array in pieces[:4])
         place = before + first, 256, pieces.counts
-        sparse_outer_step(theta, momentum, residual, 2.5, start, first, summands, *how, *place)
+        classified = BF16, OCTAVES, np.empty(last - first, np.uint8)
+        sparse_outer_step(theta, momentum, residual, 2.5, start, first, summands, *how, *place, *classified)
     pieces.same(whole)
 
 
@@ -176,10 +184,13 @@ def test_positions_are_checked_before_a_sum_changes() -> None:
 def test_arrays_of_unequal_length_are_refused() -> None:
     four, two, counts = np.zeros(4, np.float32), np.zeros(2, np.float32), np.zeros(1, np.int64)
 
-    def sparse(*arrays: Floats, summands: tuple[Entries, ...] = ()) -> None:
+    def sparse(*arrays: Floats, summands: tuple[Entries, ...] = (), classes: int = 4) -> None:
         theta, momentum, residual, start = arrays
-        sparse_outer_step(theta, momentum, residual, 1.0, start, 0, summands, 1, 0.7, 0.9, 0, 256, counts)
+        where = 0, 256, counts, BF16, OCTAVES, np.empty(classes, np.uint8)
+        sparse_outer_step(theta, momentum, residual, 1.0, start, 0, summands, 1, 0.7, 0.9, *where)
 
+    with pytest.raises(ValueError, match="length"):
+        sparse(four, four, four, four, classes=3)
     for k in range(4):
         arrays = [two.copy() if i == k else four.copy() for i in range(4)]
         with pytest.raises(ValueError, match="length"):
@@ -198,8 +209,9 @@ def test_arrays_of_unequal_length_are_refused() -> None:
 )
 def test_counts_that_are_too_few_are_refused(offset: int, granule: int, counts: int) -> None:
     arrays = [np.ones(4, np.float32) for _ in range(4)]
+    place = offset, granule, np.zeros(counts, np.int64)
     with pytest.raises(ValueError, match="too few"):
-        sparse_outer_step(*arrays[:3], 0.0, arrays[3], 0, [], 1, 0.7, 0.9, offset, granule, np.zeros(counts, np.int64))
+        sparse_outer_step(*arrays[:3], 0.0, arrays[3], 0, [], 1, 0.7, 0.9, *place, *CLASSIFIED)
     assert all((array == 1).all() for array in arrays)
 
 
@@ -210,7 +222,7 @@ def test_arrays_at_odd_addresses_are_refused() -> None:
 
     def sparse(theta: Array, momentum: Array, residual: Array, start: Array, positions: Array, values: Array) -> None:
         summands = [(positions, values)]
-        sparse_outer_step(theta, momentum, residual, 1.0, start, 0, summands, 1, 0.7, 0.9, 0, 256, counts)
+        sparse_outer_step(theta, momentum, residual, 1.0, start, 0, summands, 1, 0.7, 0.9, 0, 256, counts, *CLASSIFIED)
 
     calls: list[tuple[Callable[..., Any], list[Array]]] = [
         (lambda t, n, r, s: gate(t, n, r, 1.0, False, s, BF16, 0), [good.copy() for _ in range(4)]),
@@ -227,5 +239,6 @@ def test_arrays_at_odd_addresses_are_refused() -> None:
             with pytest.raises(ValueError, match="not aligned to 4 bytes"):
                 call(*arrays[:k], misaligned(array), *arrays[k + 1 :])
     four = [good.copy() for _ in range(4)]
+    place = 0, 256, misaligned(counts, 4)
     with pytest.raises(ValueError, match="not aligned to 8 bytes"):
-        sparse_outer_step(*four[:3], 0.0, four[3], 0, [], 1, 0.7, 0.9, 0, 256, misaligned(counts, 4))
+        sparse_outer_step(*four[:3], 0.0, four[3], 0, [], 1, 0.7, 0.9, *place, *CLASSIFIED)

@@ -110,7 +110,8 @@ def test_sums_are_counted_where_they_are(blocks: list[FlatBlock]) -> None:
             theta, momentum, residual, start = (block.of(array)[part] for array in arrays)
             summands = [(entries, block.of(flat)[entries])]
             how = (1.0, 0.7, 0.9, before + part.start, GRANULE)
-            sparse_outer_step(theta, momentum, residual, 1.0, start, part.start, summands, *how, found)
+            classified = rounding_of(torch.bfloat16), (120, 104), np.empty(len(theta), np.uint8)
+            sparse_outer_step(theta, momentum, residual, 1.0, start, part.start, summands, *how, found, *classified)
         counts[first : first + touched] += found
     assert np.array_equal(counts, np.bincount(places // GRANULE, minlength=len(counts)))
     assert np.array_equal(np.flatnonzero(arrays[0]), np.sort(places))

@@ -109,6 +109,7 @@ def encode_entries(
     positions: npt.NDArray[np.uint32],
     values: npt.NDArray[np.float32],
     bf16: bool,
+    known: tuple[npt.NDArray[np.uint8], tuple[int, int]] | None = None,
 ) -> bytes: ...
 def decode_entries(
     payloads: list[npt.NDArray[np.uint8]],
@@ -116,6 +117,7 @@ def decode_entries(
     momentum: npt.NDArray[np.float32],
     rounding: tuple[int, int, int, int],
     bf16: bool,
+    known: tuple[npt.NDArray[np.uint8], tuple[int, int]] | None = None,
 ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]]: ...
 def add_entries(
     total: npt.NDArray[np.float32], positions: npt.NDArray[np.uint32], values: npt.NDArray[np.float32]
@@ -145,4 +147,8 @@ def sparse_outer_step(
     offset: int,
     granule: int,
     counts: npt.NDArray[np.int64],
+    rounding: tuple[int, int, int, int],
+    octaves: tuple[int, int],
+    classes: npt.NDArray[np.uint8],
 ) -> None: ...
+def shared_octaves(momentum: npt.NDArray[np.float32]) -> tuple[int, int]: ...

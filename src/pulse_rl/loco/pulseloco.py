@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .._native import sparse_outer_step
 from .._util.settings import checked_number
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
+from .classes import Classes
 from .exchange import Exchange
 from .feedback import ErrorFeedbackLoop
 from .gate import Floats, Positions, is_finite, open_entries, rounding_of, scaled_open_entries
@@ -47,8 +48,7 @@ class PulseLoCo(ErrorFeedbackLoop):
     mean passes the gate, in ``wire_dtype``, and carries the rest in its own residual: what leaves a process does not
     grow with the trainers. "auto", the default, is from 8 trainers on, if there is a lookahead; False is the paper's.
 
-    The other arguments are those of `OuterLoop`. Memory on the host: 16 bytes per parameter, and 4 more while the
-    model is written. Raises, from inside
+    The other arguments are those of `OuterLoop`. Memory on the host: 17 bytes per parameter. Raises, from inside
     ``step()`` of the last inner optimizer: TrainerLost and TrainerLeft (see `rejoin`), NonFinite (see `rewind`),
     Diverged, CorruptMessage, InputError.
     """
@@ -98,6 +98,7 @@ class PulseLoCo(ErrorFeedbackLoop):
         # What all trainers of the group know of its last round, and by what they cut shares.
         self._known: Known | None = None
         self._counts: Counts | None = None
+        self._classes = Classes(self.parameters.blocks)
         # The lookahead with which the inner steps under way have started.
         self._started_with = np.float32(0)
         self._at_theta = False
@@ -137,6 +138,7 @@ class PulseLoCo(ErrorFeedbackLoop):
 
     def _met(self, handshakes: list[Handshake]) -> None:
         self._known = None  # others may come from other rounds
+        self._classes.forget()
         if len({handshake.shares for handshake in handshakes}) > 1:
             self._counts = None
 
@@ -152,7 +154,9 @@ class PulseLoCo(ErrorFeedbackLoop):
         self._forget_message()
         with self._phase("gate"):
             own = self._gate()
-        coder = Coder(self.round, self.theta_flat, self.momentum_flat, self._rounding, self._wire, self.threads)
+        coder = Coder(
+            self.round, self.theta_flat, self.momentum_flat, self._rounding, self._wire, self._classes, self.threads
+        )
 
         def announce(digest: str) -> None:
             self._pending_message = None if own.bad else digest
@@ -201,13 +205,17 @@ class PulseLoCo(ErrorFeedbackLoop):
         first, before, touched = granules_of(block)
         counts = np.zeros(touched, np.int64)
         theta, momentum, residual = map(block.of, (self.theta_flat, self.momentum_flat, self._next_residual))
+        classes, octaves = self._classes.renewed(block, momentum)
         for part, segment in parts(block):
 
             def step(start: Floats, part: slice = part) -> None:
                 arrays = theta[part], momentum[part], residual[part]
                 outer = trainers, self.outer_lr, self.outer_momentum
                 entries, place = arrived.entries[block.number], before + part.start
-                sparse_outer_step(*arrays, lookahead, start, part.start, entries, *outer, place, GRANULE, counts)
+                sparse_outer_step(
+                    *(*arrays, lookahead, start, part.start, entries, *outer, place, GRANULE, counts),
+                    *(self._rounding, octaves, classes[part]),
+                )
 
             self.parameters.give(segment, step)
         return first, counts
@@ -343,6 +351,7 @@ class PulseLoCo(ErrorFeedbackLoop):
 
     def _loaded(self, state: Mapping[str, Any]) -> None:
         super()._loaded(state)
+        self._classes.forget()
         self._started_with = np.float32(state.get("started_with", 0.0))
         counts = state.get("sums")
         self._counts = None if counts is None else counts.numpy()

@@ -13,6 +13,7 @@ from .._native import sum_entries
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, NonFinite
 from ..state.rounding import Rounding
+from .classes import Classes
 from .exchange import Exchange
 from .gate import Floats, is_finite
 from .parameters import FlatBlock
@@ -56,6 +57,7 @@ class Coder:
     momentum: Floats
     rounding: Rounding
     wire: Wire
+    classes: Classes
     threads: int | None
 
     def encode(self, units: Sequence[Unit], entries: Sequence[Entries]) -> bytes:
@@ -64,7 +66,7 @@ class Coder:
         def encode(item: tuple[Unit, Entries]) -> bytes:
             unit, found = item
             theta, momentum = unit.of(self.theta), unit.of(self.momentum)
-            return self.wire.encode(theta, momentum, self.rounding, found)
+            return self.wire.encode(theta, momentum, self.rounding, found, self.classes.of(unit))
 
         payloads = list(ordered_map(encode, list(zip(units, entries, strict=True)), self.threads))
         return Message(self.round, self.wire.code, payloads).to_bytes()
@@ -79,7 +81,7 @@ class Coder:
         def decode(number: int) -> list[Entries]:
             unit, payloads = units[number], [message.payloads[number] for message in parsed]
             theta, momentum = unit.of(self.theta), unit.of(self.momentum)
-            return self.wire.decode(payloads, theta, momentum, self.rounding)
+            return self.wire.decode(payloads, theta, momentum, self.rounding, self.classes.of(unit))
 
         return list(ordered_map(decode, list(range(len(units))), self.threads))
 

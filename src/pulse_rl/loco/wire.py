@@ -10,6 +10,7 @@ from hashlib import sha256
 from typing import ClassVar, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .._native import Malformed, decode_entries, encode_entries
@@ -21,6 +22,9 @@ MAGIC = b"PLSL"
 FORMAT = 2
 _HEADER = struct.Struct("<4sBBHQQI")
 _WIRES = {torch.float32: 0, torch.bfloat16: 1}
+
+Known = tuple[npt.NDArray[np.uint8], tuple[int, int]]
+"""The classes of some parameters (docs/loco.md, section 3.1), and the octaves D and M that they are for."""
 
 Entries = tuple[Positions, Floats]
 """Ascending positions in a block and the FP32 values there."""
@@ -48,17 +52,25 @@ class Wire:
         """The values as they will arrive. What a value loses stays with the sender."""
         return torch.from_numpy(values).to(torch.bfloat16).float().numpy() if self.bf16 else values
 
-    def encode(self, theta: Floats, momentum: Floats, rounding: Rounding, entries: Entries) -> bytes:
-        """The payload of one block. ``theta`` and ``momentum`` are the block's; values must be ``round``'s results."""
-        return encode_entries(theta, momentum, rounding, *entries, self.bf16)
+    def encode(
+        self, theta: Floats, momentum: Floats, rounding: Rounding, entries: Entries, known: Known | None = None
+    ) -> bytes:
+        """The payload of one block. ``theta``, ``momentum`` and the ``known`` classes are the block's; values must be
+        ``round``'s results."""
+        return encode_entries(theta, momentum, rounding, *entries, self.bf16, known)
 
     def decode(
-        self, payloads: Sequence[bytes | memoryview], theta: Floats, momentum: Floats, rounding: Rounding
+        self,
+        payloads: Sequence[bytes | memoryview],
+        theta: Floats,
+        momentum: Floats,
+        rounding: Rounding,
+        known: Known | None = None,
     ) -> list[Entries]:
         """The entries of one block from several trainers. Raises CorruptMessage."""
         views = [np.frombuffer(p, np.uint8) for p in payloads]
         try:
-            return decode_entries(views, theta, momentum, rounding, self.bf16)
+            return decode_entries(views, theta, momentum, rounding, self.bf16, known)
         except Malformed as error:
             raise CorruptMessage(str(error)) from None
 
