@@ -14,7 +14,7 @@ from ..errors import InputError, NonFinite
 from .exchange import Exchange
 from .gate import Floats, Positions
 from .outer import OuterLoop
-from .parameters import FlatBlock, Parameters
+from .parameters import FlatBlock, Parameters, parts
 from .pulseloco import PulseLoCo
 from .rounds import Received
 
@@ -26,9 +26,9 @@ class DiLoCo(OuterLoop):
         with self._phase("gate"):
             total = np.empty_like(self.theta_flat)
             for block in self.parameters.blocks:
-                out = block.of(total)
-                self.parameters.read_block(block, out)
-                np.subtract(self.parameters.as_written(block, block.of(self.theta_flat)), out, out=out)
+                out, start = block.of(total), self.parameters.as_written(block, block.of(self.theta_flat))
+                for part, segment in parts(block):
+                    np.subtract(start[part], self.parameters.now(segment), out=out[part])
         with self._phase("exchange"):
             exchange.all_reduce(total)
         # The sum is the same on all trainers, so all of them raise this, and before theta changes.
