@@ -205,7 +205,7 @@ std::vector<CodedSymbol> describe(const Head& head, const Shared& shared, const 
             const uint32_t t = bits_of(theta[i]);
             const Sized value = sized(values[from + i], t, distance_of(t), kind.bf16);
             const uint32_t symbol = value.symbol(kind);
-            const size_t context = head.tables.of(classes[i], t);
+            const size_t context = head.tables.of(classes[i], t, kind.bf16);
             counts.classes[classes[i]]++;
             counts.symbols[context][symbol]++;
             coded[from + i] = {uint8_t(context), uint8_t(symbol)};

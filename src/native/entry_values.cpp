@@ -95,7 +95,7 @@ void decode_values(RansReader& coder, BitReader& bits, const std::vector<uint32_
     const bool bf16_gate = kind.rounding.is_bf16();
     for (size_t i = 0; i < theta.size(); i++) {
         uint32_t& x = coder.states[i & kMask];
-        const size_t context = tables.of(classes[i], theta[i]);
+        const size_t context = tables.of(classes[i], theta[i], kind.bf16);
         const uint8_t symbol = slots[context * kRansScale + RansReader::slot(x)];
         if (symbol == kNoSymbol) throw Malformed("a value in a context that has none");
         coder.symbol(x, tables.start[context][symbol], tables.length[context][symbol]);

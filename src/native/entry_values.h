@@ -70,11 +70,13 @@ struct SymbolTables {
     std::array<std::array<uint8_t, kMostEntrySymbols>, kMostContexts> levels;
     std::array<std::array<uint16_t, kMostEntrySymbols>, kMostContexts> start, length;  // of a context with a symbol
 
-    size_t of(uint8_t cls, uint32_t theta) const {
+    // What is left of an FP32 value hardly depends on the distance. All of a BF16 value has to reach it.
+    size_t of(uint8_t cls, uint32_t theta, bool bf16) const {
         const size_t own = cls & 15;
         if (contexts < kMostContexts) return contexts == 1 ? 0 : own;
-        const int below = (top - int((theta >> 23) & 255)) >> 1;
-        return own | size_t(cls >= 12 * 16) << 4 | size_t(std::clamp(below, 0, 3)) << 5;
+        const int band = std::clamp((top - int((theta >> 23) & 255)) >> 1, 0, 3);
+        if (bf16) return size_t(std::max(cls >> 4, 8) - 8) << 4 | (cls & 12) | size_t(cls & 1) << 1 | (band > 1);
+        return own | size_t(cls >= 12 * 16) << 4 | size_t(band) << 5;
     }
     bool empty(int context, int symbols) const;
     void set_lengths(int symbols);

@@ -70,14 +70,17 @@ class Choices:
         i = cls - self.first
         return FREQUENCIES[self.classes[i] or 0] if 0 <= i < len(self.classes) else 0
 
-    def context(self, cls: int, x: int) -> int:
+    def context(self, cls: int, x: int, bf16: bool) -> int:
         """Of a value of an entry of class ``cls`` at theta ``x``."""
         if self.c == 1:
             return 0
         if self.c == 16:
             return cls % 16
-        below = min(max((self.top - exponent(x)) // 2, 0), 3)
-        return cls % 16 + (16 if cls >= 192 else 0) + 32 * below
+        band = min(max((self.top - exponent(x)) // 2, 0), 3)
+        d, k, n = cls // 16, cls // 2 % 8, cls % 2
+        if bf16:
+            return 16 * (max(d, 8) - 8) + 4 * (k // 2) + 2 * n + (band > 1)
+        return 32 * band + 16 * (d >= 12) + 2 * k + n
 
 
 class Value(NamedTuple):
@@ -271,7 +274,7 @@ def encode(
         operations.append((i % STATES, 0, f) if i in entries else (i % STATES, f, SCALE - f))
         if i in entries:
             value = code_of(x, entries[i], rounding, bf16, chosen.b, chosen.s)
-            values.append((len(values) % STATES, *tables[chosen.context(cls, x)][value.symbol]))
+            values.append((len(values) % STATES, *tables[chosen.context(cls, x, bf16)][value.symbol]))
             beside |= value.plain << taken
             taken += value.length
     states, words = [LOW] * STATES, list[int]()
@@ -361,7 +364,7 @@ def decode(
     tables = [intervals(levels) for levels in chosen.symbols]
     for j, (i, cls) in enumerate(zip(entries, classes, strict=True)):
         upper, slot = divmod(states[j % STATES], SCALE)
-        table = tables[chosen.context(cls, theta[i])]
+        table = tables[chosen.context(cls, theta[i], bf16)]
         symbol = next((k for k, (start, f) in enumerate(table) if start <= slot < start + f), -1)
         require(symbol >= 0, "a symbol in a context that has none")
         start, f = table[symbol]

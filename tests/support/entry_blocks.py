@@ -115,7 +115,7 @@ class Block:
         chosen = oracle.Choices(d, m, first, levels, b, s, c, top, [])
         used: list[set[int]] = [set() for _ in range(c)]
         for p, v in entries.items():
-            used[chosen.context(classes[p], theta[p])].add(
+            used[chosen.context(classes[p], theta[p], wire.bf16)].add(
                 oracle.code_of(theta[p], v, rounding, wire.bf16, b, s).symbol
             )
         some = [more if rng.random() < 0.7 else 0 for _ in range(c)]
