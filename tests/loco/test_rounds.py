@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import nn
 
 from pulse_rl.errors import InputError, NonFinite
 from pulse_rl.loco import CastDifference, PulseLoCo, Round
-from pulse_rl.loco.parameters import Parameters
+from pulse_rl.loco import parameters as parameters_module
+from pulse_rl.loco.parameters import Parameters, parts
 from tests.support.loco_reference import Job, Reference, flat, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -207,6 +209,25 @@ def test_parameters_of_any_layout_are_read_and_written() -> None:
     parameters.write(found * 2)
     assert same(named["t"].detach(), whole.t().contiguous())  # the same memory
     assert named["scalar"].item() == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [1 << 22, 64])
+def test_segments_are_given_and_read(block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tensors and parts of them, in the model's own memory or not; autograd hears of each."""
+    monkeypatch.setattr(parameters_module, "BLOCK_ELEMENTS", block)
+    named = {name: nn.Parameter(torch.zeros(30, 20, dtype=dtype)) for name in "ab"}
+    named["t"] = nn.Parameter(torch.zeros(20, 30, dtype=dtype).t())
+    held = Parameters(named, torch.optim.SGD(named.values(), lr=0.1))
+    flat = np.arange(held.count, dtype=np.float32)
+    before = {name: p._version for name, p in named.items()}
+    for cut in held.blocks:
+        for part, segment in parts(cut):
+            held.give(segment, partial(np.copyto, src=cut.of(flat)[part]))
+    expected = torch.from_numpy(flat).to(dtype).float().numpy()
+    np.testing.assert_array_equal(held.read(), expected)
+    np.testing.assert_array_equal(named["t"].detach().float().numpy(), expected[-600:].reshape(30, 20))
+    assert all(p._version > before[name] for name, p in named.items())
 
 
 # -- misuse

@@ -153,11 +153,14 @@ class Parameters:
         tensor = self.tensors[segment.spec.name]
         if tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous():
             fill(self._piece(segment).numpy())
+            torch.autograd.graph.increment_version(tensor)  # as an operation of torch's would
             return
         values = np.empty(segment.stop - segment.start, np.float32)
         fill(values)
         if tensor.is_contiguous():
             self._piece(segment).copy_(torch.from_numpy(values))
+        elif len(values) == tensor.numel():
+            tensor.copy_(torch.from_numpy(values).view(tensor.shape))
         else:
             places = torch.unravel_index(torch.arange(segment.start, segment.stop), tensor.shape)
             tensor[places] = torch.from_numpy(values).to(tensor.device, tensor.dtype)
