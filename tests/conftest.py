@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +51,18 @@ def pulse(capsys: pytest.CaptureFixture[str]) -> Pulse:
     return Pulse(capsys)
 
 
+def _one_conditional_write_at_a_time(app: Callable[..., Any]) -> Callable[..., Any]:
+    """moto looks whether an object is there, and then stores it: two threads can both find nothing."""
+    lock = threading.Lock()
+
+    def served(environ: dict[str, Any], start_response: Any) -> Any:
+        conditional = "HTTP_IF_NONE_MATCH" in environ or "HTTP_IF_MATCH" in environ
+        with lock if conditional and environ["REQUEST_METHOD"] in ("PUT", "POST") else nullcontext():
+            return app(environ, start_response)
+
+    return served
+
+
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """The address of an S3 server on loopback with one bucket, "bucket"."""
@@ -55,6 +70,8 @@ def s3() -> Iterator[str]:
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    listening: Any = server._server
+    listening.app = _one_conditional_write_at_a_time(listening.app)
     host, port = server.get_host_and_port()
     urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
     yield f"http://{host}:{port}"
