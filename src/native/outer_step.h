@@ -43,15 +43,16 @@ private:
     alignas(64) float sums_[kTile] = {};
 };
 
-// The outer step of the parameters at positions [from, from + count), and what the next inner steps start from:
-// start = theta - lookahead * residual, theta if `lookahead` is 0. Adds to counts[(offset + i) / granule] the sums that
-// are not 0.
-// Then classifies the parameters, for the next round's messages.
+// Where the classes go that the next round's messages are coded by, and for which octaves.
 struct Classified {
     Rounding rounding;
     Octaves octaves;
     uint8_t* classes;
 };
+
+// The outer step of the parameters at positions [from, from + count), their classes after it, and what the next inner
+// steps start from: start = theta - lookahead * residual, theta if `lookahead` is 0. Adds to counts[(offset + i) / granule]
+// the sums that are not 0.
 void outer_step(float* theta, float* momentum, const float* residual, float lookahead, float* start, size_t from,
                 size_t count, const std::vector<Summand>& summands, const Nesterov& nesterov, size_t offset,
                 size_t granule, int64_t* counts, const Classified& classified);

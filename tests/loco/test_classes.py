@@ -15,14 +15,14 @@ from pulse_rl.loco import PulseLoCo
 from pulse_rl.loco.classes import Classes
 from pulse_rl.loco.gate import Floats, rounding_of
 from pulse_rl.loco.shares import Unit
-from pulse_rl.loco.wire import Entries, Known, Wire
+from pulse_rl.loco.wire import Entries, KnownClasses, Wire
 from tests.support.entries_oracle import Rounding, class_of
 from tests.support.loco_reference import Job
 
 BF16 = rounding_of(torch.bfloat16)
 
 
-def classified(theta: Floats, momentum: Floats, octaves: tuple[int, int]) -> Known:
+def classified(theta: Floats, momentum: Floats, octaves: tuple[int, int]) -> KnownClasses:
     """By the outer step, which is the library's own way; of an outer rate of 0, so that nothing changes."""
     classes, scratch, counts = (np.empty(len(theta), t) for t in (np.uint8, np.float32, np.int64))
     now = theta.copy(), momentum.copy(), scratch, 0.0, scratch
@@ -63,7 +63,12 @@ def seen_by_messages(loop: PulseLoCo) -> Iterator[list[bool]]:
     encode = Wire.encode
 
     def checked(
-        wire: Wire, theta: Floats, momentum: Floats, rounding: tuple[int, ...], entries: Entries, known: Known | None
+        wire: Wire,
+        theta: Floats,
+        momentum: Floats,
+        rounding: tuple[int, ...],
+        entries: Entries,
+        known: KnownClasses | None,
     ) -> bytes:
         seen.append(known is not None)
         if known is not None:

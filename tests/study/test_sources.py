@@ -175,12 +175,16 @@ def test_the_command_says_what_history_knows(folder: Path, capsys: pytest.Captur
         assert line.split()[2:] == [*cells, f"{found[f'bytes_per_changed_{codec}']:.3f}", "by", codec]
 
 
+def publish_all(folder: Path, states: list[Tensors]) -> None:
+    publisher = Publisher(LocalStore(folder), stream="policy")
+    for state in states:
+        publisher.publish(state)
+
+
 def test_two_states_have_no_history_to_print(
     tmp_path: Path, states: list[Tensors], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    publisher = Publisher(LocalStore(tmp_path), stream="policy")
-    for state in states[:2]:
-        publisher.publish(state)
+    publish_all(tmp_path, states[:2])
     assert "history" not in pulse(capsys, tmp_path, "--stream", "policy")
 
 
@@ -194,9 +198,7 @@ def test_the_command_prints_the_study_as_json(folder: Path, capsys: pytest.Captu
 def test_the_command_studies_a_stream(
     tmp_path: Path, states: list[Tensors], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    publisher = Publisher(LocalStore(tmp_path), stream="policy")
-    for state in states[:3]:
-        publisher.publish(state)
+    publish_all(tmp_path, states[:3])
     found = json.loads(pulse(capsys, tmp_path, "--stream", "policy", "--json"))
     assert found["source"] == f"{tmp_path} stream policy"
     assert [row["k"] for row in found["rows"]] == [1, 2]

@@ -10,7 +10,7 @@ from .._native import shared_octaves
 from .gate import Floats
 from .parameters import FlatBlock
 from .shares import Unit
-from .wire import Known
+from .wire import KnownClasses
 
 
 class Classes:
@@ -24,13 +24,13 @@ class Classes:
     def forget(self) -> None:
         self._octaves = [None] * len(self._octaves)
 
-    def renewed(self, block: FlatBlock, momentum: Floats) -> Known:
+    def renewed(self, block: FlatBlock, momentum: Floats) -> KnownClasses:
         """Where the block's new classes go, and for which octaves; ``momentum`` is the block's, and may be the old one,
         which suggests the octaves."""
         octaves = self._octaves[block.number] = shared_octaves(momentum)
         return self._flat[block.start : block.stop], octaves
 
-    def of(self, unit: Unit) -> Known | None:
+    def of(self, unit: Unit) -> KnownClasses | None:
         octaves = self._octaves[unit.block.number]
         first = unit.block.start
         return None if octaves is None else (self._flat[first + unit.start : first + unit.stop], octaves)

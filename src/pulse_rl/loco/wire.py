@@ -23,7 +23,7 @@ FORMAT = 2
 _HEADER = struct.Struct("<4sBBHQQI")
 _WIRES = {torch.float32: 0, torch.bfloat16: 1}
 
-Known = tuple[npt.NDArray[np.uint8], tuple[int, int]]
+KnownClasses = tuple[npt.NDArray[np.uint8], tuple[int, int]]
 """The classes of some parameters (docs/loco.md, section 3.1), and the octaves D and M that they are for."""
 
 Entries = tuple[Positions, Floats]
@@ -53,7 +53,7 @@ class Wire:
         return torch.from_numpy(values).to(torch.bfloat16).float().numpy() if self.bf16 else values
 
     def encode(
-        self, theta: Floats, momentum: Floats, rounding: Rounding, entries: Entries, known: Known | None = None
+        self, theta: Floats, momentum: Floats, rounding: Rounding, entries: Entries, known: KnownClasses | None = None
     ) -> bytes:
         """The payload of one block. ``theta``, ``momentum`` and the ``known`` classes are the block's; values must be
         ``round``'s results."""
@@ -65,7 +65,7 @@ class Wire:
         theta: Floats,
         momentum: Floats,
         rounding: Rounding,
-        known: Known | None = None,
+        known: KnownClasses | None = None,
     ) -> list[Entries]:
         """The entries of one block from several trainers. Raises CorruptMessage."""
         views = [np.frombuffer(p, np.uint8) for p in payloads]
