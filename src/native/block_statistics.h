@@ -32,9 +32,10 @@ struct BlockStatistics {
     template <class U>
     void sample(const U* block, size_t from, size_t to, ClassOf cls) {
         constexpr size_t kGroup = 64;
-        const size_t stride = elements > (1 << 18) ? 8 : 1;
+        const size_t stride = elements > (1 << 21) ? 16 : elements > (1 << 18) ? 8 : 1;
         for (size_t at = from; at < to; at += kGroup * stride, group_++) {
-            const size_t start = std::min(at + kGroup * (group_ % stride), to), end = std::min(start + kGroup, to);
+            const size_t start = std::min(at + kGroup * ((group_ * 2654435769u >> 16) % stride), to),
+                         end = std::min(start + kGroup, to);
             for (size_t k = start; k + 2 <= end; k += 2) {
                 seen[0][cls(block[k])]++;
                 seen[1][cls(block[k + 1])]++;
@@ -69,7 +70,7 @@ private:
 template <class U>
 struct BlockChanges {
     std::vector<uint32_t> positions;
-    std::vector<U> values;
+    std::vector<U> before, values;  // the old and the new elements there
     BlockStatistics statistics;
 };
 
@@ -85,10 +86,12 @@ BlockChanges<U> compare_block(const U* old, const U* now, uint64_t elements, con
         const size_t end = std::min<size_t>(tile + kTile, elements), known = block.positions.size();
         differing(reinterpret_cast<const uint8_t*>(old + tile), reinterpret_cast<const uint8_t*>(now + tile),
                   (end - tile) * sizeof(U), int(sizeof(U)), uint32_t(tile), block.positions);
+        block.before.resize(block.positions.size());
         block.values.resize(block.positions.size());
         for (size_t i = known; i < block.positions.size(); i++) {
+            block.before[i] = old[block.positions[i]];
             block.values[i] = now[block.positions[i]];
-            block.statistics.changes[cls(old[block.positions[i]])]++;
+            block.statistics.changes[cls(block.before[i])]++;
         }
         block.statistics.sample(old, tile, end, cls);
     }

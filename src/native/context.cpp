@@ -18,12 +18,12 @@ struct Models {
     SizeModels sizes;
 };
 
+}  // namespace
+
 template <class U>
-Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::vector<Run>& runs) {
+Encoded encode_changes(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
+                       const std::vector<Run>& runs) {
     const ClassOf cls{kind.shift, kind.mask};
-    uint64_t total = 0;
-    for (const Run& run : runs) total += run.elements;
-    const BlockChanges<U> changes = compare_block(old, now, total, runs, cls);
     const std::vector<uint32_t>& positions = changes.positions;
     Encoded result{{}, positions.size()};
     put_varint(result.payload, positions.size());
@@ -41,7 +41,7 @@ Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::v
     PositionWriter<U> writer(old, cls, weights, runs);
     int balance = 0;  // steps up less steps down in this row so far
     for (size_t i = 0; i < positions.size(); i++) {
-        const U before = old[positions[i]];
+        const U before = changes.before[i];
         if (writer.write(coded.coder, positions[i])) balance = 0;
         const U step = U(to_ordered(changes.values[i], kind.floating) - to_ordered(before, kind.floating));
         const bool down = step >> (8 * sizeof(U) - 1);
@@ -52,6 +52,22 @@ Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::v
     const std::vector<uint8_t> code = coded.coder.finish();
     result.payload.insert(result.payload.end(), code.begin(), code.end());
     return result;
+}
+
+template Encoded encode_changes(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&,
+                                const std::vector<Run>&);
+template Encoded encode_changes(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
+                                const std::vector<Run>&);
+template Encoded encode_changes(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
+                                const std::vector<Run>&);
+
+namespace {
+
+template <class U>
+Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::vector<Run>& runs) {
+    uint64_t total = 0;
+    for (const Run& run : runs) total += run.elements;
+    return encode_changes(old, compare_block(old, now, total, runs, ClassOf{kind.shift, kind.mask}), kind, runs);
 }
 
 template <class U>

@@ -148,6 +148,7 @@ NB_MODULE(_kernels, m) {
 
     bind_history(m);
     bind_rans(m);
+    bind_groups(m);
     bind_sha256(m);
     bind_loco(m);
 }

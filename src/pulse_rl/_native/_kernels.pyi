@@ -57,6 +57,33 @@ def rans_encode(
 def rans_decode(
     payload: npt.NDArray[np.uint8], old: npt.NDArray[np.uint8], width: int, shift: int, mask: int, floating: bool
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]: ...
+def groups_encode(
+    old: npt.NDArray[np.uint8],
+    new: npt.NDArray[np.uint8],
+    width: int,
+    shift: int,
+    mask: int,
+    floating: bool,
+    runs: list[tuple[int, int, int]],
+) -> tuple[bytes, int] | None: ...
+def groups_or_context_encode(
+    old: npt.NDArray[np.uint8],
+    new: npt.NDArray[np.uint8],
+    width: int,
+    shift: int,
+    mask: int,
+    floating: bool,
+    runs: list[tuple[int, int, int]],
+) -> tuple[bytes, int, bool]: ...
+def groups_decode(
+    payload: npt.NDArray[np.uint8],
+    old: npt.NDArray[np.uint8],
+    width: int,
+    shift: int,
+    mask: int,
+    floating: bool,
+    runs: list[tuple[int, int, int]],
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]: ...
 def sampled_spread(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], width: int) -> tuple[float, float]: ...
 def use_rans_vectors(use: bool) -> bool: ...
 def scan(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint32]: ...

@@ -16,6 +16,7 @@ from ..state.tensors import UIntArray
 from .base import MAX_BLOCK_ELEMENTS, Changes, Codec, Layout, Past, Run
 from .context import ContextCodec
 from .dense import DenseCodec
+from .groups import GroupsCodec
 from .history import HistoryCodec
 from .rans import RansCodec
 from .zstd import ZstdCodec
@@ -43,7 +44,8 @@ SAME = 0
 HISTORY = HistoryCodec.id
 """The id of blocks that are decoded by what changed before."""
 
-_CODECS: tuple[Codec, ...] = (DenseCodec(), ZstdCodec(), ContextCodec(), RansCodec(), HistoryCodec())
+_GROUPS = GroupsCodec()
+_CODECS: tuple[Codec, ...] = (DenseCodec(), ZstdCodec(), ContextCodec(), RansCodec(), HistoryCodec(), _GROUPS)
 DEFAULT = "context"
 
 # From this density on `rans` takes the place of `context`, where the changes are so evenly spread that it costs at most
@@ -85,7 +87,8 @@ def by_id(codec_id: int) -> Codec:
 def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -> Encoded:
     """Encodes the change of one block from ``old`` to ``new``, described by ``layout``: with ``codec``, with the dense
     codec if that is smaller, or as `SAME` if nothing changed. Where many elements changed, ``rans`` stands in for
-    ``context`` and ``history``; ``context`` for ``history`` where the past does not help.
+    ``context`` and ``history``; ``context`` for ``history`` where the past does not help; ``groups`` for ``context`` in
+    large blocks.
     """
     if not codec.supports(layout.dtype):
         codec = by_name("zstd")
@@ -93,12 +96,12 @@ def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -
         codec = by_name("rans")
     if codec.name == "history" and not any(len(records) for records, _ in layout.past):
         codec = by_name("context")
-    encoded = codec.encode(old, new, layout)
+    encoded = None if codec.name == "context" else codec.encode(old, new, layout)
     if encoded is None:
-        codec = by_name("context")
-        encoded = codec.encode(old, new, layout)
-        assert encoded is not None
-    payload, changed = encoded
+        payload, changed, by_groups = _GROUPS.encode_or_context(old, new, layout)
+        codec = _GROUPS if by_groups else by_name("context")
+    else:
+        payload, changed = encoded
     if changed == 0:
         return Encoded(SAME, b"", 0)
     if len(payload) > _TRY_DENSE * new.nbytes:
