@@ -86,3 +86,29 @@ def test_a_block_reads_its_segments_one_after_another() -> None:
     alone = Block(block.dtype, (block.segments[1]._replace(start=1, stop=3),))
     assert alone.read(state).tolist() == [4, 5]
     assert np.shares_memory(alone.read(state), state.read("b"))
+
+
+def test_a_state_in_one_piece_is_read_without_a_copy() -> None:
+    specs = tuple(TensorSpec(f"w{k}", DTYPES["BF16"], (32 * (k + 1),)) for k in range(4))
+    state = State.empty(specs)
+    for spec in specs:
+        state.read(spec.name)[:] = np.arange(spec.elements, dtype=np.uint16)
+    (block,) = cut(specs, UNIT)
+    whole = block.read(state)
+    np.testing.assert_array_equal(whole, np.concatenate([state.read(s.name) for s in specs]))
+    assert not whole.flags.owndata
+    whole[40] = 7
+    assert state.read("w1")[8] == 7
+    frozen = block.read(state.readonly())
+    assert not frozen.flags.writeable
+    assert np.shares_memory(frozen, whole)
+
+
+def test_what_lies_apart_is_copied() -> None:
+    gap = State.empty(tuple(TensorSpec(f"w{k}", DTYPES["BF16"], (5,)) for k in range(3)))  # lines of 64 bytes between
+    other = State.of({f"w{k}": np.zeros(32, np.uint16) for k in range(3)})
+    for state in (gap, other):
+        (block,) = cut(state.specs, UNIT)
+        read = block.read(state)
+        assert read.flags.owndata
+        assert not any(np.shares_memory(read, state.read(name)) for name in state)

@@ -64,8 +64,8 @@ class Encoded(NamedTuple):
 
 
 def names() -> list[str]:
-    """The codecs that a user can choose."""
-    return [codec.name for codec in _CODECS]
+    """The codecs that a user can choose; ``groups`` stands in for ``context`` by itself."""
+    return [codec.name for codec in _CODECS if codec is not _GROUPS]
 
 
 def by_name(name: str) -> Codec:

@@ -1,5 +1,5 @@
-"""The codec of large blocks of which few elements changed: what `context` models, by groups of eight elements and 64 coders
-side by side (docs/format.md, section 3.11).
+"""The codec of large blocks of which few elements changed: what `context` models, by groups of eight elements and 64
+coders side by side (docs/format.md, section 3.11).
 """
 
 from __future__ import annotations

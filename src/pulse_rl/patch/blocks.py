@@ -12,6 +12,7 @@ import numpy as np
 
 from ..codec import Changes, Layout, Run
 from ..state.digest import LEAF_BYTES
+from ..state.memory import joined
 from ..state.slices import Segment
 from ..state.tensors import DType, State, TensorSpec, UIntArray
 
@@ -41,9 +42,13 @@ class Block(NamedTuple):
         return Layout(self.dtype, tuple(runs))
 
     def read(self, state: State) -> UIntArray:
-        """The block's elements one after another: a view where the block is one segment of a host tensor."""
+        """The block's elements one after another: a view where they are so in host memory, else a copy, which owns its
+        data."""
         parts = [state.read(*s.place) for s in self.segments]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if len(parts) == 1:
+            return parts[0]
+        whole = joined(parts)
+        return np.concatenate(parts) if whole is None else whole
 
     def __str__(self) -> str:
         first, last = self.segments[0], self.segments[-1]

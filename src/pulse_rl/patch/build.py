@@ -19,7 +19,7 @@ from ..state.tensors import State, UIntArray
 from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
 from .header import BlockEntry, PatchHeader, check_block_elements
 from .history import History, HistoryName, Records, records_of
-from .tree import TreeUpdate, changed_leaves
+from .tree import TreeUpdate, changed_leaves, split_leaves
 from .undo import UndoLog
 
 
@@ -71,12 +71,12 @@ def build_patch(
 
     def run(index: int) -> tuple[codecs.Encoded, Changes | None, list[bytes] | None, Records | None]:
         block = blocks[index]
-        before = block.read(old)
-        encoded, changes = encode_proved(chosen, block, before, block.read(new), known.past(index))
+        before, after = block.read(old), block.read(new)
+        encoded, changes = encode_proved(chosen, block, before, after, known.past(index))
         if changes is None:
             return encoded, None, None, None
         # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
-        leaves = changed_leaves(block, before, changes)
+        leaves = split_leaves(block, after) if after.flags.owndata else changed_leaves(block, before, changes)
         if not remembers:
             return encoded, changes, leaves, None
         old_bits = bits.take(before, changes.positions)

@@ -23,11 +23,19 @@ def block_leaves(block: Block, state: State) -> list[bytes]:
     return leaves_of([state.read(*segment.place) for segment in block.segments])
 
 
+def split_leaves(block: Block, elements: UIntArray) -> list[bytes]:
+    """Leaf digests per segment of a block with these ``elements``."""
+    return leaves_of(_split(block, elements))
+
+
 def changed_leaves(block: Block, before: UIntArray, changes: Changes) -> list[bytes]:
     """Leaf digests per segment of a block with elements ``before`` once ``changes`` are made to them."""
+    return changed_leaves_of(_split(block, before), changes.positions, changes.values)
+
+
+def _split(block: Block, elements: UIntArray) -> list[UIntArray]:
     ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
-    arrays = [before[start:end] for start, end in pairwise([0, *ends])]
-    return changed_leaves_of(arrays, changes.positions, changes.values)
+    return [elements[start:end] for start, end in pairwise([0, *ends])]
 
 
 class TreeUpdate:

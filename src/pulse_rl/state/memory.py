@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+T = TypeVar("T", bound=np.generic)
 
 LINE = 64
 """Bytes of a cache line."""
@@ -28,3 +31,19 @@ def in_one_piece(
     memory = allocate(places[-1] + LINE)
     memory = memory[-memory.ctypes.data % LINE :]
     return [memory[start : start + size] for (start, _), size in zip(pairwise(places), sizes, strict=True)]
+
+
+def joined(arrays: Sequence[npt.NDArray[T]]) -> npt.NDArray[T] | None:
+    """A view of flat ``arrays`` that lie one behind another in one allocation of `in_one_piece`; None if they do not.
+    It is writable if all of them are."""
+    memory = arrays[0].base
+    if not isinstance(memory, np.ndarray) or memory.dtype != np.uint8 or memory.ndim != 1:
+        return None
+    start = at = arrays[0].ctypes.data - memory.ctypes.data
+    for array in arrays:
+        if array.base is not memory or array.ctypes.data - memory.ctypes.data != at:
+            return None
+        at += array.nbytes
+    view = memory[start:at].view(arrays[0].dtype)
+    view.flags.writeable = view.flags.writeable and all(array.flags.writeable for array in arrays)
+    return view
