@@ -165,7 +165,7 @@ def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, t
 @pytest.mark.parametrize(
     ("how", "way"),
     [*((how, way) for how in (signal.SIGKILL, signal.SIGSTOP) for way in WAYS[:3]), (signal.SIGKILL, "sites")],
-    ids=str,
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_the_others_go_on(how: signal.Signals, way: str) -> None:
     """In every part of a round; side by side, as most of the time is waiting."""

@@ -359,11 +359,13 @@ def test_sums_that_no_message_takes_are_gathered(who: tuple[int, int], *, gated:
     def work(member: Member) -> None:
         member.weight.grad = torch.zeros(SIZE)
         member.weight.grad[5] = 1.5e19 if member.rank in who else 0.0
-        member.weight.grad[9] = 1e-3 if member.rank else 0.0
+        if member.rank == 0:  # many pass the trainer's gate, few the gate of its sums
+            member.weight.grad[100:] = 0.003 * member.weight.detach()[100:]
         member.optimizer.step()
         done = member.loop.last_round
         assert done is not None
-        assert (done.scattered, done.summed) == (False, 2)
+        assert not done.scattered
+        assert done.summed > 1000
         member.reference.sites, member.reference.gate_sums = (), False
         member.reference.outer_step([member.seen[0, rank] for rank in range(4)])
         assert same(flat(member.loop.theta()), member.reference.theta.data)

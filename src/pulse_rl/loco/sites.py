@@ -47,6 +47,11 @@ class Sites:
         ranks = self.members[site]
         return owner if owner in ranks else ranks[owner % len(ranks)]
 
+    def forwarders(self, owner: int) -> list[int]:
+        """Those of the other sites for the share of ``owner``, in the order of the sites."""
+        sites = range(len(self.members))
+        return [self.forwarder(site, owner) for site in sites if owner not in self.members[site]]
+
     def forwards(self, rank: int) -> list[int]:
         """The owners whose shares trainer ``rank`` sums for its site, its own included."""
         site = self.number_of(rank)

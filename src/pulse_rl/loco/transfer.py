@@ -233,23 +233,16 @@ class Transfer:
             for owner, sums in near.items():
                 if owner != rank:
                     passed = self._pass_on(gate, shares[owner], sums, len(sites.beside(rank)))
-                    messages[owner] = _encoded(coder, shares[owner], passed)
-        from_sites = [
-            [
-                sites.forwarder(number, owner)
-                for number in range(len(sites.members))
-                if owner not in sites.members[number]
-            ]
-            for owner in everyone
-        ]
+                    messages[owner] = passed if isinstance(passed, bytes) else coder.encode(shares[owner], passed)
         most = [coder.max_bytes(units) for units in shares]
-        limits = [[most[owner] if source in from_sites[owner] else 0 for owner in everyone] for source in everyone]
+        froms = [sites.forwarders(owner) for owner in everyone]
+        limits = [[most[owner] if source in froms[owner] else 0 for owner in everyone] for source in everyone]
         with self._phase("exchange"):
             arrived, _ = exchange.all_to_all(messages, max_bytes=limits)
-        ours, others = near[rank], [arrived[source] for source in from_sites[rank]]
+        ours, others = near[rank], [arrived[source] for source in froms[rank]]
         words = [said for said in (ours, *others) if isinstance(said, bytes) and _is_word(said)]
         if isinstance(ours, bytes) or words:
-            return min(words, key=lambda word: (word != b"", word == _TOO_LARGE))
+            return words[0]
         with self._phase("decode"):
             return self._add(coder, shares[rank], others, ours, site)
 
@@ -273,18 +266,18 @@ class Transfer:
         return list(ordered_map(add, list(zip(units, decoded, own, strict=True)), coder.threads))
 
     def _pass_on(self, gate: SumsGate | None, units: Sequence[Unit], sums: Sums, trainers: int) -> Sums:
-        """Those of ``sums`` over so many ``trainers`` that pass the gate."""
-        if gate is None or isinstance(sums, bytes):
+        """What is sent of ``sums`` over so many ``trainers``: those that pass ``gate``, if there is one."""
+        if isinstance(sums, bytes):
             return sums
 
         def pass_on(item: tuple[Unit, Entries]) -> Entries:
-            return gate.pass_on(*item, trainers)
+            return gate.pass_on(*item, trainers) if gate else item[1]
 
-        return list(ordered_map(pass_on, list(zip(units, sums, strict=True)), self._coder.threads))
+        sent = list(ordered_map(pass_on, list(zip(units, sums, strict=True)), self._coder.threads))
+        return sent if all(is_finite(values).all() for _, values in sent) else _TOO_LARGE
 
     def _answer(self, coder: Coder, units: Sequence[Unit], sums: Sums, digest: str) -> bytes:
-        data = _encoded(coder, units, sums)
-        return data if _is_word(data) else SumsMessage(digest, data).to_bytes()
+        return sums if isinstance(sums, bytes) else SumsMessage(digest, coder.encode(units, sums)).to_bytes()
 
     def _read_answers(
         self,
@@ -317,13 +310,6 @@ class Transfer:
             self._require_same()
             cause = problem or "their own errors say why"
             raise CorruptMessage(f"trainers {failed} could not read a message: {cause}") from problem
-
-
-def _encoded(coder: Coder, units: Sequence[Unit], sums: Sums) -> bytes:
-    if isinstance(sums, bytes):
-        return sums
-    fit = all(is_finite(values).all() for _, values in sums)
-    return coder.encode(units, sums) if fit else _TOO_LARGE
 
 
 def _is_word(data: bytes) -> bool:
