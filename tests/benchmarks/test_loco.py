@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.loco import convergence, cost, methods, plot, scaling, tasks, traffic, trainer
+from benchmarks.loco import convergence, cost, methods, plot, scaling, sites, tasks, traffic, trainer
 from benchmarks.loco.jobs import NOT_STEADY, SYNC_EVERY, TRAINERS, Job, JobResult, RoundRecord
 from pulse_rl.loco import PulseLoCo
 from tests.support.trainers import Trainer, together
@@ -253,3 +253,19 @@ def test_threads_count_what_processes_count() -> None:
     assert scaling.beyond(row, more, 32) == pytest.approx(scaling.beyond(row, more, 8) / growth**2)
     assert "from 8 trainers on: 8: " in scaling.text([row, more])
     assert "from 8 trainers on" not in scaling.text([replace(row, gated=True), more])
+
+
+def test_rows_of_sites_count_what_leaves_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tasks.TASKS, "tiny", Tiny)
+    found = {
+        method: sites.measure("tiny", 1e-4, method, 2, members=2, evaluate=method != "one level")
+        for method in sites.METHODS
+    }
+    dense = 4 * PARAMETERS
+    assert (found["DiLoCo"].link, found["DiLoCo"].between) == (1.5 * dense, 1.5 * dense)
+    one, two = found["one level"], found["two levels"]
+    assert 0 < two.between < one.between < 2 * one.link
+    assert (one.reward, two.loss) == (None, 2.0)
+    lines = sites.text(list(found.values())).splitlines()
+    assert len(lines) == 8
+    assert f"{two.between:,.0f}" in lines[-1]

@@ -176,7 +176,7 @@ class PulseLoCo(ErrorFeedbackLoop):
             exchange, coder, self.parameters.blocks, self._phase, lambda: self._require_same_tensors(exchange), announce
         )
         arrived: Transferred | None = None
-        sites = Sites.of(exchange.sites)
+        sites = self._sites(exchange)
         try:
             if self._gates_sums(sites):
                 self._sums_gate = SumsGate(self.theta_flat, self._rounding, self.gate_scale, self._wire)
@@ -303,6 +303,9 @@ class PulseLoCo(ErrorFeedbackLoop):
         super()._take_next_residual()
 
     # -- what a variant may change
+
+    def _sites(self, exchange: Exchange) -> Sites:
+        return Sites.of(exchange.sites)
 
     def _select(self, block: FlatBlock, residual: Floats, s: Floats) -> Positions | None:
         """Fills ``s`` and returns the positions of the entries to send; None if an entry of ``s`` is not finite."""
