@@ -32,7 +32,8 @@ class Exchange:
     ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all others. ``sent_bytes``
     counts what left this process: gathered messages travel around a ring, each process to the next rank, so each
     forwards all but one of them, padded. ``between_bytes`` counts those of them that went to a trainer of another one
-    of the ``sites``, which are names by rank, "" of all trainers at first.
+    of the ``sites``, names by rank, "" of all trainers until they have met; broadcasts, which are in no round, it does
+    not count.
     ``progress`` knows what the errors tell of the others.
     """
 
