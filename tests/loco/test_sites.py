@@ -229,7 +229,7 @@ def test_a_site_sends_about_what_a_trainer_sends() -> None:
 def counted(trainer: Trainer) -> tuple[int, int]:
     """Over the network, as among threads."""
     trainer.connect("start")
-    exchange = Exchange(timeout_seconds=10)
+    exchange = Exchange(timeout_seconds=20)
     exchange.all_gather_fixed(bytes(100))
     assert exchange.between_bytes == 0
     exchange.sites = ["a", "b", "b"]
@@ -244,7 +244,7 @@ def counted(trainer: Trainer) -> tuple[int, int]:
 def test_what_crosses_is_counted() -> None:
     ring = 2 * 1000 + 2 * 24 + 48 * 1000
     each = [32 + 10 ** (2 + to) for to in range(3)]
-    assert together(counted, 3) == [
+    assert together(counted, 3, seconds=60) == [
         (ring + each[1] + each[2], ring + each[1] + each[2]),
         (ring + each[0] + each[2], each[0]),
         (ring + each[0] + each[1], ring + each[0]),
