@@ -52,7 +52,7 @@ class PulseLoCo(ErrorFeedbackLoop):
     False is the paper's.
     ``site``: the name of this trainer's site, a node or a region whose trainers have fast links among them. Its members
     then sum their entries before these go to the owners of shares elsewhere: over the slow links a site costs about as
-    much as one trainer (docs/loco.md, 4.5). All trainers have one, or none has; ranks of one site SHOULD follow each
+    much as one trainer (docs/loco.md, 4.5). All trainers have one, or none has; ranks of one site should follow each
     other.
 
     The other arguments are those of `OuterLoop`. Memory on the host: 17 bytes per parameter. Raises, from inside
