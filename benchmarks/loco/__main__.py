@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loco import convergence, cost, plot, scaling, speed, tasks, traffic
+from benchmarks.loco import convergence, cost, plot, scaling, sites, speed, tasks, traffic
 from benchmarks.loco.jobs import Job, JobResult
 from benchmarks.loco.methods import DILOCO, METHODS
 from benchmarks.loco.processes import start_trainers, why_no_network
 
-PARTS = ("traffic", "convergence", "cost", "scaling")
+PARTS = ("traffic", "convergence", "cost", "scaling", "sites")
 
 
 def network_jobs(parts: list[str], quick: bool) -> list[Job]:
@@ -98,12 +98,13 @@ def main() -> int:
             rounds = arguments.rounds or (4 if arguments.quick else convergence.ROUNDS)
             seeds = convergence.SEEDS[: 2 if arguments.quick else None]
             facts |= measure_convergence(methods, rounds, seeds, arguments.plot)
-        if "scaling" in arguments.only:
-            for name in (tasks.PRETRAINED, tasks.ARITHMETIC):
-                tasks.ensure(name)
-            rows = scaling.run(arguments.quick)
-            print("\n" + scaling.text(rows))
-            facts["scaling"] = [asdict(row) for row in rows]
+        for part, name in ((scaling, "scaling"), (sites, "sites")):
+            if name in arguments.only:
+                for task in (tasks.PRETRAINED, tasks.ARITHMETIC):
+                    tasks.ensure(task)
+                rows = part.run(arguments.quick)
+                print("\n" + part.text(rows))
+                facts[name] = [asdict(row) for row in rows]
     except KeyboardInterrupt:
         print("interrupted; trainers and network are gone", file=sys.stderr)
         return 130

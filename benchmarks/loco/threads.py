@@ -35,7 +35,7 @@ class ThreadedExchange(Exchange):
 
     def __init__(self, rank: int, size: int, places: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(timeout_seconds=_WAIT_SECONDS)
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.sites = rank, size, [""] * size
         self._places, self._barrier = places, barrier
 
     def _swap(self, own: Any) -> list[Any]:
@@ -45,11 +45,11 @@ class ThreadedExchange(Exchange):
         return list(self._places)
 
     def _all_gather_array(self, data: Bytes) -> list[Bytes]:
-        self.sent_bytes += (self.size - 1) * len(data)
+        self._count_ring((self.size - 1) * len(data))
         return self._swap(data.copy())
 
     def _all_to_all_arrays(self, pieces: list[Bytes], lengths: list[int]) -> list[Bytes]:
-        self.sent_bytes += sum(len(piece) for rank, piece in enumerate(pieces) if rank != self.rank)
+        self._count_each([len(piece) for piece in pieces])
         return [theirs[self.rank] for theirs in self._swap(pieces)]
 
     def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
@@ -57,7 +57,7 @@ class ThreadedExchange(Exchange):
 
     def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
         array[:] = sum(self._swap(array.copy()))
-        self.sent_bytes += 2 * (self.size - 1) * array.nbytes // self.size
+        self._count_ring(2 * (self.size - 1) * array.nbytes // self.size)
 
 
 @dataclass

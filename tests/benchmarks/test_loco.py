@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.loco import convergence, cost, methods, plot, scaling, tasks, traffic, trainer
+from benchmarks.loco import convergence, cost, methods, plot, scaling, sites, tasks, traffic, trainer
 from benchmarks.loco.jobs import NOT_STEADY, SYNC_EVERY, TRAINERS, Job, JobResult, RoundRecord
 from pulse_rl.loco import PulseLoCo
 from tests.support.trainers import Trainer, together
@@ -40,7 +40,7 @@ class Tiny:
         self.casts += 1
 
     def evaluate(self) -> tuple[float, float]:
-        return float(self.masters["w"].norm()), 2.0
+        return float(self.masters["w"].detach().norm()), 2.0
 
 
 def carry_out(process: Trainer) -> dict[str, list[RoundRecord]]:
@@ -253,3 +253,21 @@ def test_threads_count_what_processes_count() -> None:
     assert scaling.beyond(row, more, 32) == pytest.approx(scaling.beyond(row, more, 8) / growth**2)
     assert "from 8 trainers on: 8: " in scaling.text([row, more])
     assert "from 8 trainers on" not in scaling.text([replace(row, gated=True), more])
+
+
+def test_rows_of_sites_count_what_leaves_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tasks.TASKS, "tiny", Tiny)
+    found = {
+        method: sites.measure("tiny", 1e-4, method, 2, members=2, evaluate=method != "one level")
+        for method in sites.METHODS
+    }
+    dense = 4 * PARAMETERS
+    roots = 3 * 32
+    assert (found["DiLoCo"].link, found["DiLoCo"].between) == (1.5 * dense + roots, 1.5 * dense)
+    one, two = found["one level"], found["two levels"]
+    assert 0 < one.between < 2 * one.link
+    assert 0 < two.between < 2 * two.link
+    assert (one.reward, two.loss) == (None, 2.0)
+    lines = sites.text(list(found.values())).splitlines()
+    assert len(lines) == 8
+    assert f"{two.between:,.0f}" in lines[-1]

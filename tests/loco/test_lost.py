@@ -26,8 +26,17 @@ pytestmark = pytest.mark.slow
 PLACES = ["gate", 1, 2, 3, "update", 4]
 # The same of a scattered round: lengths, parts, lengths of the sums, sums, whether all were read, roots.
 PLACES_SCATTERED = ["gate", 1, 2, 3, 4, 5, "update", 6]
-WAYS = ["gathered", "scattered", "gated"]
-"""The last one: scattered, and its sums pass a gate."""
+# The same of two levels: lengths, parts, lengths of the sites' sums, these, lengths of the sums, sums, whether, roots.
+PLACES_SITES = [2, 4, 6, "update", 8]
+WAYS = ["gathered", "scattered", "gated", "sites"]
+"""The last ones: scattered, and its sums pass a gate; among several sites, where there are."""
+SITES = "abab"
+
+
+def sites_of(ranks: tuple[int, ...]) -> str:
+    """Those of the reference among these trainers: "" where they make no difference."""
+    names = "".join(SITES[rank] for rank in ranks)
+    return names if 1 < len(set(names)) < len(names) else ""
 
 
 class CheckedTrainer:
@@ -35,7 +44,7 @@ class CheckedTrainer:
 
     def __init__(self, trainer: Trainer, way: str, *, seed: int = 0, timeout_seconds: float = 20) -> None:
         force_scattered(way == "scattered")
-        self.trainer, self.job, self.gate_sums = trainer, Job(seed, lr=1e-3), way == "gated"
+        self.trainer, self.job, self.way = trainer, Job(seed, lr=1e-3), way
         self.s = self.sent = torch.empty(0)
         self.job.optimizer.register_step_post_hook(lambda *_: self._put_sent())
         self.loop = PulseLoCo(
@@ -43,12 +52,13 @@ class CheckedTrainer:
             self.job.optimizer,
             sync_every=2,
             timeout_seconds=timeout_seconds,
-            gate_sums=self.gate_sums,
+            gate_sums=True if way == "gated" else "auto",
+            site=SITES[trainer.rank] if way == "sites" else None,
         )
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
-        self.reference = Reference(flat(self.loop.theta()), gate_sums=self.gate_sums)
+        self.reference = Reference(flat(self.loop.theta()), gate_sums=self.way == "gated")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -67,6 +77,9 @@ class CheckedTrainer:
         found = copy.deepcopy(self.reference)
         found.residual = self.s - self.sent
         found.rank = ranks.index(self.trainer.rank) if self.trainer.rank in ranks else -1
+        if self.way == "sites":
+            found.sites = sites_of(ranks)
+            found.gate_sums = found.sites != ""
         found.outer_step([self.trainer.get(f"sent-{number}", rank) for rank in ranks])
         return found
 
@@ -121,7 +134,8 @@ def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:
 
 def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, timeout_seconds: float, way: str) -> str:
     """A round in which ``victim`` is lost; the others go on. Returns theta's root two rounds later."""
-    finished = place in ("update", 4 if way == "gathered" else 6)  # by then the others have all that they need
+    last = {"gathered": 4, "sites": 8}.get(way, 6)
+    finished = place in ("update", last)  # by then the others have all that they need
     everyone = (0, 1, 2)
     survivors = tuple(rank for rank in everyone if rank != victim)
     trainer.connect("first")
@@ -148,13 +162,16 @@ def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, t
         return checked.round(survivors)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("how", "way"),
+    [*((how, way) for how in (signal.SIGKILL, signal.SIGSTOP) for way in WAYS[:3]), (signal.SIGKILL, "sites")],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_the_others_go_on(how: signal.Signals, way: str) -> None:
     """In every part of a round; side by side, as most of the time is waiting."""
     timeout_seconds = 20 if how == signal.SIGKILL else 4
     groups = []
-    for i, place in enumerate(PLACES if way == "gathered" else PLACES_SCATTERED):
+    for i, place in enumerate({"gathered": PLACES, "sites": PLACES_SITES}.get(way, PLACES_SCATTERED)):
         victim = i % 3
         groups.append((victim, Group(survive, 3, place, how, victim, timeout_seconds, way, seconds=90, lost=(victim,))))
     for victim, group in groups:

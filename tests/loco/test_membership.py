@@ -30,6 +30,7 @@ FIELDS = {
     "messages": ["cc", "dd"],
     "specs": "ee",
     "shares": "",
+    "site": "here",
 }
 
 
@@ -75,6 +76,14 @@ def test_all_trainers_have_the_same_model_and_settings() -> None:
     assert not isinstance(caught.value, StateMismatch)
     with pytest.raises(InputError, match="trainer 0"):  # as trainer 3 sees it
         require_same_model_and_settings([*fine, slow], 3)
+
+
+def test_all_trainers_have_a_site_or_none_has() -> None:
+    somewhere = [replace(at(5), site=name) for name in "aab"]
+    require_same_model_and_settings(somewhere, 0)
+    for own in range(4):
+        with pytest.raises(InputError, match=r"trainers \[3\] have no site"):
+            require_same_model_and_settings([*somewhere, at(5)], own)
 
 
 LEADER = at(5)  # it holds the messages "5-0" and "5-1"

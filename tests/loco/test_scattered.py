@@ -58,7 +58,7 @@ def skewed(seed: int) -> Job:
     return job
 
 
-def resumed(trainer: Trainer, stop: int, gated: bool) -> None:
+def resumed(trainer: Trainer, stop: int, gated: bool, sites: str) -> None:
     """From a checkpoint of all trainers, in mid-round or at a boundary, to the same bits, shares included: trainers
     that meet cut them alike."""
     force_scattered(True)
@@ -74,6 +74,8 @@ def resumed(trainer: Trainer, stop: int, gated: bool) -> None:
 
     trainer.connect("start")
     settings = {"sync_every": 3, "wire_dtype": torch.bfloat16, "lookahead": 7.0, "gate_sums": gated}
+    if sites:
+        settings["site"] = sites[trainer.rank]
     job, rounds = skewed(trainer.rank), list[Round]()
     loop = looped(job, rounds, **settings)
     run(job, loop, 11)
@@ -92,10 +94,11 @@ def resumed(trainer: Trainer, stop: int, gated: bool) -> None:
     assert all(r.scattered for r in rounds)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("stop", [5, 6])
-def test_resume_is_exact(stop: int, *, gated: bool) -> None:
-    together(resumed, 3, stop, gated, seconds=60)
+@pytest.mark.parametrize(
+    ("stop", "gated", "sites"), [(5, False, ""), (6, False, ""), (5, True, ""), (6, True, ""), (5, True, "aba")]
+)
+def test_resume_is_exact(stop: int, sites: str, *, gated: bool) -> None:
+    together(resumed, 3, stop, gated, sites, seconds=60)
 
 
 def tied(trainer: Trainer) -> None:
@@ -189,7 +192,7 @@ def elsewhere(trainer: Trainer) -> None:
         exchange = loop._exchange
         assert exchange is not None
         with torch.device("meta"):
-            arrived, _ = exchange.all_to_all([bytes([trainer.rank, to]) for to in range(2)], max_bytes=[9, 9])
+            arrived, _ = exchange.all_to_all([bytes([trainer.rank, to]) for to in range(2)], max_bytes=[[9, 9]] * 2)
             mean, finite = bits.mean([torch.ones(3, device="cpu"), torch.zeros(3, device="cpu")])
         assert arrived == [bytes([source, trainer.rank]) for source in range(2)]
         assert (mean.tolist(), finite) == ([0.5, 0.5, 0.5], True)

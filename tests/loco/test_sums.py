@@ -11,6 +11,7 @@ from pulse_rl.loco import PulseLoCo, TopK
 from pulse_rl.loco.gate import rounding_of
 from pulse_rl.loco.parameters import FlatBlock, Parameters
 from pulse_rl.loco.shares import Unit
+from pulse_rl.loco.sites import Sites
 from pulse_rl.loco.sums import SumsGate
 from pulse_rl.loco.wire import Wire
 from tests.support.loco_reference import Job
@@ -33,8 +34,8 @@ def test_a_sum_is_sent_or_kept_to_the_last_bit(wire: torch.dtype, scale: float, 
     unit = Unit(block_of(3000), 500, 2500)
     places = np.flatnonzero(rng.random(2000) < 0.4).astype(np.uint32)
     sums = rng.normal(0, 2e-4, len(places)).astype(np.float32)
-    gate = SumsGate(TRAINERS, theta, rounding_of(torch.bfloat16), np.float32(scale), Wire(wire))
-    sent_places, sent = gate.pass_on(unit, (places, sums))
+    gate = SumsGate(theta, rounding_of(torch.bfloat16), np.float32(scale), Wire(wire))
+    sent_places, sent = gate.pass_on(unit, (places, sums), TRAINERS)
 
     there = torch.from_numpy(theta[500:2500][places])
     moved = there - torch.tensor(scale) * (torch.from_numpy(sums) / TRAINERS)
@@ -56,27 +57,27 @@ def test_a_sum_is_sent_or_kept_to_the_last_bit(wire: torch.dtype, scale: float, 
 
 
 def test_sums_that_no_message_takes_are_left_as_they_are() -> None:
-    gate = SumsGate(2, np.ones(9, np.float32), rounding_of(torch.bfloat16), np.float32(1), Wire(torch.float32))
+    gate = SumsGate(np.ones(9, np.float32), rounding_of(torch.bfloat16), np.float32(1), Wire(torch.float32))
     sums = np.array([1e-9, 2.0**65], np.float32)
     places = np.array([1, 2], np.uint32)
-    found = gate.pass_on(Unit(block_of(9), 0, 9), (places, sums))
+    found = gate.pass_on(Unit(block_of(9), 0, 9), (places, sums), 2)
     assert found[1] is sums
     residual = np.zeros(9, np.float32)
     gate.add_withheld(residual)
     assert not residual.any()
     nothing = np.zeros(0, np.uint32), np.zeros(0, np.float32)
-    assert gate.pass_on(Unit(block_of(9), 0, 9), nothing) is nothing
+    assert gate.pass_on(Unit(block_of(9), 0, 9), nothing, 2) is nothing
 
 
-def test_sums_are_gated_among_eight_where_steps_look_ahead() -> None:
+def test_sums_are_gated_among_eight_or_several_sites_where_steps_look_ahead() -> None:
     job = Job()
 
     def gates(kind: type[PulseLoCo] = PulseLoCo, **settings: object) -> list[bool]:
         loop = kind(job.model, job.optimizer, sync_every=2, **settings)  # type: ignore[arg-type]
-        return [loop._gates_sums(trainers) for trainers in (1, 2, 7, 8, 64)]
+        return [loop._gates_sums(Sites.of(names)) for names in ("a", "ab", "aaaaaaa", "aaaaaaaa", "a" * 64, "aab")]
 
-    assert gates() == [False, False, False, True, True]
-    assert gates(gate_sums=True) == [False, True, True, True, True]
+    assert gates() == [False, False, False, True, True, True]
+    assert gates(gate_sums=True) == [False, True, True, True, True, True]
     assert not any(gates(gate_sums=False) + gates(lookahead=0.0) + gates(TopK, fraction=0.1))
 
 

@@ -10,7 +10,7 @@ from tests.support.reports import published, write
 
 
 def test_the_reward_of_trainers_is_told_by_the_bytes_between_them(tmp_path: Path) -> None:
-    done = Round(1, 4, 1000, 60, 90, True, 120, 300, "root", {})
+    done = Round(1, 4, 1000, 60, 90, True, 120, 300, 0, "root", {})
     assert done.dense_bytes == 6000
     assert done.metadata == {"round": 1, "loco_sent_bytes": 300, "loco_dense_bytes": 6000}
     rounds = [published(v, metadata=done.metadata | {"round": v + 7, "reward": v / 4}) for v in range(1, 5)]
@@ -21,7 +21,7 @@ def test_the_reward_of_trainers_is_told_by_the_bytes_between_them(tmp_path: Path
         "totals": [1200, 24000],
     }
     junk = published(2, metadata={"reward": 0.5, "loco_sent_bytes": "many"})
-    alone = Round(1, 1, 1000, 60, 90, True, 120, 0, "root", {}).metadata
+    alone = Round(1, 1, 1000, 60, 90, True, 120, 0, 0, "root", {}).metadata
     for untold in (
         [rounds[0], junk],
         [rounds[0], *rounds[2:]],  # not every round

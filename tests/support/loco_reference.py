@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,14 @@ def same(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.shape == y.shape and torch.equal(bits(x), bits(y))
 
 
+def added(summands: list[Flat]) -> Flat:
+    """The sum in this order, from 0."""
+    total = torch.zeros_like(summands[0])
+    for one in summands:
+        total += one
+    return total
+
+
 class Reference:
     """Theta, residual and momentum of one trainer as flat vectors."""
 
@@ -42,6 +50,7 @@ class Reference:
         gate_scale: float = 1.0,
         gate_sums: bool = False,
         rank: int = 0,
+        sites: Sequence[str] = (),
     ) -> None:
         self.theta = nn.Parameter(theta.clone())
         self.residual = torch.zeros_like(theta)
@@ -49,7 +58,7 @@ class Reference:
         # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that, and so on.
         ahead = lr / (1 - momentum) if lookahead is None else lookahead
         self.lookahead, self.gate_scale = torch.tensor(ahead), torch.tensor(gate_scale)
-        self.gate_sums, self.rank = gate_sums, rank
+        self.gate_sums, self.rank, self.sites = gate_sums, rank, sites
         self.summed = torch.zeros_like(theta)
         self.outer = torch.optim.SGD([self.theta], lr=lr, momentum=momentum, nesterov=True)
 
@@ -69,22 +78,43 @@ class Reference:
 
     @torch.no_grad()
     def outer_step(self, sent: list[Flat]) -> None:
-        """The outer step along the mean of what all sent, summed in rank order. With ``gate_sums`` sums whose mean the
-        gate holds back, and what the wire dtype takes from the others, go to the residual of the owner."""
-        total = torch.zeros_like(sent[0])
-        for one in sent:
-            total += one
+        """The outer step along the mean of what all sent, summed in rank order, or first within each of the ``sites``,
+        which are names by rank. With ``gate_sums`` sums whose mean the gate holds back, and what the wire dtype takes
+        from the others, go to the residual of the owner."""
+        owners = self.owners(len(sent))
+        total = self.between_sites(sent, owners) if self.sites else added(sent)
         if self.gate_sums:
-            mean = total / len(sent)
-            before, after = self.theta.to(self.gate_dtype), (self.theta - self.gate_scale * mean).to(self.gate_dtype)
-            passed = torch.where(bits(before) != bits(after), total.to(self.wire_dtype).float(), torch.zeros(()))
-            rest = total - passed
-            mine = (self.owners(len(sent)) == self.rank) & (rest != 0)
-            self.residual = torch.where(mine, self.residual + rest, self.residual)
+            passed = self.passed(total, len(sent))
+            self.keep(total - passed, owners == self.rank)
             total = passed
         self.summed = total
         self.theta.grad = total / len(sent)
         self.outer.step()
+
+    def between_sites(self, sent: list[Flat], owners: torch.Tensor) -> Flat:
+        """The sums of the sites' sums. With ``gate_sums`` those that go to an owner elsewhere are gated first, as if
+        the site were one trainer; the member that is counted off for the owner keeps the rest."""
+        sums = []
+        for site in dict.fromkeys(self.sites):
+            members = [rank for rank, name in enumerate(self.sites) if name == site]
+            one = added([sent[rank] for rank in members])
+            if self.gate_sums:
+                elsewhere = ~torch.isin(owners, torch.tensor(members))
+                passed = torch.where(elsewhere, self.passed(one, len(members)), one)
+                forwarders = torch.tensor(members)[owners % len(members)]
+                self.keep(one - passed, elsewhere & (forwarders == self.rank))
+                one = passed
+            sums.append(one)
+        return added(sums)
+
+    def passed(self, sums: Flat, trainers: int) -> Flat:
+        """The sums whose mean passes the gate, in the wire dtype; 0 elsewhere."""
+        moved = self.theta - self.gate_scale * (sums / trainers)
+        before, after = self.theta.to(self.gate_dtype), moved.to(self.gate_dtype)
+        return torch.where(bits(before) != bits(after), sums.to(self.wire_dtype).float(), torch.zeros(()))
+
+    def keep(self, rest: Flat, mine: torch.Tensor) -> None:
+        self.residual = torch.where(mine & (rest != 0), self.residual + rest, self.residual)
 
     def owners(self, trainers: int) -> torch.Tensor:
         """Who sums each parameter, from what the last sums were."""

@@ -30,8 +30,10 @@ class Exchange:
     It creates its own gloo group, whatever the user's backend is: messages are small and made on the host, a lost peer
     is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
     ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all others. ``sent_bytes``
-    counts what left this process: gathered messages travel around a ring, so each process forwards all but one of
-    them, padded.
+    counts what left this process: gathered messages travel around a ring, each process to the next rank, so each
+    forwards all but one of them, padded. ``between_bytes`` counts those of them that went to a trainer of another one
+    of the ``sites``, names by rank, "" of all trainers until they have met; broadcasts, which are in no round, it does
+    not count.
     ``progress`` knows what the errors tell of the others.
     """
 
@@ -39,9 +41,10 @@ class Exchange:
         if timeout_seconds <= 0:
             raise InputError(f"timeout_seconds is {timeout_seconds}", hint="Give a number of seconds above 0.")
         self.timeout_seconds = timeout_seconds
-        self.sent_bytes = 0
+        self.sent_bytes = self.between_bytes = 0
         self._group: dist.ProcessGroup | None = None
         self.size, self.rank = 1, 0
+        self.sites = [""]
         self.progress = Progress(None, 0, 1)
         if not (dist.is_available() and dist.is_initialized()):
             if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -60,6 +63,7 @@ class Exchange:
             lambda: dist.new_group(ranks, timedelta(seconds=timeout_seconds), "gloo", use_local_synchronization=local)
         )
         self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self.sites = [""] * self.size
         self.progress = Progress(self._group, self.rank, self.size)
 
     def all_gather(self, message: bytes, *, max_bytes: int) -> list[bytes]:
@@ -85,17 +89,20 @@ class Exchange:
                 raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
         return messages
 
-    def all_to_all(self, messages: Sequence[bytes], *, max_bytes: Sequence[int]) -> tuple[list[bytes], list[int]]:
+    def all_to_all(
+        self, messages: Sequence[bytes], *, max_bytes: Sequence[Sequence[int]]
+    ) -> tuple[list[bytes], list[int]]:
         """(what every trainer has for this one, in rank order; the bytes that each trainer sends in all).
 
-        ``messages[r]`` goes to trainer r, which takes ``max_bytes[r]`` at most from each. Lengths first, to all; then
-        each message behind its SHA-256. Raises as `all_gather`, and for a length over the limit on all trainers alike.
+        ``messages[r]`` goes to trainer r, which takes ``max_bytes[s][r]`` at most from trainer s. Lengths first, to
+        all; then each message behind its SHA-256. Raises as `all_gather`, and for a length over the limit on all
+        trainers alike.
         """
         form = f"<{self.size}Q"
         announced = self.all_gather_fixed(struct.pack(form, *map(len, messages)))
         lengths = [struct.unpack(form, row) for row in announced]
         for rank, row in enumerate(lengths):
-            for length, most in zip(row, max_bytes, strict=True):
+            for length, most in zip(row, max_bytes[rank], strict=True):
                 if length > most:
                     raise CorruptMessage(f"trainer {rank} announces {length} bytes, more than {most}")
         pieces = [np.frombuffer(sha256(m).digest() + m, np.uint8) for m in messages]
@@ -127,7 +134,7 @@ class Exchange:
         if self.size == 1:
             return
         self._guard(lambda: dist.all_reduce(torch.from_numpy(array), group=self._group))
-        self.sent_bytes += 2 * (self.size - 1) * array.nbytes // self.size
+        self._count_ring(2 * (self.size - 1) * array.nbytes // self.size)
 
     def close(self) -> None:
         """Gives the group up. Safe after a failure."""
@@ -141,7 +148,7 @@ class Exchange:
         own = torch.from_numpy(data if data.flags.writeable else data.copy())
         out = [torch.empty_like(own) for _ in range(self.size)]
         self._guard(lambda: dist.all_gather(out, own, group=self._group))
-        self.sent_bytes += (self.size - 1) * len(data)
+        self._count_ring((self.size - 1) * len(data))
         return [piece.numpy() for piece in out]
 
     def _all_to_all_arrays(
@@ -152,8 +159,22 @@ class Exchange:
         out = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
         sizes = [len(piece) for piece in pieces]
         self._guard(lambda: dist.all_to_all_single(out, own, lengths, sizes, group=self._group))
-        self.sent_bytes += len(own) - sizes[self.rank]
+        self._count_each(sizes)
         return np.split(out.numpy(), np.cumsum(lengths[:-1]))
+
+    def _count_ring(self, count: int) -> None:
+        """So many bytes went to the next rank."""
+        self._count(count, (self.rank + 1) % self.size)
+
+    def _count_each(self, counts: Sequence[int]) -> None:
+        """So many bytes went to each trainer; its own stay here."""
+        for rank, count in enumerate(counts):
+            if rank != self.rank:
+                self._count(count, rank)
+
+    def _count(self, count: int, to: int) -> None:
+        self.sent_bytes += count
+        self.between_bytes += count if self.sites[to] != self.sites[self.rank] else 0
 
     def _global_rank(self, rank: int) -> int:
         assert self._group is not None

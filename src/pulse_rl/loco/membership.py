@@ -27,6 +27,7 @@ _FIELDS: dict[str, type] = {
     "messages": list,
     "specs": str,
     "shares": str,
+    "site": str,
 }
 
 
@@ -37,7 +38,7 @@ class Handshake:
     ``settings`` are those that all must share. ``round`` is its last common round, ``root`` the root of theta after it,
     ``momentum`` that of the outer momentum (both 64 hexadecimal digits). ``messages`` are the digests of that round's
     messages, one per trainer, and ``specs`` is the digest of its parameters (`specs_digest`). ``shares``: the digest of
-    what it cuts shares by, "" if it knows nothing.
+    what it cuts shares by, "" if it knows nothing. ``site``: the name of its site, "" if it was given none.
     """
 
     settings: dict[str, Any]
@@ -46,7 +47,8 @@ class Handshake:
     momentum: str
     messages: list[str]
     specs: str
-    shares: str
+    shares: str = ""
+    site: str = ""
 
     @property
     def state(self) -> tuple[int, str, str]:
@@ -81,7 +83,8 @@ def exchange_handshakes(exchange: Exchange, own: Handshake) -> list[Handshake]:
 
 
 def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: int) -> None:
-    """Raises StateMismatch if a trainer has other parameters than ``own_rank``, InputError if it has other settings."""
+    """Raises StateMismatch if a trainer has other parameters than ``own_rank``, InputError if it has other settings, or
+    if some have a site and others have none."""
     own = handshakes[own_rank]
     for rank, handshake in enumerate(handshakes):
         if handshake.specs != own.specs:
@@ -90,6 +93,12 @@ def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: i
             )
         if handshake.settings != own.settings:
             raise InputError(f"trainer {rank} runs with {handshake.settings}, this one with {own.settings}")
+    nowhere = [rank for rank, handshake in enumerate(handshakes) if not handshake.site]
+    if 0 < len(nowhere) < len(handshakes):
+        raise InputError(
+            f"trainers {nowhere} have no site, the others have one",
+            hint="Give every trainer the name of its site, or none of them.",
+        )
 
 
 def find_leader(handshakes: Sequence[Handshake]) -> int:

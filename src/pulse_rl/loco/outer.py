@@ -176,6 +176,7 @@ class OuterLoop(Unique, ABC):
         handshakes = exchange_handshakes(exchange, self._handshake())
         exchange.progress.met()
         require_same_model_and_settings(handshakes, exchange.rank)
+        exchange.sites = [handshake.site for handshake in handshakes]
         leader = find_leader(handshakes)
         require_no_divergence(handshakes, leader)
         behind = find_behind(handshakes, leader)
@@ -191,9 +192,6 @@ class OuterLoop(Unique, ABC):
 
         self._serial.run(take_up, whole=True)
 
-    def _shares(self) -> str:  # optional hook: the digest of what this trainer cuts shares by
-        return ""
-
     def _met(self, handshakes: list[Handshake]) -> None:  # optional hook
         """Called when all trainers hold one outer state; must not fail."""
 
@@ -205,7 +203,6 @@ class OuterLoop(Unique, ABC):
             momentum=self._digest(self.momentum_flat).root,
             messages=self._messages,
             specs=specs_digest(self.parameters.specs, self.untrained.specs),
-            shares=self._shares(),
         )
 
     def _fetch_state(self, exchange: Exchange, leader: int, behind: list[int]) -> tuple[Floats, Floats]:
@@ -243,7 +240,8 @@ class OuterLoop(Unique, ABC):
                 "a round is due, but the trainers have not met",
                 hint="Enter it as a context manager; after TrainerLost, call rejoin() or rewind().",
             )
-        exchange, self._seconds, before = self._exchange, {}, self._exchange.sent_bytes
+        exchange, self._seconds = self._exchange, {}
+        sent, between = exchange.sent_bytes, exchange.between_bytes
         try:
             self.parameters.require()
             with self._phase("untrained"):
@@ -277,7 +275,8 @@ class OuterLoop(Unique, ABC):
             summed=summed,
             scattered=received.scattered,
             payload_bytes=received.payload_bytes + agreed.payload_bytes,
-            sent_bytes=exchange.sent_bytes - before,
+            sent_bytes=exchange.sent_bytes - sent,
+            between_bytes=exchange.between_bytes - between,
             root=digest.root,
             seconds=dict(self._seconds),
         )

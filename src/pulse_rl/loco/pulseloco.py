@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from .membership import Handshake
 from .parameters import FlatBlock, parts
 from .rounds import Received, Round
 from .shares import GRANULE, Counts, Known, counts_digest, estimated_sums, granules, granules_of, scatters
+from .sites import Sites
 from .sums import SumsGate
 from .transfer import Coder, Own, Transfer, Transferred
 from .wire import FORMAT, Entries, Wire
@@ -46,7 +48,12 @@ class PulseLoCo(ErrorFeedbackLoop):
     ``gate_scale``: the gate asks ``cast(theta) != cast(theta - gate_scale * s)``; 1 is the paper's, less sends less.
     ``gate_sums``: all rounds are scattered, and whoever sums a share of the parameters sends back only those sums whose
     mean passes the gate, in ``wire_dtype``, and carries the rest in its own residual: what leaves a process does not
-    grow with the trainers. "auto", the default, is from 8 trainers on, if there is a lookahead; False is the paper's.
+    grow with the trainers. "auto", the default, is from 8 trainers on, or among several sites, if there is a lookahead;
+    False is the paper's.
+    ``site``: the name of this trainer's site, a node or a region whose trainers have fast links among them. Its members
+    then sum their entries before these go to the owners of shares elsewhere: over the slow links a site costs about as
+    much as one trainer (docs/loco.md, 4.5). All trainers have one, or none has; ranks of one site should follow each
+    other.
 
     The other arguments are those of `OuterLoop`. Memory on the host: 17 bytes per parameter. Raises, from inside
     ``step()`` of the last inner optimizer: TrainerLost and TrainerLeft (see `rejoin`), NonFinite (see `rewind`),
@@ -66,6 +73,7 @@ class PulseLoCo(ErrorFeedbackLoop):
         lookahead: float | Literal["auto"] = "auto",
         gate_scale: float = 1.0,
         gate_sums: bool | Literal["auto"] = "auto",
+        site: str | None = None,
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 600.0,
         threads: int | None = None,
@@ -82,6 +90,9 @@ class PulseLoCo(ErrorFeedbackLoop):
         if not isinstance(gate_sums, bool) and gate_sums != "auto":
             raise InputError(f"gate_sums is {gate_sums!r}", hint='Use True, False or "auto".')
         self.gate_sums = gate_sums
+        if site is not None and not (isinstance(site, str) and site):
+            raise InputError(f"site is {site!r}", hint="Give the name of this trainer's site, or None on all trainers.")
+        self.site = site
         super().__init__(
             model,
             inner_optimizer,
@@ -142,8 +153,8 @@ class PulseLoCo(ErrorFeedbackLoop):
         if len({handshake.shares for handshake in handshakes}) > 1:
             self._counts = None
 
-    def _shares(self) -> str:
-        return counts_digest(self._counts)
+    def _handshake(self) -> Handshake:
+        return replace(super()._handshake(), shares=counts_digest(self._counts), site=self.site or "")
 
     def _unhook(self) -> None:
         super()._unhook()
@@ -165,11 +176,12 @@ class PulseLoCo(ErrorFeedbackLoop):
             exchange, coder, self.parameters.blocks, self._phase, lambda: self._require_same_tensors(exchange), announce
         )
         arrived: Transferred | None = None
+        sites = self._sites(exchange)
         try:
-            if self._gates_sums(exchange.size):
-                self._sums_gate = SumsGate(exchange.size, self.theta_flat, self._rounding, self.gate_scale, self._wire)
-            if self._sums_gate or scatters(exchange.size, self._known):
-                arrived = transfer.scatter(own, self._counts, self._sums_gate)
+            if self._gates_sums(sites):
+                self._sums_gate = SumsGate(self.theta_flat, self._rounding, self.gate_scale, self._wire)
+            if self._sums_gate or sites.several or scatters(exchange.size, self._known):
+                arrived = transfer.scatter(own, self._counts, sites, self._sums_gate)
             if arrived is None:
                 self._sums_gate = None
                 arrived = transfer.gather(own)
@@ -276,10 +288,10 @@ class PulseLoCo(ErrorFeedbackLoop):
         with self.at_theta():
             on_round(done)
 
-    def _gates_sums(self, trainers: int) -> bool:
+    def _gates_sums(self, sites: Sites) -> bool:
         if self.gate_sums == "auto":
-            return bool(self.lookahead) and trainers >= _GATE_SUMS_FROM
-        return self.gate_sums and trainers > 1
+            return bool(self.lookahead) and (sites.several or sites.trainers >= _GATE_SUMS_FROM)
+        return self.gate_sums and sites.trainers > 1
 
     def _forget_message(self) -> None:
         super()._forget_message()
@@ -291,6 +303,9 @@ class PulseLoCo(ErrorFeedbackLoop):
         super()._take_next_residual()
 
     # -- what a variant may change
+
+    def _sites(self, exchange: Exchange) -> Sites:
+        return Sites.of(exchange.sites)
 
     def _select(self, block: FlatBlock, residual: Floats, s: Floats) -> Positions | None:
         """Fills ``s`` and returns the positions of the entries to send; None if an entry of ``s`` is not finite."""

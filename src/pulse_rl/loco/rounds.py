@@ -12,7 +12,8 @@ class Round:
 
     ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``, those about buffers
     and frozen parameters included; ``sent_bytes`` left its process in all (headers, padding, and what it passed on or
-    summed for others). ``summed`` parameters have a sum that is not 0, and passed its gate if there is one.
+    summed for others), and ``between_bytes`` of them went to trainers of another site. ``summed`` parameters have a sum
+    that is not 0, and passed its gate if there is one.
     ``scattered``: each trainer summed a share of the parameters (docs/loco.md, 4.3); otherwise all got all messages.
     ``root`` is that of theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
     "untrained" for buffers and frozen parameters.
@@ -26,6 +27,7 @@ class Round:
     scattered: bool
     payload_bytes: int
     sent_bytes: int
+    between_bytes: int
     root: str
     seconds: dict[str, float]
 

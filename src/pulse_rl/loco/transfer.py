@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -18,12 +20,16 @@ from .exchange import Exchange
 from .gate import Floats, is_finite
 from .parameters import FlatBlock
 from .shares import Counts, Unit, cut_shares, whole
+from .sites import Sites
 from .sums import SumsGate
 from .wire import Entries, Message, SumsMessage, Wire, digest_of
 
 _NON_FINITE = b"PLSN"
 _TOO_LARGE = b"PLSH"
 Phase = Callable[[str], AbstractContextManager[None]]
+
+Sums = list[Entries] | bytes
+"""The sums of a share that are not 0, by unit; or what is said in place of them (`_is_word`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,17 @@ class Transferred:
     messages: list[str]
     lengths: list[int]
     sums: int | None
+
+
+class _Near(NamedTuple):
+    """What a trainer has after its site's parts: ``sums`` over the site by the owner of the share, the ``digest`` of
+    the parts that it has sent itself, the ``lengths`` of all trainers' parts together, and the ``problem`` with those
+    that it could not read."""
+
+    sums: dict[int, Sums]
+    digest: str
+    lengths: list[int]
+    problem: CorruptMessage | None
 
 
 @dataclass(frozen=True)
@@ -132,41 +149,28 @@ class Transfer:
             found.insert(exchange.rank, mine)
         return Transferred(others, [digest_of(m) for m in messages], [len(m) for m in messages], None)
 
-    def scatter(self, own: Own, counts: Counts | None, gate: SumsGate | None = None) -> Transferred | None:
+    def scatter(
+        self, own: Own, counts: Counts | None, sites: Sites, gate: SumsGate | None = None
+    ) -> Transferred | None:
         """Every trainer gets what falls in its share, and all get the sums, those that pass ``gate`` if there is one.
-        Raises as `gather`.
+        Among several ``sites`` each first sums its own entries. Raises as `gather`.
 
         None, on all trainers alike, if a sum is too large for a message: then they gather.
         """
-        exchange = self._exchange
+        exchange, rank = self._exchange, self._exchange.rank
         shares = cut_shares(self._blocks, exchange.size, counts)
-        mine = shares[exchange.rank]
-        with self._phase("gate"):
-            parts = [self._message(units, own) for units in shares]
-            digest = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
-            self._announce(digest)
-        problem: CorruptMessage | None = None
-        lengths = [0] * exchange.size
-        sums: list[Entries] = []
-        answer = b""  # nothing: what arrived could not be read
-        with self._phase("exchange"):
-            most = [self._coder.max_bytes(units) for units in shares]
-            try:
-                arrived, lengths = exchange.all_to_all(parts, max_bytes=most)
-            except CorruptMessage as error:
-                problem, arrived = error, []
+        mine = shares[rank]
         coder = replace(self._coder, wire=gate.wire if gate else Wire(torch.float32))
-        try:
-            if arrived:
-                bad = _not_finite(arrived)
-                if bad is None:
-                    sums = self._sums(mine, arrived, own, gate)
-                    with self._phase("gate"):
-                        answer = self._answer(coder, mine, sums, digest)
-                else:
-                    answer = _NON_FINITE + bad.encode()
-        except CorruptMessage as error:
-            problem = error
+        near, digest, lengths, problem = self._sum_parts(own, shares, sites)
+        sums = near[rank]
+        if sites.several:
+            try:
+                sums = self._sum_sites(coder, shares, sites, near, gate)
+            except CorruptMessage as error:
+                sums, problem = b"", problem or error
+        with self._phase("gate"):
+            sums = self._pass_on(gate, mine, sums, exchange.size)
+            answer = self._answer(coder, mine, sums, digest)
         answers: list[bytes] = []
         found: list[list[Entries]] = [[] for _ in self._blocks]
         digests: list[str] = []
@@ -174,7 +178,7 @@ class Transfer:
             with self._phase("exchange"):
                 most_answer = max(coder.max_bytes(units) for units in shares) + SumsMessage.HEAD
                 answers = exchange.all_gather(answer, max_bytes=most_answer)
-            if problem is None and all(a.startswith(SumsMessage.MAGIC) for a in answers):
+            if not isinstance(sums, bytes) and all(a.startswith(SumsMessage.MAGIC) for a in answers):
                 with self._phase("decode"):
                     digests = self._read_answers(coder, shares, answers, sums, found)
         except CorruptMessage as error:
@@ -190,30 +194,90 @@ class Transfer:
         longest = max(len(a) for a in answers) * exchange.size
         return Transferred(found, digests, lengths, longest)
 
+    def _sum_parts(self, own: Own, shares: Sequence[list[Unit]], sites: Sites) -> _Near:
+        """Sends this trainer's entries to those who sum them for its site, and sums what it gets."""
+        exchange, rank = self._exchange, self._exchange.rank
+        everyone, beside = range(exchange.size), sites.beside(rank)
+        units = [[unit for owner in sites.forwards(to) for unit in shares[owner]] for to in everyone]
+        with self._phase("gate"):
+            parts = [self._message(units[to], own) if to in beside else b"" for to in everyone]
+            digest = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
+            self._announce(digest)
+        most = [self._coder.max_bytes(of) for of in units]
+        limits = [[most[to] if to in sites.beside(source) else 0 for to in everyone] for source in everyone]
+        lengths = [0] * exchange.size
+        sums: dict[int, Sums] = dict.fromkeys(sites.forwards(rank), b"")  # nothing: what arrived could not be read
+        try:
+            with self._phase("exchange"):
+                arrived, lengths = exchange.all_to_all(parts, max_bytes=limits)
+            bad = _not_finite(arrived)
+            if bad is not None:
+                return _Near(dict.fromkeys(sums, _NON_FINITE + bad.encode()), digest, lengths, None)
+            with self._phase("decode"):
+                ours = [unit.take(own.entries[unit.block.number]) for unit in units[rank]]
+                others = [arrived[source] for source in beside if source != rank]
+                found = iter(self._add(self._coder, units[rank], others, ours, beside.index(rank)))
+        except CorruptMessage as error:
+            return _Near(sums, digest, lengths, error)
+        return _Near({owner: list(islice(found, len(shares[owner]))) for owner in sums}, digest, lengths, None)
+
+    def _sum_sites(
+        self, coder: Coder, shares: Sequence[list[Unit]], sites: Sites, near: dict[int, Sums], gate: SumsGate | None
+    ) -> Sums:
+        """Sends the ``near`` sums of shares of other sites to their owners, those that pass ``gate`` if there is one.
+        Returns the sums of this trainer's share over all sites. Raises CorruptMessage."""
+        exchange, rank = self._exchange, self._exchange.rank
+        site, everyone = sites.number_of(rank), range(exchange.size)
+        messages = [b""] * exchange.size
+        with self._phase("gate"):
+            for owner, sums in near.items():
+                if owner != rank:
+                    passed = self._pass_on(gate, shares[owner], sums, len(sites.beside(rank)))
+                    messages[owner] = passed if isinstance(passed, bytes) else coder.encode(shares[owner], passed)
+        most = [coder.max_bytes(units) for units in shares]
+        froms = [sites.forwarders(owner) for owner in everyone]
+        limits = [[most[owner] if source in froms[owner] else 0 for owner in everyone] for source in everyone]
+        with self._phase("exchange"):
+            arrived, _ = exchange.all_to_all(messages, max_bytes=limits)
+        ours, others = near[rank], [arrived[source] for source in froms[rank]]
+        words = [said for said in (ours, *others) if isinstance(said, bytes) and _is_word(said)]
+        if isinstance(ours, bytes) or words:
+            return words[0]
+        with self._phase("decode"):
+            return self._add(coder, shares[rank], others, ours, site)
+
     def _message(self, units: Sequence[Unit], own: Own) -> bytes:
         if own.bad is not None:
             return _NON_FINITE + own.bad.encode()
         return self._coder.encode(units, [unit.take(own.entries[unit.block.number]) for unit in units])
 
-    def _sums(self, units: Sequence[Unit], arrived: list[bytes], own: Own, gate: SumsGate | None) -> list[Entries]:
-        """The sums of this trainer's share that are not 0, by unit: of all trainers' entries, in rank order. With a
-        ``gate`` those that pass it."""
-        rank = self._exchange.rank
-        with self._phase("decode"):
-            decoded = self._coder.decode(units, [part for source, part in enumerate(arrived) if source != rank])
+    def _add(
+        self, coder: Coder, units: Sequence[Unit], messages: Sequence[bytes], own: Sequence[Entries], place: int
+    ) -> list[Entries]:
+        """By unit, the sums that are not 0 of the entries of ``messages``, in order, with this trainer's ``own`` at
+        their ``place`` among them. Raises CorruptMessage."""
 
-            def add(item: tuple[Unit, list[Entries]]) -> Entries:
-                unit, entries = item
-                entries.insert(rank, unit.take(own.entries[unit.block.number]))
-                sums = sum_entries(entries, unit.stop - unit.start)
-                return gate.pass_on(unit, sums) if gate else sums
+        def add(item: tuple[Unit, list[Entries], Entries]) -> Entries:
+            unit, entries, ours = item
+            entries.insert(place, ours)
+            return sum_entries(entries, unit.stop - unit.start)
 
-            return list(ordered_map(add, list(zip(units, decoded, strict=True)), self._coder.threads))
+        decoded = coder.decode(units, messages)
+        return list(ordered_map(add, list(zip(units, decoded, own, strict=True)), coder.threads))
 
-    def _answer(self, coder: Coder, units: Sequence[Unit], sums: list[Entries], digest: str) -> bytes:
-        if not all(is_finite(values).all() for _, values in sums):
-            return _TOO_LARGE
-        return SumsMessage(digest, coder.encode(units, sums)).to_bytes()
+    def _pass_on(self, gate: SumsGate | None, units: Sequence[Unit], sums: Sums, trainers: int) -> Sums:
+        """What is sent of ``sums`` over so many ``trainers``: those that pass ``gate``, if there is one."""
+        if isinstance(sums, bytes):
+            return sums
+
+        def pass_on(item: tuple[Unit, Entries]) -> Entries:
+            return gate.pass_on(*item, trainers) if gate else item[1]
+
+        sent = list(ordered_map(pass_on, list(zip(units, sums, strict=True)), self._coder.threads))
+        return sent if all(is_finite(values).all() for _, values in sent) else _TOO_LARGE
+
+    def _answer(self, coder: Coder, units: Sequence[Unit], sums: Sums, digest: str) -> bytes:
+        return sums if isinstance(sums, bytes) else SumsMessage(digest, coder.encode(units, sums)).to_bytes()
 
     def _read_answers(
         self,
@@ -248,8 +312,13 @@ class Transfer:
             raise CorruptMessage(f"trainers {failed} could not read a message: {cause}") from problem
 
 
+def _is_word(data: bytes) -> bool:
+    """Whether something is said in place of sums."""
+    return data in (b"", _TOO_LARGE) or data.startswith(_NON_FINITE)
+
+
 def _is_answer(data: bytes) -> bool:
-    return data.startswith((SumsMessage.MAGIC, _NON_FINITE)) or data == _TOO_LARGE
+    return data.startswith(SumsMessage.MAGIC) or (data != b"" and _is_word(data))
 
 
 def _not_finite(messages: Sequence[bytes]) -> str | None:

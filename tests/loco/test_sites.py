@@ -1,0 +1,426 @@
+"""Rounds of two levels: first within a site, then between sites; and what crosses between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.loco.sites import OneLevel
+from benchmarks.loco.threads import as_threads
+from pulse_rl.errors import CorruptMessage, InputError, NonFinite
+from pulse_rl.loco import PulseLoCo, parameters
+from pulse_rl.loco.exchange import Exchange
+from pulse_rl.loco.sites import Sites
+from tests.support.loco_reference import Flat, Reference, flat, same
+from tests.support.trainers import Trainer, together
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZE, ROUNDS = 3000, 4
+
+
+# -- who forwards what
+
+
+def test_sites_are_in_the_order_of_their_lowest_rank() -> None:
+    sites = Sites.of(["west", "east", "west", "east", "east"])
+    assert sites.members == ((0, 2), (1, 3, 4))
+    assert [sites.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, 1]
+    assert sites.beside(3) == (1, 3, 4)
+    assert (sites.several, sites.trainers) == (True, 5)
+    # An owner sums for its own site. Elsewhere it is the member that its number counts off.
+    assert [[sites.forwarder(site, owner) for owner in range(5)] for site in (0, 1)] == [
+        [0, 2, 2, 2, 0],
+        [1, 1, 4, 3, 4],
+    ]
+
+
+@pytest.mark.parametrize("names", ["", "a", "aaaa", "abcd"])
+def test_alone_or_all_together_sites_make_no_difference(names: str) -> None:
+    sites = Sites.of(list(names))
+    assert sites.members == (tuple(range(len(names))),)
+    assert not sites.several
+    assert [sites.forwards(rank) for rank in range(len(names))] == [[rank] for rank in range(len(names))]
+
+
+@pytest.mark.parametrize("names", ["aabb", "aaab", "abab", "aaabb", "aaaabbbbcccc", "abcddd"])
+def test_every_share_has_one_forwarder_in_every_site(names: str) -> None:
+    sites = Sites.of(list(names))
+    work = {rank: sites.forwards(rank) for rank in range(len(names))}
+    for ranks in sites.members:
+        assert sorted(itertools.chain.from_iterable(work[rank] for rank in ranks)) == list(range(len(names)))
+    assert all(rank in owners for rank, owners in work.items())
+    for ranks in sites.members:
+        if len(names) % len(ranks) == 0 and names == "".join(sorted(names)):
+            assert {len(work[rank]) for rank in ranks} == {len(names) // len(ranks)}
+
+
+# -- rounds
+
+
+class Member:
+    """A trainer in a thread beside the dense reference; its inner steps are random."""
+
+    def __init__(
+        self,
+        rank: int,
+        sites: Sequence[str],
+        seen: dict[tuple[int, int], Flat],
+        kind: type[PulseLoCo] = PulseLoCo,
+        **settings: Any,
+    ) -> None:
+        self.rank, self.size, self.seen, self.settings = rank, len(sites), seen, settings
+        self.random = torch.Generator().manual_seed(100 + rank)
+        start = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)) / 50
+        self.weight = nn.Parameter(start.clone())
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
+        self.optimizer.register_step_post_hook(lambda *_: self._select())
+        self.loop = kind(
+            {"w": self.weight}, self.optimizer, sync_every=1, threads=1, site=sites[rank] or None, **settings
+        )
+        known = {"gate_sums": True} | settings
+        self.reference = Reference(start, rank=rank, sites=sites, **known)
+
+    def _select(self) -> None:
+        """Before the loop's own hook: what this trainer is about to send."""
+        _, self.seen[self.loop.round, self.rank] = self.reference.select(self.weight.detach().clone())
+
+    def step(self, size: float = 3e-5) -> None:
+        self.weight.grad = size * torch.randn(SIZE, generator=self.random)
+        self.optimizer.step()
+
+    def round(self) -> None:
+        """A round in which all goes well."""
+        number = self.loop.round
+        self.step()
+        self.reference.outer_step([self.seen[number, rank] for rank in range(self.size)])
+        self.reference.check(self.loop)
+        done = self.loop.last_round
+        assert done is not None
+        assert done.summed == int(self.reference.summed.count_nonzero())
+        assert done.entries == int(self.seen[number, self.rank].count_nonzero())
+        assert done.scattered or not self.reference.sites
+
+
+def members(names: str, work: Callable[[Member], None], **settings: Any) -> list[Member]:
+    """``work`` of every member, each in a thread, after they have met."""
+    sites, seen = [name.strip() for name in names], dict[tuple[int, int], Flat]()
+    everyone = [Member(rank, sites, seen, **settings) for rank in range(len(sites))]
+
+    def run(rank: int) -> None:
+        with everyone[rank].loop:
+            work(everyone[rank])
+
+    as_threads(run, len(everyone))
+    return everyone
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares hold parts of blocks, and of several."""
+    monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", 700)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "by default": {},
+    "bf16": {"wire_dtype": torch.bfloat16, "gate_scale": 0.5},
+    "all sums": {"gate_sums": False},
+    "all sums, bf16": {"gate_sums": False, "wire_dtype": torch.bfloat16, "lookahead": 1.5},
+    "gated, no lookahead": {"gate_sums": True, "lookahead": 0.0},
+}
+
+
+@pytest.mark.parametrize("names", ["aabb", "aaabbb", "aab", "aaabb", "abab", "aabbc"])
+@pytest.mark.parametrize("how", SETTINGS)
+def test_every_round_equals_the_dense_algorithm(names: str, how: str) -> None:
+    def work(member: Member) -> None:
+        for _ in range(ROUNDS):
+            member.round()
+
+    found = members(names, work, **SETTINGS[how])
+    done = [member.loop.last_round for member in found]
+    assert len({r.root for r in done if r}) == 1
+    gated = SETTINGS[how].get("gate_sums", True)
+    if gated:
+        assert all((member.loop.residual()["w"] != 0).sum() > 100 for member in found)
+        assert all(r and 0 < r.summed < SIZE / 2 for r in done)
+
+
+def test_without_a_lookahead_sums_are_gated_only_if_asked_for() -> None:
+    """The setting is "auto"; the reference does not gate."""
+
+    def work(member: Member) -> None:
+        member.reference.gate_sums = False
+        for _ in range(2):
+            member.round()
+
+    members("aabb", work, lookahead=0.0, gate_sums="auto")
+
+
+@pytest.mark.parametrize("names", ["aaaa", "abcd", "    "])
+def test_sites_that_make_no_difference_change_nothing(names: str) -> None:
+    """Rounds are as without: in theta's bits, and in what is sent but for random numbers."""
+    sent = []
+    for given in (names, "    "):
+        found = members(given, lambda member: (member.step(), member.step())[0])
+        done = [member.loop.last_round for member in found]
+        crossed = [r.sent_bytes if given == "abcd" else 0 for r in done if r]
+        assert [r.between_bytes for r in done if r] == crossed
+        sent.append([(r.root, r.sent_bytes, r.payload_bytes) for r in done if r])
+    assert sent[0] == sent[1]
+
+
+# -- what crosses between sites
+
+
+def by_hand(member: Member, names: str) -> Callable[[], int]:
+    """What this member gives to the network for other sites from now on: a gathered message goes around the ring."""
+    exchange, counts = member.loop._exchange, [0]
+    assert exchange is not None
+    all_gather, all_to_all = exchange._all_gather_array, exchange._all_to_all_arrays
+    here, following = names[member.rank], names[(member.rank + 1) % len(names)]
+
+    def gathering(data: Any) -> Any:
+        counts[0] += (len(names) - 1) * len(data) * (following != here)
+        return all_gather(data)
+
+    def sending(pieces: Any, lengths: Any) -> Any:
+        counts[0] += sum(len(piece) for piece, name in zip(pieces, names, strict=True) if name != here)
+        return all_to_all(pieces, lengths)
+
+    exchange._all_gather_array, exchange._all_to_all_arrays = gathering, sending  # type: ignore[method-assign]
+    return lambda: counts[0]
+
+
+def crossing(names: str, **settings: Any) -> list[int]:
+    """The bytes that each member sends to other sites in its third round."""
+    found = [0] * len(names)
+
+    def work(member: Member) -> None:
+        for _ in range(2):
+            member.step()
+        counted = by_hand(member, names)
+        member.step()
+        done = member.loop.last_round
+        assert done is not None
+        found[member.rank] = done.between_bytes
+        assert done.between_bytes == counted() <= done.sent_bytes
+
+    members(names, work, **settings)
+    return found
+
+
+def test_a_site_sends_about_what_a_trainer_sends() -> None:
+    two_levels = crossing("aaaabbbb")
+    # Ranks 3 and 7 pass the sums on to the other site, the others send parts of its own sums.
+    assert min(two_levels[3], two_levels[7]) > 3 * max(two_levels[:3] + two_levels[4:7])
+    apart = crossing("abababab")
+    assert sum(apart) > 3 * sum(two_levels), "the ring of sums crosses with every step"
+    one_level = crossing("aaaabbbb", kind=OneLevel, gate_sums=True)
+    assert sum(one_level) > 1.5 * sum(two_levels)
+
+
+def counted(trainer: Trainer) -> tuple[int, int]:
+    """Over the network, as among threads."""
+    trainer.connect("start")
+    exchange = Exchange(timeout_seconds=20)
+    exchange.all_gather_fixed(bytes(100))
+    assert exchange.between_bytes == 0
+    exchange.sites = ["a", "b", "b"]
+    before = exchange.sent_bytes
+    exchange.all_gather_fixed(bytes(1000))
+    exchange.all_to_all([bytes(10 ** (2 + to)) for to in range(3)], max_bytes=[[10**4] * 3] * 3)
+    exchange.all_reduce(np.zeros(9000, np.float32))
+    return exchange.sent_bytes - before, exchange.between_bytes
+
+
+@pytest.mark.slow
+def test_what_crosses_is_counted() -> None:
+    ring = 2 * 1000 + 2 * 24 + 48 * 1000
+    each = [32 + 10 ** (2 + to) for to in range(3)]
+    assert together(counted, 3, seconds=60) == [
+        (ring + each[1] + each[2], ring + each[1] + each[2]),
+        (ring + each[0] + each[2], each[0]),
+        (ring + each[0] + each[1], ring + each[0]),
+    ]
+
+
+# -- what must not spread
+
+
+def held(loop: PulseLoCo) -> list[Flat]:
+    state = loop.state_dict()
+    return [flat(state[key]) for key in ("theta", "momentum", "residual")]
+
+
+def spoil(member: Member, call: int, change: Callable[[list[bytes]], list[bytes]]) -> None:
+    """Once, what this member sends with the call of that number, from 1, is another thing."""
+    exchange, calls = member.loop._exchange, itertools.count(1)
+    assert exchange is not None
+    all_to_all = exchange.all_to_all
+
+    def spoiling(messages: Sequence[bytes], *, max_bytes: Any) -> Any:
+        return all_to_all(change(list(messages)) if next(calls) == call else messages, max_bytes=max_bytes)
+
+    exchange.all_to_all = spoiling  # type: ignore[method-assign]
+
+
+def at(rank: int, message: bytes | None = None) -> Callable[[list[bytes]], list[bytes]]:
+    """The message for a trainer becomes another one, or lacks its last byte."""
+
+    def change(messages: list[bytes]) -> list[bytes]:
+        messages[rank] = messages[rank][:-1] if message is None else message
+        return messages
+
+    return change
+
+
+DAMAGES: dict[str, tuple[int, Callable[[list[bytes]], list[bytes]], str]] = {
+    "a part is cut": (1, at(1), r"trainers \[1\] could not read"),
+    "a part is missing": (1, at(1, b""), r"trainers \[1\] could not read"),
+    "a part for another site": (1, at(2, b"PLSL"), r"trainer 0 announces 4 bytes, more than 0"),
+    "a site's sums are cut": (2, at(2), r"trainers \[2\] could not read"),
+    "a site's sums are of no known form": (2, at(2, b"PLSHx"), r"trainers \[2\] could not read"),
+    "a site's sums are missing": (2, at(2, b""), "no known form"),
+    "a site's sums for the same site": (2, at(1, b"PLSL"), r"trainer 0 announces 4 bytes, more than 0"),
+    "a site's sums are too long": (2, at(2, bytes(1 << 17)), r"trainer 0 announces 131072 bytes"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
+    """Trainer 0 sends it. Nothing has changed anywhere, and the next try succeeds, with all that was withheld."""
+    call, change, words = DAMAGES[what]
+
+    def work(member: Member) -> None:
+        member.round()
+        before, reference = held(member.loop), member.reference.residual
+        if member.rank == 0:
+            spoil(member, call, change)
+        with pytest.raises(CorruptMessage, match=words):
+            member.step()
+        assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
+        assert (member.loop.round, member.loop._pending_message, member.loop._sums_gate) == (1, None, None)
+        member.loop.rewind()
+        member.reference.residual = reference
+        for _ in range(2):
+            member.round()
+
+    members("aabb", work)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_what_is_damaged_on_the_way_to_one_is_refused_by_all(call: int) -> None:
+    def work(member: Member) -> None:
+        member.round()
+        before, calls, exchange = held(member.loop), itertools.count(1), member.loop._exchange
+        assert exchange is not None
+        receive = exchange._all_to_all_arrays
+
+        def damaged(pieces: Any, lengths: Any) -> Any:
+            arrived = receive(pieces, lengths)
+            if next(calls) == call:
+                longest = max((r for r in range(4) if r != member.rank), key=lambda r: len(arrived[r]))
+                arrived[longest] = arrived[longest] ^ np.uint8(64)
+            return arrived
+
+        if member.rank == 3:
+            exchange._all_to_all_arrays = damaged  # type: ignore[method-assign]
+        with pytest.raises(CorruptMessage, match=r"\[3\]"):
+            member.step()
+        assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
+
+    members("aabb", work)
+
+
+@pytest.mark.parametrize("names", ["aabb", "aaab"])
+def test_who_is_not_finite_is_named_in_every_site(names: str) -> None:
+    def work(member: Member) -> None:
+        member.round()
+        before, reference = held(member.loop), member.reference.residual
+        member.weight.grad = torch.zeros(SIZE)
+        if member.rank == 3:
+            member.weight.grad[11] = torch.nan
+        with pytest.raises(NonFinite, match="trainer 3: the pseudo-gradient of 'w' is not finite"):
+            member.optimizer.step()
+        assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
+        member.loop.rewind()
+        member.reference.residual = reference
+        member.round()
+
+    members(names, work)
+
+
+@pytest.mark.parametrize("who", [(2, 3), (0, 1), (1, 2)], ids=["one site", "the owner's", "in all"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_sums_that_no_message_takes_are_gathered(who: tuple[int, int], *, gated: bool) -> None:
+    """In the same round; nothing is withheld then. The next one has two levels again."""
+
+    def work(member: Member) -> None:
+        member.weight.grad = torch.zeros(SIZE)
+        member.weight.grad[5] = 1.5e19 if member.rank in who else 0.0
+        if member.rank == 0:  # many pass the trainer's gate, few the gate of its sums
+            member.weight.grad[100:] = 0.003 * member.weight.detach()[100:]
+        member.optimizer.step()
+        done = member.loop.last_round
+        assert done is not None
+        assert not done.scattered
+        assert done.summed > 1000
+        member.reference.sites, member.reference.gate_sums = (), False
+        member.reference.outer_step([member.seen[0, rank] for rank in range(4)])
+        assert same(flat(member.loop.theta()), member.reference.theta.data)
+        assert same(flat(member.loop.residual()), member.reference.residual)
+        member.reference.sites, member.reference.gate_sums = list("aabb"), gated
+        member.round()
+
+    members("aabb", work, gate_sums=gated)
+
+
+# -- meeting
+
+
+@pytest.mark.parametrize("site", ["", 3, b"a"])
+def test_a_site_is_a_name(site: Any) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(InputError, match="site is") as caught:
+        PulseLoCo({"w": weight}, torch.optim.SGD([weight], lr=1.0), sync_every=1, site=site)
+    assert caught.value.hint
+
+
+def test_all_have_a_site_or_none_has() -> None:
+    sites, seen = ["a", "a", "", "b"], dict[tuple[int, int], Flat]()
+    everyone = [Member(rank, sites, seen) for rank in range(4)]
+
+    def meet(rank: int) -> None:
+        with pytest.raises(InputError, match=r"trainers \[2\] have no site"):
+            everyone[rank].loop.__enter__()
+
+    as_threads(meet, 4)
+
+
+def test_sites_change_as_trainers_leave() -> None:
+    """A site has one member left, then each of the trainers is alone in its own."""
+    seen: dict[tuple[int, int], Flat] = {}
+    everyone = [Member(rank, list("aabb"), seen) for rank in range(4)]
+    for present, names in (((0, 1, 2, 3), "aabb"), ((0, 1, 2), "aab"), ((0, 2), "")):
+
+        def work(index: int, present: tuple[int, ...] = present, names: str = names) -> None:
+            member = everyone[present[index]]
+            member.rank, member.size, member.reference.rank = index, len(present), index
+            member.reference.sites, member.reference.gate_sums = list(names), bool(names)
+            if member.loop._hooks:
+                member.loop.rejoin()
+            else:
+                member.loop.__enter__()
+            for _ in range(2):
+                member.round()
+
+        as_threads(work, len(present))
+    for member in everyone:
+        member.loop.close()
