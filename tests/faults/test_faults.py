@@ -28,7 +28,7 @@ from .trainer import Trainer
 from .world import RULES, THREADED, World
 
 _SEED = 20260203
-_SEQUENCES = 700
+_SEQUENCES = 400
 chance = st.integers(0, 2**32 - 1).map(Random)
 
 
