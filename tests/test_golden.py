@@ -12,6 +12,7 @@ from pulse_rl import LocalStore, MemoryStore, Subscriber, codec, patch
 from pulse_rl.patch import Patch
 from pulse_rl.state.checkpoint import load
 from pulse_rl.state.digest import state_digest
+from tests.golden import make_groups
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
 IDENTITY = "37e9b03dc6af78ee4e1a0c15c3a021fc"
@@ -36,6 +37,17 @@ def test_patches_decode(folder: str, name: str) -> None:
     new = load(GOLDEN / "new.safetensors")[0]
     for spec in new.specs:
         np.testing.assert_array_equal(state.read(spec.name), new.read(spec.name))
+
+
+def test_a_patch_by_groups_decodes() -> None:
+    old, new = make_groups.states()
+    parsed = Patch.parse((GOLDEN.parent / "groups-1" / "groups.patch").read_bytes())
+    assert {entry.codec_id for entry in parsed.header.blocks} == {codec.by_name("groups").id}
+    assert parsed.header.base_root == state_digest(old).root
+    assert parsed.header.target_root == "50bbd30a270854c30117b4396e4d88771852d3d3b36b300c7e0ae3b60e561cf5"
+    patch.apply_patch(parsed, old, state_digest(old))
+    for spec in new.specs:
+        np.testing.assert_array_equal(old.read(spec.name), new.read(spec.name))
 
 
 def test_a_stream_is_followed() -> None:

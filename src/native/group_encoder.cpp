@@ -13,6 +13,7 @@ namespace pulse {
 namespace {
 
 constexpr size_t kFewChanges = 4096, kManyOf = 16;  // at least so many, and at most one of so many elements
+constexpr size_t kFewRows = 16;
 
 // An interval of a single state.
 struct Piece {
@@ -264,6 +265,13 @@ std::vector<uint8_t> plain_bits_of(const std::vector<U>& sizes) {
     return bytes;
 }
 
+// Whether `context` suits the changes better.
+bool suits_context(const BlockStatistics& s) {
+    if (s.changed < kFewChanges || s.changed > s.elements / kManyOf) return true;
+    const uint64_t rows = s.changed - s.live_changes;  // with a change: too few say nothing of how rows differ
+    return rows >= kFewRows && plan_code(s).boost > 0;
+}
+
 template <class U>
 std::optional<Encoded> encode(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
                               const std::vector<Run>& runs) {
@@ -271,7 +279,7 @@ std::optional<Encoded> encode(const U* old, const BlockChanges<U>& changes, cons
     const uint64_t total = changes.statistics.elements;
     const std::vector<uint32_t>& positions = changes.positions;
     const size_t n = positions.size();
-    if (n < kFewChanges || n > total / kManyOf || plan_code(changes.statistics).boost) return std::nullopt;
+    if (suits_context(changes.statistics)) return std::nullopt;
     GroupHead head;
     choose_rarities(head, changes.statistics);
     const Steps<U> steps(changes, kind, runs);

@@ -1,0 +1,152 @@
+// Fuzzes the groups codec under the address and undefined-behaviour sanitizers (make fuzz).
+//
+//   fuzz_groups SECONDS [SEED]
+//
+// Each round makes a random block (dtype, runs, chance to change by class, kind of change), large enough to be coded by
+// groups, in memory of exactly its length, checks that it comes back whole with and without vectors and that both make the
+// same bytes, and then feeds the decoder damaged, truncated, extended, renumbered and random payloads: each must end in
+// Malformed or in changes that are in range and in order, the same both ways. Prints counts; any finding aborts with the
+// seed of the round.
+#include "../../src/native/groups.h"
+
+#include "../../src/native/rans.h"
+#include "harness.h"
+
+using namespace fuzz;
+using namespace pulse;
+
+namespace {
+
+void use_all_vectors(bool use) {
+    use_vectors(use);
+    rans_vectors = use && has_rans_vectors();
+}
+
+uint32_t random_step(Random& r, uint64_t kind, int width) {
+    const uint64_t bits = 8 * uint64_t(width);
+    const uint32_t size = kind == 0                  ? 1
+                          : kind == 1                ? 1u << below(r, bits)
+                          : kind == 2                ? uint32_t(1 + below(r, 8))
+                          : kind == 3 && below(r, 8) ? 1
+                                                     : uint32_t(r());
+    return below(r, 2) ? size : 0 - size;
+}
+
+// Another number of changes, and perhaps random bytes behind some place: what follows the head is read for longer.
+std::vector<uint8_t> renumbered(const std::vector<uint8_t>& payload, size_t elements, Random& r) {
+    size_t at = 0;
+    while (at < payload.size() && payload[at] >= 128) at++;
+    std::vector<uint8_t> bad;
+    put_varint(bad, 1 + below(r, elements));
+    bad.insert(bad.end(), payload.begin() + std::ptrdiff_t(std::min(at + 1, payload.size())), payload.end());
+    const size_t from = std::min(size_t(20 + below(r, below(r, 2) ? 600 : bad.size())), bad.size());
+    switch (below(r, 4)) {
+        case 0: break;
+        case 1: bad.resize(from); break;
+        case 2: bad.resize(bad.size() + below(r, 300), uint8_t(r())); [[fallthrough]];
+        default: std::generate(bad.begin() + std::ptrdiff_t(from), bad.end(), [&] { return uint8_t(r()); });
+    }
+    return bad;
+}
+
+// Elements of which at most one in sixteen changes, seldom or often by class; now and then too few or too many.
+Block sparse_block(Random& r) {
+    const ElementKind kind = kKinds[below(r, std::size(kKinds))];
+    const uint64_t most = below(r, 8) ? 60000 : below(r, 4) ? 200000 : 3000;
+    std::vector<Run> runs;
+    for (uint64_t n = 1 + below(r, 6); n; n--) {
+        const uint64_t row = 1 + below(r, below(r, 2) ? 50 : 5000);
+        runs.push_back({below(r, below(r, 3) ? most : 20), row, below(r, row)});
+    }
+    uint64_t count = 0;
+    for (const Run& run : runs) count += run.elements;
+    if (count < 72000 && below(r, 20)) {
+        runs.push_back({72000 + below(r, 9000), 700, 5});
+        count += runs.back().elements;
+    }
+
+    const double density = std::min(0.0615, 4300.0 / double(count + 1) * (1 + 3 * unit(r)));
+    const bool by_class = below(r, 2), in_part = !below(r, 8);
+    const uint64_t steps = below(r, 5), likeness = below(r, 3);
+    const uint32_t center = uint32_t(r());
+    double of_class[256];
+    for (double& d : of_class) d = by_class ? 0.08 * unit(r) * double(below(r, 3) > 0) : density;
+    std::vector<uint8_t> before, after;
+    for (const Run& run : runs) {
+        for (uint64_t i = 0; i < run.elements; i++) {
+            const uint32_t x = likeness == 0   ? uint32_t(r())
+                               : likeness == 1 ? center + uint32_t(below(r, 1000))
+                                               : (127u - uint32_t(below(r, 9) + below(r, 9))) << kind.shift |
+                                                     uint32_t(below(r, 1u << kind.shift));
+            const double chance = in_part ? (i < run.elements / 32 || !i) : of_class[(x >> kind.shift) & kind.mask];
+            append(before, x, kind.width);
+            append(after, unit(r) < chance ? x + random_step(r, steps, kind.width) : x, kind.width);
+        }
+    }
+    return Block(kind, std::move(runs), std::move(before), std::move(after));
+}
+
+// What a payload makes of the block; empty where it is refused.
+std::vector<uint8_t> decoded(const Exact& payload, const Block& b, uint64_t seed) {
+    try {
+        return changed(b, decode_groups(payload.data(), payload.size, b.old.data(), b.kind, b.runs), seed);
+    } catch (const Malformed&) {
+        return {};
+    }
+}
+
+std::vector<uint8_t> decoded_both_ways(const std::vector<uint8_t>& payload, const Block& b, uint64_t seed) {
+    const Exact exact(payload);
+    std::vector<uint8_t> made[2];
+    for (bool use : {false, true}) {
+        use_all_vectors(use);
+        made[use] = decoded(exact, b, seed);
+    }
+    if (made[0] != made[1]) fail("vectors decode something else", seed);
+    return made[0];
+}
+
+// The payload, empty where `context` suits better; the same with and without vectors.
+std::vector<uint8_t> encoded_both_ways(const Block& b, uint64_t seed) {
+    std::optional<Encoded> made[2];
+    for (bool use : {false, true}) {
+        use_all_vectors(use);
+        made[use] = encode_groups(b.old.data(), b.now.data(), b.kind, b.runs);
+        const EncodedEither either = encode_either(b.old.data(), b.now.data(), b.kind, b.runs);
+        if (either.by_groups != made[use].has_value()) fail("the choice of the codec", seed);
+        if (either.by_groups && either.encoded.payload != made[use]->payload) fail("two ways to encode differ", seed);
+    }
+    if (made[0].has_value() != made[1].has_value()) fail("vectors choose another codec", seed);
+    if (!made[0]) return {};
+    if (made[0]->payload != made[1]->payload || made[0]->changed != made[1]->changed) {
+        fail("vectors make other bytes", seed);
+    }
+    return made[0]->payload;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    uint64_t bad_ones = 0, refused = 0, by_groups = 0;
+    Rounds rounds(argc, argv);
+    while (rounds.next()) {
+        const uint64_t seed = rounds.seed;
+        Random r(seed);
+        const Block b = sparse_block(r);
+        const std::vector<uint8_t> payload = encoded_both_ways(b, seed);
+        if (!payload.empty()) {
+            by_groups++;
+            if (decoded_both_ways(payload, b, seed) != b.after) fail("round trip", seed);
+        }
+        for (int k = 0; k < 8; k++, bad_ones++) refused += decoded_both_ways(damaged(payload, r), b, seed).empty();
+        if (b.elements) {
+            for (int k = 0; k < 8; k++, bad_ones++) {
+                refused += decoded_both_ways(renumbered(payload, b.elements, r), b, seed).empty();
+            }
+        }
+    }
+    char more[60];
+    std::snprintf(more, sizeof more, ", %llu of them by groups", (unsigned long long)by_groups);
+    print_counts(rounds, more, bad_ones, refused);
+    return 0;
+}
