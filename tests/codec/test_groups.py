@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -13,15 +13,22 @@ from hypothesis import strategies as st
 from pulse_rl import codec
 from pulse_rl._native import use_rans_vectors
 from pulse_rl.codec import Layout, Run
-from pulse_rl.codec.base import element_kind
-from pulse_rl.codec.groups import GroupsCodec
-from pulse_rl.errors import CorruptPatch
-from pulse_rl.state.tensors import DTYPES, UIntArray
+from pulse_rl.state.tensors import DTYPES
 from tests.support import groups_oracle as oracle
-from tests.support.context_oracle import Bit, Kind, Writer, row_ends
-from tests.support.rans_oracle import SCALE, varint
+from tests.support.context_oracle import Bit, Writer, row_ends
+from tests.support.group_blocks import (
+    GROUPS,
+    changed,
+    check_decoded,
+    check_round_trip,
+    encoded,
+    kind_of,
+    refused,
+    stepped,
+    weights,
+)
+from tests.support.rans_oracle import SCALE
 
-GROUPS = GroupsCodec()
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "U16", "I32", "I8"]
 STEPS = ["one", "small", "long", "any", "flip"]
 
@@ -30,77 +37,6 @@ STEPS = ["one", "small", "long", "any", "flip"]
 def vectors_as_they_were() -> Iterator[None]:
     yield
     use_rans_vectors(True)
-
-
-def kind_of(name: str) -> Kind:
-    return Kind(*element_kind(DTYPES[name]))
-
-
-def weights(rng: np.random.Generator, name: str, count: int, alike: bool = True) -> UIntArray:
-    """Elements as weights have them, with a few infinities, zeros and NaNs; or any bits."""
-    dtype = DTYPES[name]
-    bits = 8 * dtype.width
-    if not alike or not kind_of(name).floating:
-        return rng.integers(0, 1 << bits, count, dtype=np.uint64).astype(dtype.uint)
-    values = rng.normal(0, 0.02, count).astype(np.float32)
-    if name in ("BF16", "F32"):
-        old = (values.view(np.uint32) >> (32 - bits)).astype(dtype.uint)
-    else:
-        old = (values.astype(np.float16).view(np.uint16) >> (16 - bits)).astype(dtype.uint)
-    odd = np.array(
-        [0, 1 << (bits - 1), (1 << bits) - 1, (1 << (bits - 1)) - 1, kind_of(name).mask << kind_of(name).shift]
-    )
-    some = rng.random(count) < 0.01
-    old[some] = rng.choice(odd, int(some.sum())).astype(dtype.uint)
-    return old
-
-
-def stepped(rng: np.random.Generator, old: UIntArray, steps: str) -> UIntArray:
-    """New elements, all of which differ: by one step, a few, sizes of every length, anything, or their signs."""
-    bits, count = 8 * old.dtype.itemsize, len(old)
-    if steps == "flip":
-        return old ^ old.dtype.type(1 << (bits - 1))
-    if steps == "any":
-        return old + rng.integers(1, 1 << bits, count, dtype=np.uint64).astype(old.dtype)
-    if steps == "long":
-        size = (1 << rng.integers(0, bits, count).astype(np.uint64)).astype(old.dtype)
-    else:
-        size = np.minimum(rng.geometric(1 if steps == "one" else 0.4, count), 100).astype(old.dtype)
-    return old + np.where(rng.random(count) < 0.5, size, -size).astype(old.dtype)
-
-
-def changed(rng: np.random.Generator, old: UIntArray, density: float, steps: str) -> UIntArray:
-    """New elements, of which just so many differ."""
-    new = old.copy()
-    at = rng.choice(len(old), int(density * len(old)), replace=False)
-    new[at] = stepped(rng, old[at], steps)
-    return new
-
-
-def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
-    """The payload, which must be the same without vectors."""
-    payloads = []
-    for use in (False, True):
-        use_rans_vectors(use)
-        made = GROUPS.encode(old, new, layout)
-        assert made is not None
-        assert made[1] == np.count_nonzero(old != new)
-        assert GROUPS.encode_or_context(old, new, layout) == (*made, True)
-        payloads.append(made[0])
-    assert payloads[0] == payloads[1]
-    return payloads[0]
-
-
-def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout) -> None:
-    for use in (False, True):
-        use_rans_vectors(use)
-        found = GROUPS.decode(memoryview(payload), old, layout)
-        np.testing.assert_array_equal(found.positions, np.flatnonzero(old != new))
-        np.testing.assert_array_equal(found.values, new[found.positions])
-
-
-def check_round_trip(old: UIntArray, new: UIntArray, layout: Layout) -> None:
-    check_decoded(encoded(old, new, layout), old, new, layout)
 
 
 def test_it_is_codec_7() -> None:
@@ -282,194 +218,3 @@ def test_any_head_and_any_changes_are_understood(
 
 
 # Refusals. What differs from a good payload in one place.
-
-
-def refused(payload: bytes, old: UIntArray, layout: Layout, match: str | None = None) -> None:
-    for use in (False, True):
-        use_rans_vectors(use)
-        with pytest.raises(CorruptPatch, match=match):
-            GROUPS.decode(memoryview(payload), old, layout)
-
-
-SMALL_RUNS = (Run(700, 50, 7), Run(900, 900, 0))
-SMALL = Layout(DTYPES["BF16"], SMALL_RUNS)
-OLD = weights(np.random.default_rng(5), "BF16", 1600)
-
-
-def small(steps: str, density: float = 0.3, seed: int = 1) -> tuple[UIntArray, oracle.Head]:
-    """New elements, and a head that allows any."""
-    new = changed(np.random.default_rng(seed), OLD, density, steps)
-    new[3] = OLD[3] ^ 1
-    head = oracle.Head(0, [30] * 256, [20] * 256, [(22, 24)] * 286, [24, 26, 28, 28], [2, -3])
-    return new, head
-
-
-def small_payload(steps: str, seed: int = 1) -> bytes:
-    new, head = small(steps, seed=seed)
-    payload = oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head)
-    check_decoded(payload, OLD, new, SMALL)
-    return payload
-
-
-def test_whatever_is_cut_off_is_missed() -> None:
-    for steps in ("one", "any"):
-        payload = small_payload(steps)
-        for size in [*range(0, len(payload) - 40, 3), *range(len(payload) - 40, len(payload))]:
-            refused(payload[:size], OLD, SMALL)
-
-
-def test_whatever_is_added_is_noticed() -> None:
-    for steps in ("one", "any"):
-        payload = small_payload(steps)
-        parts = oracle.cut(payload)
-        for more in (bytes(1), bytes(2), b"\xff\xff", bytes(64), bytes(1000)):
-            refused(payload + more, OLD, SMALL, "longer or shorter")
-            refused(oracle.joined(parts._replace(plain=parts.plain + more)), OLD, SMALL, "plain|behind")
-            longer = parts._replace(head=parts.head + bytes(8) + more)
-            refused(oracle.joined(longer), OLD, SMALL, "the head is longer or shorter")
-
-
-def test_other_plain_bits() -> None:
-    new, head = small("any")
-    payload = oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head)
-    parts = oracle.cut(payload)
-    assert len(parts.plain) > 10
-    for less in (1, 2, len(parts.plain)):
-        refused(oracle.joined(parts._replace(plain=parts.plain[:-less])), OLD, SMALL, "plain bits end too early")
-
-
-def with_end(change: Callable[[list[int]], None], steps: str, seed: int = 1) -> bytes:
-    """A payload whose decoder comes to other states at its end."""
-    new, head = small(steps, seed=seed)
-    parts = oracle.cut(oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head))
-    side = oracle.StateWriter()
-    ordered = [kind_of("BF16").ordered(x) for x in (*OLD.tolist(), *new.tolist())]
-    ups = [(b - a + 32768) % 65536 - 32768 for a, b in zip(ordered[:1600], ordered[1600:], strict=True)]
-    wanted = {at: up for at, up in enumerate(ups) if up}
-    chances = oracle.Chances(head, OLD.tolist(), kind_of("BF16"), SMALL_RUNS)
-    found = oracle.code_changes(side, chances, list(row_ends(list(SMALL_RUNS))), wanted)
-    states = oracle.states_of(oracle.plain_bytes({at: abs(up) for at, up in wanted.items()}, found))
-    change(states)
-    words = side.finish(states)
-    return oracle.joined(parts._replace(states=states, words=words))
-
-
-def test_states_at_the_end() -> None:
-    def none(states: list[int]) -> None:
-        pass
-
-    def large(states: list[int]) -> None:
-        states[17] += 1 << 17
-
-    def bit_behind(states: list[int]) -> None:
-        states[63] |= 1 << 15
-
-    assert with_end(none, "one") == small_payload("one")
-    for steps in ("one", "small"):
-        refused(with_end(large, steps), OLD, SMALL, "longer or shorter")
-        refused(with_end(bit_behind, steps), OLD, SMALL, "bits behind the last size are not 0")
-
-
-def test_bits_behind_the_last_plain_one_and_behind_the_last_state() -> None:
-    checked = [0, 0]
-    for seed in range(5):
-        payload = small_payload("any", seed)
-        parts = oracle.cut(payload)
-        if sum(x.bit_length() + 3 for x in parts.states) % 8:
-            at = len(payload) - len(parts.words) - 1
-            refused(
-                payload[:at] + bytes([payload[at] | 128]) + payload[at + 1 :], OLD, SMALL, "bits behind the last state"
-            )
-            checked[0] += 1
-        if plain_bits(parts) % 8:
-            bad = oracle.joined(parts._replace(plain=parts.plain[:-1] + bytes([parts.plain[-1] | 128])))
-            refused(bad, OLD, SMALL, "bits behind the last size")
-            checked[1] += 1
-    assert min(checked) > 1
-
-
-def plain_bits(parts: oracle.Parts) -> int:
-    """How many there are, those of the states included."""
-    head, kind = oracle.read_head(oracle.joined(parts), SMALL_RUNS), kind_of("BF16")
-    side = oracle.StateReader(list(parts.states), parts.words)
-    chances = oracle.Chances(head, OLD.tolist(), kind, SMALL_RUNS)
-    found = oracle.code_changes(side, chances, list(row_ends(list(SMALL_RUNS))), {})
-    return sum(step.plain for step in found.values())
-
-
-def test_wrong_numbers_of_changes() -> None:
-    parts = oracle.cut(small_payload("one"))
-    for count, match in (
-        (0, "number of changes"),
-        (1, "more changes"),
-        (parts.changed - 1, "more changes"),
-        (parts.changed + 1, "fewer changes"),
-        (len(OLD), "fewer changes"),
-        (len(OLD) + 1, "number of changes"),
-        (1 << 32, "number of changes"),
-        (1 << 62, "number of changes"),
-    ):
-        refused(oracle.joined(parts._replace(changed=count)), OLD, SMALL, match)
-    refused(b"\x80" * 20, OLD, SMALL)
-
-
-def test_heads_that_cannot_be() -> None:
-    payload = small_payload("one")
-    parts = oracle.cut(payload)
-    refused(oracle.joined(parts._replace(first=1)), OLD, SMALL, "out of range")
-    integers = Layout(DTYPES["U16"], SMALL_RUNS)
-    refused(payload, OLD, integers, "out of range")
-    for huge in (b"\xff\xff\x03", b"\xff" * 4 + b"\x7f"):
-        refused(payload[:4] + huge + parts.head, OLD, SMALL, "inside its head")
-        behind = payload[: 4 + len(varint(len(parts.head))) + len(parts.head)]
-        refused(behind + huge + payload[len(behind) + 1 :], OLD, SMALL, "inside its plain bits")
-    never = oracle.Head(0, [None] * 256, [], [], [24] * 4, [0, 0])
-    refused(oracle.joined(parts._replace(head=oracle.head_bytes(never, SMALL_RUNS))), OLD, SMALL, "fewer changes")
-
-
-def test_more_lengths_than_there_can_be() -> None:
-    """The number counts as the most; what is read of a head is never behind its tables."""
-
-    class Boaster(Writer):
-        def plain(self, value: int, k: int) -> int:
-            return super().plain(511, k)
-
-    new, head = small("any")
-    side = Boaster()
-    assert oracle.code_head(side, head, head.first, len(head.rarities), SMALL_RUNS) == head
-    payload = oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head)
-    boasting = oracle.joined(oracle.cut(payload)._replace(head=side.finish()))
-    assert boasting != payload
-    check_decoded(boasting, OLD, new, SMALL)
-
-
-def outcome(payload: bytes, old: UIntArray, layout: Layout) -> tuple[bytes, bytes] | None:
-    try:
-        found = GROUPS.decode(memoryview(payload), old, layout)
-    except CorruptPatch:
-        return None
-    assert (np.diff(found.positions.astype(np.int64)) > 0).all()
-    assert found.positions[-1] < len(old)
-    assert (old[found.positions] != found.values).all()
-    return found.positions.tobytes(), found.values.tobytes()
-
-
-def test_any_byte_may_be_another(rng: np.random.Generator) -> None:
-    """Refused, or read as other changes of the same block; the same with and without vectors."""
-    refusals = 0
-    old = weights(rng, "BF16", 70_000)
-    large = encoded(old, changed(rng, old, 0.061, "small"), Layout.flat(DTYPES["BF16"], len(old)))
-    for payload, before, layout in (
-        (small_payload("any"), OLD, SMALL),
-        (large, old, Layout.flat(DTYPES["BF16"], len(old))),
-    ):
-        for at in range(min(len(payload), 450)):
-            bad = bytearray(payload)
-            bad[at] ^= int(rng.integers(1, 256))
-            outcomes = []
-            for use in (False, True):
-                use_rans_vectors(use)
-                outcomes.append(outcome(bytes(bad), before, layout))
-            assert outcomes[0] == outcomes[1]
-            refusals += outcomes[0] is None
-    assert refusals > 300
