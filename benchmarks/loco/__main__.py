@@ -79,7 +79,7 @@ def main() -> int:
         choices=METHODS,
         default=list(METHODS),
         metavar="METHOD",
-        help=f"the convergence of these, always beside {DILOCO}: {', '.join(METHODS)}",
+        help=f"the convergence of these, always beside {DILOCO}: {', '.join(METHODS)}".replace("%", "%%"),
     )
     parser.add_argument("--rounds", type=int, help=f"the rounds of a convergence run (default {convergence.ROUNDS})")
     arguments = parser.parse_args()
