@@ -40,7 +40,7 @@ class Tiny:
         self.casts += 1
 
     def evaluate(self) -> tuple[float, float]:
-        return float(self.masters["w"].norm()), 2.0
+        return float(self.masters["w"].detach().norm()), 2.0
 
 
 def carry_out(process: Trainer) -> dict[str, list[RoundRecord]]:
