@@ -71,6 +71,7 @@ GROUPS: dict[str, list[Variant]] = {
     "momentum": [v for mu in (0.0, 0.5, 0.95) for v in both(settings={"outer_momentum": mu})],
     "H": [v for h in (4, 16, 32) for v in both(sync_every=h)],
     "lr": [v for lr in (1e-5, 1e-4) for v in both(lr=lr)],
+    "low lr": [Variant(lr=1e-5, settings={"lookahead": c}) for c in (0.0, 3.0, 14.0)],
     "data": [
         Variant(DiLoCo, task=tasks.APART),
         *(Variant(task=tasks.APART, settings=settings) for settings in ({}, {"gate_sums": True})),
@@ -85,12 +86,14 @@ GROUPS: dict[str, list[Variant]] = {
 @dataclass(frozen=True)
 class Outcome:
     """Of the last rounds: mean reward and loss. ``density``, ``payload`` and ``link`` (bytes): means over trainers and
-    rounds, times the rounds for the bytes. ``rewards``: of each round, mean over trainers."""
+    rounds, times the rounds for the bytes. ``rewards``: of each round, mean over trainers; ``ahead``: of the last ones,
+    by the weights that the inner steps start from."""
 
     title: str
     seed: int
     reward: float
     loss: float
+    ahead: float
     density: float
     payload: float
     link: float
@@ -98,8 +101,8 @@ class Outcome:
 
     def __str__(self) -> str:
         return (
-            f"{self.title:52} {self.seed:4} {self.reward:>8.4f} {self.loss:>8.4f} {self.density:>8.2%} "
-            f"{self.payload / 1e6:>8.2f} {self.link / 1e6:>8.2f}"
+            f"{self.title:52} {self.seed:4} {self.reward:>8.4f} {self.loss:>8.4f} {self.ahead:>8.4f} "
+            f"{self.density:>8.2%} {self.payload / 1e6:>8.2f} {self.link / 1e6:>8.2f}"
         )
 
 
@@ -122,6 +125,7 @@ def measure(variant: Variant, seed: int, rounds: int) -> Outcome:
         seed=seed,
         reward=fmean(reward for reward, _ in of_last),
         loss=fmean(loss for _, loss in of_last),
+        ahead=fmean(reward for trained in done[:TRAINERS] for reward, _ in trained.ahead[last:]),
         density=fmean(r.density for r in of_rounds),
         payload=fmean(r.payload_bytes for r in of_rounds) * count,
         link=fmean(r.sent_bytes for r in of_rounds) * count,
@@ -138,7 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tasks.ensure(tasks.ARITHMETIC)
     found = []
-    print(f"{'method':52} seed   reward     loss  density  payload  link, MB a trainer", flush=True)
+    print(f"{'method':52} seed   reward     loss    ahead  density  payload  link, MB a trainer", flush=True)
     for group in arguments.only:
         for variant in GROUPS[group]:
             for seed in arguments.seeds:

@@ -42,6 +42,9 @@ def test_an_outcome_has_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(before != after for before, after in pairwise(dense.rewards))
     assert dense.reward == pytest.approx(sum(dense.rewards) / 4)
     assert dense.payload == 2 * slow.payload
+    assert dense.ahead == dense.reward
+    ahead = ablation.measure(ablation.Variant(task="tiny", lr=1e-5), 0, 2)
+    assert ahead.ahead != ahead.reward
     assert dense.title == "DiLoCo, tiny, lr 0.001"
 
 
