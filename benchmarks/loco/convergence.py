@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
@@ -83,10 +84,10 @@ def matching_fraction(trainers: TrainerProcesses, rounds: int) -> float:
     return pulse.density * pulse.payload_bytes / top_k.payload_bytes
 
 
-def run(trainers: TrainerProcesses, methods: Sequence[str], rounds: int, seeds: Sequence[int]) -> list[Curve]:
+def run(trainers: TrainerProcesses, methods: Sequence[str], rounds: int, seeds: Sequence[int]) -> Iterator[Curve]:
     """The methods on all seeds, seed by seed, so that a change of the machine's load meets all methods."""
     fraction = matching_fraction(trainers, rounds) if TOP_K in methods else None
-    return [curve(*_run(trainers, job(method, seed, rounds, fraction))) for seed in seeds for method in methods]
+    return (curve(*_run(trainers, job(method, seed, rounds, fraction))) for seed in seeds for method in methods)
 
 
 def _run(trainers: TrainerProcesses, job: Job) -> tuple[Job, JobResult]:
@@ -99,8 +100,8 @@ def _run(trainers: TrainerProcesses, job: Job) -> tuple[Job, JobResult]:
 
 
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation over seeds."""
-    return fmean(values), stdev(values)
+    """Mean and standard deviation over seeds; that of one seed is NaN."""
+    return fmean(values), stdev(values) if len(values) > 1 else math.nan
 
 
 def text(curves: list[Curve]) -> str:
@@ -194,9 +195,11 @@ def rounds_behind(curve: Curve, reference: Curve) -> float | None:
 
 def verdicts(curves: list[Curve]) -> list[str]:
     """Of each method: is its mean within one standard deviation of DiLoCo's seeds or better, and how it differs seed by
-    seed."""
-    lines = []
+    seed. Nothing of one seed."""
+    lines: list[str] = []
     diloco = {c.seed: c for c in curves if c.method == DILOCO}
+    if len(diloco) == 1:
+        return lines
     for method in (m for m in METHODS if m != DILOCO and any(c.method == m for c in curves)):
         mine = {c.seed: c for c in curves if c.method == method}
         parts = []

@@ -166,6 +166,9 @@ def test_convergence_verdict() -> None:
     assert "reward yes (off by +0.0005" in lines[methods.PULSE]
     assert "reward NO (off by -0.0500" in lines[methods.TOP_K]
     assert f"{methods.DILOCO:18}  0.3075 ± 0.0065" in convergence.text(made)
+    alone = convergence.text([curve for curve in made if curve.seed == 0])
+    assert f"{methods.DILOCO:18}  0.3000 ± nan" in alone
+    assert "within" not in alone
 
 
 def test_a_curve_is_the_mean_of_the_trainers() -> None:
