@@ -1,6 +1,6 @@
 """torchft's DiLoCo beside the library's own: four trainers with the same task, data, seeds and settings.
 
-    python -m benchmarks.loco.torchft_diloco [--rounds 16] [--seeds 0] [--json FILE]
+    python -m benchmarks.loco.torchft_diloco [--rounds 16] [--seeds 0] [--noise] [--json FILE]
 
 torchft is no dependency of this library. In an environment that has it and ``transformers``:
 
@@ -175,11 +175,11 @@ def row(job: Job, result: JobResult) -> Row:
     )
 
 
-def text(rows: Sequence[Row], rounds: int, rate: float | None) -> str:
+def text(task: str, rows: Sequence[Row], rounds: int, rate: float | None) -> str:
     """The table as lines."""
     link = f"links of {rate / 1e9:g} Gbit/s" if rate else "the loopback interface, which is no link"
     lines = [
-        f"The arithmetic task, {rounds} rounds of {SYNC_EVERY} inner steps, {TRAINERS} trainers on {link}.",
+        f"{task}, {rounds} rounds of {SYNC_EVERY} inner steps, {TRAINERS} trainers on {link}.",
         f"Reward and loss: held out, mean of the last {min(convergence.LAST, rounds)} rounds. MB a round and trainer:",
         "payload, and what its network interface counts. outer: the round beyond its inner steps, the slowest trainer,",
         "median; dense: one all-reduce of as many FP32 values right after it.",
@@ -201,6 +201,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loco.torchft_diloco", description=description)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="at least 2")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument(
+        "--noise",
+        action="store_true",
+        help="gradients of noise in place of training: bytes, and whether weights agree, in a minute; reward and loss "
+        "are theta's distance from its start, and the part of it along a random direction",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
     arguments = parser.parse_args()
     if importlib.util.find_spec("torchft") is None:
@@ -213,8 +219,9 @@ def main() -> None:
         for seed in arguments.seeds:
             for method in (DILOCO, TORCHFT, PULSE):
                 job = replace(convergence.job(method, seed, arguments.rounds), dense=True)
+                job = replace(job, task=tasks.NOISE) if arguments.noise else job
                 rows.append(row(job, trainers.run(job)))
-    print(text(rows, arguments.rounds, rate))
+    print(text(job.task, rows, arguments.rounds, rate))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(r) for r in rows]) + "\n")
 

@@ -88,10 +88,10 @@ def test_rows_of_torchft() -> None:
     result: JobResult = [rounds, [replace(r, outer_seconds=2 * r.outer_seconds) for r in rounds]]
     row = torchft_diloco.row(job, result)
     assert (row.interface, row.payload, row.outer, row.dense) == (500, 100, pytest.approx(0.6), 0.8)
-    assert f"{methods.TORCHFT:18}    0   0.6000   0.3000" in torchft_diloco.text([row], 3, 1e9)
+    assert f"{methods.TORCHFT:18}    0   0.6000   0.3000" in torchft_diloco.text(job.task, [row], 3, 1e9)
     without = torchft_diloco.row(job, [[replace(r, interface_bytes=None) for r in rounds]])
     assert without.interface is None
-    assert "loopback" in torchft_diloco.text([without], 3, None)
+    assert "loopback" in torchft_diloco.text(job.task, [without], 3, None)
     with pytest.raises(SystemExit, match=r"different weights after rounds \[1, 2, 3\]"):
         torchft_diloco.row(job, [rounds, [replace(r, root="01") for r in rounds]])
 
