@@ -107,9 +107,10 @@ def mean_and_deviation(values: list[float]) -> tuple[float, float]:
 def text(curves: list[Curve]) -> str:
     """The table and the verdicts as lines."""
     rounds = len(curves[0].rewards)
+    seeds = sorted({c.seed for c in curves})
     lines = [
         f"Convergence on the arithmetic task: {rounds} rounds of {SYNC_EVERY} inner steps, {TRAINERS} trainers, "
-        f"{len({c.seed for c in curves})} seeds;",
+        f"seeds {', '.join(map(str, seeds))};",
         f"mean and standard deviation over seeds. Inner lr {LR:g} (DDP {LR_DDP:g}), chosen on another seed.",
         f"Reward (the probability of the right answer) and loss (the cross-entropy of its tokens) on {HELD_OUT}",
         f"held-out problems, mean of the last {min(LAST, rounds)} rounds. MB: one trainer's messages in the whole run.",
@@ -169,14 +170,32 @@ def equal_reward(curves: list[Curve]) -> list[str]:
         f"reward after {', '.join(str(max(1, q * rounds // 4)) for q in (1, 2, 3, 4))} rounds. -: it never had.",
         f"{'method':18} " + " ".join(f"{level:>17.4f}" for level in levels),
     ]
+    dense = [_until_each(means[DILOCO], level) for level in levels]
     for method in methods:
-        rewards, *sizes = means[method]
-        cells = []
-        for level in levels:
-            found = [bytes_until(rewards, each, level) for each in sizes]
-            cells.append(" | ".join("-" if size is None else f"{size / 1e6:.2f}" for size in found))
-        lines.append(f"{method:18} " + " ".join(f"{cell:>17}" for cell in cells))
+        found = [_until_each(means[method], level) for level in levels]
+        megabytes = [[None if size is None else size / 1e6 for size in sizes] for sizes in found]
+        lines.append(f"{method:18} " + _cells(megabytes, 2))
+        if method != DILOCO:
+            times = [
+                [
+                    None if size is None or of_dense is None else of_dense / size
+                    for size, of_dense in zip(*both, strict=True)
+                ]
+                for both in zip(found, dense, strict=True)
+            ]
+            lines.append(f"{'  times less':18} " + _cells(times, 1))
     return lines
+
+
+def _until_each(means: Sequence[list[float]], level: float) -> list[float | None]:
+    """Payloads and links until that level, of mean rewards, payloads and links."""
+    rewards, *sizes = means
+    return [bytes_until(rewards, each, level) for each in sizes]
+
+
+def _cells(pairs: list[list[float | None]], digits: int) -> str:
+    texts = [" | ".join("-" if x is None else f"{x:.{digits}f}" for x in pair) for pair in pairs]
+    return " ".join(f"{text:>17}" for text in texts)
 
 
 def rounds_behind(curve: Curve, reference: Curve) -> float | None:

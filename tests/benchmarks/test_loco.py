@@ -192,6 +192,9 @@ def test_bytes_at_equal_reward() -> None:
     # Until DiLoCo's first round, after which all are alike, and until its last one.
     assert found[0].split()[2:] == ["0.40", "|", "0.80"] * 3 + ["-", "|", "-"]
     assert found[1].split()[-3:] == ["0.80", "|", "1.47"]
+    after = [of[of.index(line) + 1].split() for of, line in zip(lines, found, strict=True)]
+    assert after[0] == ["times", "less", *["1.0", "|", "1.0"] * 3, "-", "|", "-"]
+    assert after[1][-3:] == ["1.2", "|", "1.2"]
 
 
 def test_the_plot_is_drawn(tmp_path: Path) -> None:
