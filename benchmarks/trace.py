@@ -39,7 +39,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 CACHE = Path(__file__).parent / ".cache" / "trace"
 PROMPTS, GROUP, SCALE, WARMUP = 32, 16, 3.0, 20
-FIT_STEPS, FIT_LR = 80, 1e-4
+FIT_STEPS, FIT_LR, FIT_SEED = 80, 1e-4, 1000
 PAIRS = (10, 20, 40, 80, 120)
 CHAIN_RUN, CHAIN_BASE, CHAIN_LENGTH = "lr1e-6", 56, 64
 
@@ -204,7 +204,7 @@ class AdamW:
 def load_start(policy: Policy, path: Path, seed: int) -> None:
     """Give the policy its FP32 starting weights, fitting and saving them if `path` does not exist."""
     if not path.exists():
-        adam, prompts = AdamW(policy, Run("fit", FIT_LR)), Prompts(policy.vocabulary, seed + 1000)
+        adam, prompts = AdamW(policy, Run("fit", FIT_LR)), Prompts(policy.vocabulary, seed + FIT_SEED)
         for t in range(FIT_STEPS):
             log_p, answer = policy.forward(prompts)
             loss = torch.nn.functional.nll_loss(log_p, answer)

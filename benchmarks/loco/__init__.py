@@ -10,4 +10,6 @@ behind links of 1 Gbit/s. Read the files in this order:
 - `tasks`: what is trained: real pretrained weights, or the policy of examples/grpo
 - `trainer`: the process of one trainer; `processes` starts four and sends them jobs
 - `traffic`, `convergence`, `cost`, `scaling`: the four parts, each with its tables; `speed`: one core's GB/s by phase
+- commands of their own: `ablation`, what each setting does; `heldout`, what is learnt on pretrained weights;
+  `torchft_diloco`, DiLoCo as torchft has it
 """

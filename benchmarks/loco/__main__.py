@@ -55,10 +55,15 @@ def measure_network(parts: list[str], quick: bool) -> dict[str, Any]:
 
 
 def measure_convergence(
-    methods: Sequence[str], rounds: int, seeds: Sequence[int], picture: Path | None
+    methods: Sequence[str], rounds: int, seeds: Sequence[int], picture: Path | None, kept: Path | None
 ) -> dict[str, Any]:
+    """``kept`` has the curves so far while it runs: a run may take hours."""
+    curves = []
     with start_trainers() as trainers:
-        curves = convergence.run(trainers, methods, rounds, seeds)
+        for curve in convergence.run(trainers, methods, rounds, seeds):
+            curves.append(curve)
+            if kept:
+                kept.write_text(json.dumps({"convergence": [asdict(c) for c in curves]}) + "\n")
     print("\n" + convergence.text(curves))
     if picture:
         plot.draw(curves, picture)
@@ -79,9 +84,10 @@ def main() -> int:
         choices=METHODS,
         default=list(METHODS),
         metavar="METHOD",
-        help=f"the convergence of these, always beside {DILOCO}: {', '.join(METHODS)}",
+        help=f"the convergence of these, always beside {DILOCO}: {', '.join(METHODS)}".replace("%", "%%"),
     )
     parser.add_argument("--rounds", type=int, help=f"the rounds of a convergence run (default {convergence.ROUNDS})")
+    parser.add_argument("--seeds", nargs="+", type=int, help="of the convergence (default 0 1 2 3; 0 1 with --quick)")
     arguments = parser.parse_args()
     # SIGTERM unwinds like Ctrl-C, so that trainers and network are taken down.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -96,8 +102,8 @@ def main() -> int:
             tasks.ensure(tasks.ARITHMETIC)
             methods = [m for m in METHODS if m in arguments.methods or m == DILOCO]
             rounds = arguments.rounds or (4 if arguments.quick else convergence.ROUNDS)
-            seeds = convergence.SEEDS[: 2 if arguments.quick else None]
-            facts |= measure_convergence(methods, rounds, seeds, arguments.plot)
+            seeds = arguments.seeds or convergence.SEEDS[: 2 if arguments.quick else None]
+            facts |= measure_convergence(methods, rounds, seeds, arguments.plot, arguments.json)
         for part, name in ((scaling, "scaling"), (sites, "sites")):
             if name in arguments.only:
                 for task in (tasks.PRETRAINED, tasks.ARITHMETIC):

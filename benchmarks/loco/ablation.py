@@ -30,6 +30,7 @@ class Variant:
     """``rounds`` are those of `SYNC_EVERY` steps; with another ``sync_every`` the inner steps stay as many."""
 
     method: type[OuterLoop] = PulseLoCo
+    task: str = tasks.ARITHMETIC
     trainers: int = TRAINERS
     lr: float = LR
     sync_every: int = SYNC_EVERY
@@ -44,6 +45,8 @@ class Variant:
             changed.insert(0, f"H {self.sync_every}")
         if self.lr != LR:
             changed.insert(0, f"lr {self.lr:g}")
+        if self.task != tasks.ARITHMETIC:
+            changed.insert(0, self.task)
         return ", ".join([self.method.__name__, *changed])
 
 
@@ -68,6 +71,11 @@ GROUPS: dict[str, list[Variant]] = {
     "momentum": [v for mu in (0.0, 0.5, 0.95) for v in both(settings={"outer_momentum": mu})],
     "H": [v for h in (4, 16, 32) for v in both(sync_every=h)],
     "lr": [v for lr in (1e-5, 1e-4) for v in both(lr=lr)],
+    "low lr": [Variant(lr=1e-5, settings={"lookahead": c}) for c in (0.0, 3.0, 14.0)],
+    "data": [
+        Variant(DiLoCo, task=tasks.APART),
+        *(Variant(task=tasks.APART, settings=settings) for settings in ({}, {"gate_sums": True})),
+    ],
     "SparseLoCo": [
         Variant(SparseLoCo, settings={"fraction": share, "outer_lr": lr})
         for share, lr in ((0.03, 1.0), (0.1, 1.0), (0.1, 3.0))
@@ -78,20 +86,23 @@ GROUPS: dict[str, list[Variant]] = {
 @dataclass(frozen=True)
 class Outcome:
     """Of the last rounds: mean reward and loss. ``density``, ``payload`` and ``link`` (bytes): means over trainers and
-    rounds, times the rounds for the bytes."""
+    rounds, times the rounds for the bytes. ``rewards``: of each round, mean over trainers; ``ahead``: of the last ones,
+    by the weights that the inner steps start from."""
 
     title: str
     seed: int
     reward: float
     loss: float
+    ahead: float
     density: float
     payload: float
     link: float
+    rewards: list[float]
 
     def __str__(self) -> str:
         return (
-            f"{self.title:44} {self.seed:4} {self.reward:>8.4f} {self.loss:>8.4f} {self.density:>8.2%} "
-            f"{self.payload / 1e6:>8.2f} {self.link / 1e6:>8.2f}"
+            f"{self.title:52} {self.seed:4} {self.reward:>8.4f} {self.loss:>8.4f} {self.ahead:>8.4f} "
+            f"{self.density:>8.2%} {self.payload / 1e6:>8.2f} {self.link / 1e6:>8.2f}"
         )
 
 
@@ -104,18 +115,21 @@ def measure(variant: Variant, seed: int, rounds: int) -> Outcome:
         settings = {"sync_every": variant.sync_every, "threads": 1, **outer, **variant.settings}
         return variant.method(masters, optimizer, **settings)
 
-    done = train(tasks.ARITHMETIC, variant.trainers, make_loop, lr=variant.lr, rounds=count, seed=seed, evaluate=True)
+    done = train(variant.task, variant.trainers, make_loop, lr=variant.lr, rounds=count, seed=seed, evaluate=True)
     last = -max(1, LAST * SYNC_EVERY // variant.sync_every)
     of_rounds = [r for trained in done for r in trained.rounds]
-    held_out = [found for trained in done[:TRAINERS] for found in trained.held_out[last:]]
+    held_out = list(zip(*(trained.held_out for trained in done[:TRAINERS]), strict=True))
+    of_last = [found for of_round in held_out[last:] for found in of_round]
     return Outcome(
         title=variant.title,
         seed=seed,
-        reward=fmean(reward for reward, _ in held_out),
-        loss=fmean(loss for _, loss in held_out),
+        reward=fmean(reward for reward, _ in of_last),
+        loss=fmean(loss for _, loss in of_last),
+        ahead=fmean(reward for trained in done[:TRAINERS] for reward, _ in trained.ahead[last:]),
         density=fmean(r.density for r in of_rounds),
         payload=fmean(r.payload_bytes for r in of_rounds) * count,
         link=fmean(r.sent_bytes for r in of_rounds) * count,
+        rewards=[fmean(reward for reward, _ in of_round) for of_round in held_out],
     )
 
 
@@ -128,7 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tasks.ensure(tasks.ARITHMETIC)
     found = []
-    print(f"{'method':44} seed   reward     loss  density  payload  link, MB a trainer", flush=True)
+    print(f"{'method':52} seed   reward     loss    ahead  density  payload  link, MB a trainer", flush=True)
     for group in arguments.only:
         for variant in GROUPS[group]:
             for seed in arguments.seeds:

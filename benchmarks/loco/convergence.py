@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
@@ -83,10 +84,10 @@ def matching_fraction(trainers: TrainerProcesses, rounds: int) -> float:
     return pulse.density * pulse.payload_bytes / top_k.payload_bytes
 
 
-def run(trainers: TrainerProcesses, methods: Sequence[str], rounds: int, seeds: Sequence[int]) -> list[Curve]:
+def run(trainers: TrainerProcesses, methods: Sequence[str], rounds: int, seeds: Sequence[int]) -> Iterator[Curve]:
     """The methods on all seeds, seed by seed, so that a change of the machine's load meets all methods."""
     fraction = matching_fraction(trainers, rounds) if TOP_K in methods else None
-    return [curve(*_run(trainers, job(method, seed, rounds, fraction))) for seed in seeds for method in methods]
+    return (curve(*_run(trainers, job(method, seed, rounds, fraction))) for seed in seeds for method in methods)
 
 
 def _run(trainers: TrainerProcesses, job: Job) -> tuple[Job, JobResult]:
@@ -99,16 +100,17 @@ def _run(trainers: TrainerProcesses, job: Job) -> tuple[Job, JobResult]:
 
 
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation over seeds."""
-    return fmean(values), stdev(values)
+    """Mean and standard deviation over seeds; that of one seed is NaN."""
+    return fmean(values), stdev(values) if len(values) > 1 else math.nan
 
 
 def text(curves: list[Curve]) -> str:
     """The table and the verdicts as lines."""
     rounds = len(curves[0].rewards)
+    seeds = sorted({c.seed for c in curves})
     lines = [
         f"Convergence on the arithmetic task: {rounds} rounds of {SYNC_EVERY} inner steps, {TRAINERS} trainers, "
-        f"{len({c.seed for c in curves})} seeds;",
+        f"seeds {', '.join(map(str, seeds))};",
         f"mean and standard deviation over seeds. Inner lr {LR:g} (DDP {LR_DDP:g}), chosen on another seed.",
         f"Reward (the probability of the right answer) and loss (the cross-entropy of its tokens) on {HELD_OUT}",
         f"held-out problems, mean of the last {min(LAST, rounds)} rounds. MB: one trainer's messages in the whole run.",
@@ -168,14 +170,32 @@ def equal_reward(curves: list[Curve]) -> list[str]:
         f"reward after {', '.join(str(max(1, q * rounds // 4)) for q in (1, 2, 3, 4))} rounds. -: it never had.",
         f"{'method':18} " + " ".join(f"{level:>17.4f}" for level in levels),
     ]
+    dense = [_until_each(means[DILOCO], level) for level in levels]
     for method in methods:
-        rewards, *sizes = means[method]
-        cells = []
-        for level in levels:
-            found = [bytes_until(rewards, each, level) for each in sizes]
-            cells.append(" | ".join("-" if size is None else f"{size / 1e6:.2f}" for size in found))
-        lines.append(f"{method:18} " + " ".join(f"{cell:>17}" for cell in cells))
+        found = [_until_each(means[method], level) for level in levels]
+        megabytes = [[None if size is None else size / 1e6 for size in sizes] for sizes in found]
+        lines.append(f"{method:18} " + _cells(megabytes, 2))
+        if method != DILOCO:
+            times = [
+                [
+                    None if size is None or of_dense is None else of_dense / size
+                    for size, of_dense in zip(*both, strict=True)
+                ]
+                for both in zip(found, dense, strict=True)
+            ]
+            lines.append(f"{'  times less':18} " + _cells(times, 1))
     return lines
+
+
+def _until_each(means: Sequence[list[float]], level: float) -> list[float | None]:
+    """Payloads and links until that level, of mean rewards, payloads and links."""
+    rewards, *sizes = means
+    return [bytes_until(rewards, each, level) for each in sizes]
+
+
+def _cells(pairs: list[list[float | None]], digits: int) -> str:
+    texts = [" | ".join("-" if x is None else f"{x:.{digits}f}" for x in pair) for pair in pairs]
+    return " ".join(f"{text:>17}" for text in texts)
 
 
 def rounds_behind(curve: Curve, reference: Curve) -> float | None:
@@ -194,9 +214,11 @@ def rounds_behind(curve: Curve, reference: Curve) -> float | None:
 
 def verdicts(curves: list[Curve]) -> list[str]:
     """Of each method: is its mean within one standard deviation of DiLoCo's seeds or better, and how it differs seed by
-    seed."""
-    lines = []
+    seed. Nothing of one seed."""
+    lines: list[str] = []
     diloco = {c.seed: c for c in curves if c.method == DILOCO}
+    if len(diloco) == 1:
+        return lines
     for method in (m for m in METHODS if m != DILOCO and any(c.method == m for c in curves)):
         mine = {c.seed: c for c in curves if c.method == method}
         parts = []

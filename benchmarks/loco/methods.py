@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,11 +12,16 @@ from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, Job
 from pulse_rl.loco import CastDifference, Ddp, DiLoCo, OuterLoop, PulseLoCo, SparseLoCo, TopK, WithoutFeedback
 from pulse_rl.loco.gate import Positions
 
+if TYPE_CHECKING:
+    from benchmarks.loco.torchft_diloco import TorchftDiLoCo
+
 DDP, DILOCO, PULSE, PULSE_BF16 = "DDP", "DiLoCo", "PULSELoCo FP32", "PULSELoCo BF16"
 PAPER, PAPER_BF16, AHEAD_3 = "no lookahead", "no lookahead BF16", "lookahead 3"
 GATED_SUMS = "gated sums"
 NO_FEEDBACK, TOP_K, CAST_DIFFERENCE = "no error feedback", "top-k", "cast difference"
 SPARSELOCO, SPARSELOCO_10 = "SparseLoCo 3%", "SparseLoCo 10%"
+TORCHFT = "torchft's DiLoCo"
+"""Not among `METHODS`: it has an environment of its own (`benchmarks.loco.torchft_diloco`)."""
 DENSE = (DDP, DILOCO)
 METHODS = (
     *(DDP, DILOCO, PULSE, PULSE_BF16, PAPER, PAPER_BF16, AHEAD_3, GATED_SUMS),
@@ -38,15 +43,20 @@ _OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {
     SPARSELOCO: (SparseLoCo, {"fraction": 0.03, "outer_lr": 1.0}),
     SPARSELOCO_10: (SparseLoCo, {"fraction": 0.1, "outer_lr": 1.0}),
 }
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS = 900.0
 
 Parameters = Mapping[str, torch.Tensor]
+Loop: TypeAlias = "Ddp | OuterLoop | TorchftDiLoCo"
 
 
-def make_loop(job: Job, parameters: Parameters, optimizer: torch.optim.Optimizer) -> Ddp | OuterLoop:
+def make_loop(job: Job, parameters: Parameters, optimizer: torch.optim.Optimizer) -> Loop:
     """The method's context manager. Four trainers share two cores, so each gets one thread."""
     if job.method == DDP:
         return Ddp(parameters, optimizer, timeout_seconds=_TIMEOUT_SECONDS)
+    if job.method == TORCHFT:
+        from benchmarks.loco.torchft_diloco import TorchftDiLoCo
+
+        return TorchftDiLoCo(parameters, optimizer, timeout_seconds=_TIMEOUT_SECONDS)
     method, settings = _OUTER[job.method]
     if method is not SparseLoCo:
         settings = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM} | settings
@@ -55,7 +65,7 @@ def make_loop(job: Job, parameters: Parameters, optimizer: torch.optim.Optimizer
     return method(parameters, optimizer, sync_every=SYNC_EVERY, timeout_seconds=_TIMEOUT_SECONDS, threads=1, **settings)
 
 
-def record_positions(loop: Ddp | OuterLoop) -> Callable[[], list[Positions]]:
+def record_positions(loop: Loop) -> Callable[[], list[Positions]]:
     """A function that returns the positions that ``loop`` selected in the last round, by block, and forgets them."""
     selected: list[Positions] = []
     if isinstance(loop, PulseLoCo):

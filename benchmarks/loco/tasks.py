@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,12 +18,15 @@ from benchmarks import trace
 from benchmarks.loco.jobs import TRAINERS
 from examples.grpo import policy, task
 from examples.grpo.grpo import group_advantages, grpo_loss, supervised_loss
-from pulse_rl.loco import Ddp, OuterLoop, PulseLoCo
+from pulse_rl.loco import PulseLoCo
 
-PRETRAINED, ARITHMETIC = "pretrained weights", "arithmetic"
+PRETRAINED, PRETRAINED_SPLIT = "pretrained weights", "pretrained weights, split prompts"
+ARITHMETIC, APART, NOISE = "arithmetic", "arithmetic apart", "noise"
 WARM_START = Path(trace.CACHE).parent / "loco" / "warm.pt"
 PROBLEMS, GROUP = 8, 8
 HELD_OUT = 1024
+HELD_OUT_PROMPTS = 512
+_HELD_OUT_SHARE = 8
 _WARM_UP_LR, _WARM_UP_BATCH, _WARM_UP_STEPS, _WARM_UP_REWARD = 2e-3, 128, 400, 0.35
 
 
@@ -48,7 +52,7 @@ class Pretrained:
         self._policy = trace.Policy()
         trace.load_start(self._policy, trace.CACHE / "start.pt", 0)
         self._flat = self._policy.flat.clone()
-        self._prompts = trace.Prompts(self._policy.vocabulary, 1000 * seed + rank)
+        self._prompts = self._make_prompts(1000 * seed + rank)
         self._generator = torch.Generator().manual_seed(1000 * seed + rank)
         self.masters: dict[str, Parameter] = {}
         self._gradients, start = [], 0
@@ -58,6 +62,9 @@ class Pretrained:
             self._gradients.append(self._policy.grad[start:stop].view(shape))
             start = stop
         self.cast()
+
+    def _make_prompts(self, seed: int) -> trace.Prompts:
+        return trace.Prompts(self._policy.vocabulary, seed)
 
     def gradient(self, step: int) -> float:
         reward = self._policy.policy_gradient(self._prompts, self._generator)
@@ -72,6 +79,81 @@ class Pretrained:
         raise NotImplementedError("the cloze prompts have no held-out set")
 
 
+class Noise:
+    """The weights of the toy under gradients that are noise: what is sent and added is that of a run, and costs nothing
+    to learn. It is evaluated by how far theta is from its start, and by how far along a random direction."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._key = (seed, "noise", rank)
+        saved = torch.load(WARM_START, weights_only=True)
+        self.masters = {name: Parameter(weight.clone()) for name, weight in saved.items()}
+        self._start = saved
+
+    def gradient(self, step: int) -> float:
+        _, generator = policy.seeded(*self._key, step)
+        for master in self.masters.values():
+            master.grad = torch.randn(master.shape, generator=generator)
+        return 0.0
+
+    def cast(self) -> None:
+        """Nothing is computed with the weights."""
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        off = torch.cat([(self.masters[name] - start).flatten() for name, start in self._start.items()])
+        direction = torch.randn(len(off), generator=torch.Generator().manual_seed(0))
+        return float(off.norm()), float(off @ direction)
+
+
+class SplitPrompts(trace.Prompts):
+    """Cloze prompts of one part of a split by their text: one in `_HELD_OUT_SHARE` is held out."""
+
+    def __init__(self, vocabulary: list[str], seed: int, *, held_out: bool) -> None:
+        super().__init__(vocabulary, seed)
+        self._held_out = held_out
+
+    def one(self) -> tuple[str, str]:
+        while True:
+            text, answer = super().one()
+            if (zlib.crc32(text.encode()) % _HELD_OUT_SHARE == 0) == self._held_out:
+                return text, answer
+
+
+class PretrainedSplit(Pretrained):
+    """The same without the held-out prompts, of which those count that the starting weights were not fitted on."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        super().__init__(seed, rank)
+        self._rank = rank
+
+    def _make_prompts(self, seed: int) -> trace.Prompts:
+        return SplitPrompts(self._policy.vocabulary, seed, held_out=False)
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """The expected reward of a sampled token, and the cross-entropy of the right ones."""
+        policy = self._policy
+        texts, answers = zip(*held_out_prompts(policy.vocabulary)[self._rank :: TRAINERS], strict=True)
+        answer = torch.tensor(policy.tokenizer.convert_tokens_to_ids(list(answers)))
+        log_p = policy.log_probabilities(list(texts))
+        right = log_p.gather(1, answer[:, None]).squeeze(1)
+        near = (log_p.exp() * (policy.initial == policy.initial[answer][:, None])).sum(dim=1)
+        return float((0.7 * right.exp() + 0.3 * near).mean()), float(-right.mean())
+
+
+def held_out_prompts(vocabulary: list[str]) -> list[tuple[str, str]]:
+    """`HELD_OUT_PROMPTS` prompts and answers; all of them are of words, as the fit has seen most of the others."""
+    fit = trace.Prompts(vocabulary, trace.FIT_SEED)
+    fitted = {fit.one()[0] for _ in range(trace.FIT_STEPS * trace.PROMPTS)}
+    prompts = SplitPrompts(vocabulary, 0, held_out=True)
+    found: dict[str, str] = {}
+    while len(found) < HELD_OUT_PROMPTS:
+        text, answer = prompts.one()
+        if text not in fitted:
+            found[text] = answer
+    return list(found.items())
+
+
 class Arithmetic:
     """The policy and the task of examples/grpo, from one warm-started checkpoint, without the held-out problems."""
 
@@ -81,11 +163,12 @@ class Arithmetic:
         saved = torch.load(WARM_START, weights_only=True)
         self.masters = {name: Parameter(saved[name].clone()) for name, _ in self._model.named_parameters()}
         self._held_out = held_out()
+        self._without = set(self._held_out)
         self.cast()
 
     def gradient(self, step: int) -> float:
         rng, generator = policy.seeded(self._seed, "trainer", self._rank, step)
-        problems = [p for p in draw(rng, PROBLEMS, set(self._held_out)) for _ in range(GROUP)]
+        problems = [p for p in draw(rng, PROBLEMS, self._without) for _ in range(GROUP)]
         prompts = task.prompt_tokens(problems)
         answers, log_probs = policy.sample(self._model, prompts, generator)
         rewards = task.rewards(problems, answers)
@@ -110,11 +193,30 @@ class Arithmetic:
         return expected_reward(self._model, problems), float(supervised_loss(self._model, problems))
 
 
+class ArithmeticApart(Arithmetic):
+    """Each trainer is trained on its own quarter of the first summands; what is held out has all of them."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        super().__init__(seed, rank)
+        self._without |= of_others(rank)
+
+
+def of_others(rank: int) -> set[task.Problem]:
+    """The problems whose first summand is of another trainer's quarter."""
+    return {(a, b) for a in range(100) for b in range(100) if a * TRAINERS // 100 != rank % TRAINERS}
+
+
 # Each from the seed and the trainer's rank.
-TASKS: dict[str, Callable[[int, int], Task]] = {PRETRAINED: Pretrained, ARITHMETIC: Arithmetic}
+TASKS: dict[str, Callable[[int, int], Task]] = {
+    PRETRAINED: Pretrained,
+    PRETRAINED_SPLIT: PretrainedSplit,
+    ARITHMETIC: Arithmetic,
+    APART: ArithmeticApart,
+    NOISE: Noise,
+}
 
 
-def evaluate_theta(loop: Ddp | OuterLoop, task: Task) -> tuple[float, float]:
+def evaluate_theta(loop: object, task: Task) -> tuple[float, float]:
     """(reward, loss) of theta, which the masters may be away from between rounds."""
     with loop.at_theta() if isinstance(loop, PulseLoCo) else nullcontext():
         task.cast()
@@ -148,7 +250,7 @@ def expected_reward(model: PreTrainedModel, problems: list[task.Problem]) -> flo
 def ensure(task_name: str) -> None:
     """Makes the starting checkpoint that all trainers of a task share, unless it is there."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if task_name == PRETRAINED:
+    if task_name in (PRETRAINED, PRETRAINED_SPLIT):
         if not (trace.CACHE / "start.pt").exists():
             trace.load_start(trace.Policy(), trace.CACHE / "start.pt", 0)
     elif not WARM_START.exists():

@@ -18,7 +18,7 @@ import torch
 from benchmarks.loco.jobs import TRAINERS
 from benchmarks.loco.tasks import TASKS, Task, evaluate_theta
 from benchmarks.loco.traffic import WARM_UP
-from pulse_rl.loco import OuterLoop, Round, outer
+from pulse_rl.loco import OuterLoop, PulseLoCo, Round, outer
 from pulse_rl.loco.exchange import Exchange
 
 _WAIT_SECONDS = 3600.0
@@ -63,11 +63,12 @@ class ThreadedExchange(Exchange):
 @dataclass
 class Trained:
     """What one trainer did: its loop and its rounds, and after each, where asked for, (reward, loss) of its share of
-    the held-out problems."""
+    the held-out problems, by theta and by where its next inner steps start."""
 
     loop: OuterLoop
     rounds: list[Round] = field(default_factory=list)
     held_out: list[tuple[float, float]] = field(default_factory=list)
+    ahead: list[tuple[float, float]] = field(default_factory=list)
 
 
 def train(
@@ -88,6 +89,7 @@ def train(
                 _step(job, optimizer, step, lr)
                 if evaluate and rank < TRAINERS and loop.inner_step == 0:
                     done.held_out.append(evaluate_theta(loop, job))
+                    done.ahead.append(job.evaluate() if isinstance(loop, PulseLoCo) else done.held_out[-1])
 
     started = time.monotonic()
     as_threads(run, trainers)

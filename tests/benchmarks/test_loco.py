@@ -166,6 +166,9 @@ def test_convergence_verdict() -> None:
     assert "reward yes (off by +0.0005" in lines[methods.PULSE]
     assert "reward NO (off by -0.0500" in lines[methods.TOP_K]
     assert f"{methods.DILOCO:18}  0.3075 ± 0.0065" in convergence.text(made)
+    alone = convergence.text([curve for curve in made if curve.seed == 0])
+    assert f"{methods.DILOCO:18}  0.3000 ± nan" in alone
+    assert "within" not in alone
 
 
 def test_a_curve_is_the_mean_of_the_trainers() -> None:
@@ -189,6 +192,9 @@ def test_bytes_at_equal_reward() -> None:
     # Until DiLoCo's first round, after which all are alike, and until its last one.
     assert found[0].split()[2:] == ["0.40", "|", "0.80"] * 3 + ["-", "|", "-"]
     assert found[1].split()[-3:] == ["0.80", "|", "1.47"]
+    after = [of[of.index(line) + 1].split() for of, line in zip(lines, found, strict=True)]
+    assert after[0] == ["times", "less", *["1.0", "|", "1.0"] * 3, "-", "|", "-"]
+    assert after[1][-3:] == ["1.2", "|", "1.2"]
 
 
 def test_the_plot_is_drawn(tmp_path: Path) -> None:
