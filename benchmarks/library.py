@@ -27,6 +27,7 @@ from benchmarks.synthetic import SHAPES, pair
 from pulse_rl import codec as codecs
 from pulse_rl._util.threads import default_threads, ordered_map
 from pulse_rl.patch import DEFAULT_BLOCK_ELEMENTS, Patch, apply_patch, build_patch
+from pulse_rl.patch.apply import scatter
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import Bits, State
@@ -78,12 +79,7 @@ class LibraryCodec:
                 return
             elements = block.read(state)
             changes = codecs.by_id(part.codec_id).decode(memoryview(part.payload), elements, block.layout)
-            elements[changes.positions] = changes.values
-            if len(block.segments) > 1:  # `read` made a copy of several small tensors
-                at = 0
-                for s in block.segments:
-                    state.read(s.spec.name, s.start, s.stop)[:] = elements[at : at + s.stop - s.start]
-                    at += s.stop - s.start
+            scatter(block, state, changes)
 
         list(ordered_map(one, zip(self.blocks, encoded, strict=True), workers))
 

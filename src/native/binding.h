@@ -94,7 +94,8 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) 
 
 }  // namespace binding
 
-// The history codec (module_history.cpp), the rans codec (module_rans.cpp), the groups codec (module_groups.cpp), the leaves' digests (module_sha256.cpp), PULSELoCo's kernels (module_loco.cpp).
+// The history codec (module_history.cpp), the rans codec (module_rans.cpp), the groups codec (module_groups.cpp),
+// the leaves' digests (module_sha256.cpp), PULSELoCo's kernels (module_loco.cpp).
 void bind_history(nb::module_& m);
 void bind_rans(nb::module_& m);
 void bind_groups(nb::module_& m);

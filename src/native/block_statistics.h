@@ -31,11 +31,11 @@ struct BlockStatistics {
     // since neighbours often are of one class.
     template <class U>
     void sample(const U* block, size_t from, size_t to, ClassOf cls) {
-        constexpr size_t kGroup = 64;
+        constexpr size_t kSample = 64;
         const size_t stride = elements > (1 << 21) ? 16 : elements > (1 << 18) ? 8 : 1;
-        for (size_t at = from; at < to; at += kGroup * stride, group_++) {
-            const size_t start = std::min(at + kGroup * ((group_ * 2654435769u >> 16) % stride), to),
-                         end = std::min(start + kGroup, to);
+        for (size_t at = from; at < to; at += kSample * stride, group_++) {
+            const size_t start = std::min(at + kSample * ((group_ * 2654435769u >> 16) % stride), to),
+                         end = std::min(start + kSample, to);
             for (size_t k = start; k + 2 <= end; k += 2) {
                 seen[0][cls(block[k])]++;
                 seen[1][cls(block[k + 1])]++;
@@ -79,11 +79,11 @@ struct BlockChanges {
 template <class U>
 BlockChanges<U> compare_block(const U* old, const U* now, uint64_t elements, const std::vector<Run>& runs,
                               ClassOf cls) {
-    constexpr size_t kTile = 1 << 13;
+    constexpr size_t kStretch = 1 << 13;
     BlockChanges<U> block;
     block.statistics.elements = elements;
-    for (size_t tile = 0; tile < elements; tile += kTile) {
-        const size_t end = std::min<size_t>(tile + kTile, elements), known = block.positions.size();
+    for (size_t tile = 0; tile < elements; tile += kStretch) {
+        const size_t end = std::min<size_t>(tile + kStretch, elements), known = block.positions.size();
         differing(reinterpret_cast<const uint8_t*>(old + tile), reinterpret_cast<const uint8_t*>(now + tile),
                   (end - tile) * sizeof(U), int(sizeof(U)), uint32_t(tile), block.positions);
         block.before.resize(block.positions.size());

@@ -15,17 +15,16 @@ void put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bi
     }
 }
 
-void take_bits(RansReader& coder, const uint16_t* frequencies, uint64_t* bits, size_t batches) {
-    if (vector_take_bits(coder, frequencies, bits, batches)) return;
-    for (size_t b = 0; b < batches; b++) {
-        bits[b] = 0;
-        for (size_t i = 0; i < kRansStates; i++) {
-            const uint32_t f = frequencies[b * kRansStates + i];
-            const bool one = RansReader::slot(coder.states[i]) < f;
-            coder.symbol(coder.states[i], one ? 0 : f, one ? f : kRansScale - f);
-            bits[b] |= uint64_t(one) << i;
-        }
+uint64_t take_bits(RansReader& coder, const uint16_t* frequencies) {
+    uint64_t bits = 0;
+    if (vector_take_bits(coder, frequencies, bits)) return bits;
+    for (size_t i = 0; i < kRansStates; i++) {
+        const uint32_t f = frequencies[i];
+        const bool one = RansReader::slot(coder.states[i]) < f;
+        coder.symbol(coder.states[i], one ? 0 : f, one ? f : kRansScale - f);
+        bits |= uint64_t(one) << i;
     }
+    return bits;
 }
 
 size_t put_ones(uint64_t bits, uint32_t first, uint32_t* out) {

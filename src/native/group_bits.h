@@ -11,11 +11,14 @@ namespace pulse {
 // Bit i of a batch belongs to state i; a 1 has the part [0, frequencies[i]) of 2^12, a 0 the rest. Frequencies are 0 to 2^12:
 // what is certain takes no room.
 
-// The batches from the last to the first. In front of `next` there are 2 bytes for each bit, and 64.
+constexpr size_t kInFront = 64;  // bytes that vectors may overwrite in front of the words
+constexpr size_t kBehind = 64;   // bytes that they may read behind the end
+
+// The batches from the last to the first. In front of `next` there are 2 bytes for each bit, and kInFront.
 void put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits, size_t batches);
 
-// Throws Malformed. 64 bytes behind the end may be read.
-void take_bits(RansReader& coder, const uint16_t* frequencies, uint64_t* bits, size_t batches);
+// One batch. Throws Malformed.
+uint64_t take_bits(RansReader& coder, const uint16_t* frequencies);
 
 // Appends first + i for each bit i that is set, ascending; there is room for 64. How many there were.
 size_t put_ones(uint64_t bits, uint32_t first, uint32_t* out);
@@ -25,7 +28,7 @@ void turn_bits(const uint64_t* bits, uint8_t* bytes);
 
 // The vectors' share: all of them, or none.
 bool vector_put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits, size_t batches);
-bool vector_take_bits(RansReader& coder, const uint16_t* frequencies, uint64_t* bits, size_t batches);
+bool vector_take_bits(RansReader& coder, const uint16_t* frequencies, uint64_t& bits);
 bool vector_put_ones(uint64_t bits, uint32_t first, uint32_t* out);
 bool vector_turn_bits(const uint64_t* bits, uint8_t* bytes);
 

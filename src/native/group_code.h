@@ -19,7 +19,6 @@ constexpr size_t kBatch = kGroup * kRansStates;  // elements whose groups are sa
 constexpr size_t kTile = size_t(1) << 18;        // elements of which all is said before the next ones
 constexpr size_t kBatchesOfTile = kTile / kBatch;
 constexpr size_t kBytesInStates = 2 * kRansStates;  // of the plain bits: what the states are at the end of a decoder
-constexpr size_t kBehind = 64;                      // bytes that vectors may read behind the end
 
 inline size_t batches_of(size_t count) { return (count + kRansStates - 1) / kRansStates; }
 

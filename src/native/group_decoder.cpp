@@ -58,10 +58,8 @@ private:
         groups_.resize((end - first + 1) * kRansStates);
         size_t count = 0;
         for (size_t b = first; b < end; b++) {
-            uint64_t hits;
             group_frequencies(old_ + b * kBatch, elements_ - b * kBatch, cls_, weights_, shifts_[b], frequencies_);
-            take_bits(coder_, frequencies_, &hits, 1);
-            count += put_ones(hits, uint32_t(b * kRansStates), &groups_[count]);
+            count += put_ones(take_bits(coder_, frequencies_), uint32_t(b * kRansStates), &groups_[count]);
         }
         groups_.resize(count);
     }
@@ -73,7 +71,7 @@ private:
         uint64_t changed[kGroup];
         for (size_t k = 0; k < kGroup; k++) {
             open_.frequencies(k, weights_, frequencies_);
-            take_bits(coder_, frequencies_, &changed[k], 1);
+            changed[k] = take_bits(coder_, frequencies_);
             open_.passed(k, changed[k]);
         }
         uint8_t places[kRansStates];
@@ -95,9 +93,8 @@ private:
             for (size_t k = 0; k < here; k++) frequencies_[k] = longer_[cls_(before[i + k])];
             std::fill(frequencies_ + here, frequencies_ + kRansStates, uint16_t(0));
             std::fill_n(&sizes[i], here, U(1));
-            uint64_t longer;
-            take_bits(coder_, frequencies_, &longer, 1);
-            for (; longer; longer &= longer - 1) large_.push_back(uint32_t(i + size_t(__builtin_ctzll(longer))));
+            for (uint64_t longer = take_bits(coder_, frequencies_); longer; longer &= longer - 1)
+                large_.push_back(uint32_t(i + size_t(__builtin_ctzll(longer))));
         }
         PieceReader side{coder_};
         for (uint32_t i : large_) {

@@ -45,7 +45,7 @@ struct Steps {
             const bool down = step >> (8 * sizeof(U) - 1);
             const int majority = balance.at(changes.positions[i]);
             balance.step(down);
-            sizes[i] = down ? U(-step) : step;
+            sizes[i] = std::max<U>(down ? U(-step) : step, 1);  // 0 if the element was written meanwhile
             majorities[i] = uint8_t(majority_of(majority));
             against[i] = down != (majority < 0);
         }
@@ -286,15 +286,15 @@ std::optional<Encoded> encode(const U* old, const BlockChanges<U>& changes, cons
     choose_chances(head, changes, steps, cls);
     const Batches batches(runs);
     choose_shifts(head, batches, old, total, cls, positions);
-    const std::vector<int8_t> shifts = batches.by_batch(head.shifts);
     Encoded result{{}, n};
     put_varint(result.payload, n);
     head.put(result.payload);
+    const std::vector<int8_t> shifts = batches.by_batch(head.shifts);
     const std::vector<uint8_t> plain = plain_bits_of(steps.sizes);
 
     // Bits take 2 bytes at most: one for each group, eight more for those with a change, one for size and sign, and up to 32
     // for a large size.
-    size_t most = 2 * kRansStates * (batches.count() + (kGroup + 2) * (total / kTile + 1)) + kBehind;
+    size_t most = 2 * kRansStates * (batches.count() + (kGroup + 2) * (total / kTile + 1)) + kInFront;
     for (U size : steps.sizes) most += 2 * (kGroup + 2 + (size > 1 ? 32 : 0));
     const Buffer<uint8_t> code(most);
     uint8_t* const end = code.data.get() + code.size;
@@ -313,7 +313,7 @@ std::optional<Encoded> encode(const U* old, const BlockChanges<U>& changes, cons
 
     put_varint(result.payload, plain.size() - kBytesInStates);
     result.payload.insert(result.payload.end(), plain.begin() + kBytesInStates, plain.end());
-    BitWriter states(4 * kRansStates);
+    BitWriter states(5 * kRansStates);  // at most 35 bits each
     for (uint32_t x : coder.states) {
         const int further = 15 - __builtin_clz(x);
         states.put(uint32_t(further), 4);

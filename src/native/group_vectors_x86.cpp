@@ -33,33 +33,31 @@ PULSE_RANS void put(RansWriter& coder, const uint16_t* frequencies, const uint64
     coder.next = next;
 }
 
-PULSE_RANS void take(RansReader& coder, const uint16_t* frequencies, uint64_t* bits, size_t batches) {
+PULSE_RANS uint64_t take(RansReader& coder, const uint16_t* frequencies) {
     const __m512i scale = _mm512_set1_epi32(int(kRansScale)), slots = _mm512_set1_epi32(int(kRansScale - 1));
     const __m512i lowest = _mm512_set1_epi32(int(kRansLow));
-    __m512i x[kVectors];
-    for (int v = 0; v < kVectors; v++) x[v] = _mm512_load_si512(coder.states + 16 * v);
     const uint8_t* next = coder.next;
-    for (size_t b = 0; b < batches; b++) {
-        uint64_t found = 0;
-        for (int v = 0; v < kVectors; v++) {
-            const uint16_t* const of = frequencies + b * kRansStates + size_t(16 * v);
-            const __m512i f = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(of)));
-            const __m512i slot = _mm512_and_si512(x[v], slots);
-            const __mmask16 one = _mm512_cmplt_epu32_mask(slot, f);
-            found |= uint64_t(one) << (16 * v);
-            const __m512i length = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, f), one, f);
-            const __m512i rest = _mm512_mask_sub_epi32(slot, __mmask16(~one), slot, f);
-            x[v] = _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x[v], kRansBits)), rest);
-            const __mmask16 empty = _mm512_cmplt_epu32_mask(x[v], lowest);
-            if (!empty) continue;
+    uint64_t bits = 0;
+    for (int v = 0; v < kVectors; v++) {
+        __m512i x = _mm512_load_si512(coder.states + 16 * v);
+        const __m256i* const of = reinterpret_cast<const __m256i*>(frequencies + 16 * v);
+        const __m512i f = _mm512_cvtepu16_epi32(_mm256_loadu_si256(of));
+        const __m512i slot = _mm512_and_si512(x, slots);
+        const __mmask16 one = _mm512_cmplt_epu32_mask(slot, f);
+        bits |= uint64_t(one) << (16 * v);
+        const __m512i length = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, f), one, f);
+        const __m512i rest = _mm512_mask_sub_epi32(slot, __mmask16(~one), slot, f);
+        x = _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x, kRansBits)), rest);
+        const __mmask16 empty = _mm512_cmplt_epu32_mask(x, lowest);
+        if (empty) {
             const __m512i words = take_words(next, empty);
-            x[v] = _mm512_mask_or_epi32(x[v], empty, _mm512_slli_epi32(x[v], 16), words);
+            x = _mm512_mask_or_epi32(x, empty, _mm512_slli_epi32(x, 16), words);
             if (next > coder.end) throw Malformed("the code ends too early");
         }
-        bits[b] = found;
+        _mm512_store_si512(coder.states + 16 * v, x);
     }
-    for (int v = 0; v < kVectors; v++) _mm512_store_si512(coder.states + 16 * v, x[v]);
     coder.next = next;
+    return bits;
 }
 
 // The low bits of (x >> shift) of 32 elements.
@@ -236,8 +234,8 @@ bool vector_put_bits(RansWriter& coder, const uint16_t* frequencies, const uint6
     if (rans_vectors) put(coder, frequencies, bits, batches);
     return rans_vectors;
 }
-bool vector_take_bits(RansReader& coder, const uint16_t* frequencies, uint64_t* bits, size_t batches) {
-    if (rans_vectors) take(coder, frequencies, bits, batches);
+bool vector_take_bits(RansReader& coder, const uint16_t* frequencies, uint64_t& bits) {
+    if (rans_vectors) bits = take(coder, frequencies);
     return rans_vectors;
 }
 bool vector_put_ones(uint64_t bits, uint32_t first, uint32_t* out) {
@@ -271,7 +269,7 @@ bool vector_open_frequencies(const OpenGroups& open, size_t k, const GroupWeight
 namespace pulse {
 
 bool vector_put_bits(RansWriter&, const uint16_t*, const uint64_t*, size_t) { return false; }
-bool vector_take_bits(RansReader&, const uint16_t*, uint64_t*, size_t) { return false; }
+bool vector_take_bits(RansReader&, const uint16_t*, uint64_t&) { return false; }
 bool vector_put_ones(uint64_t, uint32_t, uint32_t*) { return false; }
 bool vector_turn_bits(const uint64_t*, uint8_t*) { return false; }
 template <class U>

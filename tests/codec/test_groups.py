@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from pulse_rl import codec
 from pulse_rl._native import use_rans_vectors
 from pulse_rl.codec import Layout, Run
+from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES
 from tests.support import groups_oracle as oracle
 from tests.support.context_oracle import Bit, Writer, row_ends
@@ -218,3 +221,37 @@ def test_any_head_and_any_changes_are_understood(
 
 
 # Refusals. What differs from a good payload in one place.
+
+
+@pytest.mark.parametrize("phase", range(0, 512, 37))
+def test_all_states_in_step(phase: int) -> None:
+    """Regular data: every state goes the same way, to the largest numbers too."""
+    old = np.full(368 * 512 + phase, 0x3C00, np.uint16)
+    for every in (2, 3, 5):
+        new = old.copy()
+        for at in range(0, 368, every):
+            new[at * 512 : (at + 1) * 512 : 8] += 1
+        check_round_trip(old, new, Layout.flat(DTYPES["BF16"], len(old)))
+
+
+def test_elements_that_change_while_they_are_read(rng: np.random.Generator) -> None:
+    """As a trainer's may: what is made of them need not be right, since a publisher proves it."""
+    old = weights(rng, "BF16", 1 << 19)
+    new = old.copy()
+    done = threading.Event()
+
+    def flip() -> None:
+        while not done.is_set():
+            new[::40] ^= 1
+
+    writer = threading.Thread(target=flip)
+    writer.start()
+    try:
+        layout = Layout.flat(DTYPES["BF16"], len(old))
+        for _ in range(60):
+            payload, _, by_groups = GROUPS.encode_or_context(old, new, layout)
+            with suppress(CorruptPatch):
+                codec.by_name("groups" if by_groups else "context").decode(memoryview(payload), old, layout)
+    finally:
+        done.set()
+        writer.join()

@@ -86,6 +86,20 @@ Block sparse_block(Random& r) {
     return Block(kind, std::move(runs), std::move(before), std::move(after));
 }
 
+// Equal elements, of which one in eight changes by one step in every few batches of 512: all states go the same way.
+Block regular_block(Random& r) {
+    const ElementKind kind = kKinds[below(r, std::size(kKinds))];
+    const uint64_t batches = 150 + below(r, 400), every = 2 + below(r, 12), behind = below(r, 520), place = below(r, 8);
+    const uint32_t x = uint32_t(r()) & 0x3c003c00u;
+    std::vector<uint8_t> before, after;
+    for (uint64_t i = 0; i < 512 * batches + behind; i++) {
+        append(before, x, kind.width);
+        append(after, i / 512 % every == 0 && i % 8 == place ? x + 1 : x, kind.width);
+    }
+    const std::vector<Run> runs{{512 * batches + behind, below(r, 2) ? uint64_t(4096) : uint64_t(1) << 24, 0}};
+    return Block(kind, runs, std::move(before), std::move(after));
+}
+
 // What a payload makes of the block; empty where it is refused.
 std::vector<uint8_t> decoded(const Exact& payload, const Block& b, uint64_t seed) {
     try {
@@ -132,7 +146,7 @@ int main(int argc, char** argv) {
     while (rounds.next()) {
         const uint64_t seed = rounds.seed;
         Random r(seed);
-        const Block b = sparse_block(r);
+        const Block b = below(r, 4) ? sparse_block(r) : regular_block(r);
         const std::vector<uint8_t> payload = encoded_both_ways(b, seed);
         if (!payload.empty()) {
             by_groups++;
