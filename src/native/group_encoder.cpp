@@ -273,13 +273,11 @@ bool suits_context(const BlockStatistics& s) {
 }
 
 template <class U>
-std::optional<Encoded> encode(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
-                              const std::vector<Run>& runs) {
+Encoded encode(const U* old, const BlockChanges<U>& changes, const ElementKind& kind, const std::vector<Run>& runs) {
     const ClassOf cls{kind.shift, kind.mask};
     const uint64_t total = changes.statistics.elements;
     const std::vector<uint32_t>& positions = changes.positions;
     const size_t n = positions.size();
-    if (suits_context(changes.statistics)) return std::nullopt;
     GroupHead head;
     choose_rarities(head, changes.statistics);
     const Steps<U> steps(changes, kind, runs);
@@ -326,37 +324,22 @@ std::optional<Encoded> encode(const U* old, const BlockChanges<U>& changes, cons
 }
 
 template <class U>
-EncodedEither encode_of(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs,
-                        bool either) {
-    const U* const before = static_cast<const U*>(old);
+EncodedEither encode_either(const U* old, const U* now, const ElementKind& kind, const std::vector<Run>& runs) {
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
-    const BlockChanges<U> changes =
-        compare_block(before, static_cast<const U*>(now), total, runs, ClassOf{kind.shift, kind.mask});
-    if (std::optional<Encoded> encoded = encode(before, changes, kind, runs)) return {std::move(*encoded), true};
-    return {either ? encode_changes(before, changes, kind, runs) : Encoded{{}, 0}, false};
-}
-
-EncodedEither encode_by_width(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs,
-                              bool either) {
-    switch (kind.width) {
-        case 1: return encode_of<uint8_t>(old, now, kind, runs, either);
-        case 2: return encode_of<uint16_t>(old, now, kind, runs, either);
-        default: return encode_of<uint32_t>(old, now, kind, runs, either);
-    }
+    const BlockChanges<U> changes = compare_block(old, now, total, runs, ClassOf{kind.shift, kind.mask});
+    if (suits_context(changes.statistics)) return {encode_changes(old, changes, kind, runs), false};
+    return {encode(old, changes, kind, runs), true};
 }
 
 }  // namespace
 
-std::optional<Encoded> encode_groups(const void* old, const void* now, const ElementKind& kind,
-                                     const std::vector<Run>& runs) {
-    EncodedEither found = encode_by_width(old, now, kind, runs, false);
-    if (!found.by_groups) return std::nullopt;
-    return std::move(found.encoded);
-}
-
-EncodedEither encode_either(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs) {
-    return encode_by_width(old, now, kind, runs, true);
+EncodedEither encode_groups(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs) {
+    switch (kind.width) {
+        case 1: return encode_either(static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now), kind, runs);
+        case 2: return encode_either(static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now), kind, runs);
+        default: return encode_either(static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now), kind, runs);
+    }
 }
 
 }  // namespace pulse

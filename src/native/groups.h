@@ -4,23 +4,19 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "context.h"
 
 namespace pulse {
 
-// Nothing where `context` suits better: few changes, changes of many elements, or rows that differ much. Arguments as of `encode_block`.
-std::optional<Encoded> encode_groups(const void* old, const void* now, const ElementKind& kind,
-                                     const std::vector<Run>& runs);
-
-// By `context` there; whether it was by groups.
+// By groups, or by `context` where that suits better: few changes, changes of many elements, or rows that differ much.
+// Arguments as of `encode_block`.
 struct EncodedEither {
     Encoded encoded;
     bool by_groups;
 };
-EncodedEither encode_either(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs);
+EncodedEither encode_groups(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs);
 
 // Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
 Decoded decode_groups(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,

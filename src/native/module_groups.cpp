@@ -4,49 +4,22 @@
 
 using namespace binding;
 
-namespace {
-
-void check_pair(const Bytes& old, const Bytes& now, int width) {
-    if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
-    check_elements(now, width, "new");
-}
-
-nb::bytes to_bytes(const pulse::Encoded& encoded) { return nb::bytes(encoded.payload.data(), encoded.payload.size()); }
-
-}  // namespace
-
 void bind_groups(nb::module_& m) {
     m.def(
         "groups_encode",
         [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating,
-           const std::vector<RunTuple>& runs) -> nb::object {
-            const pulse::ElementKind kind{width, shift, mask, floating};
-            const auto covered = checked_block(runs, kind, old);
-            check_pair(old, now, width);
-            std::optional<pulse::Encoded> encoded;
-            {
-                nb::gil_scoped_release release;
-                encoded = pulse::encode_groups(old.data(), now.data(), kind, covered);
-            }
-            if (!encoded) return nb::none();
-            return nb::make_tuple(to_bytes(*encoded), encoded->changed);
-        },
-        array("old"), array("new"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
-        "(payload, number of changes) of one block; None where `context` suits better.");
-
-    m.def(
-        "groups_or_context_encode",
-        [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating,
            const std::vector<RunTuple>& runs) {
             const pulse::ElementKind kind{width, shift, mask, floating};
             const auto covered = checked_block(runs, kind, old);
-            check_pair(old, now, width);
+            if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
+            check_elements(now, width, "new");
             pulse::EncodedEither found;
             {
                 nb::gil_scoped_release release;
-                found = pulse::encode_either(old.data(), now.data(), kind, covered);
+                found = pulse::encode_groups(old.data(), now.data(), kind, covered);
             }
-            return nb::make_tuple(to_bytes(found.encoded), found.encoded.changed, found.by_groups);
+            const std::vector<uint8_t>& payload = found.encoded.payload;
+            return nb::make_tuple(nb::bytes(payload.data(), payload.size()), found.encoded.changed, found.by_groups);
         },
         array("old"), array("new"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
         "(payload, number of changes, whether it is of the groups codec, else of the context codec) of one block.");

@@ -65,15 +65,6 @@ def groups_encode(
     mask: int,
     floating: bool,
     runs: list[tuple[int, int, int]],
-) -> tuple[bytes, int] | None: ...
-def groups_or_context_encode(
-    old: npt.NDArray[np.uint8],
-    new: npt.NDArray[np.uint8],
-    width: int,
-    shift: int,
-    mask: int,
-    floating: bool,
-    runs: list[tuple[int, int, int]],
 ) -> tuple[bytes, int, bool]: ...
 def groups_decode(
     payload: npt.NDArray[np.uint8],

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .._native import Malformed, groups_decode, groups_encode, groups_or_context_encode
+from .._native import Malformed, groups_decode, groups_encode
 from ..errors import CorruptPatch
 from ..state.tensors import DType, UIntArray
 from .base import Changes, Layout, element_kind
@@ -20,12 +20,13 @@ class GroupsCodec:
         return dtype.width <= 4
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int] | None:
-        return groups_encode(old.view(np.uint8), new.view(np.uint8), *element_kind(layout.dtype), list(layout.runs))
+        payload, changed, by_groups = self.encode_or_context(old, new, layout)
+        return (payload, changed) if by_groups else None
 
     def encode_or_context(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int, bool]:
         """(payload, number of changed elements, whether it is this codec's): `context` codes what suits it better."""
         kind = element_kind(layout.dtype)
-        return groups_or_context_encode(old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs))
+        return groups_encode(old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs))
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)
