@@ -73,23 +73,38 @@ PULSE_RANS_INLINE __m512i shifted(const uint32_t* p, __m128i shift) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
-// Looks the weights of 32 elements up, 16 bits each.
+// Looks the weights of 32 elements up, 16 bits each, in so many tables of 64.
+template <int kTables>
 struct Lookup {
-    __m512i low, high, mask, first, most;
+    __m512i low[kTables], high[kTables], mask, first, most;
     __m128i shift;
 
     PULSE_RANS_INLINE static Lookup from(ClassOf cls, const GroupWeights& weights) {
-        return {_mm512_load_si512(weights.table),
-                _mm512_load_si512(weights.table + 32),
-                _mm512_set1_epi16(short(cls.mask)),
-                _mm512_set1_epi16(short(weights.first)),
-                _mm512_set1_epi16(64),
-                _mm_cvtsi32_si128(cls.shift)};
+        Lookup made;
+        for (int t = 0; t < kTables; t++) {
+            made.low[t] = _mm512_load_si512(weights.table + 64 * t);
+            made.high[t] = _mm512_load_si512(weights.table + 64 * t + 32);
+        }
+        made.mask = _mm512_set1_epi16(short(cls.mask));
+        made.first = _mm512_set1_epi16(short(weights.first));
+        made.most = _mm512_set1_epi16(short(64 * kTables));
+        made.shift = _mm_cvtsi32_si128(cls.shift);
+        return made;
     }
     PULSE_RANS_INLINE __m512i of(__m512i shifted_elements) const {
         const __m512i index = _mm512_sub_epi16(_mm512_and_si512(shifted_elements, mask), first);
         const __mmask32 known = _mm512_cmplt_epu16_mask(index, most);
-        return _mm512_maskz_permutex2var_epi16(known, low, index, high);
+        __m512i found = _mm512_maskz_permutex2var_epi16(known, low[0], index, high[0]);
+        if constexpr (kTables == 1) return found;
+        const __mmask32 odd = known & _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
+        found = _mm512_mask_mov_epi16(found, odd, _mm512_permutex2var_epi16(low[1], index, high[1]));
+        if constexpr (kTables == 4) {
+            const __mmask32 upper = known & _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
+            __m512i other = _mm512_permutex2var_epi16(low[2], index, high[2]);
+            other = _mm512_mask_mov_epi16(other, odd, _mm512_permutex2var_epi16(low[3], index, high[3]));
+            found = _mm512_mask_mov_epi16(found, upper, other);
+        }
+        return found;
     }
 };
 
@@ -114,9 +129,9 @@ struct Frequencies {
     }
 };
 
-template <class U>
+template <int kTables, class U>
 PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weights, int shift, uint16_t* frequencies) {
-    const Lookup lookup = Lookup::from(cls, weights);
+    const auto lookup = Lookup<kTables>::from(cls, weights);
     const Frequencies of = Frequencies::from(weights, shift);
     const __m512i ones = _mm512_set1_epi16(1);
     const __m512i in_order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
@@ -148,10 +163,10 @@ PULSE_RANS_INLINE __m128i eight(const uint32_t* p, __m128i shift) {
     return _mm256_cvtepi32_epi16(_mm256_srl_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), shift));
 }
 
-template <class U>
+template <int kTables, class U>
 PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights,
                             const uint32_t* groups) {
-    const Lookup lookup = Lookup::from(cls, weights);
+    const auto lookup = Lookup<kTables>::from(cls, weights);
     for (size_t half = 0; half < kRansStates; half += 32) {
         // Row r of four squares of 8 groups by 8 elements; then columns.
         __m512i x[8], y[8];
@@ -249,15 +264,23 @@ bool vector_turn_bits(const uint64_t* bits, uint8_t* bytes) {
 template <class U>
 bool vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& weights, int shift,
                               uint16_t* frequencies) {
-    const bool use = rans_vectors && weights.narrow;
-    if (use) of_groups(first, cls, weights, shift, frequencies);
-    return use;
+    if (!rans_vectors) return false;
+    switch (weights.tables) {
+        case 1: of_groups<1>(first, cls, weights, shift, frequencies); break;
+        case 2: of_groups<2>(first, cls, weights, shift, frequencies); break;
+        default: of_groups<4>(first, cls, weights, shift, frequencies);
+    }
+    return true;
 }
 template <class U>
 bool vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights, const uint32_t* groups) {
-    const bool use = rans_vectors && weights.narrow;
-    if (use) open_groups(open, block, cls, weights, groups);
-    return use;
+    if (!rans_vectors) return false;
+    switch (weights.tables) {
+        case 1: open_groups<1>(open, block, cls, weights, groups); break;
+        case 2: open_groups<2>(open, block, cls, weights, groups); break;
+        default: open_groups<4>(open, block, cls, weights, groups);
+    }
+    return true;
 }
 bool vector_open_frequencies(const OpenGroups& open, size_t k, const GroupWeights& weights, uint16_t* out) {
     if (rans_vectors) of_open(open, k, weights, out);

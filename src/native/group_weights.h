@@ -34,10 +34,10 @@ constexpr uint8_t kNever = 255;  // the rarity of a class in which nothing chang
 struct GroupWeights {
     std::array<uint16_t, kClasses> of{};
     int least;  // the least rarity: 2^14 stands for it
-    // The same for vectors, where all classes with a weight are among the 64 from `first` on.
-    bool narrow;
+    // The same for vectors: of so many times 64 classes from `first` on, 1, 2 or 4. All others have no weight.
+    int tables;
     uint8_t first = 0;
-    alignas(64) uint16_t table[64] = {};
+    alignas(64) uint16_t table[kClasses] = {};
 
     explicit GroupWeights(const std::array<uint8_t, kClasses>& rarities) : least(kMostRarity) {
         constexpr int kQuarters[4] = {16384, 13777, 11585, 9742};
@@ -50,8 +50,9 @@ struct GroupWeights {
             last = std::max(last, c);
             first = uint8_t(c);
         }
-        narrow = last - first < 64;
-        for (int c = first; narrow && c <= last; c++) table[c - first] = of[size_t(c)];
+        const int span = last - first;
+        tables = span < 64 ? 1 : span < 128 ? 2 : 4;
+        for (int c = first; c <= last; c++) table[c - first] = of[size_t(c)];
     }
 
     // What is added to the quarters of octaves of a weight, to look its frequency up.
