@@ -70,7 +70,7 @@ std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& mess
 std::vector<uint8_t> changed_leaf_digests(const std::vector<Piece>& pieces, size_t leaf, const Patchwork& changes,
                                           const Sha256Plan& plan) {
     // A lane's tile starts at another line of the cache than its neighbour's: equal ones would throw each other out.
-    constexpr size_t kTile = 4096, kStride = kTile + 64;
+    constexpr size_t kTile = 1024, kStride = kTile + 64;
     const Leaves leaves(pieces, leaf);
     const size_t width = size_t(changes.width);
     std::vector<uint8_t> digests(kSha256Digest * leaves.data.size()), room(kStride * kMostLanes);
@@ -83,6 +83,8 @@ std::vector<uint8_t> changed_leaf_digests(const std::vector<Piece>& pieces, size
                     [&](size_t message, size_t at, size_t bytes, int lane) {
                         uint8_t* tile = room.data() + kStride * size_t(lane);
                         std::memcpy(tile, leaves.data[message] + at, bytes);
+                        const uint8_t* const behind = leaves.data[message] + at + bytes;
+                        for (size_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(behind + ahead);
                         const size_t start = leaves.starts[message] + at;
                         size_t& k = next[message];
                         for (; k < changes.count; k++) {

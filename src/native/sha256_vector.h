@@ -23,11 +23,13 @@
 namespace pulse {
 
 template <int kLanes>
-struct Sha256Words;  // V: a word of each lane; load: the 16 words of the block at `at` of each
+struct
+    Sha256Words;  // V: a word of each lane; load: the 16 words of the block at `at` of each; keep: computes a sum as it is written
 
 template <>
 struct Sha256Words<1> {
     using V = uint32_t;
+    static PULSE_INLINE void keep(V&) {}
     static PULSE_INLINE void load(V* w, const uint8_t* const* data, size_t at) {
         for (int i = 0; i < 16; i++) {
             const uint8_t* p = data[0] + at + 4 * i;
@@ -43,6 +45,7 @@ template <>
 struct Sha256Words<8> {
     typedef uint32_t V __attribute__((vector_size(32)));
     typedef uint8_t Raw __attribute__((vector_size(32)));
+    static PULSE_INLINE void keep(V& sum) { __asm__("" : "+v"(sum)); }
     static PULSE_INLINE void load(V* w, const uint8_t* const* data, size_t at) {
         for (int half = 0; half < 2; half++) {
             V a[8], b[8];
@@ -76,6 +79,8 @@ template <>
 struct Sha256Words<16> {
     typedef uint32_t V __attribute__((vector_size(64)));
     typedef uint8_t Raw __attribute__((vector_size(64)));
+    static constexpr size_t kAhead = 512;
+    static PULSE_INLINE void keep(V& sum) { __asm__("" : "+v"(sum)); }
     // Interleaving the first half of the registers with the second, four times, transposes.
     static PULSE_INLINE void interleave(const V* from, V* to) {
         for (int i = 0; i < 8; i++) {
@@ -87,7 +92,10 @@ struct Sha256Words<16> {
     }
     static PULSE_INLINE void load(V* w, const uint8_t* const* data, size_t at) {
         V a[16], b[16];
-        for (int i = 0; i < 16; i++) std::memcpy(&a[i], data[i] + at, 64);
+        for (int i = 0; i < 16; i++) {
+            std::memcpy(&a[i], data[i] + at, 64);
+            __builtin_prefetch(data[i] + at + kAhead);  // so many streams are more than processors foresee
+        }
         interleave(a, b);
         interleave(b, a);
         interleave(a, b);
@@ -110,13 +118,21 @@ struct Sha256Words<16> {
      (PULSE_ROTR(w[((i) + 14) & 15], 17) ^ PULSE_ROTR(w[((i) + 14) & 15], 19) ^ (w[((i) + 14) & 15] >> 10)) + \
      w[((i) + 9) & 15] +                                                                                      \
      (PULSE_ROTR(w[((i) + 1) & 15], 7) ^ PULSE_ROTR(w[((i) + 1) & 15], 18) ^ (w[((i) + 1) & 15] >> 3)))
-#define PULSE_ROUND(a, b, c, d, e, f, g, h, word, i)                                                                  \
-    {                                                                                                                 \
-        const V t1 = h + (PULSE_ROTR(e, 6) ^ PULSE_ROTR(e, 11) ^ PULSE_ROTR(e, 25)) + ((e & f) ^ (~e & g)) + (word) + \
-                     kSha256Round[i];                                                                                 \
-        const V t2 = (PULSE_ROTR(a, 2) ^ PULSE_ROTR(a, 13) ^ PULSE_ROTR(a, 22)) + ((a & b) | (c & (a | b)));          \
-        d += t1;                                                                                                      \
-        h = t1 + t2;                                                                                                  \
+// What waits for e is added last, so that the next e needs four steps of it: compilers would sum in an order of their own.
+#define PULSE_ROUND(a, b, c, d, e, f, g, h, word, i)                                                          \
+    {                                                                                                         \
+        V sum = h + ((word) + kSha256Round[i]);                                                               \
+        Words::keep(sum);                                                                                     \
+        const V s1 = PULSE_ROTR(e, 6) ^ PULSE_ROTR(e, 11) ^ PULSE_ROTR(e, 25), ch = (e & f) ^ (~e & g);       \
+        const V maj = (a & b) | (c & (a | b)), s0 = PULSE_ROTR(a, 2) ^ PULSE_ROTR(a, 13) ^ PULSE_ROTR(a, 22); \
+        sum += ch;                                                                                            \
+        Words::keep(sum);                                                                                     \
+        sum += s1;                                                                                            \
+        Words::keep(sum);                                                                                     \
+        V rest = maj + s0;                                                                                    \
+        Words::keep(rest);                                                                                    \
+        d += sum;                                                                                             \
+        h = sum + rest;                                                                                       \
     }
 #define PULSE_EIGHT_ROUNDS(WORD, i)                           \
     PULSE_ROUND(a, b, c, d, e, f, g, h, WORD(i), i)           \

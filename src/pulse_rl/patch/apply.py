@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from .header import FORMAT_OF_PARTS, BlockEntry, PatchHeader, format_of, parse_h
 from .history import History, Records, records_of
 from .part import PartPatch
 from .parts import PartsHeader, PartsPatch
-from .tree import TreeUpdate, block_leaves, rehashed
+from .tree import TreeUpdate, block_leaves, hashed_together, rehashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +130,17 @@ def apply_patch(
     blocks, payloads = header.cut(), patch.payloads()
     sliced = isinstance(header, PartsHeader)  # blocks begin and end within leaves, which are hashed at the end
     remember = remember and not sliced and header.block_elements == DEFAULT_BLOCK_ELEMENTS
+    indices = list(payloads)
+    groups = [[indices[k] for k in group] for group in hashed_together([blocks[index] for index in indices], threads)]
     journal: dict[int, Changes] = {}
     records: dict[int, Records] = {}
 
-    def run(index: int) -> tuple[Changes, list[bytes] | None]:
+    def change(index: int) -> Changes:
         block, entry = blocks[index], header.blocks[index]
         before = block.read(state)
         changes = decode_block(index, block, entry, payloads[index], before, known.past(index))
         if entry.codec_id == codecs.SAME:
-            return changes, None
+            return changes
         # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
         journal[index] = Changes(changes.positions, bits.take(before, changes.positions))
         if remember:
@@ -146,14 +148,20 @@ def apply_patch(
             if found is not None:
                 records[index] = found
         scatter(block, state, changes)
-        return changes, None if sliced else block_leaves(block, state)
+        return changes
+
+    def run(group: Sequence[int]) -> list[tuple[int, Changes, list[bytes] | None]]:
+        made = [(index, change(index)) for index in group]
+        changed = [index for index in group if index in journal and not sliced]
+        leaves = dict(zip(changed, block_leaves([blocks[index] for index in changed], state), strict=True))
+        return [(index, changes, leaves.get(index)) for index, changes in made]
 
     tree = TreeUpdate(digest)
     per_tensor: dict[str, list[TensorChanges]] = {}
     try:
         # closing() ends the calls in flight before the undo below, so that none writes after it.
-        with closing(ordered_map(run, payloads, threads)) as results:
-            for index, (changes, leaves) in zip(payloads, results, strict=True):
+        with closing(ordered_map(run, groups, threads)) as results:
+            for index, changes, leaves in chain.from_iterable(results):
                 if not sliced:
                     tree.add(blocks[index], leaves)
                 _collect(blocks[index], changes, per_tensor)

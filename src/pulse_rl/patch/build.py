@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from types import MappingProxyType
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..state.tensors import State, UIntArray
 from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
 from .header import BlockEntry, PatchHeader, check_block_elements
 from .history import History, HistoryName, Records, records_of
-from .tree import TreeUpdate, changed_leaves, split_leaves
+from .tree import TreeUpdate, changed_leaves, hashed_together
 from .undo import UndoLog
 
 
@@ -41,6 +42,17 @@ class BuiltPatch:
 
     def to_bytes(self) -> bytes:
         return b"".join(self.chunks)
+
+
+@dataclass(slots=True)
+class _Built:
+    """A block: how it is coded, what changed, what is to be remembered, and its leaves; None where nothing changed."""
+
+    index: int
+    encoded: codecs.Encoded
+    changes: Changes | None
+    records: Records | None
+    leaves: list[bytes] | None = None
 
 
 def build_patch(
@@ -69,30 +81,37 @@ def build_patch(
     known = history if history and remembers else History()
     blocks = cut(old.specs, block_elements)
 
-    def run(index: int) -> tuple[codecs.Encoded, Changes | None, list[bytes] | None, Records | None]:
-        block = blocks[index]
-        before, after = block.read(old), block.read(new)
-        encoded, changes = encode_proved(chosen, block, before, after, known.past(index))
-        if changes is None:
-            return encoded, None, None, None
-        # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
-        leaves = split_leaves(block, after) if after.flags.owndata else changed_leaves(block, before, changes)
-        if not remembers:
-            return encoded, changes, leaves, None
-        old_bits = bits.take(before, changes.positions)
-        return encoded, changes, leaves, records_of(block.dtype, changes.positions, old_bits, changes.values)
+    def run(group: range) -> list[_Built]:
+        built, elements, made = [], [], []
+        for index in group:
+            block = blocks[index]
+            before, after = block.read(old), block.read(new)
+            encoded, changes = encode_proved(chosen, block, before, after, known.past(index))
+            found = None
+            if remembers and changes is not None:
+                old_bits = bits.take(before, changes.positions)
+                found = records_of(block.dtype, changes.positions, old_bits, changes.values)
+            built.append(_Built(index, encoded, changes, found))
+            # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
+            if changes is not None:
+                elements.append(after if after.flags.owndata else before)
+                made.append(None if after.flags.owndata else changes)
+        changed = [b for b in built if b.changes is not None]
+        hashed = changed_leaves([blocks[b.index] for b in changed], elements, made)
+        for b, leaves in zip(changed, hashed, strict=True):
+            b.leaves = leaves
+        return built
 
     tree = TreeUpdate(old_digest)
     coded, kept, records = [], [], {}
-    for index, (encoded, changes, leaves, found) in enumerate(ordered_map(run, range(len(blocks)), threads)):
-        block = blocks[index]
-        coded.append(encoded)
-        kept.append(changes)
-        tree.add(block, leaves)
-        if found is not None:
-            records[index] = found
+    for built in chain.from_iterable(ordered_map(run, hashed_together(blocks, threads), threads)):
+        coded.append(built.encoded)
+        kept.append(built.changes)
+        tree.add(blocks[built.index], built.leaves)
+        if built.records is not None:
+            records[built.index] = built.records
         if progress:
-            progress(block.nbytes)
+            progress(blocks[built.index].nbytes)
     used = any(encoded.codec_id == codecs.HISTORY for encoded in coded)
     named = known.name if used else None
     return _assemble(old_digest.root, tree.finish(), block_elements, coded, kept, named, records)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
-from .._util.threads import ordered_map
+from .._util.threads import default_threads, ordered_map
 from ..codec import Changes
 from ..state.digest import LEAF_BYTES, PartDigest, StateDigest, changed_leaves_of, leaves_of
 from ..state.slices import Segment
@@ -16,21 +16,48 @@ from .blocks import Block
 from .changes import StateChanges, TensorChanges
 
 _SIDE_BY_SIDE = 16
+_ROUNDS = 4  # of so many leaves for each thread, at least
 
 
-def block_leaves(block: Block, state: State) -> list[bytes]:
-    """Leaf digests per segment of a block as it is in ``state``."""
-    return leaves_of([state.read(*segment.place) for segment in block.segments])
+def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]:
+    """Which of the blocks one thread hashes at once: neighbours, until their leaves fill the lanes of a processor, where
+    that leaves enough work for all threads."""
+    leaves = [sum(-(-(s.stop - s.start) * s.spec.dtype.width // LEAF_BYTES) for s in block.segments) for block in blocks]
+    lanes = _SIDE_BY_SIDE if sum(leaves) >= _SIDE_BY_SIDE * _ROUNDS * (threads or default_threads()) else 1
+    groups, start, found = [], 0, 0
+    for index, block in enumerate(blocks):
+        if found >= lanes or block.dtype != blocks[start].dtype:
+            groups.append(range(start, index))
+            start, found = index, 0
+        found += leaves[index]
+    return [*groups, range(start, len(blocks))] if blocks else []
 
 
-def split_leaves(block: Block, elements: UIntArray) -> list[bytes]:
-    """Leaf digests per segment of a block with these ``elements``."""
-    return leaves_of(_split(block, elements))
+def block_leaves(blocks: Sequence[Block], state: State) -> list[list[bytes]]:
+    """Leaf digests per segment of each block as it is in ``state``."""
+    pieces = [state.read(*segment.place) for block in blocks for segment in block.segments]
+    return _by_block(blocks, leaves_of(pieces)) if pieces else []
 
 
-def changed_leaves(block: Block, before: UIntArray, changes: Changes) -> list[bytes]:
-    """Leaf digests per segment of a block with elements ``before`` once ``changes`` are made to them."""
-    return changed_leaves_of(_split(block, before), changes.positions, changes.values)
+def changed_leaves(
+    blocks: Sequence[Block], elements: Sequence[UIntArray], changes: Sequence[Changes | None]
+) -> list[list[bytes]]:
+    """Leaf digests per segment of each of the blocks, of one dtype, that have these ``elements``, once their ``changes``
+    are made to them; None: as they are."""
+    pieces = [piece for block, before in zip(blocks, elements, strict=True) for piece in _split(block, before)]
+    bases = accumulate((len(before) for before in elements), initial=0)
+    made = [(base, change) for base, change in zip(bases, changes, strict=False) if change is not None]
+    if not made:
+        return _by_block(blocks, leaves_of(pieces)) if pieces else []
+    positions = [change.positions + np.uint32(base) if base else change.positions for base, change in made]
+    values = [change.values for _, change in made]
+    joined = (positions[0], values[0]) if len(made) == 1 else (np.concatenate(positions), np.concatenate(values))
+    return _by_block(blocks, changed_leaves_of(pieces, *joined))
+
+
+def _by_block(blocks: Sequence[Block], leaves: list[bytes]) -> list[list[bytes]]:
+    left = iter(leaves)
+    return [list(islice(left, len(block.segments))) for block in blocks]
 
 
 def _split(block: Block, elements: UIntArray) -> list[UIntArray]:
