@@ -92,6 +92,11 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) 
     return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner);
 }
 
+inline nb::tuple decoded_tuple(pulse::Decoded&& decoded) {
+    return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)),
+                          to_numpy(std::move(decoded.before)));
+}
+
 }  // namespace binding
 
 // The history codec (module_history.cpp), the rans codec (module_rans.cpp), the groups codec (module_groups.cpp),

@@ -95,8 +95,10 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     Decoded result;
     result.positions.resize(changed);
     result.values.resize(changed * sizeof(U));
+    result.before.resize(changed * sizeof(U));
     uint32_t* const found = result.positions.data();
     U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
+    U* const replaced = reinterpret_cast<U*>(result.before.data());
     Reader coded = side;  // unlike `side` seen by nobody else, so that it is kept in registers
     PositionReader<U> reader(old, cls, weights, runs);
     int balance = 0;  // steps up less steps down in this row so far
@@ -109,6 +111,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
         if (length == 0) throw Malformed("a change by nothing");
         values[i] = from_ordered(U(to_ordered(before, kind.floating) + step), kind.floating);
         found[i] = uint32_t(reader.position());
+        replaced[i] = before;
     }
     if (!coded.coder.finished()) throw Malformed("the code is longer or shorter than its changes");
     return result;

@@ -27,6 +27,7 @@ struct Encoded {
 struct Decoded {
     std::vector<uint32_t> positions;  // ascending
     std::vector<uint8_t> values;      // the new elements, `width` bytes each
+    std::vector<uint8_t> before;      // the old elements there
 };
 
 // The runs cover the arrays, which are aligned to `width` and have at most 2^24 elements.

@@ -327,9 +327,14 @@ template <class U>
 EncodedEither encode_either(const U* old, const U* now, const ElementKind& kind, const std::vector<Run>& runs) {
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
-    const BlockChanges<U> changes = compare_block(old, now, total, runs, ClassOf{kind.shift, kind.mask});
-    if (suits_context(changes.statistics)) return {encode_changes(old, changes, kind, runs), false};
-    return {encode(old, changes, kind, runs), true};
+    BlockChanges<U> changes = compare_block(old, now, total, runs, ClassOf{kind.shift, kind.mask});
+    EncodedEither found;
+    found.by_groups = !suits_context(changes.statistics);
+    found.encoded = found.by_groups ? encode(old, changes, kind, runs) : encode_changes(old, changes, kind, runs);
+    const auto* const values = reinterpret_cast<const uint8_t*>(changes.values.data());
+    found.values.assign(values, values + changes.values.size() * sizeof(U));
+    found.positions = std::move(changes.positions);
+    return found;
 }
 
 }  // namespace

@@ -15,6 +15,8 @@ namespace pulse {
 struct EncodedEither {
     Encoded encoded;
     bool by_groups;
+    std::vector<uint32_t> positions;  // what changed, as it was found: ascending
+    std::vector<uint8_t> values;      // the new elements there, `width` bytes each
 };
 EncodedEither encode_groups(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs);
 

@@ -279,6 +279,8 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
     Decoded result;
     result.positions.resize(changed);
     result.values.resize(changed * sizeof(U));
+    result.before.resize(changed * sizeof(U));
+    U* const replaced = reinterpret_cast<U*>(result.before.data());
     U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
     Reader coded = side;  // unlike `side` seen by nobody else, so that it is kept in registers
     PositionReader<uint8_t> reader(block.plane.get(), ClassOf{0, 255}, weights, runs);
@@ -299,8 +301,8 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
         result.positions[i] = position;
     }
     for (size_t i = 0; i < changed; i++) {  // here, where one look into the memory need not wait for another
-        const U before = to_ordered(old[result.positions[i]], kind.floating);
-        values[i] = from_ordered(U(before + values[i]), kind.floating);
+        replaced[i] = old[result.positions[i]];
+        values[i] = from_ordered(U(to_ordered(replaced[i], kind.floating) + values[i]), kind.floating);
     }
     if (!coded.coder.finished()) throw Malformed("the code is longer or shorter than its changes");
     return result;

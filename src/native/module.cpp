@@ -62,10 +62,10 @@ NB_MODULE(_kernels, m) {
                 nb::gil_scoped_release release;
                 decoded = pulse::decode_block(payload.data(), payload.size(), old.data(), kind, covered);
             }
-            return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)));
+            return decoded_tuple(std::move(decoded));
         },
         array("payload"), array("old"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
-        "(uint32 positions, uint8 bytes of the new elements) of one block; raises Malformed.");
+        "(uint32 positions, uint8 bytes of the new elements, of the old ones) of one block; raises Malformed.");
 
     m.def(
         "scan",

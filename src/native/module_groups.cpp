@@ -19,10 +19,12 @@ void bind_groups(nb::module_& m) {
                 found = pulse::encode_groups(old.data(), now.data(), kind, covered);
             }
             const std::vector<uint8_t>& payload = found.encoded.payload;
-            return nb::make_tuple(nb::bytes(payload.data(), payload.size()), found.encoded.changed, found.by_groups);
+            return nb::make_tuple(nb::bytes(payload.data(), payload.size()), found.by_groups,
+                                  to_numpy(std::move(found.positions)), to_numpy(std::move(found.values)));
         },
         array("old"), array("new"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
-        "(payload, number of changes, whether it is of the groups codec, else of the context codec) of one block.");
+        "(payload, whether it is of the groups codec, else of the context codec, uint32 positions and uint8 bytes of the new "
+        "elements, as they were found) of one block.");
 
     m.def(
         "groups_decode",
@@ -35,8 +37,8 @@ void bind_groups(nb::module_& m) {
                 nb::gil_scoped_release release;
                 decoded = pulse::decode_groups(payload.data(), payload.size(), old.data(), kind, covered);
             }
-            return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)));
+            return decoded_tuple(std::move(decoded));
         },
         array("payload"), array("old"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
-        "(uint32 positions, uint8 bytes of the new elements) of one block; raises Malformed.");
+        "(uint32 positions, uint8 bytes of the new elements, of the old ones) of one block; raises Malformed.");
 }

@@ -95,8 +95,8 @@ void bind_history(nb::module_& m) {
                 decoded =
                     pulse::decode_with_history(stretches, payload.data(), payload.size(), old.data(), kind, covered);
             }
-            return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)));
+            return decoded_tuple(std::move(decoded));
         },
         "history"_a, array("payload"), array("old"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
-        "(uint32 positions, uint8 bytes of the new elements) of one block; raises Malformed.");
+        "(uint32 positions, uint8 bytes of the new elements, of the old ones) of one block; raises Malformed.");
 }

@@ -174,11 +174,12 @@ def test_any_codec_takes_any_dtype_of_a_state(name: str, dtype: str, rng: np.ran
     uint = DTYPES[dtype].uint
     old = rng.integers(0, np.iinfo(uint).max, 500, uint, endpoint=True)
     new = old.copy()
-    assert codec.encode_block(codec.by_name(name), old, new, flat(dtype, old)) == (codec.SAME, b"", 0)
+    assert codec.encode_block(codec.by_name(name), old, new, flat(dtype, old)) == codec.Encoded(codec.SAME, b"", 0)
     new[[3, 77, 499]] ^= uint.type(1)
     found = codec.encode_block(codec.by_name(name), old, new, flat(dtype, old))
     changes = codec.by_id(found.codec_id).decode(memoryview(found.payload), old, flat(dtype, old))
     assert changes.positions.tolist() == [3, 77, 499]
+    assert changes.replaced(old).tolist() == old[changes.positions].tolist()
     assert found.changed == 3
 
 

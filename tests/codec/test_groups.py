@@ -146,7 +146,9 @@ def test_few_changes_many_and_rows_that_differ_are_left_to_context(rng: np.rando
     for name, after in new.items():
         after = after.astype(old.dtype)
         assert GROUPS.encode(old, after, layout) is None, name
-        assert GROUPS.encode_or_context(old, after, layout) == (*context.encode(old, after, layout), False)
+        payload, by_groups, found = GROUPS.encode_or_context(old, after, layout)
+        assert (payload, len(found.positions)) == context.encode(old, after, layout)
+        assert not by_groups
     assert GROUPS.encode(old[:0], old[:0], Layout.flat(DTYPES["BF16"], 0)) is None
     assert GROUPS.encode(old, np.where(np.arange(len(old)) < 4096, old + 1, old), Layout.flat(DTYPES["BF16"], len(old)))
 
@@ -249,7 +251,7 @@ def test_elements_that_change_while_they_are_read(rng: np.random.Generator) -> N
     try:
         layout = Layout.flat(DTYPES["BF16"], len(old))
         for _ in range(60):
-            payload, _, by_groups = GROUPS.encode_or_context(old, new, layout)
+            payload, by_groups, _ = GROUPS.encode_or_context(old, new, layout)
             with suppress(CorruptPatch):
                 codec.by_name("groups" if by_groups else "context").decode(memoryview(payload), old, layout)
     finally:

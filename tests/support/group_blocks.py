@@ -68,8 +68,10 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
         use_rans_vectors(use)
         made = GROUPS.encode(old, new, layout)
         assert made is not None
-        assert made[1] == np.count_nonzero(old != new)
-        assert GROUPS.encode_or_context(old, new, layout) == (*made, True)
+        payload, by_groups, found = GROUPS.encode_or_context(old, new, layout)
+        assert (payload, by_groups, len(found.positions)) == (made[0], True, made[1])
+        assert found.positions.tolist() == np.flatnonzero(old != new).tolist()
+        assert found.values.tolist() == new[found.positions].tolist()
         payloads.append(made[0])
     assert payloads[0] == payloads[1]
     return payloads[0]

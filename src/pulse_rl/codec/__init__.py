@@ -58,9 +58,12 @@ _TRY_DENSE = 0.5
 
 
 class Encoded(NamedTuple):
+    """A block as a patch has it. ``found``: what was seen to have changed, where the encoder kept it."""
+
     codec_id: int
     payload: bytes
     changed: int
+    found: Changes | None = None
 
 
 def names() -> list[str]:
@@ -96,10 +99,11 @@ def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -
         codec = by_name("rans")
     if codec.name == "history" and not any(len(records) for records, _ in layout.past):
         codec = by_name("context")
+    found = None
     encoded = None if codec.name == "context" else codec.encode(old, new, layout)
     if encoded is None:
-        payload, changed, by_groups = _GROUPS.encode_or_context(old, new, layout)
-        codec = _GROUPS if by_groups else by_name("context")
+        payload, by_groups, found = _GROUPS.encode_or_context(old, new, layout)
+        codec, changed = _GROUPS if by_groups else by_name("context"), len(found.positions)
     else:
         payload, changed = encoded
     if changed == 0:
@@ -109,7 +113,7 @@ def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -
         whole = dense.encode(old, new, layout)
         if whole and len(whole[0]) < len(payload):
             return Encoded(dense.id, whole[0], changed)
-    return Encoded(codec.id, payload, changed)
+    return Encoded(codec.id, payload, changed, found)
 
 
 def _many_changes(old: UIntArray, new: UIntArray) -> bool:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..state import bits
 from ..state.tensors import DType, UIntArray
 
 MAX_BLOCK_ELEMENTS = 1 << 24
@@ -41,10 +42,16 @@ class Layout(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The changed elements of one block: uint32 positions, strictly ascending, and the new bits at them."""
+    """The changed elements of one block: uint32 positions, strictly ascending, and the new bits at them. ``before``: the
+    old bits, where a decoder had them at hand."""
 
     positions: npt.NDArray[np.uint32]
     values: UIntArray
+    before: UIntArray | None = None
+
+    def replaced(self, old: UIntArray) -> UIntArray:
+        """The old bits, of a block with the elements ``old``."""
+        return bits.take(old, self.positions) if self.before is None else self.before
 
 
 class Codec(Protocol):
@@ -78,5 +85,5 @@ def element_kind(dtype: DType) -> tuple[int, int, int, bool]:
     are all of one class."""
     if dtype.exponent is None:
         return dtype.width, 0, 0, False
-    shift, bits = dtype.exponent
-    return dtype.width, shift, (1 << bits) - 1, True
+    shift, width = dtype.exponent
+    return dtype.width, shift, (1 << width) - 1, True

@@ -27,7 +27,7 @@ class ContextCodec:
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)
         try:
-            positions, values = context_decode(data, old.view(np.uint8), *element_kind(layout.dtype), list(layout.runs))
+            found = context_decode(data, old.view(np.uint8), *element_kind(layout.dtype), list(layout.runs))
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
-        return Changes(positions, values.view(layout.dtype.uint))
+        return Changes(found[0], found[1].view(layout.dtype.uint), found[2].view(layout.dtype.uint))

@@ -20,18 +20,21 @@ class GroupsCodec:
         return dtype.width <= 4
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int] | None:
-        payload, changed, by_groups = self.encode_or_context(old, new, layout)
-        return (payload, changed) if by_groups else None
+        payload, by_groups, changes = self.encode_or_context(old, new, layout)
+        return (payload, len(changes.positions)) if by_groups else None
 
-    def encode_or_context(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int, bool]:
-        """(payload, number of changed elements, whether it is this codec's): `context` codes what suits it better."""
+    def encode_or_context(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, bool, Changes]:
+        """(payload, whether it is this codec's, what was found to have changed): `context` codes what suits it better."""
         kind = element_kind(layout.dtype)
-        return groups_encode(old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs))
+        payload, by_groups, positions, values = groups_encode(
+            old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs)
+        )
+        return payload, by_groups, Changes(positions, values.view(layout.dtype.uint))
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)
         try:
-            positions, values = groups_decode(data, old.view(np.uint8), *element_kind(layout.dtype), list(layout.runs))
+            found = groups_decode(data, old.view(np.uint8), *element_kind(layout.dtype), list(layout.runs))
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
-        return Changes(positions, values.view(layout.dtype.uint))
+        return Changes(found[0], found[1].view(layout.dtype.uint), found[2].view(layout.dtype.uint))

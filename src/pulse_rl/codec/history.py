@@ -32,4 +32,4 @@ class HistoryCodec:
             found = history_decode(list(layout.past), data, old.view(np.uint8), *kind, list(layout.runs))
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
-        return Changes(found[0], found[1].view(layout.dtype.uint))
+        return Changes(found[0], found[1].view(layout.dtype.uint), found[2].view(layout.dtype.uint))

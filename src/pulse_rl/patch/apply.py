@@ -80,9 +80,8 @@ class AppliedPatch:
 def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None) -> dict[int, Changes]:
     """Turns the state that a patch was built from into its target; returns the old bits by block index.
 
-    Nothing is decoded or hashed: `build_patch` has proved each block and knows the target's tree. The memory of the
-    patch's changes becomes that of the old bits: a patch can be taken over once. A state in which this was interrupted
-    must be given up.
+    Nothing is decoded or hashed: `build_patch` has proved each block and knows the target's tree. A state in which this
+    was interrupted must be given up.
     """
     blocks = built.header.cut()
     undo: dict[int, Changes] = {}
@@ -91,13 +90,8 @@ def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None
         block, changes = blocks[index], built.changes[index]
         if changes is None:
             return
-        old = bits.take(block.read(state), changes.positions)
+        undo[index] = Changes(changes.positions, changes.replaced(block.read(state)))
         scatter(block, state, changes)
-        if changes.values.flags.writeable:
-            changes.values[:] = old
-            undo[index] = changes
-        else:
-            undo[index] = Changes(changes.positions, old)
 
     for _ in ordered_map(run, range(len(blocks)), threads):
         pass
@@ -142,7 +136,7 @@ def apply_patch(
         if entry.codec_id == codecs.SAME:
             return changes
         # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
-        journal[index] = Changes(changes.positions, bits.take(before, changes.positions))
+        journal[index] = Changes(changes.positions, changes.replaced(before))
         if remember:
             found = records_of(block.dtype, changes.positions, journal[index].values, changes.values)
             if found is not None:

@@ -89,8 +89,7 @@ def build_patch(
             encoded, changes = encode_proved(chosen, block, before, after, known.past(index))
             found = None
             if remembers and changes is not None:
-                old_bits = bits.take(before, changes.positions)
-                found = records_of(block.dtype, changes.positions, old_bits, changes.values)
+                found = records_of(block.dtype, changes.positions, changes.replaced(before), changes.values)
             built.append(_Built(index, encoded, changes, found))
             # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
             if changes is not None:
@@ -135,18 +134,26 @@ def build_fold(
 def encode_proved(
     chosen: codecs.Codec, block: Block, before: UIntArray, after: UIntArray, past: codecs.Past = ()
 ) -> tuple[codecs.Encoded, Changes | None]:
-    """One block, proved by decoding it, and its changes; None where there are none. Raises IntegrityError."""
+    """One block, proved by decoding it, and its changes; None where there are none. Raises IntegrityError.
+
+    What is decoded is what the encoder saw, whatever ``after`` holds by then, where it kept that.
+    """
     layout = block.layout._replace(past=past)
     encoded = codecs.encode_block(chosen, before, after, layout)
     if encoded.codec_id == codecs.SAME:
         return encoded, None
     changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, layout)
-    same = len(changes.positions) == encoded.changed
-    if not same or not np.array_equal(bits.take(after, changes.positions), changes.values):
+    if encoded.found:
+        same = np.array_equal(changes.positions, encoded.found.positions)
+        expected = encoded.found.values
+    else:
+        same = len(changes.positions) == encoded.changed
+        expected = bits.take(after, changes.positions)
+    if not same or not np.array_equal(expected, changes.values):
         raise IntegrityError(
             f"{block} does not decode to what was encoded", hint="Do not modify tensors during publish()."
         )
-    return encoded, changes
+    return encoded._replace(found=None), changes
 
 
 def _assemble(
