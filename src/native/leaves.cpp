@@ -67,12 +67,14 @@ std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& mess
     return digests;
 }
 
-std::vector<uint8_t> changed_leaf_digests(const std::vector<Piece>& pieces, size_t leaf, const Patchwork& changes,
-                                          const Sha256Plan& plan) {
+namespace {
+
+template <size_t width>
+std::vector<uint8_t> digests_with(const std::vector<Piece>& pieces, size_t leaf, const Patchwork& changes,
+                                  const Sha256Plan& plan) {
     // A lane's tile starts at another line of the cache than its neighbour's: equal ones would throw each other out.
     constexpr size_t kTile = 1024, kStride = kTile + 64;
     const Leaves leaves(pieces, leaf);
-    const size_t width = size_t(changes.width);
     std::vector<uint8_t> digests(kSha256Digest * leaves.data.size()), room(kStride * kMostLanes);
     std::vector<size_t> next(leaves.data.size());  // the first change that a leaf has not seen
     for (size_t k = 0; k < next.size(); k++) {
@@ -95,6 +97,18 @@ std::vector<uint8_t> changed_leaf_digests(const std::vector<Piece>& pieces, size
                         return tile;
                     });
     return digests;
+}
+
+}  // namespace
+
+std::vector<uint8_t> changed_leaf_digests(const std::vector<Piece>& pieces, size_t leaf, const Patchwork& changes,
+                                          const Sha256Plan& plan) {
+    switch (changes.width) {
+        case 1: return digests_with<1>(pieces, leaf, changes, plan);
+        case 2: return digests_with<2>(pieces, leaf, changes, plan);
+        case 4: return digests_with<4>(pieces, leaf, changes, plan);
+        default: return digests_with<8>(pieces, leaf, changes, plan);
+    }
 }
 
 }  // namespace pulse
