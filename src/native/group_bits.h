@@ -12,7 +12,7 @@ namespace pulse {
 // what is certain takes no room.
 
 constexpr size_t kInFront = 64;  // bytes that vectors may overwrite in front of the words
-constexpr size_t kBehind = 64;   // bytes that they may read behind the end
+constexpr size_t kBehind = 128;  // bytes that they may read behind the end
 
 // The batches from the last to the first. In front of `next` there are 2 bytes for each bit, and kInFront.
 void put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits, size_t batches);

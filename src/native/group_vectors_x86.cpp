@@ -23,7 +23,6 @@ PULSE_RANS void put(RansWriter& coder, const uint16_t* frequencies, const uint64
             length[v] = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, f), here, f);
             start[v] = _mm512_mask_mov_epi32(f, here, _mm512_setzero_si512());
             const __mmask16 full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[v], 32 - kRansBits), length[v]);
-            if (!full) continue;
             put_words(next, full, x[v]);
             x[v] = _mm512_mask_srli_epi32(x[v], full, x[v], 16);
         }
@@ -33,29 +32,32 @@ PULSE_RANS void put(RansWriter& coder, const uint16_t* frequencies, const uint64
     coder.next = next;
 }
 
+// Without branches: nobody can foresee which states want a word.
 PULSE_RANS uint64_t take(RansReader& coder, const uint16_t* frequencies) {
     const __m512i scale = _mm512_set1_epi32(int(kRansScale)), slots = _mm512_set1_epi32(int(kRansScale - 1));
     const __m512i lowest = _mm512_set1_epi32(int(kRansLow));
-    const uint8_t* next = coder.next;
+    __m512i x[kVectors];
+    __mmask16 empty[kVectors];
     uint64_t bits = 0;
     for (int v = 0; v < kVectors; v++) {
-        __m512i x = _mm512_load_si512(coder.states + 16 * v);
+        x[v] = _mm512_load_si512(coder.states + 16 * v);
         const __m256i* const of = reinterpret_cast<const __m256i*>(frequencies + 16 * v);
         const __m512i f = _mm512_cvtepu16_epi32(_mm256_loadu_si256(of));
-        const __m512i slot = _mm512_and_si512(x, slots);
+        const __m512i slot = _mm512_and_si512(x[v], slots);
         const __mmask16 one = _mm512_cmplt_epu32_mask(slot, f);
         bits |= uint64_t(one) << (16 * v);
         const __m512i length = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, f), one, f);
         const __m512i rest = _mm512_mask_sub_epi32(slot, __mmask16(~one), slot, f);
-        x = _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x, kRansBits)), rest);
-        const __mmask16 empty = _mm512_cmplt_epu32_mask(x, lowest);
-        if (empty) {
-            const __m512i words = take_words(next, empty);
-            x = _mm512_mask_or_epi32(x, empty, _mm512_slli_epi32(x, 16), words);
-            if (next > coder.end) throw Malformed("the code ends too early");
-        }
-        _mm512_store_si512(coder.states + 16 * v, x);
+        x[v] = _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x[v], kRansBits)), rest);
+        empty[v] = _mm512_cmplt_epu32_mask(x[v], lowest);
     }
+    const uint8_t* next = coder.next;
+    for (int v = 0; v < kVectors; v++) {
+        const __m512i words = take_words(next, empty[v]);
+        x[v] = _mm512_mask_or_epi32(x[v], empty[v], _mm512_slli_epi32(x[v], 16), words);
+        _mm512_store_si512(coder.states + 16 * v, x[v]);
+    }
+    if (next > coder.end) throw Malformed("the code ends too early");
     coder.next = next;
     return bits;
 }
