@@ -80,8 +80,9 @@ class AppliedPatch:
 def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None) -> dict[int, Changes]:
     """Turns the state that a patch was built from into its target; returns the old bits by block index.
 
-    Nothing is decoded or hashed: `build_patch` has proved each block and knows the target's tree. A state in which this
-    was interrupted must be given up.
+    Nothing is decoded or hashed: `build_patch` has proved each block and knows the target's tree. The memory of the
+    patch's changes may become that of the old bits: a patch can be taken over once. A state in which this was
+    interrupted must be given up.
     """
     blocks = built.header.cut()
     undo: dict[int, Changes] = {}
@@ -90,8 +91,12 @@ def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None
         block, changes = blocks[index], built.changes[index]
         if changes is None:
             return
-        undo[index] = Changes(changes.positions, changes.replaced(block.read(state)))
+        old = changes.replaced(block.read(state))
         scatter(block, state, changes)
+        if old is not changes.before and changes.values.flags.writeable:
+            changes.values[:] = old
+            old = changes.values
+        undo[index] = Changes(changes.positions, old)
 
     for _ in ordered_map(run, range(len(blocks)), threads):
         pass
