@@ -66,7 +66,7 @@ class LibraryCodec:
 
     def encode(self, old: State, new: State, workers: int) -> list[codecs.Encoded]:
         def one(block: Block) -> codecs.Encoded:
-            return codecs.encode_block(self.codec, block.read(old), block.read(new), block.layout)
+            return codecs.encode_block(self.codec, block.read(old), block.read(new), block.layout)._replace(found=None)
 
         return list(ordered_map(one, self.blocks, workers))
 

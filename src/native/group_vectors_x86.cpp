@@ -97,9 +97,10 @@ struct Lookup {
         const __m512i index = _mm512_sub_epi16(_mm512_and_si512(shifted_elements, mask), first);
         const __mmask32 known = _mm512_cmplt_epu16_mask(index, most);
         __m512i found = _mm512_maskz_permutex2var_epi16(known, low[0], index, high[0]);
-        if constexpr (kTables == 1) return found;
         const __mmask32 odd = known & _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
-        found = _mm512_mask_mov_epi16(found, odd, _mm512_permutex2var_epi16(low[1], index, high[1]));
+        if constexpr (kTables > 1) {
+            found = _mm512_mask_mov_epi16(found, odd, _mm512_permutex2var_epi16(low[1], index, high[1]));
+        }
         if constexpr (kTables == 4) {
             const __mmask32 upper = known & _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
             __m512i other = _mm512_permutex2var_epi16(low[2], index, high[2]);

@@ -39,13 +39,18 @@ struct Sha256Words<1> {
 };
 
 #ifdef PULSE_SHA256_VECTORS
+#ifdef __clang__  // has no such operands where the vectors are not those of the target
+#define PULSE_KEEP(sum)
+#else
+#define PULSE_KEEP(sum) __asm__("" : "+v"(sum))
+#endif
 // Of a register with one word of each of eight (or sixteen) lanes; each is loaded with words of one lane, and the square
 // is transposed.
 template <>
 struct Sha256Words<8> {
     typedef uint32_t V __attribute__((vector_size(32)));
     typedef uint8_t Raw __attribute__((vector_size(32)));
-    static PULSE_INLINE void keep(V& sum) { __asm__("" : "+v"(sum)); }
+    static PULSE_INLINE void keep(V& sum) { PULSE_KEEP(sum); }
     static PULSE_INLINE void load(V* w, const uint8_t* const* data, size_t at) {
         for (int half = 0; half < 2; half++) {
             V a[8], b[8];
@@ -80,7 +85,7 @@ struct Sha256Words<16> {
     typedef uint32_t V __attribute__((vector_size(64)));
     typedef uint8_t Raw __attribute__((vector_size(64)));
     static constexpr size_t kAhead = 512;
-    static PULSE_INLINE void keep(V& sum) { __asm__("" : "+v"(sum)); }
+    static PULSE_INLINE void keep(V& sum) { PULSE_KEEP(sum); }
     // Interleaving the first half of the registers with the second, four times, transposes.
     static PULSE_INLINE void interleave(const V* from, V* to) {
         for (int i = 0; i < 8; i++) {

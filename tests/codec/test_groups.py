@@ -107,6 +107,26 @@ def test_blocks_of_any_length_and_tensors_of_any_size(name: str, behind: int, rn
     check_round_trip(old, new, Layout(DTYPES[name], runs))
 
 
+@pytest.mark.parametrize("name", ["BF16", "F32"])
+@pytest.mark.parametrize(
+    ("first", "span"), [(100, 1), (90, 63), (90, 64), (90, 65), (3, 127), (128, 127), (60, 129), (0, 256)]
+)
+def test_exponents_of_any_span(name: str, first: int, span: int, rng: np.random.Generator) -> None:
+    """Vectors look weights up in one, two or four tables. Elements with other exponents, which never change, lie between."""
+    dtype = DTYPES[name]
+    shift, count = 8 * dtype.width - 9, 150_000
+    exponents = rng.integers(first, first + span, count)
+    exponents[:512] = first + np.arange(512) % span
+    others = rng.random(count) < 0.1
+    others[:512] = False
+    exponents[others] = rng.integers(0, 256, int(others.sum()))
+    mantissas = rng.integers(1, (1 << shift) - 1, count)
+    old = (rng.integers(0, 2, count) << (shift + 8) | exponents << shift | mantissas).astype(dtype.uint)
+    changes = (rng.random(count) < 0.03) & ~others
+    changes[:512] = True
+    check_round_trip(old, np.where(changes, old + 1, old).astype(dtype.uint), Layout.flat(dtype, count))
+
+
 def test_changes_side_by_side(rng: np.random.Generator) -> None:
     """A whole part of the block changes: groups in which all elements do, tiles in which none do."""
     old = weights(rng, "BF16", 900_000)

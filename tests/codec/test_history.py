@@ -117,6 +117,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes(name: str) -> None:
         decoded = HISTORY.decode(memoryview(payload), block.old, block.layout)
         np.testing.assert_array_equal(decoded.positions, np.flatnonzero(block.old != block.new))
         np.testing.assert_array_equal(decoded.values, block.new[decoded.positions])
+        np.testing.assert_array_equal(decoded.before, block.old[decoded.positions])
     assert coded >= 3
 
 

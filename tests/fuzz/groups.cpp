@@ -67,17 +67,20 @@ Block sparse_block(Random& r) {
 
     const double density = std::min(0.0615, 4300.0 / double(count + 1) * (1 + 3 * unit(r)));
     const bool by_class = below(r, 2), in_part = !below(r, 8);
-    const uint64_t steps = below(r, 5), likeness = below(r, 3);
+    const uint64_t steps = below(r, 5), likeness = below(r, 4);
     const uint32_t center = uint32_t(r());
+    const uint64_t span = 1 + below(r, 160);
     double of_class[256];
     for (double& d : of_class) d = by_class ? 0.08 * unit(r) * double(below(r, 3) > 0) : density;
     std::vector<uint8_t> before, after;
     for (const Run& run : runs) {
         for (uint64_t i = 0; i < run.elements; i++) {
-            const uint32_t x = likeness == 0   ? uint32_t(r())
-                               : likeness == 1 ? center + uint32_t(below(r, 1000))
-                                               : (127u - uint32_t(below(r, 9) + below(r, 9))) << kind.shift |
-                                                     uint32_t(below(r, 1u << kind.shift));
+            const uint32_t x =
+                likeness == 0   ? uint32_t(r())
+                : likeness == 1 ? center + uint32_t(below(r, 1000))
+                : likeness == 2
+                    ? (40u + uint32_t(below(r, span))) << kind.shift | uint32_t(below(r, 1u << kind.shift))
+                    : (127u - uint32_t(below(r, 9) + below(r, 9))) << kind.shift | uint32_t(below(r, 1u << kind.shift));
             const double chance = in_part ? (i < run.elements / 32 || !i) : of_class[(x >> kind.shift) & kind.mask];
             append(before, x, kind.width);
             append(after, unit(r) < chance ? x + random_step(r, steps, kind.width) : x, kind.width);

@@ -83,6 +83,7 @@ def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout
         found = GROUPS.decode(memoryview(payload), old, layout)
         np.testing.assert_array_equal(found.positions, np.flatnonzero(old != new))
         np.testing.assert_array_equal(found.values, new[found.positions])
+        np.testing.assert_array_equal(found.before, old[found.positions])
 
 
 def check_round_trip(old: UIntArray, new: UIntArray, layout: Layout) -> None:

@@ -91,6 +91,7 @@ class SerialThread(Unique):
                 if whole:
                     operation.settle()
                 else:
+                    operation.stopping = True  # before any call: a second interrupt is raised where one begins
                     operation.stop()
                 raise
             return operation.result()

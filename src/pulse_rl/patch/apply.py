@@ -130,7 +130,10 @@ def apply_patch(
     sliced = isinstance(header, PartsHeader)  # blocks begin and end within leaves, which are hashed at the end
     remember = remember and not sliced and header.block_elements == DEFAULT_BLOCK_ELEMENTS
     indices = list(payloads)
-    groups = [[indices[k] for k in group] for group in hashed_together([blocks[index] for index in indices], threads)]
+    if sliced:
+        groups = [[index] for index in indices]
+    else:
+        groups = [[indices[k] for k in group] for group in hashed_together([blocks[k] for k in indices], threads)]
     journal: dict[int, Changes] = {}
     records: dict[int, Records] = {}
 

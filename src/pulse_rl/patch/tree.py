@@ -7,7 +7,7 @@ from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
-from .._util.threads import default_threads, ordered_map
+from .._util.threads import checked_threads, default_threads, ordered_map
 from ..codec import Changes
 from ..state.digest import LEAF_BYTES, PartDigest, StateDigest, changed_leaves_of, leaves_of
 from ..state.slices import Segment
@@ -20,9 +20,12 @@ _ROUNDS = 4  # of so many leaves for each thread, at least
 
 
 def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]:
-    """Which of the blocks one thread hashes at once: neighbours, until their leaves fill the lanes of a processor, where
-    that leaves enough work for all threads."""
-    leaves = [sum(-(-(s.stop - s.start) * s.spec.dtype.width // LEAF_BYTES) for s in block.segments) for block in blocks]
+    """Which of the blocks one thread hashes at once: neighbours of one dtype, until their leaves fill the lanes of a
+    processor, where that leaves enough work for all threads. Raises InputError."""
+    checked_threads(threads)
+    leaves = [
+        sum(-(-(s.stop - s.start) * s.spec.dtype.width // LEAF_BYTES) for s in block.segments) for block in blocks
+    ]
     lanes = _SIDE_BY_SIDE if sum(leaves) >= _SIDE_BY_SIDE * _ROUNDS * (threads or default_threads()) else 1
     groups, start, found = [], 0, 0
     for index, block in enumerate(blocks):

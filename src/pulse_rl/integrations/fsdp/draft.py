@@ -97,14 +97,10 @@ class Draft:
         for index, (block, changes) in enumerate(zip(self.blocks, self.changes, strict=False)):
             if changes is None:
                 continue
-            old = []
-            for segment, base, piece in pieces_of(block, changes):
-                elements = self.state.read(*segment.place)
-                if undo is not None:
-                    old.append(bits.take(elements, piece.positions, base))
-                bits.put(elements, piece.positions, piece.values, base)
             if undo is not None:
-                undo[index] = Changes(changes.positions, np.concatenate(old))
+                undo[index] = Changes(changes.positions, changes.replaced(block.read(self.state)))
+            for segment, base, piece in pieces_of(block, changes):
+                bits.put(self.state.read(*segment.place), piece.positions, piece.values, base)
         return Baseline(version, root, self.layout, self.blocks, self.state, self.leaves)
 
     def _changes_in(self, segment: Segment) -> tuple[np.ndarray, UIntArray, int] | None:

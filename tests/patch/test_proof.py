@@ -1,0 +1,70 @@
+"""What a publisher decodes must be what it compared, and what the tensors hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pulse_rl import IntegrityError, State, codec
+from pulse_rl.codec import Changes, Encoded
+from pulse_rl.patch.blocks import cut
+from pulse_rl.patch.build import encode_proved
+from tests.support.states import Rng, Tensors, mutated, weights
+
+MANY = 300_000
+
+
+def both(rng: Rng, elements: int) -> tuple[Tensors, Tensors]:
+    old = {"w": weights(rng, elements)}
+    return old, mutated(rng, old, 0.03)
+
+
+@pytest.mark.parametrize("elements", [5000, MANY])
+@pytest.mark.parametrize("name", ["context", "zstd"])
+@pytest.mark.parametrize("what", ["value", "position", "count", "tensor"])
+def test_what_differs_is_refused(
+    what: str, name: str, elements: int, rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder that saw something else, and a trainer that wrote after it was looked at."""
+    old, new = both(rng, elements)
+    (block,) = cut(State.of(old).specs, 1 << 20)
+    before, after = block.read(State.of(old)), block.read(State.of(new)).copy()
+    honest = codec.encode_block
+
+    def lying(*arguments: object) -> Encoded:
+        found = honest(*arguments)  # type: ignore[arg-type]
+        if what == "tensor":
+            after[:] ^= 1
+        if what == "count":
+            return found._replace(changed=found.changed - 1)
+        if found.found is None or what == "tensor":
+            return found
+        positions, values = found.found.positions.copy(), found.found.values.copy()
+        (values if what == "value" else positions)[7] ^= 1
+        return found._replace(found=Changes(positions, values))
+
+    encode_proved(codec.by_name(name), block, before, after, looks=16)
+    monkeypatch.setattr("pulse_rl.codec.encode_block", lying)
+    if name == "zstd" and what in ("value", "position"):
+        encode_proved(codec.by_name(name), block, before, after, looks=16)  # it keeps nothing that could differ
+        return
+    with pytest.raises(IntegrityError, match="does not decode"):
+        encode_proved(codec.by_name(name), block, before, after, looks=16)
+
+
+def test_a_copy_is_looked_at_everywhere(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the trainer's own tensors one change in 16 is looked at again, of others all."""
+    old, new = both(rng, MANY)
+    (block,) = cut(State.of(old).specs, 1 << 20)
+    before, after = block.read(State.of(old)), block.read(State.of(new)).copy()
+    honest = codec.encode_block
+
+    def then_written(*arguments: object) -> Encoded:
+        found = honest(*arguments)  # type: ignore[arg-type]
+        after[np.flatnonzero(before != after)[1]] ^= 2
+        return found
+
+    monkeypatch.setattr("pulse_rl.codec.encode_block", then_written)
+    encode_proved(codec.by_name("context"), block, before, after, looks=16)
+    with pytest.raises(IntegrityError):
+        encode_proved(codec.by_name("context"), block, before, after)
