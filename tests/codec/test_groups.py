@@ -112,7 +112,7 @@ def test_blocks_of_any_length_and_tensors_of_any_size(name: str, behind: int, rn
     ("first", "span"), [(100, 1), (90, 63), (90, 64), (90, 65), (3, 127), (128, 127), (60, 129), (0, 256)]
 )
 def test_exponents_of_any_span(name: str, first: int, span: int, rng: np.random.Generator) -> None:
-    """Vectors look weights up in one, two or four tables. Elements with other exponents, which never change, lie between."""
+    """Vectors look weights up in one, two or four tables. Elements that never change lie between, with any exponent."""
     dtype = DTYPES[name]
     shift, count = 8 * dtype.width - 9, 150_000
     exponents = rng.integers(first, first + span, count)

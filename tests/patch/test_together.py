@@ -68,8 +68,8 @@ def test_with_much_to_do_they_are_not() -> None:
 def test_the_same_patch_as_block_by_block(
     rng: Rng, copied: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With blocks in which nothing changed among them. A trainer's tensors lie anywhere (``copied`` by blocks of several),
-    those of a state in one piece."""
+    """With blocks in which nothing changed among them. A trainer's tensors lie anywhere (``copied``, for blocks of
+    several), those of a state in one piece."""
     old = many_blocks(rng)
     new = stepped(rng, old) | {name: old[name] for name in ("b1", "b2", "b4", "c")}
     before = State.of(old).copy()

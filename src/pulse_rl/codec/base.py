@@ -42,8 +42,8 @@ class Layout(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The changed elements of one block: uint32 positions, strictly ascending, and the new bits at them. ``before``: the
-    old bits, where a decoder had them at hand."""
+    """The changed elements of one block: uint32 positions, strictly ascending, and the new bits at them. ``before``:
+    the old bits, where a decoder had them at hand."""
 
     positions: npt.NDArray[np.uint32]
     values: UIntArray

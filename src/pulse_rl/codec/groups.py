@@ -24,7 +24,8 @@ class GroupsCodec:
         return (payload, len(changes.positions)) if by_groups else None
 
     def encode_or_context(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, bool, Changes]:
-        """(payload, whether it is this codec's, what was found to have changed): `context` codes what suits it better."""
+        """(payload, whether it is this codec's, what was found to have changed): `context` codes what suits it
+        better."""
         kind = element_kind(layout.dtype)
         payload, by_groups, positions, values = groups_encode(
             old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs)

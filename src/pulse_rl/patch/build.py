@@ -23,7 +23,6 @@ from .history import History, HistoryName, Records, records_of
 from .tree import TreeUpdate, changed_leaves, hashed_together
 from .undo import UndoLog
 
-
 _LOOKS, _FEW = 16, 4096  # of the trainer's tensors, one change in so many is looked at again, from so many on
 
 
@@ -146,8 +145,8 @@ def encode_proved(
 ) -> tuple[codecs.Encoded, Changes | None]:
     """One block, proved by decoding it, and its changes; None where there are none. Raises IntegrityError.
 
-    What is decoded is compared with what the encoder saw, where it kept that, and with ``after`` as it is by then: there,
-    of many changes, at one in ``looks``, since ``after`` is in no cache any more.
+    What is decoded is compared with what the encoder saw, where it kept that, and with ``after`` as it is by then; of
+    many changes at one in ``looks``, since ``after`` is in no cache any more.
     """
     layout = block.layout._replace(past=past)
     encoded = codecs.encode_block(chosen, before, after, layout)
@@ -162,15 +161,13 @@ def encode_proved(
 
 
 def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, looks: int) -> bool:
+    found = encoded.found
     if len(changes.positions) != encoded.changed:
         return False
-    found = encoded.found
+    if found and not all(map(np.array_equal, changes[:2], found[:2])):
+        return False
     if found is None or encoded.changed < _FEW:
         looks = 1
-    if found and not (
-        np.array_equal(changes.positions, found.positions) and np.array_equal(changes.values, found.values)
-    ):
-        return False
     looked_at = np.ascontiguousarray(changes.positions[::looks])
     return np.array_equal(bits.take(after, looked_at), changes.values[::looks])
 

@@ -45,8 +45,8 @@ def block_leaves(blocks: Sequence[Block], state: State) -> list[list[bytes]]:
 def changed_leaves(
     blocks: Sequence[Block], elements: Sequence[UIntArray], changes: Sequence[Changes | None]
 ) -> list[list[bytes]]:
-    """Leaf digests per segment of each of the blocks, of one dtype, that have these ``elements``, once their ``changes``
-    are made to them; None: as they are."""
+    """Leaf digests per segment of each of the blocks, of one dtype, that have these ``elements``, once their
+    ``changes`` are made to them; None: as they are."""
     pieces = [piece for block, before in zip(blocks, elements, strict=True) for piece in _split(block, before)]
     bases = accumulate((len(before) for before in elements), initial=0)
     made = [(base, change) for base, change in zip(bases, changes, strict=False) if change is not None]
