@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pulse_rl import ConcurrentUse, InputError
-from pulse_rl._util.serial import SerialThread, unstoppable
+from pulse_rl._util.serial import Operation, SerialThread, unstoppable
 from pulse_rl._util.threads import Call, Stopped, checkpoint, ordered_map
 
 
@@ -107,6 +107,20 @@ def test_a_second_interrupt_does_not_wait_and_the_next_call_does() -> None:
     assert not ended
     threading.Timer(0.05, release.set).start()
     assert serial.run(lambda: list(ended)) == [True]
+
+
+def test_a_second_interrupt_at_once_does_not_lose_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two signals in the same moment: the second is raised where `stop` begins, before it has done anything."""
+    serial = SerialThread("Thing")
+    done: list[int] = []
+
+    def interrupted(*_: Any) -> None:
+        raise Boom
+
+    monkeypatch.setattr(Operation, "stop", interrupted)
+    with interrupted_after(0.05), pytest.raises(Boom):
+        serial.run(steps(done))
+    assert serial.run(lambda: len(done)) < 900
 
 
 def test_two_threads_at_once_are_refused_and_the_first_goes_on() -> None:
