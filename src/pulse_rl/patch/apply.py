@@ -152,8 +152,8 @@ def apply_patch(
         scatter(block, state, changes)
         return changes
 
-    def run(group: Sequence[int]) -> list[tuple[int, Changes, list[bytes] | None]]:
-        made = [(index, change(index)) for index in group]
+    def run(group: Sequence[int]) -> list[tuple[int, list[tuple[str, TensorChanges]], list[bytes] | None]]:
+        made = [(index, _by_tensor(blocks[index], change(index))) for index in group]
         changed = [index for index in group if index in journal and not sliced]
         leaves = dict(zip(changed, block_leaves([blocks[index] for index in changed], state), strict=True))
         return [(index, changes, leaves.get(index)) for index, changes in made]
@@ -166,7 +166,8 @@ def apply_patch(
             for index, changes, leaves in chain.from_iterable(results):
                 if not sliced:
                     tree.add(blocks[index], leaves)
-                _collect(blocks[index], changes, per_tensor)
+                for name, found in changes:
+                    per_tensor.setdefault(name, []).append(found)
                 if progress:
                     progress(blocks[index].nbytes)
         joined = {name: _join(pieces) for name, pieces in per_tensor.items()}
@@ -213,10 +214,13 @@ def scatter(block: Block, state: State, changes: Changes) -> None:
         bits.put(state.read(*segment.place), piece.positions, piece.values, base)
 
 
-def _collect(block: Block, changes: Changes, into: dict[str, list[TensorChanges]]) -> None:
+def _by_tensor(block: Block, changes: Changes) -> list[tuple[str, TensorChanges]]:
+    """The changes of a block by the names of its tensors, which have places of their own."""
+    found = []
     for segment, base, piece in pieces_of(block, changes):
-        indices = piece.positions.astype(np.int64) + (segment.start - base)
-        into.setdefault(segment.spec.name, []).append(TensorChanges(indices, piece.values))
+        indices = np.add(piece.positions, segment.start - base, dtype=np.int64)
+        found.append((segment.spec.name, TensorChanges(indices, piece.values)))
+    return found
 
 
 def _join(pieces: list[TensorChanges]) -> TensorChanges:
