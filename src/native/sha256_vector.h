@@ -22,9 +22,10 @@
 
 namespace pulse {
 
+// V: a word of each lane. load: the 16 words of the block at `at` of each. keep: the compiler computes a sum as it is
+// written, and not in an order of its own.
 template <int kLanes>
-struct
-    Sha256Words;  // V: a word of each lane; load: the 16 words of the block at `at` of each; keep: computes a sum as it is written
+struct Sha256Words;
 
 template <>
 struct Sha256Words<1> {
@@ -123,7 +124,7 @@ struct Sha256Words<16> {
      (PULSE_ROTR(w[((i) + 14) & 15], 17) ^ PULSE_ROTR(w[((i) + 14) & 15], 19) ^ (w[((i) + 14) & 15] >> 10)) + \
      w[((i) + 9) & 15] +                                                                                      \
      (PULSE_ROTR(w[((i) + 1) & 15], 7) ^ PULSE_ROTR(w[((i) + 1) & 15], 18) ^ (w[((i) + 1) & 15] >> 3)))
-// What waits for e is added last, so that the next e needs four steps of it: compilers would sum in an order of their own.
+// What waits for e is added last, so that the next e waits for no more than four steps.
 #define PULSE_ROUND(a, b, c, d, e, f, g, h, word, i)                                                          \
     {                                                                                                         \
         V sum = h + ((word) + kSha256Round[i]);                                                               \
