@@ -14,7 +14,7 @@ RANKS = [
     one(
         "the ranks' baselines stay behind a commit",
         "integrations.fsdp.draft",
-        "                bits.put(elements, piece.positions, piece.values, base)\n",
+        "                bits.put(self.state.read(*segment.place), piece.positions, piece.values, base)\n",
         "                pass\n",
     ),
     one(
