@@ -7,16 +7,19 @@ import pytest
 
 from pulse_rl import IntegrityError, State, codec
 from pulse_rl.codec import Changes, Encoded
-from pulse_rl.patch.blocks import cut
+from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.patch.build import encode_proved
-from tests.support.states import Rng, Tensors, mutated, weights
+from pulse_rl.state.tensors import UIntArray
+from tests.support.states import Rng, mutated, weights
 
 MANY = 300_000
 
 
-def both(rng: Rng, elements: int) -> tuple[Tensors, Tensors]:
+def changed_block(rng: Rng, elements: int) -> tuple[Block, UIntArray, UIntArray]:
+    """A block, its old elements, and new ones, which may be written to."""
     old = {"w": weights(rng, elements)}
-    return old, mutated(rng, old, 0.03)
+    (block,) = cut(State.of(old).specs, 1 << 20)
+    return block, block.read(State.of(old)), block.read(State.of(mutated(rng, old, 0.03))).copy()
 
 
 @pytest.mark.parametrize("elements", [5000, MANY])
@@ -26,9 +29,7 @@ def test_what_differs_is_refused(
     what: str, name: str, elements: int, rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An encoder that saw something else, and a trainer that wrote after it was looked at."""
-    old, new = both(rng, elements)
-    (block,) = cut(State.of(old).specs, 1 << 20)
-    before, after = block.read(State.of(old)), block.read(State.of(new)).copy()
+    block, before, after = changed_block(rng, elements)
     honest = codec.encode_block
 
     def lying(*arguments: object) -> Encoded:
@@ -43,20 +44,18 @@ def test_what_differs_is_refused(
         (values if what == "value" else positions)[7] ^= 1
         return found._replace(found=Changes(positions, values))
 
-    encode_proved(codec.by_name(name), block, before, after, looks=16)
+    encode_proved(codec.by_name(name), block, before, after, stride=16)
     monkeypatch.setattr("pulse_rl.codec.encode_block", lying)
     if name == "zstd" and what in ("value", "position"):
-        encode_proved(codec.by_name(name), block, before, after, looks=16)  # it keeps nothing that could differ
+        encode_proved(codec.by_name(name), block, before, after, stride=16)  # it keeps nothing that could differ
         return
     with pytest.raises(IntegrityError, match="does not decode"):
-        encode_proved(codec.by_name(name), block, before, after, looks=16)
+        encode_proved(codec.by_name(name), block, before, after, stride=16)
 
 
 def test_a_copy_is_looked_at_everywhere(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the trainer's own tensors one change in 16 is looked at again, of others all."""
-    old, new = both(rng, MANY)
-    (block,) = cut(State.of(old).specs, 1 << 20)
-    before, after = block.read(State.of(old)), block.read(State.of(new)).copy()
+    block, before, after = changed_block(rng, MANY)
     honest = codec.encode_block
 
     def then_written(*arguments: object) -> Encoded:
@@ -65,6 +64,6 @@ def test_a_copy_is_looked_at_everywhere(rng: Rng, monkeypatch: pytest.MonkeyPatc
         return found
 
     monkeypatch.setattr("pulse_rl.codec.encode_block", then_written)
-    encode_proved(codec.by_name("context"), block, before, after, looks=16)
+    encode_proved(codec.by_name("context"), block, before, after, stride=16)
     with pytest.raises(IntegrityError):
         encode_proved(codec.by_name("context"), block, before, after)

@@ -54,6 +54,14 @@ class Changes(NamedTuple):
         return bits.take(old, self.positions) if self.before is None else self.before
 
 
+def as_changes(
+    found: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]], dtype: DType
+) -> Changes:
+    """What a kernel has decoded: positions, and the bytes of the new and of the old elements."""
+    positions, values, before = found
+    return Changes(positions, values.view(dtype.uint), before.view(dtype.uint))
+
+
 class Codec(Protocol):
     """Encodes the changes of one block of elements of one dtype.
 

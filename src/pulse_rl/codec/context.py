@@ -11,7 +11,7 @@ import numpy as np
 from .._native import Malformed, context_decode, context_encode
 from ..errors import CorruptPatch
 from ..state.tensors import DType, UIntArray
-from .base import Changes, Layout, element_kind
+from .base import Changes, Layout, as_changes, element_kind
 
 
 class ContextCodec:
@@ -30,4 +30,4 @@ class ContextCodec:
             found = context_decode(data, old.view(np.uint8), *element_kind(layout.dtype), list(layout.runs))
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
-        return Changes(found[0], found[1].view(layout.dtype.uint), found[2].view(layout.dtype.uint))
+        return as_changes(found, layout.dtype)

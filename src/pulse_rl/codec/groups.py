@@ -9,7 +9,7 @@ import numpy as np
 from .._native import Malformed, groups_decode, groups_encode
 from ..errors import CorruptPatch
 from ..state.tensors import DType, UIntArray
-from .base import Changes, Layout, element_kind
+from .base import Changes, Layout, as_changes, element_kind
 
 
 class GroupsCodec:
@@ -38,4 +38,4 @@ class GroupsCodec:
             found = groups_decode(data, old.view(np.uint8), *element_kind(layout.dtype), list(layout.runs))
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
-        return Changes(found[0], found[1].view(layout.dtype.uint), found[2].view(layout.dtype.uint))
+        return as_changes(found, layout.dtype)

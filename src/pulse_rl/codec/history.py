@@ -11,7 +11,7 @@ import numpy as np
 from .._native import Malformed, history_decode, history_encode
 from ..errors import CorruptPatch
 from ..state.tensors import DType, UIntArray
-from .base import Changes, Layout, element_kind
+from .base import Changes, Layout, as_changes, element_kind
 
 
 class HistoryCodec:
@@ -32,4 +32,4 @@ class HistoryCodec:
             found = history_decode(list(layout.past), data, old.view(np.uint8), *kind, list(layout.runs))
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
-        return Changes(found[0], found[1].view(layout.dtype.uint), found[2].view(layout.dtype.uint))
+        return as_changes(found, layout.dtype)

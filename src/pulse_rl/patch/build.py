@@ -23,7 +23,7 @@ from .history import History, HistoryName, Records, records_of
 from .tree import TreeUpdate, changed_leaves, hashed_together
 from .undo import UndoLog
 
-_LOOKS, _FEW = 16, 4096  # of the trainer's tensors, one change in so many is looked at again, from so many on
+_STRIDE, _FEW = 16, 4096  # of the trainer's tensors, one change in so many is looked at again, from so many on
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ def build_patch(
         for index in group:
             block = blocks[index]
             before, after = block.read(old), block.read(new)
-            looks = 1 if after.flags.owndata else _LOOKS
-            encoded, changes = encode_proved(chosen, block, before, after, known.past(index), looks=looks)
+            stride = 1 if after.flags.owndata else _STRIDE
+            encoded, changes = encode_proved(chosen, block, before, after, known.past(index), stride=stride)
             found = None
             if remembers and changes is not None:
                 found = records_of(block.dtype, changes.positions, changes.replaced(before), changes.values)
@@ -141,35 +141,35 @@ def encode_proved(
     after: UIntArray,
     past: codecs.Past = (),
     *,
-    looks: int = 1,
+    stride: int = 1,
 ) -> tuple[codecs.Encoded, Changes | None]:
     """One block, proved by decoding it, and its changes; None where there are none. Raises IntegrityError.
 
     What is decoded is compared with what the encoder saw, where it kept that, and with ``after`` as it is by then; of
-    many changes at one in ``looks``, since ``after`` is in no cache any more.
+    many changes at one in ``stride``, since ``after`` is in no cache any more.
     """
     layout = block.layout._replace(past=past)
     encoded = codecs.encode_block(chosen, before, after, layout)
     if encoded.codec_id == codecs.SAME:
         return encoded, None
     changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, layout)
-    if not _is_proved(encoded, changes, after, looks):
+    if not _is_proved(encoded, changes, after, stride):
         raise IntegrityError(
             f"{block} does not decode to what was encoded", hint="Do not modify tensors during publish()."
         )
     return encoded._replace(found=None), changes
 
 
-def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, looks: int) -> bool:
+def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, stride: int) -> bool:
     found = encoded.found
     if len(changes.positions) != encoded.changed:
         return False
     if found and not all(map(np.array_equal, changes[:2], found[:2])):
         return False
     if found is None or encoded.changed < _FEW:
-        looks = 1
-    looked_at = np.ascontiguousarray(changes.positions[::looks])
-    return np.array_equal(bits.take(after, looked_at), changes.values[::looks])
+        stride = 1
+    looked_at = np.ascontiguousarray(changes.positions[::stride])
+    return np.array_equal(bits.take(after, looked_at), changes.values[::stride])
 
 
 def _assemble(
