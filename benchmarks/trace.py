@@ -212,9 +212,16 @@ def load_start(policy: Policy, path: Path, seed: int) -> None:
             adam.step()
             print(f"fit step {t + 1} loss {loss.item():.3f}", flush=True)
         assert adam.master is not None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(adam.master, path)
+        save(adam.master, path)
     policy.flat.copy_(torch.load(path, weights_only=True))
+
+
+def save(weights: object, path: Path) -> None:
+    """At once or not at all: another process that finds the file can read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    torch.save(weights, unfinished)
+    unfinished.replace(path)
 
 
 def record(run: Run, out: Path, seed: int = 0) -> None:

@@ -17,26 +17,27 @@ import torch
 
 from benchmarks.loco import tasks
 from benchmarks.loco.jobs import TRAINERS, Job
-from benchmarks.loco.methods import DILOCO, GATED_SUMS, PULSE, PULSE_BF16, make_loop
+from benchmarks.loco.methods import DILOCO, LOOPS, PULSE, make_loop
 from benchmarks.loco.threads import Masters, train
 from benchmarks.loco.traffic import PRETRAINED_RATES, WARM_UP
 from pulse_rl.loco import OuterLoop
 
-METHODS = (DILOCO, PULSE, PULSE_BF16, GATED_SUMS)
 RATES = (*PRETRAINED_RATES, 1e-5)
 ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """``rewards`` and ``losses`` of the held-out prompts: before training, then after each round. ``density`` and
-    ``link`` (bytes that left a process): means over trainers and rounds, times the rounds for the bytes."""
+    """``rewards`` and ``losses`` of the held-out prompts: before training, then after each round; ``ahead``: the last
+    reward by the weights that the next inner steps start from. ``density`` and ``link`` (bytes that left a process):
+    means over trainers and rounds, times the rounds for the bytes."""
 
     method: str
     lr: float
     seed: int
     rewards: list[float]
     losses: list[float]
+    ahead: float
     density: float
     link: float
 
@@ -44,8 +45,8 @@ class Learnt:
         half = len(self.rewards) // 2
         rewards = " ".join(f"{self.rewards[i]:>8.4f}" for i in (0, half, -1))
         return (
-            f"{self.method:18} {self.lr:>6g} {self.seed:>4} {rewards} {self.losses[0]:>8.4f} {self.losses[-1]:>8.4f} "
-            f"{self.density:>8.2%} {self.link / 1e6:>8.1f}"
+            f"{self.method:29} {self.lr:>6g} {self.seed:>4} {rewards} {self.losses[0]:>8.4f} {self.losses[-1]:>8.4f} "
+            f"{self.ahead:>8.4f} {self.density:>8.2%} {self.link / 1e6:>8.1f}"
         )
 
 
@@ -67,6 +68,7 @@ def measure(method: str, lr: float, seed: int, rounds: int) -> Learnt:
         seed=seed,
         rewards=[fmean(reward for reward, _ in shares) for shares in held_out],
         losses=[fmean(loss for _, loss in shares) for shares in held_out],
+        ahead=fmean(trained.ahead[-1][0] for trained in done),
         density=fmean(r.density for r in of_rounds),
         link=fmean(r.sent_bytes for r in of_rounds) * rounds,
     )
@@ -77,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loco.heldout", description=description)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--lr", nargs="+", type=float, default=RATES)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:2], metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", choices=LOOPS, default=(DILOCO, PULSE), metavar="METHOD")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
     arguments = parser.parse_args()
@@ -85,7 +87,7 @@ def main() -> None:
     found = []
     print(
         f"{tasks.HELD_OUT_PROMPTS} held-out prompts; reward before, halfway and after {arguments.rounds} rounds; loss\n"
-        f"{'method':18} {'lr':>6} seed   before  halfway    after   before    after  density  link, MB a trainer",
+        f"{'method':29} {'lr':>6} seed   before  halfway    after   before    after    ahead  density  link, MB a trainer",
         flush=True,
     )
     for lr in arguments.lr:
@@ -93,8 +95,8 @@ def main() -> None:
             for method in arguments.methods:
                 found.append(measure(method, lr, seed, arguments.rounds))
                 print(found[-1], flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(learnt) for learnt in found], indent=1) + "\n")
+                if arguments.json:
+                    arguments.json.write_text(json.dumps([asdict(learnt) for learnt in found], indent=1) + "\n")
 
 
 if __name__ == "__main__":

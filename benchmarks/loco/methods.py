@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 DDP, DILOCO, PULSE, PULSE_BF16 = "DDP", "DiLoCo", "PULSELoCo FP32", "PULSELoCo BF16"
 PAPER, PAPER_BF16, AHEAD_3 = "no lookahead", "no lookahead BF16", "lookahead 3"
-GATED_SUMS = "gated sums"
+GATED_SUMS, GATED_SUMS_BF16 = "gated sums", "gated sums BF16"
+GATE_2, GATE_2_SUMS, GATE_2_SUMS_BF16 = "gate scale 2", "gate scale 2, gated sums", "gate scale 2, gated sums BF16"
 NO_FEEDBACK, TOP_K, CAST_DIFFERENCE = "no error feedback", "top-k", "cast difference"
 SPARSELOCO, SPARSELOCO_10 = "SparseLoCo 3%", "SparseLoCo 10%"
 TORCHFT = "torchft's DiLoCo"
@@ -36,6 +37,10 @@ _OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {
     PAPER_BF16: (PulseLoCo, {"lookahead": 0.0, "wire_dtype": torch.bfloat16}),
     AHEAD_3: (PulseLoCo, {"lookahead": 3.0}),
     GATED_SUMS: (PulseLoCo, {"gate_sums": True}),
+    GATED_SUMS_BF16: (PulseLoCo, {"gate_sums": True, "wire_dtype": torch.bfloat16}),
+    GATE_2: (PulseLoCo, {"gate_scale": 2.0}),
+    GATE_2_SUMS: (PulseLoCo, {"gate_scale": 2.0, "gate_sums": True}),
+    GATE_2_SUMS_BF16: (PulseLoCo, {"gate_scale": 2.0, "gate_sums": True, "wire_dtype": torch.bfloat16}),
     NO_FEEDBACK: (WithoutFeedback, {}),
     TOP_K: (TopK, {}),
     CAST_DIFFERENCE: (CastDifference, {}),
@@ -43,6 +48,8 @@ _OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {
     SPARSELOCO: (SparseLoCo, {"fraction": 0.03, "outer_lr": 1.0}),
     SPARSELOCO_10: (SparseLoCo, {"fraction": 0.1, "outer_lr": 1.0}),
 }
+LOOPS = tuple(_OUTER)
+"""Those of `METHODS` that take rounds."""
 _TIMEOUT_SECONDS = 900.0
 
 Parameters = Mapping[str, torch.Tensor]

@@ -272,5 +272,4 @@ def _warm_up() -> None:
             if reward >= _WARM_UP_REWARD:
                 break
     names = [name for name, _ in model.named_parameters()]
-    WARM_START.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(dict(zip(names, weights.state()["masters"], strict=True)), WARM_START)
+    trace.save(dict(zip(names, weights.state()["masters"], strict=True)), WARM_START)

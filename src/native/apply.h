@@ -8,23 +8,23 @@
 namespace pulse {
 
 // Whether all positions, less `base`, are below `count`.
-inline bool all_within(const uint32_t* positions, size_t n, uint32_t base, size_t count) {
-    bool good = true;
-    for (size_t i = 0; i < n; i++) good &= positions[i] >= base && positions[i] - base < count;
-    return good;
-}
+bool all_within(const uint32_t* positions, size_t n, uint32_t base, size_t count);
 
-// Whether the positions ascend strictly and are below `count`.
-inline bool all_ascending(const uint32_t* positions, size_t n, size_t count) {
-    bool good = n == 0 || positions[n - 1] < count;
-    for (size_t i = 1; i < n; i++) good &= positions[i - 1] < positions[i];
-    return good;
-}
+// Whether they also ascend strictly.
+bool all_ascending(const uint32_t* positions, size_t n, uint32_t base, size_t count);
 
 // The elements at the positions: the old bits, to be kept until the apply is confirmed.
 template <class U>
 void gather(const U* elements, const uint32_t* positions, size_t n, uint32_t base, U* out) {
     for (size_t i = 0; i < n; i++) out[i] = elements[positions[i] - base];
+}
+
+// Whether the elements at the positions are the values.
+template <class U>
+bool holds(const U* elements, const uint32_t* positions, size_t n, uint32_t base, const U* values) {
+    U other = 0;
+    for (size_t i = 0; i < n; i++) other |= U(elements[positions[i] - base] ^ values[i]);
+    return other == 0;
 }
 
 // Writes values at the positions. Repeating it changes nothing, and scattering the gathered old bits undoes it, even if

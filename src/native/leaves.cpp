@@ -8,17 +8,14 @@ namespace {
 
 struct Leaves {
     std::vector<const uint8_t*> data;
-    std::vector<size_t> sizes, starts;  // `starts`: bytes of the pieces before it
+    std::vector<size_t> sizes;
 
     Leaves(const std::vector<Piece>& pieces, size_t leaf) {
-        size_t base = 0;
         for (const Piece& piece : pieces) {
             for (size_t at = 0; at < piece.bytes; at += leaf) {
                 data.push_back(piece.data + at);
                 sizes.push_back(std::min(leaf, piece.bytes - at));
-                starts.push_back(base + at);
             }
-            base += piece.bytes;
         }
     }
 };
@@ -70,29 +67,42 @@ std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& mess
 namespace {
 
 template <size_t width>
-std::vector<uint8_t> digests_with(const std::vector<Piece>& pieces, size_t leaf, const Patchwork& changes,
-                                  const Sha256Plan& plan) {
+std::vector<uint8_t> digests_with(const std::vector<Patched>& pieces, size_t leaf, const Sha256Plan& plan) {
     // A lane's tile starts at another line of the cache than its neighbour's: equal ones would throw each other out.
     constexpr size_t kTile = 1024, kStride = kTile + 64;
-    const Leaves leaves(pieces, leaf);
-    std::vector<uint8_t> digests(kSha256Digest * leaves.data.size()), room(kStride * kMostLanes);
-    std::vector<size_t> next(leaves.data.size());  // the first change that a leaf has not seen
-    for (size_t k = 0; k < next.size(); k++) {
-        const uint32_t* end = changes.positions + changes.count;
-        next[k] = size_t(std::lower_bound(changes.positions, end, leaves.starts[k] / width) - changes.positions);
+    struct Source {
+        const uint8_t* data;
+        size_t start;     // of the leaf, in its piece
+        size_t next = 0;  // the first change that has not been seen
+        const Patched* of;
+    };
+    std::vector<Source> sources;
+    std::vector<size_t> sizes;
+    for (const Patched& patched : pieces) {
+        const Piece& piece = patched.piece;
+        for (size_t at = 0; at < piece.bytes; at += leaf) {
+            const uint32_t *const first = patched.positions, *const end = first + patched.count;
+            const size_t next = size_t(std::lower_bound(first, end, patched.base + at / width) - first);
+            sources.push_back({piece.data + at, at, next, &patched});
+            sizes.push_back(std::min(leaf, piece.bytes - at));
+        }
     }
-    sha256_messages(plan, leaves.sizes.data(), leaves.sizes.size(), kTile, digests.data(),
-                    [&](size_t message, size_t at, size_t bytes, int lane) {
-                        uint8_t* tile = room.data() + kStride * size_t(lane);
-                        std::memcpy(tile, leaves.data[message] + at, bytes);
-                        const uint8_t* const behind = leaves.data[message] + at + bytes;
+    std::vector<uint8_t> digests(kSha256Digest * sources.size()), room(kStride * kMostLanes);
+    sha256_messages(plan, sizes.data(), sizes.size(), kTile, digests.data(),
+                    [&](size_t message, size_t at, size_t bytes, int lane) -> const uint8_t* {
+                        Source& source = sources[message];
+                        const Patched& patched = *source.of;
+                        const uint8_t *const data = source.data + at, *const behind = data + bytes;
                         for (size_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(behind + ahead);
-                        const size_t start = leaves.starts[message] + at;
-                        size_t& k = next[message];
-                        for (; k < changes.count; k++) {
-                            const size_t place = changes.positions[k] * width - start;
-                            if (place >= bytes) break;
-                            std::memcpy(tile + place, changes.values + k * width, width);
+                        const size_t start = source.start + at;
+                        const auto place = [&] {
+                            return (patched.positions[source.next] - patched.base) * width - start;
+                        };
+                        if (source.next == patched.count || place() >= bytes) return data;
+                        uint8_t* const tile = room.data() + kStride * size_t(lane);
+                        std::memcpy(tile, data, bytes);
+                        for (; source.next < patched.count && place() < bytes; source.next++) {
+                            std::memcpy(tile + place(), patched.values + source.next * width, width);
                         }
                         return tile;
                     });
@@ -101,13 +111,13 @@ std::vector<uint8_t> digests_with(const std::vector<Piece>& pieces, size_t leaf,
 
 }  // namespace
 
-std::vector<uint8_t> changed_leaf_digests(const std::vector<Piece>& pieces, size_t leaf, const Patchwork& changes,
+std::vector<uint8_t> changed_leaf_digests(const std::vector<Patched>& pieces, size_t leaf, int width,
                                           const Sha256Plan& plan) {
-    switch (changes.width) {
-        case 1: return digests_with<1>(pieces, leaf, changes, plan);
-        case 2: return digests_with<2>(pieces, leaf, changes, plan);
-        case 4: return digests_with<4>(pieces, leaf, changes, plan);
-        default: return digests_with<8>(pieces, leaf, changes, plan);
+    switch (width) {
+        case 1: return digests_with<1>(pieces, leaf, plan);
+        case 2: return digests_with<2>(pieces, leaf, plan);
+        case 4: return digests_with<4>(pieces, leaf, plan);
+        default: return digests_with<8>(pieces, leaf, plan);
     }
 }
 

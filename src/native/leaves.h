@@ -20,16 +20,18 @@ std::vector<uint8_t> leaf_digests(const std::vector<Piece>& pieces, size_t leaf,
 // The digest of each message, whose pieces lie apart.
 std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& messages, const Sha256Plan& plan);
 
-// Changes of elements of `width` bytes; positions are ascending and count over all pieces, which lie one behind the other.
-struct Patchwork {
-    int width;
+// Changes of the elements of a piece: the values of those at `positions`, ascending, less `base`.
+struct Patched {
+    Piece piece;
     const uint32_t* positions;
+    uint32_t base;
     const uint8_t* values;
     size_t count;
 };
 
-// The same of the pieces with the changes made, which stay in the cache; the pieces themselves stay as they are.
-std::vector<uint8_t> changed_leaf_digests(const std::vector<Piece>& pieces, size_t leaf, const Patchwork& changes,
+// The same of the pieces, of elements of `width` bytes, with their changes made, which stay in the cache; the pieces
+// themselves stay as they are.
+std::vector<uint8_t> changed_leaf_digests(const std::vector<Patched>& pieces, size_t leaf, int width,
                                           const Sha256Plan& plan);
 
 }  // namespace pulse

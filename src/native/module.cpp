@@ -102,6 +102,26 @@ NB_MODULE(_kernels, m) {
         array("elements"), "width"_a, array("positions"), "base"_a, "The bytes of the elements at positions - base.");
 
     m.def(
+        "holds",
+        [](Bytes elements, int width, Positions positions, uint32_t base, Bytes values) {
+            bool same = false;
+            for_width(width, [&](auto* type) {
+                using U = std::remove_pointer_t<decltype(type)>;
+                check_elements(elements, width, "elements");
+                check_elements(values, width, "values");
+                check_elements(positions, "positions");
+                if (values.size() != positions.size() * sizeof(U)) throw nb::value_error("values and positions differ");
+                nb::gil_scoped_release release;
+                check_positions(positions, base, elements.size(), width);
+                same = pulse::holds(reinterpret_cast<const U*>(elements.data()), positions.data(), positions.size(),
+                                    base, reinterpret_cast<const U*>(values.data()));
+            });
+            return same;
+        },
+        array("elements"), "width"_a, array("positions"), "base"_a, array("values"),
+        "Whether the elements at positions - base are the values.");
+
+    m.def(
         "scatter",
         [](MutableBytes elements, int width, Positions positions, uint32_t base, Bytes values) {
             for_width(width, [&](auto* type) {

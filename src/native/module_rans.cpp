@@ -55,10 +55,11 @@ void bind_rans(nb::module_& m) {
                 decoded =
                     pulse::decode_steps(payload.data(), payload.size(), old.data(), old.size() / size_t(width), kind);
             }
-            return nb::make_tuple(to_array(std::move(decoded.positions)), to_array(std::move(decoded.values)));
+            return nb::make_tuple(to_array(std::move(decoded.positions)), to_array(std::move(decoded.values)),
+                                  to_array(std::move(decoded.before)));
         },
         array("payload"), array("old"), "width"_a, "shift"_a, "mask"_a, "floating"_a,
-        "(uint32 positions, uint8 bytes of the new elements) of one block; raises Malformed.");
+        "(uint32 positions, uint8 bytes of the new elements, of the old ones) of one block; raises Malformed.");
 
     m.def(
         "sampled_spread",

@@ -22,9 +22,8 @@ std::vector<pulse::Piece> pieces_of(const std::vector<Bytes>& arrays) {
     return pieces;
 }
 
-std::vector<pulse::Piece> checked_pieces(const std::vector<Bytes>& arrays, size_t leaf_bytes) {
+void check_leaf(size_t leaf_bytes) {
     if (leaf_bytes == 0 || leaf_bytes % pulse::kSha256Block != 0) throw nb::value_error("leaf_bytes is out of range");
-    return pieces_of(arrays);
 }
 
 std::vector<pulse::Sha256Midstate> midstates_of(const Bytes& data) {
@@ -45,7 +44,8 @@ void bind_sha256(nb::module_& m) {
     m.def(
         "sha256_leaves",
         [](const std::vector<Bytes>& arrays, size_t leaf_bytes, const std::string& path) {
-            const auto pieces = checked_pieces(arrays, leaf_bytes);
+            check_leaf(leaf_bytes);
+            const auto pieces = pieces_of(arrays);
             std::vector<uint8_t> digests;
             {
                 nb::gil_scoped_release release;
@@ -72,30 +72,34 @@ void bind_sha256(nb::module_& m) {
 
     m.def(
         "sha256_changed_leaves",
-        [](const std::vector<Bytes>& arrays, size_t leaf_bytes, int width, Positions positions, Bytes values,
+        [](const std::vector<std::tuple<Bytes, Positions, uint32_t, Bytes>>& changed, size_t leaf_bytes, int width,
            const std::string& path) {
-            const auto pieces = checked_pieces(arrays, leaf_bytes);
+            check_leaf(leaf_bytes);
             if (width != 1 && width != 2 && width != 4 && width != 8) throw nb::value_error("width is out of range");
-            size_t total = 0;
-            for (const Bytes& array : arrays) {
+            std::vector<pulse::Patched> pieces;
+            for (const auto& [array, positions, base, values] : changed) {
                 if (array.size() % size_t(width)) throw nb::value_error("an array is no whole number of elements");
-                total += array.size();
+                check_elements(positions, "positions");
+                if (values.size() != positions.size() * size_t(width)) {
+                    throw nb::value_error("values and positions differ");
+                }
+                pieces.push_back(
+                    {{array.data(), array.size()}, positions.data(), base, values.data(), positions.size()});
             }
-            check_elements(positions, "positions");
-            if (values.size() != positions.size() * size_t(width)) throw nb::value_error("values and positions differ");
             std::vector<uint8_t> digests;
             {
                 nb::gil_scoped_release release;
-                if (!pulse::all_ascending(positions.data(), positions.size(), total / size_t(width))) {
-                    throw nb::index_error("the positions are not ascending or not inside the arrays");
+                for (const pulse::Patched& p : pieces) {
+                    if (!pulse::all_ascending(p.positions, p.count, p.base, p.piece.bytes / size_t(width))) {
+                        throw nb::index_error("the positions are not ascending or not inside the array");
+                    }
                 }
-                digests = pulse::changed_leaf_digests(
-                    pieces, leaf_bytes, {width, positions.data(), values.data(), positions.size()}, checked_plan(path));
+                digests = pulse::changed_leaf_digests(pieces, leaf_bytes, width, checked_plan(path));
             }
             return to_bytes(digests);
         },
-        "arrays"_a, "leaf_bytes"_a, "width"_a, array("positions"), array("values"), "path"_a = "",
-        "The same with values at the positions, which count elements over all arrays and are ascending.");
+        "changed"_a, "leaf_bytes"_a, "width"_a, "path"_a = "",
+        "The same of each (array, positions, base, values), with the values at positions - base, which ascend.");
 
     m.def(
         "sha256_begin",

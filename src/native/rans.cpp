@@ -115,6 +115,7 @@ void decode_group(RansDecoder& coder, const Slots& slots, const U* old, size_t b
         }
     }
     U* const values = reinterpret_cast<U*>(coder.values);
+    U* const before = reinterpret_cast<U*>(coder.before);
     for (size_t i = 0; i < elements; i++) {
         const int symbol = symbols[i];
         if (symbol == 0) continue;
@@ -128,6 +129,7 @@ void decode_group(RansDecoder& coder, const Slots& slots, const U* old, size_t b
             step = plain[i] & top ? U(-size) : size;
         }
         coder.positions[coder.found] = uint32_t(base + i);
+        before[coder.found] = old[base + i];
         values[coder.found++] = from_ordered(U(to_ordered(old[base + i], kind.floating) + step), kind.floating);
     }
     if (coder.found > coder.most) throw Malformed("there are more changes than announced");
@@ -171,12 +173,14 @@ DecodedSteps decode(const uint8_t* data, size_t size, const U* old, size_t eleme
     const RansEntries entries = RansEntries::for_decoding(tables);
     if (size - at < 4 * kRansStates) throw Malformed("the block ends inside its states");
 
-    DecodedSteps result{Buffer<uint32_t>(changed + kRansStates), Buffer<uint8_t>((changed + kRansStates) * sizeof(U))};
+    const size_t room = changed + kRansStates;
+    DecodedSteps result{Buffer<uint32_t>(room), Buffer<uint8_t>(room * sizeof(U)), Buffer<uint8_t>(room * sizeof(U))};
     RansDecoder coder{{{}, data + at + 4 * kRansStates, data + size},
                       entries,
                       kind,
                       result.positions.data.get(),
                       result.values.data.get(),
+                      result.before.data.get(),
                       0,
                       changed};
     for (size_t i = 0; i < kRansStates; i++, at += 4) {
@@ -196,7 +200,7 @@ DecodedSteps decode(const uint8_t* data, size_t size, const U* old, size_t eleme
         throw Malformed("the code is longer or shorter than its elements");
     }
     result.positions.size = changed;
-    result.values.size = changed * sizeof(U);
+    result.values.size = result.before.size = changed * sizeof(U);
     return result;
 }
 

@@ -23,6 +23,7 @@ struct Buffer {
 struct DecodedSteps {
     Buffer<uint32_t> positions;  // ascending
     Buffer<uint8_t> values;      // the new elements, `width` bytes each
+    Buffer<uint8_t> before;      // the old elements there
 };
 
 // What a sample of at most 2^14 elements tells of a block's changes: their share of the elements, and how evenly they

@@ -24,7 +24,7 @@ struct RansDecoder : RansReader {
     const RansEntries& entries;
     ElementKind kind;
     uint32_t* positions;  // room for `most` and another group
-    uint8_t* values;
+    uint8_t *values, *before;
     size_t found = 0, most;
 };
 

@@ -168,6 +168,7 @@ PULSE_RANS size_t decode(RansDecoder& coder, const U* old, size_t from, size_t t
     const uint8_t* next = coder.next;
     uint32_t* const positions = coder.positions;
     U* const values = reinterpret_cast<U*>(coder.values);
+    U* const replaced = reinterpret_cast<U*>(coder.before);
     size_t found = coder.found, group = from;
     for (; group < to && size_t(coder.end - next) >= 2 * kWordsOfGroup; group++) {
         __m512i before[kVectors], tables[kVectors], key[kVectors], entry[kVectors], step[kVectors];
@@ -239,6 +240,7 @@ PULSE_RANS size_t decode(RansDecoder& coder, const U* old, size_t from, size_t t
             const __m512i place = _mm512_add_epi32(iota, _mm512_set1_epi32(int(group * kRansStates) + 16 * v));
             _mm512_storeu_si512(positions + found, _mm512_maskz_compress_epi32(changed, place));
             store(values + found, _mm512_maskz_compress_epi32(changed, after));
+            store(replaced + found, _mm512_maskz_compress_epi32(changed, before[v]));
             found += size_t(__builtin_popcount(changed));
         }
         if (found > coder.most) throw Malformed("there are more changes than announced");

@@ -36,10 +36,14 @@ PULSE_VBMI_INLINE __m512i classes(const uint32_t* p, size_t count, __m128i shift
                               _mm256_set_m128i(quarters[3], quarters[2]), 1);
 }
 
+constexpr size_t kAhead = 2048;
+
 // The weights of eight eights of elements, `count` of which are there.
 template <class U>
 PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
     const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+    for (size_t at = 0; at < 64 * sizeof(U); at += 64)
+        __builtin_prefetch(reinterpret_cast<const uint8_t*>(p) + kAhead + at);
     const __m512i found =
         _mm512_and_si512(classes(p, count, _mm_cvtsi32_si128(cls.shift)), _mm512_set1_epi8(char(cls.mask)));
     const __m512i index = _mm512_sub_epi8(found, _mm512_set1_epi8(char(weights.first)));

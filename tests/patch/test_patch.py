@@ -52,7 +52,7 @@ def check_changes(old: Tensors, new: Tensors, applied: patch.AppliedPatch) -> No
         if not len(expected):
             assert name not in applied.changes
             continue
-        indices, values = applied.changes[name]
+        indices, values = applied.changes[name].indices, applied.changes[name].values
         assert (indices.dtype, values.dtype) == (np.int64, after.dtype)
         np.testing.assert_array_equal(indices, expected)
         np.testing.assert_array_equal(values, after[expected])

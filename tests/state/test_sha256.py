@@ -19,7 +19,7 @@ from pulse_rl._native import (
     sha256_messages,
     sha256_paths,
 )
-from pulse_rl.state.digest import changed_leaves_of, leaves_of
+from pulse_rl.state.digest import Changed, changed_leaves_of, leaves_of
 
 Bytes = npt.NDArray[np.uint8]
 PATHS = ["", *sha256_paths()]
@@ -92,7 +92,12 @@ def test_changed_leaves(path: str, data: st.DataObject, width: int, leaf: int) -
     whole = np.concatenate(arrays).reshape(-1, width)
     whole[positions] = values.reshape(-1, width)
     changed = np.split(whole.reshape(-1), np.cumsum([n * width for n in lengths])[:-1])
-    assert sha256_changed_leaves(arrays, leaf, width, positions, values, path) == by_the_book(changed, leaf)
+    ends = np.cumsum(lengths)
+    parts = []
+    for array, end, length in zip(arrays, ends, lengths, strict=True):
+        inside = slice(*np.searchsorted(positions, [end - length, end]))
+        parts.append((array, positions[inside], int(end - length), values.reshape(-1, width)[inside].reshape(-1)))
+    assert sha256_changed_leaves(parts, leaf, width, path) == by_the_book(changed, leaf)
     for array, was in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(array, was)
 
@@ -101,10 +106,11 @@ def test_leaves_of_real_size(rng: np.random.Generator) -> None:
     arrays = [rng.integers(0, 1 << 16, n, np.uint16) for n in (3 << 19, 5, 0, (1 << 19) + 1, 1 << 19)]
     raw = [a.view(np.uint8) for a in arrays]
     assert leaves_of(arrays) == [by_the_book([a], 1 << 20) for a in raw]
-    positions = np.uint32([0, (3 << 19) - 1, (3 << 19) + 4, sum(map(len, arrays)) - 1])
-    values = np.uint16([1, 2, 3, 4])
-    found = changed_leaves_of(arrays, positions, values)
-    arrays[0][[0, -1]], arrays[1][4], arrays[4][-1] = values[:2], 3, 4
+    at, bits = [np.uint32([0, (3 << 19) - 1]), np.uint32([1004])], [np.uint16([1, 2]), np.uint16([3])]
+    none = (np.uint32([]), 0, np.uint16([]))
+    of = [(at[0], 0, bits[0]), (at[1], 1000, bits[1]), none, none, (np.uint32([(1 << 19) + 6]), 7, np.uint16([4]))]
+    found = changed_leaves_of([Changed(array, *made) for array, made in zip(arrays, of, strict=True)])
+    arrays[0][[0, -1]], arrays[1][4], arrays[4][-1] = (1, 2), 3, 4
     assert found == [by_the_book([a], 1 << 20) for a in raw]
 
 
@@ -135,14 +141,16 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="leaf_bytes"):
             sha256_leaves([one], leaf)
     with pytest.raises(ValueError, match="width"):
-        sha256_changed_leaves([one], 64, 3, none, one[:0])
+        sha256_changed_leaves([(one, none, 0, one[:0])], 64, 3)
     with pytest.raises(ValueError, match="whole number"):
-        sha256_changed_leaves([one[:7]], 64, 2, none, one[:0])
+        sha256_changed_leaves([(one[:7], none, 0, one[:0])], 64, 2)
     with pytest.raises(ValueError, match="values and positions differ"):
-        sha256_changed_leaves([one], 64, 2, four, one[:1])
-    for positions in ([4], [0, 0], [2, 1], [1, 2**32 - 1], [3, 9, 2]):
-        with pytest.raises(IndexError, match="ascending"):
-            sha256_changed_leaves([one], 64, 2, np.uint32(positions), np.zeros(2 * len(positions), np.uint8))
+        sha256_changed_leaves([(one, four, 0, one[:1])], 64, 2)
+    for base in (0, 100):
+        for positions in ([4], [0, 0], [2, 1], [1, 2**32 - 1 - base], [3, 9, 2], [-1 % 2**32 - base, 1]):
+            at = np.array(positions, np.uint32) + np.uint32(base)
+            with pytest.raises(IndexError, match="ascending"):
+                sha256_changed_leaves([(one, at, base, np.zeros(2 * len(positions), np.uint8))], 64, 2)
 
 
 def absorbed(pieces: list[bytes], path: str) -> bytes:

@@ -56,7 +56,7 @@ def rans_encode(
 ) -> tuple[bytes, int]: ...
 def rans_decode(
     payload: npt.NDArray[np.uint8], old: npt.NDArray[np.uint8], width: int, shift: int, mask: int, floating: bool
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]: ...
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
 def groups_encode(
     old: npt.NDArray[np.uint8],
     new: npt.NDArray[np.uint8],
@@ -81,6 +81,13 @@ def scan(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], width: int) -> 
 def gather(
     elements: npt.NDArray[np.uint8], width: int, positions: npt.NDArray[np.uint32], base: int
 ) -> npt.NDArray[np.uint8]: ...
+def holds(
+    elements: npt.NDArray[np.uint8],
+    width: int,
+    positions: npt.NDArray[np.uint32],
+    base: int,
+    values: npt.NDArray[np.uint8],
+) -> bool: ...
 def scatter(
     elements: npt.NDArray[np.uint8],
     width: int,
@@ -96,11 +103,9 @@ def sha256_paths() -> list[str]: ...
 def sha256_leaves(arrays: list[npt.NDArray[np.uint8]], leaf_bytes: int, path: str = "") -> bytes: ...
 def sha256_messages(messages: list[list[npt.NDArray[np.uint8]]], path: str = "") -> bytes: ...
 def sha256_changed_leaves(
-    arrays: list[npt.NDArray[np.uint8]],
+    changed: list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32], int, npt.NDArray[np.uint8]]],
     leaf_bytes: int,
     width: int,
-    positions: npt.NDArray[np.uint32],
-    values: npt.NDArray[np.uint8],
     path: str = "",
 ) -> bytes: ...
 def round_values(

@@ -61,7 +61,7 @@ def apply(args: argparse.Namespace, console: Console) -> int:
     save(target, base, {k: v for k, v in metadata.items() if not k.startswith("pulse.")})
     facts = {
         "root": applied.digest.root,
-        "changed": sum(len(c.indices) for c in applied.changes.values()),
+        "changed": sum(len(c) for c in applied.changes.values()),
         "tensors": len(base.specs),
         "output": str(target),
         "seconds": round(time.perf_counter() - started, 6),

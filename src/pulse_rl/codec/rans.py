@@ -11,7 +11,7 @@ import numpy as np
 from .._native import Malformed, rans_decode, rans_encode
 from ..errors import CorruptPatch
 from ..state.tensors import DType, UIntArray
-from .base import Changes, Layout, element_kind
+from .base import Changes, Layout, as_changes, element_kind
 
 
 class RansCodec:
@@ -27,7 +27,7 @@ class RansCodec:
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)
         try:
-            positions, values = rans_decode(data, old.view(np.uint8), *element_kind(layout.dtype))
+            found = rans_decode(data, old.view(np.uint8), *element_kind(layout.dtype))
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
-        return Changes(positions, values.view(layout.dtype.uint))
+        return as_changes(found, layout.dtype)

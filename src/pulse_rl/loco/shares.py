@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..state import bits
 from .gate import Floats
 from .parameters import FlatBlock
 from .wire import Entries
@@ -37,7 +38,7 @@ class Unit(NamedTuple):
     def take(self, entries: Entries) -> Entries:
         """Those of the block's ``entries`` that are in the unit, by their positions in it."""
         positions, values = entries
-        first, last = np.searchsorted(positions, (self.start, self.stop))
+        first, last = bits.below(positions, (self.start, self.stop))
         return positions[first:last] - np.uint32(self.start), values[first:last]
 
     def place(self, entries: Entries) -> Entries:

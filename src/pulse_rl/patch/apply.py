@@ -19,7 +19,7 @@ from ..state.digest import StateDigest
 from ..state.tensors import State, TensorSpec, UIntArray
 from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, pieces_of
 from .build import BuiltPatch
-from .changes import StateChanges, TensorChanges
+from .changes import Piece, StateChanges, TensorChanges
 from .header import FORMAT_OF_PARTS, BlockEntry, PatchHeader, format_of, parse_header
 from .history import History, Records, records_of
 from .part import PartPatch
@@ -152,14 +152,14 @@ def apply_patch(
         scatter(block, state, changes)
         return changes
 
-    def run(group: Sequence[int]) -> list[tuple[int, list[tuple[str, TensorChanges]], list[bytes] | None]]:
+    def run(group: Sequence[int]) -> list[tuple[int, list[tuple[str, Piece]], list[bytes] | None]]:
         made = [(index, _by_tensor(blocks[index], change(index))) for index in group]
         changed = [index for index in group if index in journal and not sliced]
         leaves = dict(zip(changed, block_leaves([blocks[index] for index in changed], state), strict=True))
         return [(index, changes, leaves.get(index)) for index, changes in made]
 
     tree = TreeUpdate(digest)
-    per_tensor: dict[str, list[TensorChanges]] = {}
+    per_tensor: dict[str, list[Piece]] = {}
     try:
         # closing() ends the calls in flight before the undo below, so that none writes after it.
         with closing(ordered_map(run, groups, threads)) as results:
@@ -170,7 +170,7 @@ def apply_patch(
                     per_tensor.setdefault(name, []).append(found)
                 if progress:
                     progress(blocks[index].nbytes)
-        joined = {name: _join(pieces) for name, pieces in per_tensor.items()}
+        joined = {name: TensorChanges(pieces) for name, pieces in per_tensor.items()}
         if sliced:
             target = rehashed(digest, state, joined, patch.tensors, threads=threads)
         else:
@@ -214,17 +214,9 @@ def scatter(block: Block, state: State, changes: Changes) -> None:
         bits.put(state.read(*segment.place), piece.positions, piece.values, base)
 
 
-def _by_tensor(block: Block, changes: Changes) -> list[tuple[str, TensorChanges]]:
-    """The changes of a block by the names of its tensors, which have places of their own."""
-    found = []
-    for segment, base, piece in pieces_of(block, changes):
-        indices = np.add(piece.positions, segment.start - base, dtype=np.int64)
-        found.append((segment.spec.name, TensorChanges(indices, piece.values)))
-    return found
-
-
-def _join(pieces: list[TensorChanges]) -> TensorChanges:
-    if len(pieces) == 1:
-        return pieces[0]
-    pieces = sorted(pieces, key=lambda p: int(p.indices[0]))  # ranges of a tensor, in the order of a patch's parts
-    return TensorChanges(np.concatenate([p.indices for p in pieces]), np.concatenate([p.values for p in pieces]))
+def _by_tensor(block: Block, changes: Changes) -> list[tuple[str, Piece]]:
+    """The changes of a block by the names of its tensors."""
+    return [
+        (segment.spec.name, Piece(piece.positions, segment.start - base, piece.values))
+        for segment, base, piece in pieces_of(block, changes)
+    ]

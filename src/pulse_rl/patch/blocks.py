@@ -6,11 +6,13 @@ Sender and receiver compute the same cut, so a patch header lists no block bound
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from ..codec import Changes, Layout, Run
+from ..state import bits
 from ..state.digest import LEAF_BYTES
 from ..state.memory import joined
 from ..state.slices import Segment
@@ -93,10 +95,9 @@ def cut(specs: tuple[TensorSpec, ...], block_elements: int) -> list[Block]:
 
 def pieces_of(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Changes]]:
     """The changes of a block by segment: (segment, place of its first element in the block, its changes)."""
+    ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
     base = first = 0
-    for segment in block.segments:
-        end = base + segment.stop - segment.start
-        last = int(np.searchsorted(changes.positions, end))
+    for segment, end, last in zip(block.segments, ends, bits.below(changes.positions, ends), strict=True):
         if last > first:
             yield segment, base, Changes(changes.positions[first:last], changes.values[first:last])
         base, first = end, last

@@ -168,8 +168,8 @@ def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, stri
         return False
     if found is None or encoded.changed < _FEW:
         stride = 1
-    looked_at = np.ascontiguousarray(changes.positions[::stride])
-    return np.array_equal(bits.take(after, looked_at), changes.values[::stride])
+    looked_at, values = (np.ascontiguousarray(part[::stride]) for part in changes[:2])
+    return bits.held(after, looked_at, values)
 
 
 def _assemble(

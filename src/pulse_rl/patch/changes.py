@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +12,59 @@ import numpy.typing as npt
 from ..state.tensors import State, UIntArray
 
 
-class TensorChanges(NamedTuple):
-    """Changed elements of one tensor: flat indices, ascending, and the new bits at them."""
+class Piece(NamedTuple):
+    """Changes of a part of a tensor: new bits at ``positions + shift``, which ascend."""
 
-    indices: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.uint32] | npt.NDArray[np.int64]
+    shift: int
     values: UIntArray
+
+    @property
+    def first(self) -> int:
+        return int(self.positions[0]) + self.shift
+
+
+class TensorChanges:
+    """Changed elements of one tensor: flat indices, ascending, and the new bits at them. Both are put together from
+    ``pieces``, none empty, when they are asked for: indices take four times the memory of most changes' bits."""
+
+    __slots__ = ("_count", "_pieces")
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces = tuple(sorted(pieces, key=attrgetter("first")))
+        self._count = sum(len(piece.values) for piece in self._pieces)
+
+    @classmethod
+    def at(cls, indices: npt.NDArray[np.int64], values: UIntArray) -> TensorChanges:
+        """New bits ``values`` at ``indices``, which ascend; at least one."""
+        return cls((Piece(indices, 0, values),))
+
+    def __len__(self) -> int:
+        """How many elements."""
+        return self._count
+
+    @property
+    def indices(self) -> npt.NDArray[np.int64]:
+        """int64, ascending, into the flattened tensor."""
+        return self._joined().positions.astype(np.int64, copy=False)
+
+    @property
+    def values(self) -> UIntArray:
+        """The new bits there."""
+        return self._joined().values
+
+    def _joined(self) -> Piece:
+        pieces = self._pieces
+        if len(pieces) == 1 and pieces[0].positions.dtype == np.int64:
+            return pieces[0]
+        indices = np.empty(self._count, np.int64)
+        at = 0
+        for positions, shift, values in pieces:
+            np.add(positions, shift, out=indices[at : at + len(values)], dtype=np.int64)
+            at += len(values)
+        joined = Piece(indices, 0, pieces[0].values if len(pieces) == 1 else np.concatenate([p.values for p in pieces]))
+        self._pieces = (joined,)
+        return joined
 
 
 StateChanges = dict[str, TensorChanges]
@@ -28,13 +78,13 @@ def merged(steps: tuple[StateChanges, ...], state: State) -> StateChanges:
     whole: StateChanges = {}
     for name in sorted({name for step in steps for name in step}):
         indices = np.unique(np.concatenate([step[name].indices for step in steps if name in step]))
-        whole[name] = TensorChanges(indices, state.read(name)[indices])
+        whole[name] = TensorChanges.at(indices, state.read(name)[indices])
     return whole
 
 
 def elements(changes: StateChanges) -> int:
     """How many changed."""
-    return sum(len(changed.indices) for changed in changes.values())
+    return sum(len(changed) for changed in changes.values())
 
 
 def difference(old: State, new: State) -> StateChanges:
@@ -43,5 +93,5 @@ def difference(old: State, new: State) -> StateChanges:
     for spec in new.specs:
         indices = np.flatnonzero(old.read(spec.name) != new.read(spec.name))  # may exceed 32-bit positions
         if len(indices):
-            changes[spec.name] = TensorChanges(indices, new.read(spec.name)[indices])
+            changes[spec.name] = TensorChanges.at(indices, new.read(spec.name)[indices])
     return changes

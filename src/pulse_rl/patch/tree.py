@@ -9,12 +9,14 @@ import numpy as np
 
 from .._util.threads import checked_threads, default_threads, ordered_map
 from ..codec import Changes
-from ..state.digest import LEAF_BYTES, PartDigest, StateDigest, changed_leaves_of, leaves_of
+from ..state import bits
+from ..state.digest import LEAF_BYTES, Changed, PartDigest, StateDigest, changed_leaves_of, leaves_of
 from ..state.slices import Segment
 from ..state.tensors import State, TensorSpec, UIntArray
 from .blocks import Block
 from .changes import StateChanges, TensorChanges
 
+_NOWHERE = np.empty(0, np.uint32)
 _SIDE_BY_SIDE = 16
 _ROUNDS = 4  # of so many leaves for each thread, at least
 
@@ -47,25 +49,20 @@ def changed_leaves(
 ) -> list[list[bytes]]:
     """Leaf digests per segment of each of the blocks, of one dtype, that have these ``elements``, once their
     ``changes`` are made to them; None: as they are."""
-    pieces = [piece for block, before in zip(blocks, elements, strict=True) for piece in _split(block, before)]
-    bases = accumulate((len(before) for before in elements), initial=0)
-    made = [(base, change) for base, change in zip(bases, changes, strict=False) if change is not None]
-    if not made:
-        return _by_block(blocks, leaves_of(pieces)) if pieces else []
-    positions = [change.positions + np.uint32(base) if base else change.positions for base, change in made]
-    values = [change.values for _, change in made]
-    joined = (positions[0], values[0]) if len(made) == 1 else (np.concatenate(positions), np.concatenate(values))
-    return _by_block(blocks, changed_leaves_of(pieces, *joined))
+    pieces = []
+    for block, before, made in zip(blocks, elements, changes, strict=True):
+        positions, values = made[:2] if made is not None else (_NOWHERE, before[:0])
+        ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
+        for (start, end), (first, last) in zip(
+            pairwise([0, *ends]), pairwise([0, *bits.below(positions, ends)]), strict=True
+        ):
+            pieces.append(Changed(before[start:end], positions[first:last], start, values[first:last]))
+    return _by_block(blocks, changed_leaves_of(pieces)) if pieces else []
 
 
 def _by_block(blocks: Sequence[Block], leaves: list[bytes]) -> list[list[bytes]]:
     left = iter(leaves)
     return [list(islice(left, len(block.segments))) for block in blocks]
-
-
-def _split(block: Block, elements: UIntArray) -> list[UIntArray]:
-    ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
-    return [elements[start:end] for start, end in pairwise([0, *ends])]
 
 
 class TreeUpdate:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,15 @@ class PartDigest(StateDigest):
         return PartDigest(specs, {spec.name: self.leaves[spec.name] for spec in specs}, self.whole, self.tensors)
 
 
+class Changed(NamedTuple):
+    """A flat array, and new bits ``values`` at ``positions - base``, which ascend, of elements of it."""
+
+    elements: UIntArray
+    positions: npt.NDArray[np.uint32]
+    base: int
+    values: UIntArray
+
+
 def leaf_digests(bits: UIntArray) -> bytes:
     """The leaf digests of a flat array, 32 bytes each, one after another; empty for an empty array."""
     return sha256_leaves([bits.view(np.uint8)], LEAF_BYTES)
@@ -75,12 +85,13 @@ def leaves_of(arrays: Sequence[UIntArray]) -> list[bytes]:
     return _split(sha256_leaves([a.view(np.uint8) for a in arrays], LEAF_BYTES), arrays)
 
 
-def changed_leaves_of(arrays: Sequence[UIntArray], positions: npt.NDArray[np.uint32], values: UIntArray) -> list[bytes]:
-    """The leaf digests that arrays of one dtype would have with ``values`` at ``positions``, which ascend and count the
-    elements of all. Writes nothing. Raises IndexError."""
-    raw = [a.view(np.uint8) for a in arrays]
-    digests = sha256_changed_leaves(raw, LEAF_BYTES, values.dtype.itemsize, positions, values.view(np.uint8))
-    return _split(digests, arrays)
+def changed_leaves_of(changed: Sequence[Changed]) -> list[bytes]:
+    """The leaf digests that arrays of one dtype would have once changed. Writes nothing. Raises IndexError."""
+    if not any(len(change.values) for change in changed):
+        return leaves_of([change.elements for change in changed])
+    raw = [(c.elements.view(np.uint8), c.positions, c.base, c.values.view(np.uint8)) for c in changed]
+    digests = sha256_changed_leaves(raw, LEAF_BYTES, changed[0].elements.dtype.itemsize)
+    return _split(digests, [change.elements for change in changed])
 
 
 def _split(digests: bytes, arrays: Sequence[UIntArray]) -> list[bytes]:

@@ -330,7 +330,7 @@ class Subscriber(Unique):
         self._delivered = [r for r in self._delivered if r.version == step.version][-_KEPT_RECEIPTS:]
         self._delivered.append(update._receipt)
         self._in_doubt = False
-        if any(tensor.indices is None for tensor in update.tensors):
+        if any(tensor.whole for tensor in update.tensors):
             host.pin(update)
         return update
 

@@ -10,19 +10,39 @@ import numpy as np
 import numpy.typing as npt
 
 from ..events import Metadata
+from ..patch.changes import TensorChanges
 from ..state.tensors import State, TensorSpec, UIntArray
 from ..stream.manifest import Manifest
 from .delivery import Step
 
 
-@dataclass(frozen=True, slots=True)
 class TensorUpdate:
-    """New bits of the tensor ``spec``: ``values``, unsigned integers of its element's width, at ``indices`` (int64,
-    ascending, into the flattened tensor), or everywhere if None."""
+    """New bits of the tensor ``spec``: its ``changes``, or all elements."""
 
-    spec: TensorSpec
-    indices: npt.NDArray[np.int64] | None
-    values: UIntArray
+    __slots__ = ("_changes", "spec")
+
+    def __init__(self, spec: TensorSpec, changes: TensorChanges | UIntArray) -> None:
+        self.spec = spec
+        self._changes = changes
+
+    def __len__(self) -> int:
+        """How many elements it writes."""
+        return len(self._changes)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it writes all elements."""
+        return not isinstance(self._changes, TensorChanges)
+
+    @property
+    def indices(self) -> npt.NDArray[np.int64] | None:
+        """Where, in the flattened tensor: int64, ascending; None: everywhere."""
+        return self._changes.indices if isinstance(self._changes, TensorChanges) else None
+
+    @property
+    def values(self) -> UIntArray:
+        """The new bits, unsigned integers of the element's width, one for each index."""
+        return self._changes.values if isinstance(self._changes, TensorChanges) else self._changes
 
 
 class Receipt:
@@ -69,7 +89,7 @@ class Update:
     @property
     def changed(self) -> int:
         """Elements that the update writes."""
-        return sum(t.values.size for t in self.tensors)
+        return sum(map(len, self.tensors))
 
     def acknowledge(self) -> None:
         """Says that the live model has taken the update over. May be called from any thread, and again."""
@@ -87,15 +107,15 @@ def make_update(step: Step, state: State, manifest: Manifest, started: float, so
     owner wants, is read-only. ``source`` stands for who delivers it.
     """
     if step.changes is None:
-        tensors = [TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs]
+        tensors = [TensorUpdate(spec, state.read(spec.name)) for spec in state.specs]
     else:
         tensors = [
-            TensorUpdate(state.spec(name), changed.indices, changed.values)
+            TensorUpdate(state.spec(name), changed)
             for name, changed in step.changes.items()
             if name not in step.renamed and name in state
         ]
         renamed = [name for name in sorted(step.renamed) if name in state]
-        tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in renamed]
+        tensors += [TensorUpdate(state.spec(name), state.read(name)) for name in renamed]
     update = Update(
         version=step.version,
         previous=step.previous,

@@ -111,7 +111,7 @@ class Draft:
         changes = self.changes[index]
         if changes is None:
             return None
-        low, high = np.searchsorted(changes.positions, [base, base + segment.elements]).tolist()
+        low, high = bits.below(changes.positions, (base, base + segment.elements))
         return (changes.positions[low:high], changes.values[low:high], base) if low < high else None
 
     def _place_of(self, segment: Segment) -> tuple[int, int]:

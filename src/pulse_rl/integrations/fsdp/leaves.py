@@ -13,7 +13,8 @@ from ..._native import sha256_absorb, sha256_begin, sha256_digests
 from ..._util.threads import ordered_map
 from ...codec import Changes
 from ...patch.blocks import Block, pieces_of
-from ...state.digest import LEAF_BYTES, StateDigest, changed_leaves_of, leaves_of
+from ...state import bits
+from ...state.digest import LEAF_BYTES, Changed, StateDigest, changed_leaves_of, leaves_of
 from ...state.slices import Segment
 from ...state.tensors import TensorSpec, UIntArray
 from .layout import Fragment, Layout, ended_leaves
@@ -42,22 +43,17 @@ def inner_leaves(block: Block, elements: Callable[[Segment], UIntArray]) -> Leav
 def changed_inner_leaves(block: Block, before: UIntArray, changes: Changes) -> Leaves:
     """The same of a block with elements ``before`` once ``changes`` are made to them; those of segments without changes
     are left out."""
-    parts, arrays, positions, values = [], [], [], []
-    total = 0
+    parts, changed = [], []
     for segment, base, piece in pieces_of(block, changes):
         part = inner(segment)
         if part is None:
             continue
-        shift = base + part.start - segment.start
-        low, high = np.searchsorted(piece.positions, [shift, shift + part.elements]).tolist()
+        start = base + part.start - segment.start
+        end = start + part.elements
+        inside = slice(*bits.below(piece.positions, (start, end)))
         parts.append(part)
-        arrays.append(before[shift : shift + part.elements])
-        positions.append((piece.positions[low:high] - np.uint32(shift) + np.uint32(total)).astype(np.uint32))
-        values.append(piece.values[low:high])
-        total += part.elements
-    if not parts:
-        return {}
-    return _numbered(parts, changed_leaves_of(arrays, np.concatenate(positions), np.concatenate(values)))
+        changed.append(Changed(before[start:end], piece.positions[inside], start, piece.values[inside]))
+    return _numbered(parts, changed_leaves_of(changed)) if parts else {}
 
 
 def _numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
