@@ -1,11 +1,14 @@
 // The in-place apply of a block's changes, and what undoes it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 namespace pulse {
+
+constexpr size_t kAhead = 32;  // positions: what is there is in no cache
 
 // Whether all positions, less `base`, are below `count`.
 bool all_within(const uint32_t* positions, size_t n, uint32_t base, size_t count);
@@ -23,7 +26,10 @@ void gather(const U* elements, const uint32_t* positions, size_t n, uint32_t bas
 template <class U>
 bool holds(const U* elements, const uint32_t* positions, size_t n, uint32_t base, const U* values) {
     U other = 0;
-    for (size_t i = 0; i < n; i++) other |= U(elements[positions[i] - base] ^ values[i]);
+    for (size_t i = 0; i < n; i++) {
+        __builtin_prefetch(elements + (positions[std::min(i + kAhead, n - 1)] - base));
+        other |= U(elements[positions[i] - base] ^ values[i]);
+    }
     return other == 0;
 }
 

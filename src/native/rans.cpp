@@ -17,8 +17,13 @@ void count_steps(StepCounts& counts, const U* old, const U* now, size_t elements
     const ClassOf cls{kind.shift, kind.mask};
     const size_t stride = kGroup * std::max<size_t>(1, elements / kSample);
     counts.elements = elements;
+    const size_t ahead = 8 * stride;  // another page, which no processor foresees
     for (size_t at = 0; at < elements; at += stride) {
         const size_t end = std::min(at + kGroup, elements);
+        for (size_t i = at + ahead; i < end + ahead; i += 64 / sizeof(U)) {
+            __builtin_prefetch(old + i);
+            __builtin_prefetch(now + i);
+        }
         for (size_t i = at; i < end; i++) {
             const U step = U(to_ordered(now[i], kind.floating) - to_ordered(old[i], kind.floating));
             counts.of[cls(old[i])][std::min(symbol_of(step), most_alphabet(int(sizeof(U))) - 1)]++;

@@ -1,4 +1,7 @@
 #include "rans.h"
+
+#include <algorithm>
+
 #include "rans_coder.h"
 #include "rans_vectors.h"
 
@@ -23,6 +26,8 @@ PULSE_RANS_INLINE void store(uint16_t* p, __m512i x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
 }
 PULSE_RANS_INLINE void store(uint32_t* p, __m512i x) { _mm512_storeu_si512(p, x); }
+
+constexpr size_t kAhead = 2048;  // elements that are fetched before they are needed
 
 // What does not change while a block is coded.
 template <class U>
@@ -82,7 +87,12 @@ PULSE_RANS size_t encode(RansEncoder& coder, const U* old, const U* now, size_t 
     size_t changed = 0;
     for (size_t group = to; group-- > from;) {
         __m512i before[kVectors], tables[kVectors], step[kVectors], symbol[kVectors], entry[kVectors];
-        for (int v = 0; v < kVectors; v++) before[v] = load(old + group * kRansStates + 16 * v);
+        const size_t first = group * kRansStates;
+        for (size_t i = 0; i < kRansStates; i += 64 / sizeof(U)) {
+            __builtin_prefetch(old + first - std::min(first, kAhead) + i);
+            __builtin_prefetch(now + first - std::min(first, kAhead) + i);
+        }
+        for (int v = 0; v < kVectors; v++) before[v] = load(old + first + 16 * v);
         tables_of(c, before, tables);
         for (int v = 0; v < kVectors; v++) {
             const __m512i after = load(now + group * kRansStates + 16 * v);

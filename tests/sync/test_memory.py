@@ -1,12 +1,15 @@
-"""What a subscriber holds does not grow with what it has missed."""
+"""What a publisher and a subscriber hold: no more with what was missed, and nothing once nobody uses them."""
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 
 import numpy as np
+import pytest
 
-from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root
+from pulse_rl import Bits, MemoryStore, Publisher, Relay, Subscriber, state_root
 from tests.support.states import Rng
 
 
@@ -35,3 +38,26 @@ def test_catching_up_takes_no_more_memory_for_more_versions(rng: Rng) -> None:
     assert worker.root == state_root(state)
     assert held < 2e6, "the changes are held once, 10 bytes an element"
     assert peak < 15e6, "40 times 100,000 changes are 40 MB"
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_who_is_dropped_is_gone_without_a_garbage_collection(closed: bool) -> None:
+    """Each holds a state's memory: until a collection, which a program without cycles may never see."""
+    store, copy = MemoryStore(), MemoryStore()
+    state = {"w": Bits(np.arange(100, dtype=np.uint16), "BF16")}
+    publisher = Publisher(store, stream="s")
+    relay = Relay(store, copy, stream="s")
+    worker = Subscriber(copy, stream="s")
+    publisher.publish(state)
+    relay.sync()
+    worker.sync()
+    if closed:
+        publisher.close(), worker.close()
+    watched = [weakref.ref(owner) for owner in (publisher, relay, worker)]
+    gc.collect()
+    gc.disable()
+    try:
+        owner = publisher = relay = worker = None  # type: ignore[assignment]
+        assert [watch() for watch in watched] == [None, None, None]
+    finally:
+        gc.enable()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from .._util.settings import checked_count, checked_number
 from .._util.threads import checked_threads
+from .._util.weak import weakly
 from ..errors import (
     ChainGap,
     CorruptManifest,
@@ -88,7 +89,7 @@ class Relay:
         self._listener = checked_listener(on_event)
         self._trusted_keys = trusted_keys
         self._follow_restarts = follow_restarts
-        self.source = Stream(open_store(source), stream, trusted, identity=identity, on_refused=self._refused)
+        self.source = Stream(open_store(source), stream, trusted, identity=identity, on_refused=weakly(self._refused))
         self._target = Stream(open_store(target), stream, trusted, identity=identity)
         self._have: int | None = None
         self._anchor: _AnchorCopy | None = None

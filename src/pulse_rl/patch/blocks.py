@@ -14,7 +14,7 @@ import numpy as np
 from ..codec import Changes, Layout, Run
 from ..state import bits
 from ..state.digest import LEAF_BYTES
-from ..state.memory import joined
+from ..state.memory import Allocate, joined, pageable
 from ..state.slices import Segment
 from ..state.tensors import DType, State, TensorSpec, UIntArray
 
@@ -44,13 +44,16 @@ class Block(NamedTuple):
         return Layout(self.dtype, tuple(runs))
 
     def read(self, state: State) -> UIntArray:
-        """The block's elements one after another: a view where they are so in host memory, else a copy, which owns its
-        data."""
+        """The block's elements one after another: a view where they are so in host memory, else a copy."""
+        return self.read_into(state, pageable)[0]
+
+    def read_into(self, state: State, allocate: Allocate) -> tuple[UIntArray, bool]:
+        """The same, and whether it is a copy, whose bytes ``allocate`` makes."""
         parts = [state.read(*s.place) for s in self.segments]
-        if len(parts) == 1:
-            return parts[0]
-        whole = joined(parts)
-        return np.concatenate(parts) if whole is None else whole
+        view = parts[0] if len(parts) == 1 else joined(parts)
+        if view is not None:
+            return view, False
+        return np.concatenate(parts, out=allocate(self.nbytes).view(self.dtype.uint)), True
 
     def __str__(self) -> str:
         first, last = self.segments[0], self.segments[-1]

@@ -16,6 +16,7 @@ from ..codec import Changes
 from ..errors import IntegrityError
 from ..state import bits
 from ..state.digest import StateDigest
+from ..state.memory import Allocate, SpareMemory
 from ..state.tensors import State, UIntArray
 from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
 from .header import BlockEntry, PatchHeader, check_block_elements
@@ -23,6 +24,7 @@ from .history import History, HistoryName, Records, records_of
 from .tree import TreeUpdate, changed_leaves, hashed_together
 from .undo import UndoLog
 
+_DENSE = 4  # where more than one element in so many changes, what old bits take weighs more than looking them up
 _STRIDE, _FEW = 16, 4096  # of the trainer's tensors, one change in so many is looked at again, from so many on
 
 
@@ -83,30 +85,41 @@ def build_patch(
     known = history if history and remembers else History()
     blocks = cut(old.specs, block_elements)
 
-    def run(group: range) -> list[_Built]:
+    def run(group: range, copies: Allocate) -> list[_Built]:
         built, elements, made = [], [], []
         for index in group:
             block = blocks[index]
-            before, after = block.read(old), block.read(new)
-            stride = 1 if after.flags.owndata else _STRIDE
-            encoded, changes = encode_proved(chosen, block, before, after, known.past(index), stride=stride)
+            before, (after, copied) = block.read(old), block.read_into(new, copies)
+            encoded, changes = encode_proved(
+                chosen, block, before, after, known.past(index), stride=1 if copied else _STRIDE
+            )
+            if changes is None:
+                built.append(_Built(index, encoded, None, None))
+                continue
             found = None
-            if remembers and changes is not None:
+            if remembers:
                 found = records_of(block.dtype, changes.positions, changes.replaced(before), changes.values)
-            built.append(_Built(index, encoded, changes, found))
             # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
-            if changes is not None:
-                elements.append(after if after.flags.owndata else before)
-                made.append(None if after.flags.owndata else changes)
+            elements.append(after if copied else before)
+            made.append(None if copied else changes)
+            if _DENSE * len(changes.positions) > block.elements:
+                changes = changes._replace(before=None)
+            built.append(_Built(index, encoded, changes, found))
         changed = [b for b in built if b.changes is not None]
         hashed = changed_leaves([blocks[b.index] for b in changed], elements, made)
         for b, leaves in zip(changed, hashed, strict=True):
             b.leaves = leaves
         return built
 
+    spare = SpareMemory()
+
+    def run_with_memory(group: range) -> list[_Built]:
+        with spare.lent() as copies:
+            return run(group, copies)
+
     tree = TreeUpdate(old_digest)
     coded, kept, records = [], [], {}
-    for built in chain.from_iterable(ordered_map(run, hashed_together(blocks, threads), threads)):
+    for built in chain.from_iterable(ordered_map(run_with_memory, hashed_together(blocks, threads), threads)):
         coded.append(built.encoded)
         kept.append(built.changes)
         tree.add(blocks[built.index], built.leaves)

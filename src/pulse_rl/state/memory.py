@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -15,13 +16,44 @@ LINE = 64
 """Bytes of a cache line."""
 
 
-def _pageable(nbytes: int) -> npt.NDArray[np.uint8]:
+Allocate = Callable[[int], npt.NDArray[np.uint8]]
+"""Makes memory of so many bytes, uninitialised."""
+
+
+def pageable(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory as the system gives it."""
     return np.empty(nbytes, np.uint8)
 
 
-def in_one_piece(
-    sizes: Sequence[int], allocate: Callable[[int], npt.NDArray[np.uint8]] = _pageable
-) -> list[npt.NDArray[np.uint8]]:
+class SpareMemory:
+    """Memory that is needed for a while, and then by somebody else: of new memory each page costs a fault. Threads may
+    share it; it ends with this."""
+
+    def __init__(self) -> None:
+        self._free: list[npt.NDArray[np.uint8]] = []
+
+    @contextmanager
+    def lent(self) -> Iterator[Allocate]:
+        """Lends memory until the end of the ``with``."""
+        taken: list[npt.NDArray[np.uint8]] = []
+
+        def lend(nbytes: int) -> npt.NDArray[np.uint8]:
+            try:
+                memory = self._free.pop()
+            except IndexError:
+                memory = pageable(nbytes)
+            if memory.nbytes < nbytes:
+                memory = pageable(nbytes)
+            taken.append(memory)
+            return memory[:nbytes]
+
+        try:
+            yield lend
+        finally:
+            self._free += taken
+
+
+def in_one_piece(sizes: Sequence[int], allocate: Allocate = pageable) -> list[npt.NDArray[np.uint8]]:
     """Arrays of so many bytes, uninitialised, each at a cache line of one allocation, which ``allocate`` makes.
 
     The system gives large pages to large allocations (numpy asks for them): tensors of a megabyte each would cost a

@@ -16,6 +16,7 @@ from .. import codec as codecs
 from .._util.serial import SerialThread, Unique, unstoppable
 from .._util.settings import checked_collection, checked_number
 from .._util.threads import checked_threads
+from .._util.weak import weakly
 from ..errors import InputError, PublisherConflict, PulseError
 from ..events import (
     Event,
@@ -124,7 +125,7 @@ class Publisher(Unique):
             TrustedKeys(keys) if keys else None,
             signer=signer,
             identity=identity,
-            on_refused=self._refused,
+            on_refused=weakly(self._refused),
         )
         self._codec = codec
         self._signer = signer

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 from .._util.serial import SerialThread, Unique
 from .._util.settings import checked_number, checked_path
 from .._util.threads import checked_threads
+from .._util.weak import weakly
 from ..errors import EmptyStream, InputError, PulseError, StreamReplaced, SubscriberPoisoned
 from ..events import Listener, PathFailed, Synced, checked_listener, failures_to
 from ..patch.history import History
@@ -103,7 +104,7 @@ class Subscriber(Unique):
                 stream,
                 trusted,
                 identity=identity,
-                on_refused=self._refused,
+                on_refused=weakly(self._refused),
             )
             for each in opened
         ]

@@ -15,6 +15,7 @@ from ... import codec as codecs
 from ..._util.serial import SerialThread, Unique
 from ..._util.settings import checked_collection, checked_number
 from ..._util.threads import checked_threads
+from ..._util.weak import weakly
 from ...errors import ConcurrentUse, InputError, PulseError
 from ...events import Event, Listener, Metadata, PathFailed, Published, checked_listener, failures_to
 from ...store import Store, open_store
@@ -87,7 +88,8 @@ class ShardedPublisher(Unique):
         def open_stream() -> bytes:
             trusted = TrustedKeys(keys) if keys else None
             where = open_store(store)
-            opened.append(Stream(where, stream, trusted, signer=signer, identity=identity, on_refused=self._refused))
+            refused = weakly(self._refused)
+            opened.append(Stream(where, stream, trusted, signer=signer, identity=identity, on_refused=refused))
             return b""
 
         try:
