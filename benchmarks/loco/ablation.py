@@ -87,13 +87,14 @@ GROUPS: dict[str, list[Variant]] = {
 class Outcome:
     """Of the last rounds: mean reward and loss. ``density``, ``payload`` and ``link`` (bytes): means over trainers and
     rounds, times the rounds for the bytes. ``rewards``: of each round, mean over trainers; ``ahead``: of the last ones,
-    by the weights that the inner steps start from."""
+    by the weights that the inner steps start from; ``consensus``: after the last one, by the mean of these."""
 
     title: str
     seed: int
     reward: float
     loss: float
     ahead: float
+    consensus: float
     density: float
     payload: float
     link: float
@@ -102,7 +103,7 @@ class Outcome:
     def __str__(self) -> str:
         return (
             f"{self.title:52} {self.seed:4} {self.reward:>8.4f} {self.loss:>8.4f} {self.ahead:>8.4f} "
-            f"{self.density:>8.2%} {self.payload / 1e6:>8.2f} {self.link / 1e6:>8.2f}"
+            f"{self.consensus:>9.4f} {self.density:>8.2%} {self.payload / 1e6:>8.2f} {self.link / 1e6:>8.2f}"
         )
 
 
@@ -126,6 +127,7 @@ def measure(variant: Variant, seed: int, rounds: int) -> Outcome:
         reward=fmean(reward for reward, _ in of_last),
         loss=fmean(loss for _, loss in of_last),
         ahead=fmean(reward for trained in done[:TRAINERS] for reward, _ in trained.ahead[last:]),
+        consensus=fmean((trained.consensus or trained.held_out[-1])[0] for trained in done[:TRAINERS]),
         density=fmean(r.density for r in of_rounds),
         payload=fmean(r.payload_bytes for r in of_rounds) * count,
         link=fmean(r.sent_bytes for r in of_rounds) * count,
@@ -142,7 +144,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tasks.ensure(tasks.ARITHMETIC)
     found = []
-    print(f"{'method':52} seed   reward     loss    ahead  density  payload  link, MB a trainer", flush=True)
+    print(f"{'method':52} seed   reward     loss    ahead consensus  density  payload  link, MB a trainer", flush=True)
     for group in arguments.only:
         for variant in GROUPS[group]:
             for seed in arguments.seeds:

@@ -29,8 +29,8 @@ ROUNDS = 8
 @dataclass(frozen=True)
 class Learnt:
     """``rewards`` and ``losses`` of the held-out prompts: before training, then after each round; ``ahead``: the last
-    reward by the weights that the next inner steps start from. ``density`` and ``link`` (bytes that left a process):
-    means over trainers and rounds, times the rounds for the bytes."""
+    reward by the weights that the next inner steps start from, ``consensus`` by the mean of these. ``density`` and
+    ``link`` (bytes that left a process): means over trainers and rounds, times the rounds for the bytes."""
 
     method: str
     lr: float
@@ -38,6 +38,7 @@ class Learnt:
     rewards: list[float]
     losses: list[float]
     ahead: float
+    consensus: float
     density: float
     link: float
 
@@ -45,8 +46,8 @@ class Learnt:
         half = len(self.rewards) // 2
         rewards = " ".join(f"{self.rewards[i]:>8.4f}" for i in (0, half, -1))
         return (
-            f"{self.method:29} {self.lr:>6g} {self.seed:>4} {rewards} {self.losses[0]:>8.4f} {self.losses[-1]:>8.4f} "
-            f"{self.ahead:>8.4f} {self.density:>8.2%} {self.link / 1e6:>8.1f}"
+            f"{self.method:29} {self.lr:>6g} {self.seed:>4} {rewards} {self.ahead:>8.4f} "
+            f"{self.consensus:>9.4f} {self.density:>8.2%} {self.link / 1e6:>8.1f}"
         )
 
 
@@ -69,6 +70,7 @@ def measure(method: str, lr: float, seed: int, rounds: int) -> Learnt:
         rewards=[fmean(reward for reward, _ in shares) for shares in held_out],
         losses=[fmean(loss for _, loss in shares) for shares in held_out],
         ahead=fmean(trained.ahead[-1][0] for trained in done),
+        consensus=fmean((trained.consensus or trained.held_out[-1])[0] for trained in done),
         density=fmean(r.density for r in of_rounds),
         link=fmean(r.sent_bytes for r in of_rounds) * rounds,
     )
@@ -86,8 +88,8 @@ def main() -> None:
     tasks.ensure(tasks.PRETRAINED_SPLIT)
     found = []
     print(
-        f"{tasks.HELD_OUT_PROMPTS} held-out prompts; reward before, halfway and after {arguments.rounds} rounds; loss\n"
-        f"{'method':29} {'lr':>6} seed   before  halfway    after   before    after    ahead  density  link, MB a trainer",
+        f"{tasks.HELD_OUT_PROMPTS} held-out prompts; reward before, halfway and after {arguments.rounds} rounds\n"
+        f"{'method':29} {'lr':>6} seed   before  halfway    after    ahead consensus  density  link, MB a trainer",
         flush=True,
     )
     for lr in arguments.lr:

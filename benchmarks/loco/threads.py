@@ -63,12 +63,14 @@ class ThreadedExchange(Exchange):
 @dataclass
 class Trained:
     """What one trainer did: its loop and its rounds, and after each, where asked for, (reward, loss) of its share of
-    the held-out problems, by theta and by where its next inner steps start."""
+    the held-out problems, by theta and by where its next inner steps start; after the last one by the mean of those
+    starts."""
 
     loop: OuterLoop
     rounds: list[Round] = field(default_factory=list)
     held_out: list[tuple[float, float]] = field(default_factory=list)
     ahead: list[tuple[float, float]] = field(default_factory=list)
+    consensus: tuple[float, float] | None = None
 
 
 def train(
@@ -90,11 +92,21 @@ def train(
                 if evaluate and rank < TRAINERS and loop.inner_step == 0:
                     done.held_out.append(evaluate_theta(loop, job))
                     done.ahead.append(job.evaluate() if isinstance(loop, PulseLoCo) else done.held_out[-1])
+            if evaluate and isinstance(loop, PulseLoCo):
+                done.consensus = _evaluate_consensus(job, loop.consensus())
 
     started = time.monotonic()
     as_threads(run, trainers)
     print(f"{task}, lr {lr:g}, {trainers} trainers: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return [done for done in found if done is not None]
+
+
+@torch.no_grad()
+def _evaluate_consensus(job: Task, weights: dict[str, torch.Tensor]) -> tuple[float, float]:
+    for name, master in job.masters.items():
+        master.copy_(weights[name])
+    job.cast()
+    return job.evaluate()
 
 
 def _step(job: Task, optimizer: torch.optim.Optimizer, step: int, lr: float) -> None:

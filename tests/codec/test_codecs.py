@@ -68,6 +68,7 @@ def check_round_trip(chosen: Codec, old: UIntArray, new: UIntArray, layout: Layo
         np.testing.assert_array_equal(found.positions, expected)
         np.testing.assert_array_equal(found.values, new[expected])
         assert (found.positions.dtype, found.values.dtype) == (np.uint32, dtype.uint)
+        np.testing.assert_array_equal(found.replaced(old), old[expected])
     assert (old.tobytes(), new.tobytes()) == (kept[0].tobytes(), kept[1].tobytes())
     assert (payload, changed) == chosen.encode(old, new, layout), "the same input must give the same bytes"
     return payload
@@ -80,6 +81,7 @@ def check_sane(found: Changes, old: UIntArray, dtype: DType) -> None:
     assert not len(positions) or 0 <= positions[0] <= positions[-1] < len(old)
     assert found.values.dtype == dtype.uint
     assert len(found.values) == len(positions)
+    np.testing.assert_array_equal(found.replaced(old), old[positions])
 
 
 def decodes_sanely_or_is_refused(chosen: Codec, payload: bytes, old: UIntArray, layout: Layout) -> bool:

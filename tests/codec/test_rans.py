@@ -66,6 +66,8 @@ def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout
     for use in (False, True):
         use_rans_vectors(use)
         found = RANS.decode(memoryview(payload), old, layout)
+        assert found.before is not None, "no look into memory that is in no cache"
+        np.testing.assert_array_equal(found.before, old[found.positions])
         np.testing.assert_array_equal(found.positions, np.flatnonzero(old != new))
         np.testing.assert_array_equal(found.values, new[found.positions])
 

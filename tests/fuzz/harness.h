@@ -166,20 +166,22 @@ inline void check_positions(const uint32_t* positions, size_t count, size_t elem
 
 // The elements after changes, which are in range and in order, and changes.
 inline std::vector<uint8_t> changed(const Block& b, const uint32_t* positions, size_t count, const uint8_t* values,
-                                    size_t bytes, uint64_t seed) {
+                                    size_t bytes, const uint8_t* before, size_t bytes_before, uint64_t seed) {
     const size_t width = size_t(b.kind.width);
-    if (bytes != count * width) fail("values and positions differ in number", seed);
+    if (bytes != count * width || bytes_before != bytes) fail("values and positions differ in number", seed);
     check_positions(positions, count, b.elements, seed);
     std::vector<uint8_t> made = b.before;
     for (size_t i = 0; i < count; i++) {
         uint8_t* const at = &made[positions[i] * width];
         if (!std::memcmp(at, values + i * width, width)) fail("a change by nothing", seed);
+        if (std::memcmp(at, before + i * width, width)) fail("other old bits", seed);
         std::memcpy(at, values + i * width, width);
     }
     return made;
 }
 inline std::vector<uint8_t> changed(const Block& b, const pulse::Decoded& d, uint64_t seed) {
-    return changed(b, d.positions.data(), d.positions.size(), d.values.data(), d.values.size(), seed);
+    return changed(b, d.positions.data(), d.positions.size(), d.values.data(), d.values.size(), d.before.data(),
+                   d.before.size(), seed);
 }
 
 // Whether positions are found and weights summed by vectors, where the processor has them.

@@ -19,7 +19,8 @@ namespace {
 std::vector<uint8_t> decoded(const Exact& payload, const Block& b, uint64_t seed) {
     try {
         const DecodedSteps d = decode_steps(payload.data(), payload.size, b.old.data(), b.elements, b.kind);
-        return changed(b, d.positions.data.get(), d.positions.size, d.values.data.get(), d.values.size, seed);
+        return changed(b, d.positions.data.get(), d.positions.size, d.values.data.get(), d.values.size,
+                       d.before.data.get(), d.before.size, seed);
     } catch (const Malformed&) {
         return {};
     }

@@ -57,7 +57,7 @@ def test_who_is_dropped_is_gone_without_a_garbage_collection(closed: bool) -> No
     gc.collect()
     gc.disable()
     try:
-        owner = publisher = relay = worker = None  # type: ignore[assignment]
+        publisher = relay = worker = None  # type: ignore[assignment]
         assert [watch() for watch in watched] == [None, None, None]
     finally:
         gc.enable()

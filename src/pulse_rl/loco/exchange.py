@@ -98,6 +98,8 @@ class Exchange:
         all; then each message behind its SHA-256. Raises as `all_gather`, and for a length over the limit on all
         trainers alike.
         """
+        if self.size == 1:
+            return list(messages), [len(messages[0])]
         form = f"<{self.size}Q"
         announced = self.all_gather_fixed(struct.pack(form, *map(len, messages)))
         lengths = [struct.unpack(form, row) for row in announced]

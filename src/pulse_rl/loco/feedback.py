@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..errors import CorruptMessage, Diverged, InputError
+from .consensus import consensus
 from .gate import Floats, is_finite
-from .membership import Delivery, Handshake, delivery_of
+from .membership import Delivery, Handshake, delivery_of, require_same_root, require_same_tensors
 from .outer import OuterLoop
 from .parameters import FlatBlock
 
@@ -31,6 +34,28 @@ class ErrorFeedbackLoop(OuterLoop):
         """What is held back so far, by name, FP32 on the host, in this object's memory."""
         self._serial.run(lambda: None)  # whatever an interrupt left behind has ended
         return self.parameters.by_name(self.residual_flat)
+
+    def _consensus(self, lookahead: np.float32) -> dict[str, torch.Tensor]:
+        if self.inner_step:
+            raise InputError(
+                f"{self.inner_step} inner steps of the round are taken: the residual is that of the last one",
+                hint="Call it on all trainers after a round, before the next inner step.",
+            )
+        exchange = self._exchange
+        if exchange is None:
+            raise InputError("the trainers have not met", hint="Call it on all trainers, within the loop's `with`.")
+        theta, residual, blocks = self.theta_flat, self.residual_flat, self.parameters.blocks
+        try:
+            found = consensus(exchange, blocks, theta, residual, lookahead) if lookahead else theta.copy()
+            tree = self._digest(found)
+            different = partial(require_same_tensors, exchange, self.round, {"the consensus": tree})
+            require_same_root(exchange, self.round, tree, different)
+        except (Diverged, CorruptMessage):  # on all trainers alike
+            raise
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self.parameters.by_name(found)
 
     @abstractmethod
     def _accumulated(self, block: FlatBlock) -> Floats:

@@ -139,6 +139,16 @@ class PulseLoCo(ErrorFeedbackLoop):
             self._at_theta = False
             self._serial.run(lambda: give(self._ahead_now()), whole=True)
 
+    def consensus(self) -> dict[str, torch.Tensor]:
+        """Theta less what all trainers hold back: the mean of what their next inner steps start from, by name, FP32 on
+        the host, the same bits on all trainers (docs/loco.md, 1.2). What to keep at the end of a training, when there
+        is no round left for what is late; it changes nothing here.
+
+        All trainers call it, within the ``with``, between rounds (else InputError). It costs a dense all-reduce, or
+        nothing without a lookahead, where it is theta. Raises TrainerLost, CorruptMessage and Diverged as a round does.
+        """
+        return self._consensus(self.lookahead)
+
     # -- a round
 
     def _join(self) -> None:

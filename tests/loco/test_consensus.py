@@ -1,0 +1,173 @@
+"""The mean of what all trainers' next inner steps start from: its bits, its refusals, and that it changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pulse_rl.errors import CorruptMessage, Diverged, InputError, TrainerLost
+from pulse_rl.loco import PulseLoCo, parameters
+from pulse_rl.loco.exchange import Exchange
+from tests.support.loco_reference import Flat, Job, flat, same
+from tests.support.site_members import Member, members
+from tests.support.trainers import Trainer, together
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", 700)
+
+
+def expected(theta: Flat, residuals: list[Flat], lookahead: float) -> Flat:
+    total = torch.zeros_like(theta)
+    for residual in residuals:
+        total = total + residual
+    return theta - torch.tensor(lookahead) * (total / len(residuals))
+
+
+def test_of_one_trainer_it_is_where_its_steps_start() -> None:
+    job = Job(0, lr=1e-3)
+    with PulseLoCo(job.model, job.optimizer, sync_every=2) as loop:
+        job.step(0)
+        job.step(0)
+        assert loop.residual()["0.weight"].any()
+        assert same(flat(loop.consensus()), job.weights())
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("names", ["   ", "     ", "aabb"])
+@pytest.mark.parametrize("lookahead", [7.0, 0.3])
+def test_it_is_the_rule_to_the_bit_and_changes_nothing(names: str, lookahead: float) -> None:
+    found: dict[int, list[Flat]] = {}
+
+    def work(member: Member) -> None:
+        for _ in range(3):
+            member.round()  # checked against the reference, to the bit, after each consensus too
+            residual = member.reference.residual.clone()
+            found.setdefault(member.rank, []).extend([residual, flat(member.loop.consensus())])
+
+    everyone = members(names, work, lookahead=lookahead, gate_sums=True)
+    theta = everyone[0].reference.theta.detach()
+    residuals = [found[rank][-2] for rank in range(len(names))]
+    for rank in range(len(names)):
+        assert same(found[rank][-1], expected(theta, residuals, lookahead))
+    assert not same(found[0][-1], theta)
+
+
+def test_without_a_lookahead_it_is_theta_and_costs_a_root() -> None:
+    def work(member: Member) -> None:
+        member.round()
+        exchange = member.loop._exchange
+        assert exchange is not None
+        sent = exchange.sent_bytes
+        assert same(flat(member.loop.consensus()), flat(member.loop.theta()))
+        assert exchange.sent_bytes - sent == 2 * 32
+
+    members("   ", work, lookahead=0.0, gate_sums=True)
+
+
+def test_it_is_refused_where_it_would_be_something_else() -> None:
+    job = Job(0)
+    loop = PulseLoCo(job.model, job.optimizer, sync_every=2)
+    with pytest.raises(InputError, match="have not met"):
+        loop.consensus()
+    with loop:
+        job.step(0)
+        with pytest.raises(InputError, match="1 inner steps of the round"):
+            loop.consensus()
+
+
+def test_it_may_be_asked_for_when_a_round_is_told() -> None:
+    seen: list[bool] = []
+    job = Job(0, lr=1e-3)
+    loop = PulseLoCo(
+        job.model, job.optimizer, sync_every=2, on_round=lambda _: seen.append(not same(common(), job.weights()))
+    )
+
+    def common() -> Flat:
+        return flat(loop.consensus())
+
+    with loop:
+        job.step(0)
+        job.step(0)
+        assert same(job.weights(), common())
+    assert seen == [True], "the model held theta meanwhile"
+
+
+def test_trainers_that_do_not_agree_are_named() -> None:
+    """One theta differs from the others', as no round leaves it."""
+
+    def work(member: Member) -> None:
+        member.round()
+        member.loop.theta_flat[7] += np.float32(member.rank == 1)
+        with pytest.raises(Diverged, match="the consensus"):
+            member.loop.consensus()
+
+    members("   ", work, gate_sums=True)
+
+
+@pytest.mark.parametrize("damage", [lambda m: m[:-4], lambda m: m + bytes(4)])
+def test_messages_of_another_length_are_refused(damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = Exchange.all_gather
+
+    def altered(exchange: Exchange, message: bytes, *, max_bytes: int) -> list[bytes]:
+        changed = damage(message) if exchange.rank == 1 and len(message) > 200 else message
+        return gathered(exchange, changed, max_bytes=max_bytes + 4)
+
+    def work(member: Member) -> None:
+        member.round()
+        before = flat(member.loop.theta()).clone()
+        monkeypatch.setattr(Exchange, "all_gather", altered)
+        with pytest.raises(CorruptMessage, match="trainer 1 sent"):
+            member.loop.consensus()
+        assert same(flat(member.loop.theta()), before)
+
+    members("   ", work, gate_sums=True)
+
+
+def real_trainers(trainer: Trainer) -> bytes:
+    trainer.connect("all")
+    job = Job(0, lr=1e-3)
+    with PulseLoCo(job.model, job.optimizer, sync_every=2) as loop:
+        for _ in range(4):
+            job.step(trainer.rank)
+        residuals = [
+            trainer.put("residual", loop.residual()) or trainer.get("residual", r) for r in range(trainer.size)
+        ]
+        found = flat(loop.consensus())
+        assert same(found, expected(flat(loop.theta()), list(map(flat, residuals)), 7.0))
+        for _ in range(2):
+            job.step(trainer.rank)
+        return found.numpy().tobytes()
+
+
+def test_among_processes() -> None:
+    assert len(set(together(real_trainers, 3))) == 1
+
+
+def one_leaves(trainer: Trainer) -> str:
+    trainer.connect("all")
+    job = Job(0, lr=1e-3)
+    loop = PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=3)
+    with loop:
+        for _ in range(2):
+            job.step(trainer.rank)
+        if trainer.rank == 1:
+            loop.close()
+            trainer.put("closed")
+            return "closed"
+        trainer.get("closed", 1)
+        with pytest.raises(TrainerLost, match="trainer 1"):
+            loop.consensus()
+        with pytest.raises(InputError, match="have not met"):
+            loop.consensus()
+    return "lost"
+
+
+def test_a_trainer_that_has_left_is_named() -> None:
+    assert together(one_leaves, 2) == ["lost", "closed"]
