@@ -119,11 +119,31 @@ def test_messages_of_another_length_are_refused(damage: Any, monkeypatch: pytest
         changed = damage(message) if exchange.rank == 1 and len(message) > 200 else message
         return gathered(exchange, changed, max_bytes=max_bytes + 4)
 
+    refused_by_all(monkeypatch, "all_gather", altered, ["trainer 1 could not add"] * 3)
+
+
+def test_a_residual_of_another_length_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Exchange.all_to_all
+
+    def altered(exchange: Exchange, messages: list[bytes], *, max_bytes: Any) -> tuple[list[bytes], list[int]]:
+        if exchange.rank == 1 and min(map(len, messages)) > 200:
+            messages = [*messages[:2], messages[2][:-4]]
+        return sent(exchange, messages, max_bytes=max_bytes)
+
+    words = [
+        "trainer 2 could not add",
+        "trainer 2 could not add",
+        "trainer 1 sent 3996 bytes of its residual, not 4000",
+    ]
+    refused_by_all(monkeypatch, "all_to_all", altered, words)
+
+
+def refused_by_all(monkeypatch: pytest.MonkeyPatch, name: str, altered: Any, words: list[str]) -> None:
     def work(member: Member) -> None:
         member.round()
         before = flat(member.loop.theta()).clone()
-        monkeypatch.setattr(Exchange, "all_gather", altered)
-        with pytest.raises(CorruptMessage, match="trainer 1 sent"):
+        monkeypatch.setattr(Exchange, name, altered)
+        with pytest.raises(CorruptMessage, match=words[member.rank]):
             member.loop.consensus()
         assert same(flat(member.loop.theta()), before)
 

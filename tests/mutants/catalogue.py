@@ -225,7 +225,7 @@ DELIVERY = [
     one(
         "old bits are delivered where an element changed twice",
         "patch.changes",
-        "        whole[name] = TensorChanges(indices, state.read(name)[indices])\n",
+        "        whole[name] = TensorChanges.at(indices, state.read(name)[indices])\n",
         "        whole[name] = next(step[name] for step in steps if name in step)\n",
     ),
     one(

@@ -28,21 +28,30 @@ def consensus(
 def _mean(exchange: Exchange, residual: Floats) -> Floats:
     size = exchange.size
     bounds = [len(residual) * rank // size for rank in range(size + 1)]
-    expected = [residual.itemsize * (stop - start) for start, stop in pairwise(bounds)]
+    lengths = [residual.itemsize * (stop - start) for start, stop in pairwise(bounds)]
     parts = [residual[start:stop].tobytes() for start, stop in pairwise(bounds)]
-    arrived, _ = exchange.all_to_all(parts, max_bytes=[expected] * size)
-    own = expected[exchange.rank]
-    total = np.zeros(own // residual.itemsize, np.float32)
-    for rank, message in enumerate(arrived):
-        _require(rank, message, own)
-        total += np.frombuffer(message, np.float32)
-    total /= np.float32(size)
-    shares = exchange.all_gather(total.tobytes(), max_bytes=max(expected))
-    for rank, message in enumerate(shares):
-        _require(rank, message, expected[rank])
+    problem: CorruptMessage | None = None
+    own = b""  # says that there is a problem
+    try:
+        arrived, _ = exchange.all_to_all(parts, max_bytes=[lengths] * size)
+        own = _added(arrived, lengths[exchange.rank], size).tobytes()
+    except CorruptMessage as error:
+        problem = error
+    shares = exchange.all_gather(own, max_bytes=max(lengths))
+    if problem is not None:
+        raise problem
+    for rank, share in enumerate(shares):
+        if len(share) != lengths[rank]:
+            raise CorruptMessage(
+                f"trainer {rank} could not add the residuals, or sent {len(share)} bytes of their mean"
+            )
     return np.frombuffer(b"".join(shares), np.float32)
 
 
-def _require(rank: int, message: bytes, nbytes: int) -> None:
-    if len(message) != nbytes:
-        raise CorruptMessage(f"trainer {rank} sent {len(message)} bytes of its residual, not {nbytes}")
+def _added(messages: Sequence[bytes], nbytes: int, trainers: int) -> Floats:
+    total = np.zeros(nbytes // 4, np.float32)
+    for rank, message in enumerate(messages):
+        if len(message) != nbytes:
+            raise CorruptMessage(f"trainer {rank} sent {len(message)} bytes of its residual, not {nbytes}")
+        total += np.frombuffer(message, np.float32)
+    return np.divide(total, np.float32(trainers), out=total)

@@ -31,12 +31,13 @@ class TensorChanges:
     __slots__ = ("_count", "_pieces")
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._pieces = tuple(sorted(pieces, key=attrgetter("first")))
+        found = tuple(pieces)
+        self._pieces = found if len(found) == 1 else tuple(sorted(found, key=attrgetter("first")))
         self._count = sum(len(piece.values) for piece in self._pieces)
 
     @classmethod
     def at(cls, indices: npt.NDArray[np.int64], values: UIntArray) -> TensorChanges:
-        """New bits ``values`` at ``indices``, which ascend; at least one."""
+        """New bits ``values`` at ``indices``, which ascend."""
         return cls((Piece(indices, 0, values),))
 
     def __len__(self) -> int:

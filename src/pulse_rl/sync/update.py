@@ -17,13 +17,20 @@ from .delivery import Step
 
 
 class TensorUpdate:
-    """New bits of the tensor ``spec``: its ``changes``, or all elements."""
+    """New bits of the tensor ``spec``: ``values`` at ``indices``, or everywhere if these are None."""
 
     __slots__ = ("_changes", "spec")
 
-    def __init__(self, spec: TensorSpec, changes: TensorChanges | UIntArray) -> None:
+    def __init__(self, spec: TensorSpec, indices: npt.NDArray[np.int64] | None, values: UIntArray) -> None:
         self.spec = spec
-        self._changes = changes
+        self._changes = values if indices is None else TensorChanges.at(indices, values)
+
+    @classmethod
+    def _of(cls, spec: TensorSpec, changes: TensorChanges) -> TensorUpdate:
+        """With indices that are made when they are asked for."""
+        update = cls.__new__(cls)
+        update.spec, update._changes = spec, changes
+        return update
 
     def __len__(self) -> int:
         """How many elements it writes."""
@@ -107,15 +114,15 @@ def make_update(step: Step, state: State, manifest: Manifest, started: float, so
     owner wants, is read-only. ``source`` stands for who delivers it.
     """
     if step.changes is None:
-        tensors = [TensorUpdate(spec, state.read(spec.name)) for spec in state.specs]
+        tensors = [TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs]
     else:
         tensors = [
-            TensorUpdate(state.spec(name), changed)
+            TensorUpdate._of(state.spec(name), changed)
             for name, changed in step.changes.items()
             if name not in step.renamed and name in state
         ]
         renamed = [name for name in sorted(step.renamed) if name in state]
-        tensors += [TensorUpdate(state.spec(name), state.read(name)) for name in renamed]
+        tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in renamed]
     update = Update(
         version=step.version,
         previous=step.previous,
