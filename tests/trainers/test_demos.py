@@ -1,0 +1,68 @@
+"""`make demo` and `make demo-loco`, small: what is killed resumes, and the proofs at the end can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.loco.__main__ import RunFailed, compare_roots
+from examples.loco.settings import RunFolder, Settings
+from pulse_rl.cli import main
+
+CHECKOUT = Path(__file__).parents[2]
+SMALL = ["--sft-steps", "30", "--prompts", "4", "--checkpoint-every", "2"]
+SMALL_LOCO = ["--trainers", "2", "--workers", "1", "--rounds", "3", "--sync-every", "2", "--prompts", "2"]
+SMALL_LOCO += ["--sft-steps", "10", "--patience", "60"]
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "examples.grpo", *arguments]
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_killed_trainer_and_worker_resume_with_identical_weights(tmp_path: Path) -> None:
+    done = demo("--run", str(tmp_path), "--steps", "6", *SMALL, "--kill", "trainer@3", "--kill", "worker-1@4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "trainer.jsonl").read_text().splitlines()[-1])
+    assert (result["event"], result["step"], result["identical"]) == ("result", 6, True)
+    assert set(result["workers"].values()) == {result["root"]}
+    assert len(result["workers"]) == 2
+    assert (tmp_path / "reward-and-density.png").stat().st_size > 10_000
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
+
+    report = tmp_path / f"store/reports/worker-0/{result['version']:012d}.json"
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"root": "0" * 64}))
+    assert demo("trainer", "--run", str(tmp_path)).returncode == 3
+
+
+def journal(folder: RunFolder, rank: int) -> list[dict[str, object]]:
+    return [json.loads(line) for line in folder.journal_of(rank).read_text().splitlines()]
+
+
+def test_a_killed_trainer_resumes_and_all_models_are_identical_at_the_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.loco", "--run", str(tmp_path), *SMALL_LOCO, "--kill", "trainer-1@1"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all 2 trainers hold the same theta" in done.stdout
+
+    folder = RunFolder(tmp_path)
+    journals = [journal(folder, rank) for rank in range(2)]
+    for lines in journals:
+        rounds = [e["round"] for e in lines if e["event"] == "round"]
+        assert rounds in ([1, 2, 3], [2, 3])  # without 1 if a slow trainer was ended before it could report it
+        assert [(e["round"], e["restarts"]) for e in lines if e["event"] == "met"] == [(0, 0), (1, 1)]
+    results = dict(enumerate(lines[-1] for lines in journals))
+    assert results[0]["theta"] == results[1]["theta"] != results[0]["root"]
+
+    settings = Settings.load(folder.settings)
+    compare_roots(settings, folder, results)
+    with pytest.raises(RunFailed, match="differ"):
+        compare_roots(settings, folder, {**results, 1: results[1] | {"theta": "0" * 64}})
+    report = tmp_path / f"store/reports/worker-0/{settings.rounds:012d}.json"
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"root": "0" * 64}))
+    with pytest.raises(RunFailed, match="differ"):
+        compare_roots(settings, folder, results)
