@@ -40,6 +40,34 @@ def test_catching_up_takes_no_more_memory_for_more_versions(rng: Rng) -> None:
     assert peak < 15e6, "40 times 100,000 changes are 40 MB"
 
 
+def test_indices_take_memory_when_they_are_asked_for(rng: Rng) -> None:
+    """Half of the weights changes: as int64 their indices are twice the state."""
+    size = 1 << 20
+    state = {"w": Bits(rng.integers(0, 1 << 16, size, dtype=np.uint16), "BF16")}
+    store = MemoryStore()
+    with Publisher(store, stream="policy") as publisher, Subscriber(store, stream="policy", threads=1) as worker:
+        publisher.publish(state)
+        worker.sync()
+        model = state["w"].array.copy()
+        changed = rng.permutation(size)[: size // 2]
+        state["w"].array[changed] ^= 1
+        publisher.publish(state)
+        tracemalloc.start()
+        update = worker.sync()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert update is not None
+    assert peak < 3e6, "a payload, and no indices"
+    (tensor,) = update.tensors
+    assert (len(tensor), tensor.whole, update.changed) == (size // 2, False, size // 2)
+    indices = tensor.indices
+    assert indices is not None
+    assert indices.dtype == np.int64
+    assert indices.tolist() == sorted(changed.tolist())
+    model[indices] = tensor.values
+    np.testing.assert_array_equal(model, state["w"].array)
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_who_is_dropped_is_gone_without_a_garbage_collection(closed: bool) -> None:
     """Each holds a state's memory: until a collection, which a program without cycles may never see."""
