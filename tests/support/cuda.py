@@ -58,7 +58,8 @@ class OnDevice(torch.Tensor):
         if func is torch.Tensor.copy_:
             assert kwargs == {"non_blocking": True}
             target, source = args
-            Stream.current.work.append(lambda: target.copy_(source.as_subclass(torch.Tensor)))
+            plain = target.as_subclass(torch.Tensor)
+            Stream.current.work.append(lambda: plain.copy_(source.as_subclass(torch.Tensor)))
             return target
         return super().__torch_function__(func, types, args, kwargs or {})
 

@@ -60,6 +60,43 @@ def test_each_version_has_the_weights_between_two_steps(cuda: Device, given: tor
     assert all(report.ok for report in verify_stream(store, "policy"))
 
 
+def test_a_staged_copy_holds_up_nobody(cuda: Device) -> None:
+    """The trainer's next step waits for a copy within the device, and not for the one to the host."""
+    current, _ = cuda
+    weight = torch.randn(SIZE).bfloat16()
+    store = MemoryStore()
+    expected = []
+    with Publisher(store, stream="policy", stage_on_device=True) as publisher:
+        for _ in range(4):
+            Stream.gate.clear()
+            current.work.append(lambda: step(weight))
+            submission = publisher.submit({"weight": on_device(weight)})
+            current.work.append(lambda: expected.append(state_root({"weight": weight})))
+            current.work.append(lambda: step(weight))
+            side = Stream.made[-1]
+            current.run()
+            assert side.done == 0, "a step was held up by a copy to the host"
+            Stream.gate.set()
+            assert submission.result(20).root == expected[-1]
+    assert [report.root for report in verify_stream(store, "policy")] == expected
+
+
+def test_without_room_on_the_device_a_copy_is_not_staged(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    current, _ = cuda
+    weight = torch.randn(SIZE).bfloat16()
+    expected = state_root({"weight": weight})
+    with Publisher(MemoryStore(), stream="policy", stage_on_device=True) as publisher:
+        monkeypatch.setattr(torch, "empty_like", full)
+        submission = publisher.submit({"weight": on_device(weight)})
+        current.work.append(lambda: step(weight))
+        current.run()
+        Stream.gate.set()
+        assert submission.result(20).root == expected
+
+
 def test_publish_waits_for_the_stream_of_its_caller(cuda: Device) -> None:
     """The threads that read the weights have streams of their own."""
     current, _ = cuda
@@ -155,13 +192,14 @@ def test_without_page_locked_memory_it_is_ordinary() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
-def test_a_real_device_keeps_the_order(given: torch.dtype) -> None:
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_real_device_keeps_the_order(given: torch.dtype, *, staged: bool) -> None:
     """Long work before the copy, and updates in place right after it."""
     weight = torch.randn(1 << 24, device="cuda").to(given)
     busy = torch.randn(4096, 4096, device="cuda")
     expected = []
     store = MemoryStore()
-    with Publisher(store, stream="policy") as publisher:
+    with Publisher(store, stream="policy", stage_on_device=staged) as publisher:
         for _ in range(5):
             for _ in range(20):
                 busy = (busy @ busy).clamp(-1, 1)

@@ -41,16 +41,17 @@ class DeviceCopies:
     """Copies of CUDA tensors into host memory that are under way on streams of their own.
 
     A copy begins after all work that the caller's current stream has been given; what that stream is given later, such
-    as an optimizer's update in place, waits on the device for the copy's end. The host waits in `wait` alone. Both ends
-    of a copy are kept in memory until it is done.
+    as an optimizer's update in place, waits on the device for the copy's end, or, of a copy that is ``staged``, for the
+    end of one within the device. The host waits in `wait` alone. Both ends of a copy are kept in memory until then.
     """
 
     def __init__(self) -> None:
         self._under_way: list[tuple[Any, Any]] = []
 
-    def start(self, tensors: Iterable[tuple[DeviceTensor, npt.NDArray[Any]]]) -> None:
+    def start(self, tensors: Iterable[tuple[DeviceTensor, npt.NDArray[Any]]], *, staged: bool = False) -> None:
         """Enqueues the copy of each CUDA tensor into the array [elements] beside it, behind those that are under way.
-        Returns before they are made if the arrays are page-locked (`pinned`), else after."""
+        Returns before they are made if the arrays are page-locked (`pinned`), else after. ``staged``: by way of a copy
+        on the device, where there is memory for it."""
         torch: Any = sys.modules["torch"]
         devices: dict[Any, list[tuple[Any, Any]]] = {}
         for tensor, array in tensors:
@@ -60,6 +61,8 @@ class DeviceCopies:
         self._under_way = list(earlier)
         for device, pairs in devices.items():
             current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+            copied = _copied_on_device(torch, pairs) if staged else None
+            pairs = copied or pairs
             self._under_way.append((side, pairs))
             side.wait_stream(current)
             for stream, _ in earlier:
@@ -67,7 +70,8 @@ class DeviceCopies:
             with torch.cuda.stream(side):
                 for flat, host in pairs:
                     host.copy_(flat, non_blocking=True)
-            current.wait_stream(side)
+            if not copied:
+                current.wait_stream(side)
 
     def wait(self) -> None:
         """Returns once all is copied. Raises what the device reports."""
@@ -79,6 +83,19 @@ class DeviceCopies:
         # Whoever lost interest, by an interrupt or a cancelled submission: the device still writes into the memory.
         with suppress(Exception):
             self.wait()
+
+
+def _copied_on_device(torch: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]] | None:
+    """The same with copies that the current stream makes; None where they do not fit."""
+    copied = []
+    try:
+        for flat, host in pairs:
+            copied.append((torch.empty_like(flat), host))
+    except torch.OutOfMemoryError:
+        return None
+    for (copy, _), (flat, _) in zip(copied, pairs, strict=True):
+        copy.copy_(flat, non_blocking=True)
+    return copied
 
 
 def pinned(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:

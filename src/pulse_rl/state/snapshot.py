@@ -32,12 +32,14 @@ def await_devices(state: State) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def snapshot(state: State, into: Snapshot | None = None, *, threads: int | None = None) -> Snapshot:
+def snapshot(
+    state: State, into: Snapshot | None = None, *, threads: int | None = None, staged: bool = False
+) -> Snapshot:
     """``state`` in host memory of its own: that of ``into``, which nobody needs any more, if it has the same tensors.
     What a device still copies into it comes first.
 
     New memory costs as much again as the copy: the system hands it out page by page. That of a state with CUDA tensors
-    is page-locked, so that this returns before they are copied (`DeviceCopies`).
+    is page-locked, so that this returns before they are copied (`DeviceCopies`, which has ``staged``).
     """
     cuda = {spec.name: tensor for spec in state.specs if (tensor := _cuda_tensor(state, spec))}
     if into is None or into.state.specs != state.specs:
@@ -46,7 +48,7 @@ def snapshot(state: State, into: Snapshot | None = None, *, threads: int | None 
         into.copies.wait()  # the host writes into it as well
     copied, copies = into.state.with_aliases(state.aliases), into.copies
     if cuda:
-        copies.start((tensor, copied.read(name)) for name, tensor in cuda.items())
+        copies.start(((tensor, copied.read(name)) for name, tensor in cuda.items()), staged=staged)
     pieces = [
         (spec.name, start, min(start + _PIECE_ELEMENTS, spec.elements))
         for spec in state.specs

@@ -36,14 +36,15 @@ class Order(NamedTuple):
         """What the version is to hold."""
         return self.source if self.dtype is None else CastState(self.source, self.dtype)
 
-    def taken(self, spare: Taken | None, threads: int | None) -> Taken:
+    def taken(self, spare: Taken | None, threads: int | None, *, staged: bool = False) -> Taken:
         """The same order of a copy, made into the memory of ``spare`` if that fits, and what of it is under way.
 
-        What is on a CUDA device is copied as it is and cast later, so that the caller waits for neither.
+        What is on a CUDA device is copied as it is and cast later, so that the caller waits for neither; if ``staged``,
+        within the device first.
         """
         source, dtype = (self.source, self.dtype) if on_cuda(self.source) else (self.state, None)
         into = Snapshot(spare.order.source, spare.copies) if spare else None
-        copied, copies = snapshot(source, into, threads=threads)
+        copied, copies = snapshot(source, into, threads=threads, staged=staged)
         return Taken(self._replace(source=copied, dtype=dtype, owned=dtype is None), copies)
 
 

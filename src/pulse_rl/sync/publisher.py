@@ -80,7 +80,9 @@ class Publisher(Unique):
 
     ``mode``: "patch"; "anchor", each version as an anchor alone; or "auto", which takes for each version what needs
     less time from trainer to worker over a link of ``bandwidth`` (bit/s, or text such as "50Mbit"), by the model of
-    `pulse_rl.plan`; `Published.reason` says why. ``threads``: the maximum number of threads (None: one per core).
+    `pulse_rl.plan`; `Published.reason` says why. ``stage_on_device``: `submit` copies CUDA tensors within their device
+    first, so that training does not wait for the copy to the host; takes a state's memory of the device until that has
+    ended. ``threads``: the maximum number of threads (None: one per core).
     ``on_event`` gets the events of `pulse_rl.events`.
 
     A stream has one Publisher at a time: a new one takes over when it first publishes, and the one before is refused
@@ -105,6 +107,7 @@ class Publisher(Unique):
         identity: str | None = None,
         mode: str = "patch",
         bandwidth: str | float | None = None,
+        stage_on_device: bool = False,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
@@ -132,6 +135,7 @@ class Publisher(Unique):
         self._anchor_ratio = anchor_ratio
         self._shard_bytes = shard_bytes
         self._selectable = selectable
+        self._stage_on_device = stage_on_device
         self._threads = threads
         self._listener = on_event
         self._folds = FoldMaker(self._stream, folds, codec=codec, threads=threads, listener=on_event)
@@ -191,7 +195,8 @@ class Publisher(Unique):
 
         CUDA tensors are copied into page-locked memory (as they are: they are cast behind) by a stream of their own,
         after the work that the caller's current stream has been given; what it is given later waits on the device for
-        the copy, and the host for neither. Where no memory can be page-locked, this returns after the copy.
+        the copy (with ``stage_on_device`` for one within the device, where there is memory for that), and the host for
+        neither. Where no memory can be page-locked, this returns after the copy.
         """
         self._submissions.raise_unasked()
         began = time.perf_counter()
@@ -199,7 +204,8 @@ class Publisher(Unique):
 
         def take(spare: Taken | None) -> Taken:
             nonlocal blocked
-            taken = Order.of(source, metadata, dtype, anchor).taken(spare, self._threads)
+            order = Order.of(source, metadata, dtype, anchor)
+            taken = order.taken(spare, self._threads, staged=self._stage_on_device)
             blocked = time.perf_counter() - began
             return taken
 

@@ -1,0 +1,84 @@
+"""What publishing and applying cost a trainer and an engine whose weights are on a device.
+
+    python -m benchmarks.device [--device cuda] [--shape 0.5b] [--updates 5] [--stage-on-device]
+
+A step of the trainer flips one element in 100 in place. ``held up``: how much later than without a submission the
+device has ended the next step. ``publish``: from submission to commit, through memory. ``apply``: `apply_` of the
+update to a model on the device, until the device has ended. Medians. Without a GPU it runs on the CPU, where a
+submission is a copy by the host and nothing is learnt about devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+
+from benchmarks.synthetic import SHAPES
+from pulse_rl import MemoryStore, Publisher, Subscriber, state_root
+from pulse_rl.integrations.torch import apply_
+
+Weights = dict[str, torch.Tensor]
+
+
+def step(weights: Weights, number: int) -> None:
+    for tensor in weights.values():
+        tensor.view(-1).view(torch.int16)[number % 100 :: 100] ^= 1
+
+
+def seconds(device: str, work: Callable[[], object]) -> float:
+    """Until the device has ended what ``work`` gave it."""
+    began = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", choices=list(SHAPES), default="0.5b")
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--stage-on-device", action="store_true")
+    arguments = parser.parse_args()
+    device, shape = arguments.device, SHAPES[arguments.shape]
+    trained = {name: torch.randn(dims, device=device).mul_(0.02).bfloat16() for name, dims in shape.tensors()}
+    live = {name: torch.empty_like(tensor) for name, tensor in trained.items()}
+    store = MemoryStore()
+    held, published, applied = [], [], []
+    with (
+        Publisher(store, stream="policy", stage_on_device=arguments.stage_on_device) as publisher,
+        Subscriber(store, stream="policy") as worker,
+    ):
+        publisher.publish(trained)
+        first = worker.sync()
+        assert first is not None
+        apply_(live, first)
+        del first
+        for number in range(0, 2 * arguments.updates, 2):
+            alone = seconds(device, partial(step, trained, number))
+            began = time.perf_counter()
+            submission = publisher.submit(trained)
+            blocked = time.perf_counter() - began
+            held.append(blocked + seconds(device, partial(step, trained, number + 1)) - alone)
+            submission.result()
+            published.append(time.perf_counter() - began)
+            update = worker.sync()
+            assert update is not None
+            applied.append(seconds(device, partial(apply_, live, update)))
+            del update
+            assert state_root(live) == worker.root
+    size = sum(tensor.nbytes for tensor in trained.values()) / 1e9
+    print(
+        f"{device}, {arguments.shape}, {size:.2f} GB, staged {arguments.stage_on_device}: "
+        f"held up {median(held):.3f} s, publish {median(published):.3f} s, apply {median(applied):.3f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
