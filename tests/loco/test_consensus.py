@@ -11,6 +11,7 @@ import torch
 from pulse_rl.errors import CorruptMessage, Diverged, InputError, TrainerLost
 from pulse_rl.loco import PulseLoCo, parameters
 from pulse_rl.loco.exchange import Exchange
+from tests.support import site_members
 from tests.support.loco_reference import Flat, Job, flat, same
 from tests.support.site_members import Member, members
 from tests.support.trainers import Trainer, together
@@ -111,42 +112,56 @@ def test_trainers_that_do_not_agree_are_named() -> None:
     members("   ", work, gate_sums=True)
 
 
-@pytest.mark.parametrize("damage", [lambda m: m[:-4], lambda m: m + bytes(4)])
-def test_messages_of_another_length_are_refused(damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered = Exchange.all_gather
+@pytest.mark.parametrize("where", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("reader", [0, 2])
+@pytest.mark.parametrize("size", [1, 3000])
+def test_what_one_cannot_read_is_refused_by_all(
+    where: str, reader: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damaged on the way to one trainer, which may have an empty share; the trainers can go on."""
+    monkeypatch.setattr(site_members, "SIZE", size)
+    whole = getattr(Exchange, where)
+    ready: set[int] = set()
 
-    def altered(exchange: Exchange, message: bytes, *, max_bytes: int) -> list[bytes]:
-        changed = damage(message) if exchange.rank == 1 and len(message) > 200 else message
-        return gathered(exchange, changed, max_bytes=max_bytes + 4)
+    def altered(exchange: Exchange, *messages: Any, max_bytes: Any) -> Any:
+        found = whole(exchange, *messages, max_bytes=max_bytes)
+        if exchange.rank == reader and exchange.rank in ready:
+            raise CorruptMessage("the message of trainer 1 was damaged in transit")
+        return found
 
-    refused_by_all(monkeypatch, "all_gather", altered, ["trainer 1 could not add"] * 3)
+    def work(member: Member) -> None:
+        for _ in range(2):
+            member.round()
+            before = flat(member.loop.theta()).clone()
+            ready.add(member.rank)
+            words = "damaged in transit" if member.rank == reader else f"trainer {reader} could not"
+            with pytest.raises(CorruptMessage, match=words):
+                member.loop.consensus()
+            ready.discard(member.rank)
+            assert same(flat(member.loop.theta()), before)
+            assert member.loop.consensus()
+
+    monkeypatch.setattr(Exchange, where, altered)
+    members("   ", work, gate_sums=True)
 
 
-def test_a_residual_of_another_length_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = Exchange.all_to_all
+@pytest.mark.parametrize("where", ["all_to_all", "all_gather"])
+def test_messages_of_another_length_are_refused_by_all(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = getattr(Exchange, where)
+    ready: set[int] = set()
 
-    def altered(exchange: Exchange, messages: list[bytes], *, max_bytes: Any) -> tuple[list[bytes], list[int]]:
-        if exchange.rank == 1 and min(map(len, messages)) > 200:
-            messages = [*messages[:2], messages[2][:-4]]
-        return sent(exchange, messages, max_bytes=max_bytes)
+    def altered(exchange: Exchange, messages: Any, *, max_bytes: Any) -> Any:
+        if exchange.rank == 1 and exchange.rank in ready:
+            messages = messages[:-4] if isinstance(messages, bytes) else [*messages[:2], messages[2][:-4]]
+        return whole(exchange, messages, max_bytes=max_bytes)
 
-    words = [
-        "trainer 2 could not add",
-        "trainer 2 could not add",
-        "trainer 1 sent 3996 bytes of its residual, not 4000",
-    ]
-    refused_by_all(monkeypatch, "all_to_all", altered, words)
-
-
-def refused_by_all(monkeypatch: pytest.MonkeyPatch, name: str, altered: Any, words: list[str]) -> None:
     def work(member: Member) -> None:
         member.round()
-        before = flat(member.loop.theta()).clone()
-        monkeypatch.setattr(Exchange, name, altered)
-        with pytest.raises(CorruptMessage, match=words[member.rank]):
+        ready.add(member.rank)
+        with pytest.raises(CorruptMessage, match=r"trainer [12] (sent 3996 bytes|could not)"):
             member.loop.consensus()
-        assert same(flat(member.loop.theta()), before)
 
+    monkeypatch.setattr(Exchange, where, altered)
     members("   ", work, gate_sums=True)
 
 

@@ -59,7 +59,7 @@ def test_indices_take_memory_when_they_are_asked_for(rng: Rng) -> None:
     assert update is not None
     assert peak < 3e6, "a payload, and no indices"
     (tensor,) = update.tensors
-    assert (len(tensor), tensor.whole, update.changed) == (size // 2, False, size // 2)
+    assert (tensor.elements, tensor.whole, update.changed) == (size // 2, False, size // 2)
     indices = tensor.indices
     assert indices is not None
     assert indices.dtype == np.int64

@@ -144,8 +144,9 @@ class PulseLoCo(ErrorFeedbackLoop):
         the host, the same bits on all trainers (docs/loco.md, 1.2). What to keep at the end of a training, when there
         is no round left for what is late; it changes nothing here.
 
-        All trainers call it, within the ``with``, between rounds (else InputError). It costs a dense all-reduce, or
-        nothing without a lookahead, where it is theta. Raises TrainerLost, CorruptMessage and Diverged as a round does.
+        All trainers call it, within the ``with``, between rounds (else InputError); a call on some only ends their
+        processes, as any collective does that others do not take part in. It costs a dense all-reduce, or nothing
+        without a lookahead, where it is theta. Raises TrainerLost, CorruptMessage and Diverged as a round does.
         """
         return self._consensus(self.lookahead)
 

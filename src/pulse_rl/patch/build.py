@@ -102,9 +102,7 @@ def build_patch(
             # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
             elements.append(after if copied else before)
             made.append(None if copied else changes)
-            if _DENSE * len(changes.positions) > block.elements:
-                changes = changes._replace(before=None)
-            built.append(_Built(index, encoded, changes, found))
+            built.append(_Built(index, encoded, to_keep(changes, block), found))
         changed = [b for b in built if b.changes is not None]
         hashed = changed_leaves([blocks[b.index] for b in changed], elements, made)
         for b, leaves in zip(changed, hashed, strict=True):
@@ -171,6 +169,11 @@ def encode_proved(
             f"{block} does not decode to what was encoded", hint="Do not modify tensors during publish()."
         )
     return encoded._replace(found=None), changes
+
+
+def to_keep(changes: Changes, block: Block) -> Changes:
+    """A block's changes as they wait for their commit: without the old bits where these are many."""
+    return changes._replace(before=None) if _DENSE * len(changes.positions) > block.elements else changes
 
 
 def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, stride: int) -> bool:

@@ -32,8 +32,12 @@ class TensorUpdate:
         update.spec, update._changes = spec, changes
         return update
 
-    def __len__(self) -> int:
-        """How many elements it writes."""
+    def __repr__(self) -> str:
+        return f"TensorUpdate({self.spec}, {self.elements} elements)"
+
+    @property
+    def elements(self) -> int:
+        """How many it writes."""
         return len(self._changes)
 
     @property
@@ -96,7 +100,7 @@ class Update:
     @property
     def changed(self) -> int:
         """Elements that the update writes."""
-        return sum(map(len, self.tensors))
+        return sum(tensor.elements for tensor in self.tensors)
 
     def acknowledge(self) -> None:
         """Says that the live model has taken the update over. May be called from any thread, and again."""

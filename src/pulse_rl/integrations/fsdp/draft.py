@@ -13,7 +13,7 @@ from ... import codec as codecs
 from ..._util.threads import ordered_map
 from ...codec import Changes
 from ...patch.blocks import DEFAULT_BLOCK_ELEMENTS, Block, pieces_of
-from ...patch.build import encode_proved, entry_of
+from ...patch.build import encode_proved, entry_of, to_keep
 from ...patch.header import BlockEntry, PatchHeader
 from ...patch.parts import PartHeader
 from ...state import bits
@@ -175,7 +175,9 @@ def make_draft(
             encoded, changes = encode_proved(
                 chosen, block, before, after[0] if len(after) == 1 else np.concatenate(after)
             )
-            return encoded, changes, {} if changes is None else changed_inner_leaves(block, before, changes)
+            if changes is None:
+                return encoded, None, {}
+            return encoded, to_keep(changes, block), changed_inner_leaves(block, before, changes)
 
         with closing(ordered_map(work, _tasks(blocks, windows), threads)) as results:
             for block, (encoded, changes, leaves) in zip(blocks, results, strict=True):
