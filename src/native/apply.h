@@ -8,8 +8,6 @@
 
 namespace pulse {
 
-constexpr size_t kAhead = 32;  // positions: what is there is in no cache
-
 // Whether all positions, less `base`, are below `count`.
 bool all_within(const uint32_t* positions, size_t n, uint32_t base, size_t count);
 
@@ -25,6 +23,7 @@ void gather(const U* elements, const uint32_t* positions, size_t n, uint32_t bas
 // Whether the elements at the positions are the values.
 template <class U>
 bool holds(const U* elements, const uint32_t* positions, size_t n, uint32_t base, const U* values) {
+    constexpr size_t kAhead = 32;  // what is there is in no cache
     U other = 0;
     for (size_t i = 0; i < n; i++) {
         __builtin_prefetch(elements + (positions[std::min(i + kAhead, n - 1)] - base));

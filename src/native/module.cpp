@@ -28,6 +28,15 @@ void check_positions(const Positions& positions, uint32_t base, size_t bytes, in
     }
 }
 
+// An array of elements, and values for some of them.
+template <class Array>
+void check_values(const Array& elements, int width, const Positions& positions, const Bytes& values) {
+    check_elements(elements, width, "elements");
+    check_elements(values, width, "values");
+    check_elements(positions, "positions");
+    if (values.size() != positions.size() * size_t(width)) throw nb::value_error("values and positions differ");
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -107,10 +116,7 @@ NB_MODULE(_kernels, m) {
             bool same = false;
             for_width(width, [&](auto* type) {
                 using U = std::remove_pointer_t<decltype(type)>;
-                check_elements(elements, width, "elements");
-                check_elements(values, width, "values");
-                check_elements(positions, "positions");
-                if (values.size() != positions.size() * sizeof(U)) throw nb::value_error("values and positions differ");
+                check_values(elements, width, positions, values);
                 nb::gil_scoped_release release;
                 check_positions(positions, base, elements.size(), width);
                 same = pulse::holds(reinterpret_cast<const U*>(elements.data()), positions.data(), positions.size(),
@@ -126,10 +132,7 @@ NB_MODULE(_kernels, m) {
         [](MutableBytes elements, int width, Positions positions, uint32_t base, Bytes values) {
             for_width(width, [&](auto* type) {
                 using U = std::remove_pointer_t<decltype(type)>;
-                check_elements(elements, width, "elements");
-                check_elements(values, width, "values");
-                check_elements(positions, "positions");
-                if (values.size() != positions.size() * sizeof(U)) throw nb::value_error("values and positions differ");
+                check_values(elements, width, positions, values);
                 nb::gil_scoped_release release;
                 check_positions(positions, base, elements.size(), width);
                 pulse::scatter(reinterpret_cast<U*>(elements.data()), positions.data(), positions.size(), base,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pulse_rl import State
 from pulse_rl.patch.blocks import Block, cut
+from pulse_rl.state.cast import CastState
 from pulse_rl.state.digest import LEAF_BYTES
 from pulse_rl.state.memory import pageable
 from pulse_rl.state.tensors import DTYPES, TensorSpec
@@ -113,3 +114,10 @@ def test_what_lies_apart_is_copied() -> None:
         read = block.read(state)
         assert block.read_into(state, pageable)[1]
         assert not any(np.shares_memory(read, state.read(name)) for name in state)
+
+
+def test_what_a_state_casts_is_a_copy() -> None:
+    state = CastState(State.of({"w": np.zeros(5, np.float32)}), DTYPES["BF16"])
+    (block,) = cut(state.specs, UNIT)
+    assert block.read_into(state, pageable)[1]
+    assert not block.read_into(state.copy(), pageable)[1]

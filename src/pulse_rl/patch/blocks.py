@@ -48,11 +48,11 @@ class Block(NamedTuple):
         return self.read_into(state, pageable)[0]
 
     def read_into(self, state: State, allocate: Allocate) -> tuple[UIntArray, bool]:
-        """The same, and whether it is a copy, whose bytes ``allocate`` makes."""
+        """The same, and whether it is a copy: the state made it, by a cast say, or it is in what ``allocate`` makes."""
         parts = [state.read(*s.place) for s in self.segments]
         view = parts[0] if len(parts) == 1 else joined(parts)
         if view is not None:
-            return view, False
+            return view, view.flags.owndata
         return np.concatenate(parts, out=allocate(self.nbytes).view(self.dtype.uint)), True
 
     def __str__(self) -> str:
