@@ -48,6 +48,8 @@ class Trainer:
         ranks = tuple(range(self.size)) if ranks is None else ranks
         file = f"file://{self.folder}/{name}"
         dist.init_process_group("gloo", init_method=file, rank=ranks.index(self.rank), world_size=len(ranks))
+        # Or one that disconnects at once closes its end while others still connect to it.
+        self.barrier(f"connected {name}", ranks)
 
     def put(self, name: str, value: Any = None) -> None:
         """Publishes a value to the others, atomically."""
