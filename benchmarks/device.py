@@ -1,6 +1,6 @@
 """What publishing and applying cost a trainer and an engine whose weights are on a device.
 
-    python -m benchmarks.device [--device cuda] [--shape 0.5b] [--updates 5] [--stage-on-device]
+    python -m benchmarks.device [--device cuda] [--shape 0.5b] [--updates 5] [--on-device copy|baseline]
 
 A step of the trainer flips one element in 100 in place. ``held up``: how much later than without a submission the
 device has ended the next step. ``publish``: from submission to commit, through memory. ``apply``: `apply_` of the
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=list(SHAPES), default="0.5b")
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--stage-on-device", action="store_true")
+    parser.add_argument("--on-device", choices=["copy", "baseline"])
     arguments = parser.parse_args()
     device, shape = arguments.device, SHAPES[arguments.shape]
     trained = {name: torch.randn(dims, device=device).mul_(0.02).bfloat16() for name, dims in shape.tensors()}
@@ -52,7 +52,7 @@ def main() -> None:
     store = MemoryStore()
     held, published, applied = [], [], []
     with (
-        Publisher(store, stream="policy", stage_on_device=arguments.stage_on_device) as publisher,
+        Publisher(store, stream="policy", on_device=arguments.on_device) as publisher,
         Subscriber(store, stream="policy") as worker,
     ):
         publisher.publish(trained)
@@ -75,7 +75,7 @@ def main() -> None:
             assert state_root(live) == worker.root
     size = sum(tensor.nbytes for tensor in trained.values()) / 1e9
     print(
-        f"{device}, {arguments.shape}, {size:.2f} GB, staged {arguments.stage_on_device}: "
+        f"{device}, {arguments.shape}, {size:.2f} GB, on_device {arguments.on_device}: "
         f"held up {median(held):.3f} s, publish {median(published):.3f} s, apply {median(applied):.3f} s"
     )
 

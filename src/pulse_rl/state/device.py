@@ -1,4 +1,5 @@
-"""Tensors on devices, seen through torch, and their copies in host memory. torch is never imported here."""
+"""Tensors on devices, seen through torch, and their copies, on the device and in host memory. torch is never imported
+here."""
 
 from __future__ import annotations
 
@@ -14,17 +15,20 @@ import numpy.typing as npt
 from .memory import LINE, in_one_piece
 
 _PIECE = 1 << 30  # bytes
+_INTS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensor:
     """A torch tensor that is not in host memory; slices of it are copied on demand.
 
-    ``flat``: torch.uint8 [elements * width] on its device. ``width``: bytes of an element.
+    ``flat``: torch.uint8 [elements * width] on its device. ``width``: bytes of an element. ``own``: whether it is a
+    copy that nobody else writes into.
     """
 
     flat: Any
     width: int
+    own: bool = False
 
     @property
     def is_cuda(self) -> bool:
@@ -35,6 +39,11 @@ class DeviceTensor:
         """Elements [``start``, ``stop``) in new host memory, unsigned, once they are there."""
         host: npt.NDArray[np.uint8] = self.flat[start * self.width : stop * self.width].cpu().numpy()
         return host.view(np.dtype(f"<u{self.width}"))
+
+    def ints(self, start: int, stop: int) -> Any:
+        """A view of elements [``start``, ``stop``) on the device, in torch's integer type of their width."""
+        torch: Any = sys.modules["torch"]
+        return self.flat[start * self.width : stop * self.width].view(getattr(torch, _INTS[self.width]))
 
 
 class DeviceCopies:
@@ -61,8 +70,9 @@ class DeviceCopies:
         self._under_way = list(earlier)
         for device, pairs in devices.items():
             current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-            copied = _copied_on_device(torch, pairs) if staged else None
-            pairs = copied or pairs
+            copied = copied_on_device([(flat, flat.dtype) for flat, _ in pairs]) if staged else None
+            if copied:
+                pairs = [(flat, host) for flat, (_, host) in zip(copied, pairs, strict=True)]
             self._under_way.append((side, pairs))
             side.wait_stream(current)
             for stream, _ in earlier:
@@ -72,6 +82,14 @@ class DeviceCopies:
                     host.copy_(flat, non_blocking=True)
             if not copied:
                 current.wait_stream(side)
+
+    def await_current(self, tensors: Iterable[DeviceTensor]) -> None:
+        """`wait` waits, too, for what the caller's current streams were given to write into ``tensors``."""
+        for device in {tensor.flat.device for tensor in tensors}:
+            torch: Any = sys.modules["torch"]
+            side = torch.cuda.Stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            self._under_way.append((side, []))
 
     def wait(self) -> None:
         """Returns once all is copied. Raises what the device reports."""
@@ -85,17 +103,17 @@ class DeviceCopies:
             self.wait()
 
 
-def _copied_on_device(torch: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]] | None:
-    """The same with copies that the current stream makes; None where they do not fit."""
-    copied = []
+def copied_on_device(tensors: Sequence[tuple[Any, Any]]) -> list[Any] | None:
+    """Copies [bytes] of torch tensors on their device, each cast to the dtype beside it, made by its current stream;
+    None where they do not fit."""
+    torch: Any = sys.modules["torch"]
     try:
-        for flat, host in pairs:
-            copied.append((torch.empty_like(flat), host))
+        copies = [source.new_empty(source.numel() * dtype.itemsize, dtype=torch.uint8) for source, dtype in tensors]
     except torch.OutOfMemoryError:
         return None
-    for (copy, _), (flat, _) in zip(copied, pairs, strict=True):
-        copy.copy_(flat, non_blocking=True)
-    return copied
+    for copy, (source, dtype) in zip(copies, tensors, strict=True):
+        copy.view(dtype).copy_(source, non_blocking=True)
+    return copies
 
 
 def pinned(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
@@ -110,14 +128,15 @@ def pinned(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
     for size in sizes:
         padded = size + -size % LINE
         if group and filled + padded > _PIECE:
-            arrays += in_one_piece(group, _pinned)
+            arrays += in_one_piece(group, page_locked)
             group, filled = [], LINE
         group.append(size)
         filled += padded
-    return arrays + in_one_piece(group, _pinned)
+    return arrays + in_one_piece(group, page_locked)
 
 
-def _pinned(nbytes: int) -> npt.NDArray[np.uint8]:
+def page_locked(nbytes: int) -> npt.NDArray[np.uint8]:
+    """One array as those of `pinned`."""
     torch: Any = sys.modules["torch"]
     try:
         locked: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()

@@ -6,6 +6,7 @@ from ..events import Listener, Notice
 from ..state.cast import is_wide
 from ..state.wrappers import is_wrapped
 from .draft import Draft, PatchDraft
+from .order import Order
 
 _DENSE = 0.5
 
@@ -18,10 +19,17 @@ class Notices:
         self._listener = listener
         self._given: set[str] = set()
 
-    def look_at(self, version: int, draft: Draft) -> None:
-        """Looks at the draft of a version that was committed."""
+    def look_at(self, version: int, draft: Draft, order: Order) -> None:
+        """Looks at the draft of a version that was committed, and at what was ordered."""
         if self._listener is None:
             return
+        if "device_memory" not in self._given and order.crowded:
+            self._give(
+                version,
+                "device_memory",
+                "a device had no memory for a copy of its tensors: they crossed the bus whole",
+                "Leave room for two copies of the state in the compute dtype, or pass Publisher(on_device=None).",
+            )
         if "wrapped_names" not in self._given and is_wrapped(draft.state):
             self._give(
                 version,

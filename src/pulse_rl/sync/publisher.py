@@ -40,6 +40,7 @@ from ..stream.manifest import MAX_NUMBER, Manifest
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from .commit import Committer, Content, published_as
+from .device_baseline import DeviceBaseline, Seen
 from .draft import Draft, FullDraft, make_draft
 from .folds import FoldMaker
 from .host_state import HostState
@@ -55,11 +56,12 @@ _MAX_STALE_COMMITS = 8
 
 
 class _Pending(NamedTuple):
-    """A version whose payloads were stored at ``uploaded`` (Unix seconds) and whose commit is not confirmed, and the
-    ``history`` at it."""
+    """A version whose payloads were stored at ``uploaded`` (Unix seconds) and whose commit is not confirmed, what was
+    ``seen`` to become it, and the ``history`` at it."""
 
     manifest: Manifest
     draft: Draft
+    seen: Seen
     history: History
     uploaded: float
 
@@ -80,10 +82,10 @@ class Publisher(Unique):
 
     ``mode``: "patch"; "anchor", each version as an anchor alone; or "auto", which takes for each version what needs
     less time from trainer to worker over a link of ``bandwidth`` (bit/s, or text such as "50Mbit"), by the model of
-    `pulse_rl.plan`; `Published.reason` says why. ``stage_on_device``: `submit` copies CUDA tensors within their device
-    first, so that training does not wait for the copy to the host; takes a state's memory of the device until that has
-    ended. ``threads``: the maximum number of threads (None: one per core).
-    ``on_event`` gets the events of `pulse_rl.events`.
+    `pulse_rl.plan`; `Published.reason` says why. ``on_device``: what the devices of CUDA tensors have memory for:
+    "copy", a copy, until it is on the host, so that training does not wait for the bus; "baseline", that, and the last
+    version, so that only what differs crosses the bus; None, nothing. ``threads``: the maximum number of threads (None:
+    one per core). ``on_event`` gets the events of `pulse_rl.events`.
 
     A stream has one Publisher at a time: a new one takes over when it first publishes, and the one before is refused
     with PublisherConflict at its next commit; the chain stays whole. Raises InputError, InvalidName and StoreError.
@@ -107,7 +109,7 @@ class Publisher(Unique):
         identity: str | None = None,
         mode: str = "patch",
         bandwidth: str | float | None = None,
-        stage_on_device: bool = False,
+        on_device: str | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
@@ -116,6 +118,8 @@ class Publisher(Unique):
         checked_listener(on_event)
         checked_number("anchor_ratio", anchor_ratio)
         checked_number("shard_bytes", shard_bytes, least=1, most=MAX_NUMBER)
+        if on_device not in (None, "copy", "baseline"):
+            raise InputError(f"on_device must be None, 'copy' or 'baseline', not {on_device!r}")
         if signer is not None and not isinstance(signer, Signer):
             raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
         self._serial = SerialThread("Publisher")
@@ -135,14 +139,14 @@ class Publisher(Unique):
         self._anchor_ratio = anchor_ratio
         self._shard_bytes = shard_bytes
         self._selectable = selectable
-        self._stage_on_device = stage_on_device
+        self._on_device = on_device
         self._threads = threads
         self._listener = on_event
         self._folds = FoldMaker(self._stream, folds, codec=codec, threads=threads, listener=on_event)
         self._memory = Memory.of(folds)
         self._notices = Notices(stream, on_event)
         self._committer = Committer(self._stream)
-        self._baseline = self._new_baseline()
+        self._baseline, self._devices = self._new_baseline(), DeviceBaseline()
         self._since_anchor = 0
         self._anchor_due = False
         self._pending: _Pending | None = None
@@ -173,6 +177,8 @@ class Publisher(Unique):
         self._submissions.raise_unasked()
         with failures_to(self._listener, self._stream.name, "publish"):
             order = Order.of(source, metadata, dtype, anchor)
+            if self._on_device == "baseline":
+                order = order.within_devices()
             await_devices(order.source)
             return self._serial.run(lambda: self._publish(order, PhaseTimer()))[0]
 
@@ -195,7 +201,7 @@ class Publisher(Unique):
 
         CUDA tensors are copied into page-locked memory (as they are: they are cast behind) by a stream of their own,
         after the work that the caller's current stream has been given; what it is given later waits on the device for
-        the copy (with ``stage_on_device`` for one within the device, where there is memory for that), and the host for
+        the copy (with ``on_device`` for one within the device, where there is memory for that), and the host for
         neither. Where no memory can be page-locked, this returns after the copy.
         """
         self._submissions.raise_unasked()
@@ -205,16 +211,16 @@ class Publisher(Unique):
         def take(spare: Taken | None) -> Taken:
             nonlocal blocked
             order = Order.of(source, metadata, dtype, anchor)
-            taken = order.taken(spare, self._threads, staged=self._stage_on_device)
+            taken = order.taken(spare, self._threads, self._on_device)
             blocked = time.perf_counter() - began
             return taken
 
         def publish(taken: Taken | None, submission: Submission) -> tuple[Published, Taken | None]:
             if taken is None or not (begin(submission) and submission.set_running_or_notify_cancel()):
                 raise CancelledError
-            order = taken.order
             with failures_to(self._listener, self._stream.name, "publish"):
-                taken.copies.wait()
+                order = taken.arrived()
+                taken.resident = None
                 published, draft = self._publish(order, PhaseTimer(), blocked)
             return published, None if order.owned and isinstance(draft, FullDraft) else taken
 
@@ -268,19 +274,21 @@ class Publisher(Unique):
     def _forget(self) -> None:
         self._folds.wait()
         self._baseline = self._new_baseline()
+        self._devices.forget()
 
     # -- in the order of a publish
 
     def _publish(
         self, order: Order, timer: PhaseTimer, blocked_seconds: float | None = None
     ) -> tuple[Published, Draft]:
-        state = order.state
         for _ in range(_MAX_STALE_COMMITS):
             self._settle()
-            self._resume(state)
+            seen = None if self._devices.follows(self._baseline) else self._devices.look_at(order, self._baseline)
+            self._resume(seen.state if seen else order.state)
             timer.end("resume")
-            draft = make_draft(self._baseline, state, self._mode, codec=self._codec, timer=timer, owned=order.owned)
-            long = self._since_anchor + draft.patch_bytes > self._anchor_ratio * state.nbytes
+            seen = seen or self._devices.look_at(order, self._baseline)
+            draft = make_draft(self._baseline, seen.state, self._mode, codec=self._codec, timer=timer, owned=seen.owned)
+            long = self._since_anchor + draft.patch_bytes > self._anchor_ratio * draft.state.nbytes
             uploaded = upload(
                 self._stream,
                 draft,
@@ -306,10 +314,10 @@ class Publisher(Unique):
                 manifest = self._signer.sign(manifest)
             # Before it is created for good: what no reader could parse must not be committed.
             manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
-            self._pending = _Pending(manifest, draft, history, time.time())
+            self._pending = _Pending(manifest, draft, seen, history, time.time())
             if self._commit(self._pending):
                 timer.end("commit")
-                return self._published(manifest, draft, timer, blocked_seconds), draft
+                return self._published(manifest, draft, order, timer, blocked_seconds), draft
         raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
 
     def _settle(self) -> None:
@@ -337,6 +345,7 @@ class Publisher(Unique):
                 return False
             try:
                 pending.draft.take_effect(self._baseline, pending.manifest, pending.history)
+                self._devices.follow(pending.seen, self._baseline)
             except BaseException:
                 # The version is committed; a baseline that did not follow is given up, and the next call resumes.
                 self._baseline = self._new_baseline()
@@ -375,11 +384,11 @@ class Publisher(Unique):
             self._listener(event)
 
     def _published(
-        self, manifest: Manifest, draft: Draft, timer: PhaseTimer, blocked_seconds: float | None
+        self, manifest: Manifest, draft: Draft, order: Order, timer: PhaseTimer, blocked_seconds: float | None
     ) -> Published:
         published = published_as(manifest, timer, draft.reason, blocked_seconds)
         self._tell(published)
-        self._notices.look_at(manifest.version, draft)
+        self._notices.look_at(manifest.version, draft, order)
         return published
 
     def _new_baseline(self) -> HostState:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ...errors import InputError, UnsupportedTensor
 from ...state.cast import CastState
 from ...state.rounding import compute_dtype_named
-from ...state.snapshot import Snapshot, on_cuda, snapshot
+from ...state.snapshot import Snapshot, cuda_tensors, snapshot
 from ...state.tensors import State, TensorSpec
 from .layout import Box, Held, Runs
 
@@ -51,7 +51,7 @@ class LocalState:
     def copied(self, into: Snapshot | None, threads: int | None) -> tuple[LocalState, Snapshot]:
         """The same of a copy in host memory, made into that of an older one if that fits. What is on a CUDA device is
         copied as it is, behind the caller's work, and cast later."""
-        late = on_cuda(self.source)
+        late = bool(cuda_tensors(self.source))
         taken = snapshot(self.source if late else self.state, into, threads=threads)
         other = copy.copy(self)
         other.source = taken.state
