@@ -12,7 +12,8 @@ import torch
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..state.tensors import DTYPES, State, UIntArray
 from ..state.wrappers import is_wrapped
-from ..sync.update import TensorUpdate, Update
+from ..sync.update import TensorUpdate, Update, changes_of
+from .scatter import Scatter, scatter
 
 __all__ = ["apply_", "to_torch"]
 
@@ -55,7 +56,11 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     Only the changed elements travel to the model's device and are written. A tied tensor is written once; a model that
     holds a tied tensor under several storages, or under an alias only, gets all of its copies written.
 
-    Everything is checked before the first write. Raises StateMismatch for a tensor that is missing, of another dtype or
+    On a CUDA device changed elements are written by the stream that is current there: in one transfer and, with Triton,
+    one kernel launch for all tensors of a dtype. This returns before they are written, as torch's own operations do.
+
+    Everything is checked before the first write. Raises InputError for an update made elsewhere that names an element
+    beyond its tensor's end. Raises StateMismatch for a tensor that is missing, of another dtype or
     shape, or expanded, so that its elements share memory; and for an update that does not follow what this function
     wrote into the module before. Raises UnsupportedTensor for one without dense memory of its
     own: sharded, sparse, on the meta device, not initialised yet, freed. torch does not know memory that is mapped
@@ -67,11 +72,19 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     if not isinstance(tensors, Mapping):
         raise InputError(f"{type(model).__name__} is neither a module nor a mapping of names to tensors")
     held = _required_version(model, update)
-    plan = [(t, target) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
+    for changed in update.tensors:
+        _require_indices(changed)
+    plan = [(t, target.detach()) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
     _note_version(model, update, held, update.version)
     update._receipt.begun = True
+    scattered = []
     for tensor, target in plan:  # detached, and not within no_grad(): an interrupt there would leave gradients off
-        _write(tensor, target.detach())
+        changes = changes_of(tensor)
+        if changes is not None and _is_on_cuda(target) and _is_plain(target):
+            scattered.append(Scatter(changes, target.view(-1).view(_INTS[tensor.spec.dtype.width])))
+        else:
+            _write(tensor, target)
+    scatter(scattered)
     _note_version(model, update, update.version, update.version)
     update.acknowledge()
 
@@ -199,6 +212,21 @@ def _require_memory(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedTensor(
             f"the model's {name!r} is a {type(tensor).__name__} whose memory is not there", hint=_DENSE
         )
+
+
+def _require_indices(update: TensorUpdate) -> None:
+    changes, spec = changes_of(update), update.spec
+    if changes is not None and len(changes) and not 0 < changes.end <= spec.elements:
+        raise InputError(f"the update writes beyond the {spec.elements} elements of {spec.name!r}")
+
+
+def _is_on_cuda(target: torch.Tensor) -> bool:
+    return target.is_cuda
+
+
+def _is_plain(target: torch.Tensor) -> bool:
+    """Whether its memory holds its elements one after another, as they are."""
+    return target.is_contiguous() and not target.is_conj() and not target.is_neg()
 
 
 def _write(update: TensorUpdate, target: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,23 @@ class TensorChanges:
     def values(self) -> UIntArray:
         """The new bits there."""
         return self._joined().values
+
+    @property
+    def end(self) -> int:
+        """One more than the largest index; 0 if an index is negative."""
+        ranges = [
+            (int(p.positions.min()) + p.shift, int(p.positions.max()) + p.shift) for p in self._pieces if len(p.values)
+        ]
+        return 0 if any(low < 0 for low, _ in ranges) else max((high + 1 for _, high in ranges), default=0)
+
+    def write_into(self, indices: npt.NDArray[Any], values: UIntArray) -> None:
+        """Writes both into arrays of this length; the indices as int32, where that is enough for them, or int64."""
+        at = 0
+        for positions, shift, new in self._pieces:
+            part = slice(at, at + len(new))
+            np.add(positions, shift, out=indices[part], dtype=np.int64, casting="unsafe")
+            values[part] = new
+            at += len(new)
 
     def _joined(self) -> Piece:
         pieces = self._pieces

@@ -56,6 +56,11 @@ class TensorUpdate:
         return self._changes.values if isinstance(self._changes, TensorChanges) else self._changes
 
 
+def changes_of(update: TensorUpdate) -> TensorChanges | None:
+    """What it writes, if that is not all. Its indices are not made for this."""
+    return update._changes if isinstance(update._changes, TensorChanges) else None
+
+
 class Receipt:
     """What became of the update to ``version``: whether its owner has ``begun`` to take it over, and ``acknowledged``
     it. ``source`` stands for the subscriber that delivered it, None for an update made elsewhere."""

@@ -1,0 +1,89 @@
+"""Changed elements of many tensors are written in groups, each by one transfer.
+
+The kernel itself needs Triton (tests/trainers/test_scatter_kernel.py) or a GPU; what leads to it is tested without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pulse_rl import InputError, MemoryStore, Publisher, Subscriber, TensorUpdate, Update, state_root
+from pulse_rl.integrations import scatter as scatters
+from pulse_rl.integrations import torch as integration
+from pulse_rl.integrations.scatter import Scatter, Sent, by_indices, scatter
+from pulse_rl.integrations.torch import apply_
+from pulse_rl.patch.changes import Piece, TensorChanges
+from pulse_rl.state.tensors import DTYPES, TensorSpec
+from tests.support.scatter import check, kernel_of_numpy
+from tests.support.states import Rng, all_dtypes, mutated
+
+
+@pytest.mark.parametrize("launch", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_a_group_is_written(width: int, launch: Any) -> None:
+    check(width, launch)
+
+
+def test_pieces_are_put_together() -> None:
+    pieces = [Piece(np.array([0, 3], np.uint32), 100, np.array([7, 8], np.uint16))]
+    pieces.append(Piece(np.array([5, 6], np.uint32), 0, np.array([1, 2], np.uint16)))
+    changes = TensorChanges(pieces)
+    assert changes.end == 104
+    for dtype in (np.int32, np.int64):
+        indices, values = np.empty(4, dtype), np.empty(4, np.uint16)
+        changes.write_into(indices, values)
+        assert indices.tolist() == [5, 6, 100, 103]
+        assert values.tolist() == [1, 2, 7, 8]
+    assert TensorChanges.at(np.array([-1, 2]), np.zeros(2, np.uint16)).end == 0
+
+
+def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Sent] = []
+    monkeypatch.setattr(scatters, "_GROUP_ELEMENTS", 100)
+    monkeypatch.setattr(scatters, "_launch_of", lambda device: lambda group: sent.append(group) or by_indices(group))
+    tensors = [torch.zeros(200, dtype=torch.int16) for _ in range(7)]
+    counts = [40, 40, 40, 150, 1, 0, 99]
+    scatter(
+        Scatter(TensorChanges.at(np.arange(n, dtype=np.int64), np.full(n, k + 1, np.uint16)), flat)
+        for k, (n, flat) in enumerate(zip(counts, tensors, strict=True))
+    )
+    assert [list(np.diff(group.firsts)) for group in sent] == [[40, 40], [40], [150], [1, 99]]
+    assert [int((flat == k + 1).sum()) for k, flat in enumerate(tensors)] == counts
+
+
+@pytest.mark.parametrize("launch", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"])
+def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, launch: Any) -> None:
+    """As on a device, whose tensors these say they are: all dtypes, strided ones, tied ones."""
+    monkeypatch.setattr(integration, "_is_on_cuda", lambda target: True)
+    monkeypatch.setattr(scatters, "_launch_of", lambda device: launch)
+    old = all_dtypes(rng, 100)
+    store = MemoryStore()
+    with Publisher(store, stream="policy") as publisher, Subscriber(store, stream="policy") as worker:
+        publisher.publish(old)
+        assert worker.sync() is not None
+        assert worker.state is not None
+        model = integration.to_torch(worker.state.copy())
+        for _ in range(3):
+            old = mutated(rng, old, 0.2)
+            publisher.publish(old)
+            update = worker.sync()
+            assert update is not None
+            versions = {name: tensor._version for name, tensor in model.items()}
+            apply_(model, update)
+            assert state_root(model) == worker.root
+            assert all(model[t.spec.name]._version > versions[t.spec.name] for t in update.tensors), "autograd knows"
+
+
+def test_an_update_beyond_a_tensors_end_is_refused() -> None:
+    spec = TensorSpec("w", DTYPES["BF16"], (10,))
+    model = {"v": torch.zeros(10, dtype=torch.bfloat16), "w": torch.zeros(10, dtype=torch.bfloat16)}
+    good = TensorUpdate(TensorSpec("v", DTYPES["BF16"], (10,)), np.array([1]), np.array([5], np.uint16))
+    for indices in ([0, 10], [-1, 3], [1 << 40]):
+        changed = TensorUpdate(spec, np.array(indices), np.zeros(len(indices), np.uint16))
+        with pytest.raises(InputError, match="beyond the 10 elements of 'w'"):
+            apply_(model, Update(1, 0, "", (good, changed), {}, {}, 0, 0.0))
+    assert not any(tensor.any() for tensor in model.values())
