@@ -15,9 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pulse_rl import InputError, MemoryStore, Notice, Publisher, StoreUnavailable, Subscriber, state_root, verify_stream
-from pulse_rl.state.tensors import State
+from pulse_rl.state.digest import state_digest
+from pulse_rl.state.snapshot import await_devices
+from pulse_rl.state.tensors import State, stored_tensor
 from pulse_rl.sync import device_baseline
-from pulse_rl.sync.device_baseline import ChangedTensor, Difference
+from pulse_rl.sync.device_baseline import ChangedTensor, DeviceBaseline, Difference
+from pulse_rl.sync.host_state import HostState
+from pulse_rl.sync.order import Order
 from tests.support.cuda import Stream, on_device, stand_in
 from tests.support.stores import FaultyStore
 
@@ -142,6 +146,42 @@ def test_other_tensors_are_a_new_beginning(cuda: Device) -> None:
         assert plain.changed == 0
         step(two)
         assert publisher.publish({"two": on_device(two)}).root == state_root({"two": two})
+
+
+def test_a_tensor_moves_to_a_device_and_back(cuda: Device) -> None:
+    Stream.gate.set()
+    one, two = torch.randn(SIZE).bfloat16(), torch.randn(SIZE).bfloat16()
+    with Publisher(MemoryStore(), stream="policy", on_device="baseline") as publisher:
+        for number in range(6):
+            step(one, first=number)
+            step(two, first=number)
+            there = [on_device(two), two, two, on_device(two), on_device(two), two][number]
+            published = publisher.publish({"one": on_device(one), "two": there})
+            assert published.root == state_root({"one": one, "two": two})
+
+
+def test_another_version_than_the_hosts_is_not_compared_with(cuda: Device) -> None:
+    """Whatever led to it: the differences would be those to other bits."""
+    Stream.gate.set()
+    weight = torch.randn(SIZE).bfloat16()
+    devices, hosts = DeviceBaseline(), []
+    for number in range(2):
+        step(weight, first=number)
+        order = Order.of({"weight": on_device(weight)}, None, None, anchor=False).within_devices()
+        await_devices(order.source)
+        host, state = HostState(), State.of({"weight": weight}).copy()
+        host.adopt(number, state, state_digest(state))
+        hosts.append((order, host))
+    (first, first_host), (second, second_host) = hosts
+    devices.follow(devices.look_at(first, first_host), first_host)
+    assert devices.follows(first_host)
+    assert not devices.follows(second_host)
+    for order, host in ((second, first_host), (second, second_host), (first, second_host), (first, first_host)):
+        seen = devices.look_at(order, host)
+        assert isinstance(stored_tensor(seen.state, "weight"), ChangedTensor) == (host is first_host)
+        assert seen.state.read("weight").tolist() == order.source.read("weight").tolist()
+    devices.forget()
+    assert not devices.follows(first_host)
 
 
 @pytest.mark.parametrize("after", [False, True])
