@@ -32,13 +32,17 @@ def test_pieces_are_put_together() -> None:
     pieces = [Piece(np.array([0, 3], np.uint32), 100, np.array([7, 8], np.uint16))]
     pieces.append(Piece(np.array([5, 6], np.uint32), 0, np.array([1, 2], np.uint16)))
     changes = TensorChanges(pieces)
-    assert changes.end == 104
+    assert changes.fits(104, 2)
+    assert not changes.fits(103, 2)
+    assert not changes.fits(104, 4)
+    assert [part.indices.tolist() for part in changes.cut(1)] == [[5], [6], [100], [103]]
+    assert [part.values.tolist() for part in changes.cut(2)] == [[1, 2], [7, 8]]
     for dtype in (np.int32, np.int64):
         indices, values = np.empty(4, dtype), np.empty(4, np.uint16)
         changes.write_into(indices, values)
         assert indices.tolist() == [5, 6, 100, 103]
         assert values.tolist() == [1, 2, 7, 8]
-    assert TensorChanges.at(np.array([-1, 2]), np.zeros(2, np.uint16)).end == 0
+    assert not TensorChanges.at(np.array([-1, 2]), np.zeros(2, np.uint16)).fits(9, 2)
 
 
 def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,12 +50,12 @@ def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scatters, "_GROUP_ELEMENTS", 100)
     monkeypatch.setattr(scatters, "_launch_of", lambda device: lambda group: sent.append(group) or by_indices(group))
     tensors = [torch.zeros(200, dtype=torch.int16) for _ in range(7)]
-    counts = [40, 40, 40, 150, 1, 0, 99]
+    counts = [40, 40, 40, 150, 1, 0, 49]
     scatter(
         Scatter(TensorChanges.at(np.arange(n, dtype=np.int64), np.full(n, k + 1, np.uint16)), flat)
         for k, (n, flat) in enumerate(zip(counts, tensors, strict=True))
     )
-    assert [list(np.diff(group.firsts)) for group in sent] == [[40, 40], [40], [150], [1, 99]]
+    assert [list(np.diff(group.firsts)) for group in sent] == [[40, 40], [40], [100], [50, 1, 49]]
     assert [int((flat == k + 1).sum()) for k, flat in enumerate(tensors)] == counts
 
 
@@ -60,13 +64,19 @@ def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, launch:
     """As on a device, whose tensors these say they are: all dtypes, strided ones, tied ones."""
     monkeypatch.setattr(integration, "_is_on_cuda", lambda target: True)
     monkeypatch.setattr(scatters, "_launch_of", lambda device: launch)
-    old = all_dtypes(rng, 100)
+    old, strided = all_dtypes(rng, 100), False
     store = MemoryStore()
     with Publisher(store, stream="policy") as publisher, Subscriber(store, stream="policy") as worker:
         publisher.publish(old)
         assert worker.sync() is not None
         assert worker.state is not None
         model = integration.to_torch(worker.state.copy())
+        for name, tensor in model.items():
+            if tensor.dtype == torch.bfloat16 and tensor.numel() > 1:
+                apart = torch.empty((*tensor.shape, 2), dtype=torch.int16)[..., 0]
+                model[name] = apart.copy_(tensor.view(torch.int16)).view(torch.bfloat16)
+                strided = not model[name].is_contiguous()
+        assert strided
         for _ in range(3):
             old = mutated(rng, old, 0.2)
             publisher.publish(old)
@@ -78,12 +88,24 @@ def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, launch:
             assert all(model[t.spec.name]._version > versions[t.spec.name] for t in update.tensors), "autograd knows"
 
 
-def test_an_update_beyond_a_tensors_end_is_refused() -> None:
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_an_update_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, *, on_cuda: bool) -> None:
+    monkeypatch.setattr(integration, "_is_on_cuda", lambda target: on_cuda)
     spec = TensorSpec("w", DTYPES["BF16"], (10,))
     model = {"v": torch.zeros(10, dtype=torch.bfloat16), "w": torch.zeros(10, dtype=torch.bfloat16)}
     good = TensorUpdate(TensorSpec("v", DTYPES["BF16"], (10,)), np.array([1]), np.array([5], np.uint16))
-    for indices in ([0, 10], [-1, 3], [1 << 40]):
-        changed = TensorUpdate(spec, np.array(indices), np.zeros(len(indices), np.uint16))
-        with pytest.raises(InputError, match="beyond the 10 elements of 'w'"):
+    cases: list[tuple[Any, Any]] = [
+        ([0, 10], np.zeros(2, np.uint16)),
+        ([-1, 3], np.zeros(2, np.uint16)),
+        ([1 << 40], np.zeros(1, np.uint16)),
+        ([1, 2], np.array([70000, 1], np.uint32)),
+        ([1, 2], np.array([1.5, 2.5], np.float32)),
+        ([1, 2], np.array([7], np.uint16)),
+        ([1], np.array([7, 8], np.uint16)),
+        (None, np.zeros(9, np.uint16)),
+    ]
+    for indices, values in cases:
+        changed = TensorUpdate(spec, None if indices is None else np.array(indices), values)
+        with pytest.raises(InputError, match="'w' does not fit its 10 elements"):
             apply_(model, Update(1, 0, "", (good, changed), {}, {}, 0, 0.0))
     assert not any(tensor.any() for tensor in model.values())

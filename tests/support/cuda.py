@@ -18,7 +18,7 @@ class Stream:
     """``done`` of its ``work`` has run. ``gate``: the host's `synchronize` waits for it."""
 
     made: ClassVar[list[Stream]] = []
-    current: ClassVar[Stream]
+    first: ClassVar[Stream]
     gate: ClassVar[threading.Event]
     _lock: ClassVar[threading.RLock] = threading.RLock()
 
@@ -46,6 +46,30 @@ class Stream:
         self.run()
 
 
+class Event:
+    """What a stream had been given when it was recorded."""
+
+    def record(self, stream: Stream) -> None:
+        self.stream, self.until = stream, len(stream.work)
+
+    def synchronize(self) -> None:
+        assert Stream.gate.wait(20)
+        self.stream.run(self.until)
+
+
+class _Current(threading.local):
+    """Each thread's stream; all begin with the device's first one."""
+
+    chosen: Stream | None = None
+
+
+_CURRENT = _Current()
+
+
+def current_stream() -> Stream:
+    return _CURRENT.chosen or Stream.first
+
+
 class OnDevice(torch.Tensor):
     """A tensor that says it is on cuda:0; what is copied from it without blocking is copied by the current stream."""
 
@@ -59,7 +83,7 @@ class OnDevice(torch.Tensor):
             assert kwargs == {"non_blocking": True}
             target, source = args
             plain = target.as_subclass(torch.Tensor)
-            Stream.current.work.append(lambda: plain.copy_(source.as_subclass(torch.Tensor)))
+            current_stream().work.append(lambda: plain.copy_(source.as_subclass(torch.Tensor)))
             return target
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -73,7 +97,7 @@ def on_device(tensor: torch.Tensor) -> OnDevice:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stream, list[int]]]:
     """(the current stream, the sizes of what was page-locked so far, in bytes)."""
     Stream.made, Stream.gate = [], threading.Event()
-    Stream.current = current = Stream()
+    Stream.first = current = Stream()
     locked: list[int] = []
     empty = torch.empty
 
@@ -84,13 +108,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stream, list[int
 
     @contextmanager
     def stream(chosen: Stream) -> Iterator[None]:
-        Stream.current, before = chosen, Stream.current
-        yield
-        Stream.current = before
+        before, _CURRENT.chosen = _CURRENT.chosen, chosen
+        try:
+            yield
+        finally:
+            _CURRENT.chosen = before
 
     monkeypatch.setattr(torch, "empty", pin)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current_stream())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     yield current, locked
     Stream.gate.set()

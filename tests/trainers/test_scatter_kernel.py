@@ -1,4 +1,4 @@
-"""The kernel that writes an update, run by Triton's interpreter on the CPU. A stand-in for a GPU, not one."""
+"""The kernel that writes an update, run by Triton's interpreter on the CPU, which stands in for a GPU; and compiled."""
 
 from __future__ import annotations
 
@@ -15,6 +15,29 @@ for width in (1, 2, 4, 8):
     check(width, by_kernel)
 print("written")
 """
+
+
+COMPILATION = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pulse_rl.integrations.scatter_kernel import _scatter
+for capability in (80, 90):
+    for value in ("u8", "i16", "i32", "i64"):
+        for position in ("i32", "i64"):
+            signature = {"programs": "*i64", "positions": "*" + position, "values": "*" + value, "size": "constexpr"}
+            attributes = {(k,): [["tt.divisibility", 16]] for k in range(3)}
+            source = ASTSource(_scatter, signature=signature, constexprs={(3,): 1024}, attrs=attributes)
+            triton.compile(source, target=GPUTarget("cuda", capability, 32))
+print("compiled")
+"""
+
+
+def test_the_kernel_compiles_for_devices_that_are_not_here() -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    done = subprocess.run([sys.executable, "-c", COMPILATION], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "compiled\n"
 
 
 def test_the_kernel_writes_what_it_should() -> None:

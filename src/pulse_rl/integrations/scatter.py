@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -14,8 +13,9 @@ import torch
 
 from ..patch.changes import TensorChanges
 from ..state.device import page_locked
+from ..state.memory import LINE
 
-_GROUP_ELEMENTS = 1 << 26
+_GROUP_ELEMENTS = 1 << 22
 _POSITION = {4: torch.int32, 8: torch.int64}
 PROGRAM_ELEMENTS = 1024
 """What one program of the kernel writes."""
@@ -41,6 +41,7 @@ class Sent(NamedTuple):
 
 
 Launch = Callable[[Sent], None]
+_LAUNCHES: dict[torch.device, Launch] = {}
 
 
 def scatter(changed: Iterable[Scatter]) -> None:
@@ -64,7 +65,7 @@ def write(group: Sequence[Scatter], launch: Launch) -> None:
     position = np.dtype(np.int32 if max(map(len, flats)) < 1 << 31 else np.int64)
     value = np.dtype(f"u{flats[0].element_size()}")
     sizes = [programs.nbytes, firsts[-1] * position.itemsize, firsts[-1] * value.itemsize]
-    ends = list(accumulate(size + -size % 8 for size in sizes))
+    ends = list(accumulate(size + -size % LINE for size in sizes))  # aligned alike, which Triton compiles for
     host = page_locked(ends[-1])
     host[: programs.nbytes].view(np.int64)[:] = programs.reshape(-1)
     indices, values = host[ends[0] : ends[1]].view(position), host[ends[1] :].view(value)
@@ -78,7 +79,7 @@ def write(group: Sequence[Scatter], launch: Launch) -> None:
             firsts,
             sent[ends[0] : ends[1]].view(_POSITION[position.itemsize]),
             sent[ends[1] :].view(flats[0].dtype),
-            sent[: ends[0]].view(torch.int64).view(-1, 3),
+            sent[: programs.nbytes].view(torch.int64).view(-1, 3),
         )
     )
     for flat in flats:
@@ -94,12 +95,13 @@ def by_indices(sent: Sent) -> None:
 def _groups(changed: Iterable[Scatter]) -> Iterator[list[Scatter]]:
     group: list[Scatter] = []
     elements = 0
-    for one in changed:
-        if group and elements + len(one.changes) > _GROUP_ELEMENTS:
-            yield group
-            group, elements = [], 0
-        group.append(one)
-        elements += len(one.changes)
+    for changes, flat in changed:
+        for part in changes.cut(_GROUP_ELEMENTS):
+            if group and elements + len(part) > _GROUP_ELEMENTS:
+                yield group
+                group, elements = [], 0
+            group.append(Scatter(part, flat))
+            elements += len(part)
     if group:
         yield group
 
@@ -113,19 +115,29 @@ def _programs(flats: Sequence[torch.Tensor], firsts: Sequence[int]) -> npt.NDArr
     return np.concatenate(parts)
 
 
-@cache
 def _launch_of(device: torch.device) -> Launch:
     """The kernel where it is there and does what it should, else one launch for each tensor."""
     if device.type != "cuda":
         return by_indices
+    if device not in _LAUNCHES:
+        try:
+            _LAUNCHES[device] = _tried_out(device)
+        except torch.cuda.OutOfMemoryError:  # of now
+            return by_indices
+    return _LAUNCHES[device]
+
+
+def _tried_out(device: torch.device) -> Launch:
     try:
         from .scatter_kernel import by_kernel
 
         for width in (torch.uint8, torch.int16, torch.int32, torch.int64):
             _try_out(by_kernel, width, device)
+    except torch.cuda.OutOfMemoryError:
+        raise
     except Exception as error:  # no Triton, none for this device, no compiler, and what is yet to come
         warnings.warn(
-            f"updates are written tensor by tensor on {device}: {type(error).__name__}: {error}", stacklevel=4
+            f"updates are written tensor by tensor on {device}: {type(error).__name__}: {error}", stacklevel=6
         )
         return by_indices
     return by_kernel
@@ -135,7 +147,7 @@ def _try_out(launch: Launch, dtype: torch.dtype, device: torch.device) -> None:
     """Raises unless ``launch`` writes two tensors of ``dtype`` as it should."""
     size = 3 * PROGRAM_ELEMENTS
     tensors = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
-    expected = [torch.zeros(size, dtype=dtype) for _ in range(2)]
+    expected = [torch.zeros(size, dtype=dtype, device="cpu") for _ in range(2)]
     group = []
     for k, step in enumerate((1, 7)):
         indices = np.arange(k, size, step, dtype=np.int64)

@@ -59,8 +59,8 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     On a CUDA device changed elements are written by the stream that is current there: in one transfer and, with Triton,
     one kernel launch for all tensors of a dtype. This returns before they are written, as torch's own operations do.
 
-    Everything is checked before the first write. Raises InputError for an update made elsewhere that names an element
-    beyond its tensor's end. Raises StateMismatch for a tensor that is missing, of another dtype or
+    Everything is checked before the first write. Raises InputError for an update made elsewhere that does not fit its
+    own tensors. Raises StateMismatch for a tensor that is missing, of another dtype or
     shape, or expanded, so that its elements share memory; and for an update that does not follow what this function
     wrote into the module before. Raises UnsupportedTensor for one without dense memory of its
     own: sharded, sparse, on the meta device, not initialised yet, freed. torch does not know memory that is mapped
@@ -73,7 +73,7 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
         raise InputError(f"{type(model).__name__} is neither a module nor a mapping of names to tensors")
     held = _required_version(model, update)
     for changed in update.tensors:
-        _require_indices(changed)
+        _require_fitting(changed)
     plan = [(t, target.detach()) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
     _note_version(model, update, held, update.version)
     update._receipt.begun = True
@@ -214,10 +214,15 @@ def _require_memory(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _require_indices(update: TensorUpdate) -> None:
+def _require_fitting(update: TensorUpdate) -> None:
+    """Raises InputError for what no subscriber has made."""
     changes, spec = changes_of(update), update.spec
-    if changes is not None and len(changes) and not 0 < changes.end <= spec.elements:
-        raise InputError(f"the update writes beyond the {spec.elements} elements of {spec.name!r}")
+    fits = update.values.size == spec.elements if changes is None else changes.fits(spec.elements, spec.dtype.width)
+    if not fits:
+        raise InputError(
+            f"the update of {spec.name!r} does not fit its {spec.elements} elements of {spec.dtype.width} bytes",
+            hint="Values are unsigned integers of the element's width, one for each index.",
+        )
 
 
 def _is_on_cuda(target: torch.Tensor) -> bool:

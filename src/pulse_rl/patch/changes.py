@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -54,13 +54,22 @@ class TensorChanges:
         """The new bits there."""
         return self._joined().values
 
-    @property
-    def end(self) -> int:
-        """One more than the largest index; 0 if an index is negative."""
-        ranges = [
-            (int(p.positions.min()) + p.shift, int(p.positions.max()) + p.shift) for p in self._pieces if len(p.values)
-        ]
-        return 0 if any(low < 0 for low, _ in ranges) else max((high + 1 for _, high in ranges), default=0)
+    def fits(self, elements: int, width: int) -> bool:
+        """Whether it can be written into a tensor of so many elements of ``width`` bytes."""
+        kind = np.dtype(f"u{width}")
+        for positions, shift, values in self._pieces:
+            if values.dtype != kind or values.shape != positions.shape:
+                return False
+            if len(values) and not -shift <= int(positions.min()) <= int(positions.max()) < elements - shift:
+                return False
+        return True
+
+    def cut(self, most: int) -> Iterator[TensorChanges]:
+        """The same in parts of at most so many elements."""
+        for positions, shift, values in self._pieces:
+            for start in range(0, len(values), most):
+                part = slice(start, start + most)
+                yield TensorChanges((Piece(positions[part], shift, values[part]),))
 
     def write_into(self, indices: npt.NDArray[Any], values: UIntArray) -> None:
         """Writes both into arrays of this length; the indices as int32, where that is enough for them, or int64."""

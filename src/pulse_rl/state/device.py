@@ -83,14 +83,6 @@ class DeviceCopies:
             if not copied:
                 current.wait_stream(side)
 
-    def await_current(self, tensors: Iterable[DeviceTensor]) -> None:
-        """`wait` waits, too, for what the caller's current streams were given to write into ``tensors``."""
-        for device in {tensor.flat.device for tensor in tensors}:
-            torch: Any = sys.modules["torch"]
-            side = torch.cuda.Stream(device)
-            side.wait_stream(torch.cuda.current_stream(device))
-            self._under_way.append((side, []))
-
     def wait(self) -> None:
         """Returns once all is copied. Raises what the device reports."""
         for stream, _ in self._under_way:
@@ -103,13 +95,23 @@ class DeviceCopies:
             self.wait()
 
 
+def recorded(tensors: Iterable[DeviceTensor]) -> list[Any]:
+    """Events: `synchronize` returns when the devices of ``tensors`` have done what their current streams were given."""
+    events = []
+    for device in {tensor.flat.device for tensor in tensors}:
+        torch: Any = sys.modules["torch"]
+        events.append(torch.cuda.Event())
+        events[-1].record(torch.cuda.current_stream(device))
+    return events
+
+
 def copied_on_device(tensors: Sequence[tuple[Any, Any]]) -> list[Any] | None:
     """Copies [bytes] of torch tensors on their device, each cast to the dtype beside it, made by its current stream;
     None where they do not fit."""
     torch: Any = sys.modules["torch"]
     try:
         copies = [source.new_empty(source.numel() * dtype.itemsize, dtype=torch.uint8) for source, dtype in tensors]
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         return None
     for copy, (source, dtype) in zip(copies, tensors, strict=True):
         copy.view(dtype).copy_(source, non_blocking=True)
@@ -139,7 +141,7 @@ def page_locked(nbytes: int) -> npt.NDArray[np.uint8]:
     """One array as those of `pinned`."""
     torch: Any = sys.modules["torch"]
     try:
-        locked: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        locked: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     except RuntimeError:  # no device, or the system's limit of locked memory
         return np.empty(nbytes, np.uint8)
     return locked

@@ -27,11 +27,12 @@ _POSITION_BYTES = 4
 
 class Seen(NamedTuple):
     """``state``: what is to be published, read by the host; ``owned`` as in `Order`. ``resident``: its tensors that lie
-    on devices, whose memory nobody else has."""
+    on devices, whose memory nobody else has. ``crowded``: whether a device had no memory to find differences."""
 
     state: State
     owned: bool
     resident: Mapping[str, DeviceTensor]
+    crowded: bool = False
 
 
 class Difference(NamedTuple):
@@ -85,7 +86,8 @@ class DeviceBaseline:
 
     def look_at(self, order: Order, baseline: HostState) -> Seen:
         """What ``order`` holds: ``baseline`` and what differs from it, if the devices hold that, else a copy of it."""
-        source, torch = order.source, sys.modules.get("torch")
+        source: State = order.source
+        torch: Any = sys.modules.get("torch")
         if baseline.version is not None:
             source = source.stored_as({spec.name for spec in baseline.state.specs})
         resident = own_tensors(source)
@@ -96,8 +98,8 @@ class DeviceBaseline:
             if self.follows(baseline) and state.specs == baseline.state.specs and _alike(resident, self._held):
                 try:
                     return self._changed(state, resident, baseline.state)
-                except torch.OutOfMemoryError:  # type: ignore[union-attr]
-                    pass
+                except torch.cuda.OutOfMemoryError:
+                    return self._copied(state, resident)._replace(crowded=True)
             return self._copied(state, resident)
 
     def follows(self, baseline: HostState) -> bool:

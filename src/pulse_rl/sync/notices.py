@@ -6,7 +6,6 @@ from ..events import Listener, Notice
 from ..state.cast import is_wide
 from ..state.wrappers import is_wrapped
 from .draft import Draft, PatchDraft
-from .order import Order
 
 _DENSE = 0.5
 
@@ -19,16 +18,17 @@ class Notices:
         self._listener = listener
         self._given: set[str] = set()
 
-    def look_at(self, version: int, draft: Draft, order: Order) -> None:
-        """Looks at the draft of a version that was committed, and at what was ordered."""
+    def look_at(self, version: int, draft: Draft, *, crowded: bool) -> None:
+        """Looks at the draft of a version that was committed. ``crowded``: whether a device lacked memory for it."""
         if self._listener is None:
             return
-        if "device_memory" not in self._given and order.crowded:
+        if "device_memory" not in self._given and crowded:
             self._give(
                 version,
                 "device_memory",
-                "a device had no memory for a copy of its tensors: they crossed the bus whole",
-                "Leave room for two copies of the state in the compute dtype, or pass Publisher(on_device=None).",
+                "a device had no memory to look for differences: its tensors crossed the bus whole",
+                "Leave room for two copies of the state in the compute dtype, three where versions wait, or pass "
+                "Publisher(on_device=None).",
             )
         if "wrapped_names" not in self._given and is_wrapped(draft.state):
             self._give(

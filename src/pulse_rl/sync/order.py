@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from ..events import Metadata
 from ..state.cast import CastState
 from ..state.checkpoint import StateSource, as_state
+from ..state.device import recorded
 from ..state.rounding import compute_dtype_named
 from ..state.snapshot import Snapshot, copied_within_devices, cuda_tensors, joined, own_tensors, parted, snapshot
 from ..state.tensors import DType, State
@@ -55,24 +56,27 @@ class Order(NamedTuple):
         dtype = order.dtype
         if dtype and not cuda_tensors(source):
             source, dtype = CastState(source, dtype), None
-        copied = snapshot(source, spare.copied if spare else None, threads=threads, staged=on_device == "copy")
-        copied.copies.await_current(cuda_tensors(resident).values())
+        copied = snapshot(source, spare.copied if spare else None, threads=threads, staged=on_device is not None)
         order = order._replace(source=copied.state, dtype=dtype, owned=dtype is None)
-        return Taken(order, copied, resident if len(resident) else None)
+        written = recorded(cuda_tensors(resident).values())
+        return Taken(order, copied, resident if len(resident) else None, written)
 
 
 @dataclass(slots=True)
 class Taken:
     """An order whose source holds its values once the copies of ``copied`` were waited for; without the tensors that
-    are ``resident`` on devices."""
+    are ``resident`` on devices, and are there once ``written`` was waited for."""
 
     order: Order
     copied: Snapshot
-    resident: State | None = None
+    resident: State | None
+    written: list[Any]
 
     def arrived(self) -> Order:
         """The whole order. Returns once all is copied, and raises what the device reports."""
         self.copied.copies.wait()
+        for event in self.written:
+            event.synchronize()
         if self.resident is None:
             return self.order
         return self.order._replace(source=joined(self.order.source, self.resident), owned=False)

@@ -217,6 +217,8 @@ class Publisher(Unique):
 
         def publish(taken: Taken | None, submission: Submission) -> tuple[Published, Taken | None]:
             if taken is None or not (begin(submission) and submission.set_running_or_notify_cancel()):
+                if taken:
+                    taken.resident = None
                 raise CancelledError
             with failures_to(self._listener, self._stream.name, "publish"):
                 order = taken.arrived()
@@ -273,7 +275,7 @@ class Publisher(Unique):
 
     def _forget(self) -> None:
         self._folds.wait()
-        self._baseline = self._new_baseline()
+        self._baseline, self._pending = self._new_baseline(), None
         self._devices.forget()
 
     # -- in the order of a publish
@@ -317,7 +319,7 @@ class Publisher(Unique):
             self._pending = _Pending(manifest, draft, seen, history, time.time())
             if self._commit(self._pending):
                 timer.end("commit")
-                return self._published(manifest, draft, order, timer, blocked_seconds), draft
+                return self._published(manifest, draft, timer, blocked_seconds, order.crowded or seen.crowded), draft
         raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
 
     def _settle(self) -> None:
@@ -384,11 +386,11 @@ class Publisher(Unique):
             self._listener(event)
 
     def _published(
-        self, manifest: Manifest, draft: Draft, order: Order, timer: PhaseTimer, blocked_seconds: float | None
+        self, manifest: Manifest, draft: Draft, timer: PhaseTimer, blocked_seconds: float | None, crowded: bool
     ) -> Published:
         published = published_as(manifest, timer, draft.reason, blocked_seconds)
         self._tell(published)
-        self._notices.look_at(manifest.version, draft, order)
+        self._notices.look_at(manifest.version, draft, crowded=crowded)
         return published
 
     def _new_baseline(self) -> HostState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from traceback import clear_frames
 from typing import Generic, NamedTuple, TypeVar
 
 from .._util.serial import Operation, SerialThread
@@ -108,6 +109,8 @@ class Submissions(Generic[T]):
                 if taken is not None:
                     self._spare.appendleft(taken)
             except BaseException as error:
+                taken = None
+                clear_frames(error.__traceback__)  # or the error, which the submission keeps, would keep all states
                 submission.set_exception(error)
             else:
                 if spare is not None:
