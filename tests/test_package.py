@@ -17,14 +17,14 @@ from pulse_rl import PulseError, errors
 from tests.support.states import run_python
 from tests.support.verl_stub import integration
 
-WITHIN_ENGINES = {"pulse_rl.integrations.vllm.engine"}
-"""Imported by an engine's own process only, which `make test-vllm` starts."""
+ELSEWHERE = {"pulse_rl.integrations.vllm.engine", "pulse_rl.integrations.scatter.kernel"}
+"""Imported by an engine's own process only (`make test-vllm`), or where Triton is (`make test-trainers`)."""
 
 
 def modules() -> Iterator[str]:
     integration()  # what it imports need not be installed
     for info in pkgutil.walk_packages(pulse_rl.__path__, "pulse_rl."):
-        if info.name not in WITHIN_ENGINES:
+        if info.name not in ELSEWHERE:
             yield info.name
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pulse_rl import InputError, MemoryStore, Publisher, Subscriber, TensorUpdate, Update, state_root
-from pulse_rl.integrations import scatter as scatters
 from pulse_rl.integrations import torch as integration
-from pulse_rl.integrations.scatter import Scatter, Sent, by_indices, scatter
+from pulse_rl.integrations.scatter import Scatter, launch, scatter
+from pulse_rl.integrations.scatter.group import Sent, by_indices
 from pulse_rl.integrations.torch import apply_
 from pulse_rl.patch.changes import Piece, TensorChanges
 from pulse_rl.state.tensors import DTYPES, TensorSpec
@@ -22,10 +22,10 @@ from tests.support.scatter import check, kernel_of_numpy
 from tests.support.states import Rng, all_dtypes, mutated
 
 
-@pytest.mark.parametrize("launch", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"])
+@pytest.mark.parametrize("how", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_a_group_is_written(width: int, launch: Any) -> None:
-    check(width, launch)
+def test_a_group_is_written(width: int, how: Any) -> None:
+    check(width, how)
 
 
 def test_pieces_are_put_together() -> None:
@@ -47,8 +47,8 @@ def test_pieces_are_put_together() -> None:
 
 def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Sent] = []
-    monkeypatch.setattr(scatters, "_GROUP_ELEMENTS", 100)
-    monkeypatch.setattr(scatters, "_launch_of", lambda device: lambda group: sent.append(group) or by_indices(group))
+    monkeypatch.setattr(launch, "_GROUP_ELEMENTS", 100)
+    monkeypatch.setattr(launch, "_launch_of", lambda device: lambda group: sent.append(group) or by_indices(group))
     tensors = [torch.zeros(200, dtype=torch.int16) for _ in range(7)]
     counts = [40, 40, 40, 150, 1, 0, 49]
     scatter(
@@ -59,11 +59,11 @@ def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [int((flat == k + 1).sum()) for k, flat in enumerate(tensors)] == counts
 
 
-@pytest.mark.parametrize("launch", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"])
-def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, launch: Any) -> None:
+@pytest.mark.parametrize("how", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"])
+def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
     """As on a device, whose tensors these say they are: all dtypes, strided ones, tied ones."""
     monkeypatch.setattr(integration, "_is_on_cuda", lambda target: True)
-    monkeypatch.setattr(scatters, "_launch_of", lambda device: launch)
+    monkeypatch.setattr(launch, "_launch_of", lambda device: how)
     old, strided = all_dtypes(rng, 100), False
     store = MemoryStore()
     with Publisher(store, stream="policy") as publisher, Subscriber(store, stream="policy") as worker:

@@ -1,4 +1,4 @@
-"""The kernel of `scatter`, which writes into many tensors at once. Needs Triton, which CUDA builds of torch bring."""
+"""The kernel that writes into many tensors at once. Needs Triton, which CUDA builds of torch bring."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .scatter import PROGRAM_ELEMENTS, Sent
+from .group import PROGRAM_ELEMENTS, Sent
 
 
 def by_kernel(sent: Sent) -> None:
