@@ -56,8 +56,8 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     Only the changed elements travel to the model's device and are written. A tied tensor is written once; a model that
     holds a tied tensor under several storages, or under an alias only, gets all of its copies written.
 
-    On a CUDA device changed elements are written by the stream that is current there: in one transfer and, with Triton,
-    one kernel launch for all tensors of a dtype. This returns before they are written, as torch's own operations do.
+    On a CUDA device changed elements are written by the stream that is current there; with Triton, up to four
+    million of them, of all tensors of one width, by one transfer and one kernel launch. This returns before they are written, as torch's own operations do.
 
     Everything is checked before the first write. Raises InputError for an update made elsewhere that does not fit its
     own tensors. Raises StateMismatch for a tensor that is missing, of another dtype or
