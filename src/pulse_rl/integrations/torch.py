@@ -57,12 +57,13 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     holds a tied tensor under several storages, or under an alias only, gets all of its copies written.
 
     On a CUDA device changed elements are written by the stream that is current there; with Triton, up to four
-    million of them, of all tensors of one width, by one transfer and one kernel launch. This returns before they are written, as torch's own operations do.
+    million of them, of all tensors of one width, by one transfer and one kernel launch. This returns before they are
+    written, as torch's own operations do.
 
     Everything is checked before the first write. Raises InputError for an update made elsewhere that does not fit its
-    own tensors. Raises StateMismatch for a tensor that is missing, of another dtype or
-    shape, or expanded, so that its elements share memory; and for an update that does not follow what this function
-    wrote into the module before. Raises UnsupportedTensor for one without dense memory of its
+    own tensors. Raises StateMismatch for a tensor that is missing, of another dtype or shape, or expanded, so that its
+    elements share memory; and for an update that does not follow what this function wrote into the module before.
+    Raises UnsupportedTensor for one without dense memory of its
     own: sharded, sparse, on the meta device, not initialised yet, freed. torch does not know memory that is mapped
     read-only from other memory: writing there ends the process.
     """
