@@ -5,6 +5,8 @@ The kernel itself needs Triton (tests/trainers/test_scatter_kernel.py) or a GPU;
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,56 @@ def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, how: An
             assert all(model[t.spec.name]._version > versions[t.spec.name] for t in update.tensors), "autograd knows"
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_a_way_of_writing_is_tried_out(dtype: torch.dtype) -> None:
+    def half(sent: Sent) -> None:
+        kernel_of_numpy(sent._replace(programs=sent.programs[::2]))
+
+    for how in (by_indices, kernel_of_numpy):
+        launch._try_out(how, dtype, torch.device("cpu"))
+    for wrong in (half, lambda sent: None):
+        with pytest.raises(AssertionError, match="something else"):
+            launch._try_out(wrong, dtype, torch.device("cpu"))
+
+
+def test_without_triton_tensors_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller of `apply_` is told where. Nor is a kernel used that does not do what it should."""
+    monkeypatch.setattr(integration, "_is_on_cuda", lambda target: True)
+    monkeypatch.setattr(launch, "_launch_of", lambda device: launch._tried_out(device))
+    kernel = types.ModuleType("kernel")
+    model = {"w": torch.zeros(10, dtype=torch.bfloat16)}
+    changed = TensorUpdate(TensorSpec("w", DTYPES["BF16"], (10,)), np.array([3]), np.array([5], np.uint16))
+    for by_kernel, said in ((None, "ImportError"), (lambda sent: None, "AssertionError: the kernel wrote something")):
+        if by_kernel:
+            kernel.by_kernel = by_kernel  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "pulse_rl.integrations.scatter.kernel", kernel)
+        model["w"].zero_()
+        with pytest.warns(UserWarning, match=f"tensor by tensor on cpu: {said}") as told:
+            apply_(model, Update(1, 0, "", (changed,), {}, {}, 0, 0.0))
+        assert told[0].filename == __file__
+        assert model["w"].view(torch.int16).tolist() == [0, 0, 0, 5, 0, 0, 0, 0, 0, 0]
+    kernel.by_kernel = kernel_of_numpy  # type: ignore[attr-defined]
+    assert launch._tried_out(torch.device("cpu")) is kernel_of_numpy
+
+
+def test_a_device_without_memory_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    kernel = types.ModuleType("kernel")
+    kernel.by_kernel = kernel_of_numpy  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pulse_rl.integrations.scatter.kernel", kernel)
+    monkeypatch.setattr(launch, "_LAUNCHES", {})
+    device = torch.device("cuda", 0)
+    with monkeypatch.context() as crowded:
+        crowded.setattr(launch, "_try_out", full)
+        assert launch._launch_of(device) is by_indices
+    monkeypatch.setattr(launch, "_try_out", lambda *_: None)
+    assert launch._launch_of(device) is kernel_of_numpy
+    monkeypatch.setattr(launch, "_try_out", full)
+    assert launch._launch_of(device) is kernel_of_numpy, "tried out once"
+
+
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_an_update_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, *, on_cuda: bool) -> None:
     monkeypatch.setattr(integration, "_is_on_cuda", lambda target: on_cuda)
@@ -101,6 +153,7 @@ def test_an_update_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch,
         ([1, 2], np.array([70000, 1], np.uint32)),
         ([1, 2], np.array([1.5, 2.5], np.float32)),
         ([1, 2], np.array([7], np.uint16)),
+        ([1.5, 2.5], np.array([7, 8], np.uint16)),
         ([1], np.array([7, 8], np.uint16)),
         (None, np.zeros(9, np.uint16)),
     ]

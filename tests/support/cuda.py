@@ -93,6 +93,11 @@ def on_device(tensor: torch.Tensor) -> OnDevice:
     return tensor.as_subclass(OnDevice)
 
 
+def step(weight: torch.Tensor, every: int = 50, first: int = 0) -> None:
+    """One weight in ``every`` changes, in place."""
+    weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)[first::every] ^= 1 << 5
+
+
 @contextmanager
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stream, list[int]]]:
     """(the current stream, the sizes of what was page-locked so far, in bytes)."""

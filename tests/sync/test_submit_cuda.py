@@ -15,7 +15,7 @@ import torch
 from pulse_rl import MemoryStore, Publisher, state_root, verify_stream
 from pulse_rl.state import device
 from pulse_rl.state.device import DeviceCopies, DeviceTensor, pinned
-from tests.support.cuda import Stream, on_device, stand_in
+from tests.support.cuda import Stream, on_device, stand_in, step
 
 Device = tuple[Stream, list[int]]
 SIZE = 5000
@@ -25,11 +25,6 @@ SIZE = 5000
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     with stand_in(monkeypatch) as found:
         yield found
-
-
-def step(weight: torch.Tensor) -> None:
-    """A fiftieth of the weights changes, in place."""
-    weight.view(torch.int16 if weight.dtype == torch.bfloat16 else torch.int32)[::50] ^= 1 << 5
 
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])

@@ -58,7 +58,7 @@ class TensorChanges:
         """Whether it can be written into a tensor of so many elements of ``width`` bytes."""
         kind = np.dtype(f"u{width}")
         for positions, shift, values in self._pieces:
-            if values.dtype != kind or values.shape != positions.shape:
+            if values.dtype != kind or positions.dtype.kind not in "iu" or values.shape != positions.shape:
                 return False
             if len(values) and not -shift <= int(positions.min()) <= int(positions.max()) < elements - shift:
                 return False

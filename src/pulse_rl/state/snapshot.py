@@ -37,7 +37,7 @@ def parted(state: State, names: Collection[str]) -> tuple[State, State]:
     return _part(state, {*names}), _part(state, {spec.name for spec in state.specs} - {*names})
 
 
-def joined(one: State, other: State) -> State:
+def united(one: State, other: State) -> State:
     """The tensors of both."""
     data = {spec.name: stored_tensor(state, spec.name) for state in (one, other) for spec in state.specs}
     return State(one.specs + other.specs, data, one.aliases | other.aliases)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..state import bits
 from ..state.device import DeviceTensor, page_locked
-from ..state.snapshot import joined, own_tensors, parted, snapshot
+from ..state.snapshot import own_tensors, parted, snapshot, united
 from ..state.tensors import State, UIntArray
 from .host_state import HostState
 from .order import Order
@@ -27,7 +27,7 @@ _POSITION_BYTES = 4
 
 class Seen(NamedTuple):
     """``state``: what is to be published, read by the host; ``owned`` as in `Order`. ``resident``: its tensors that lie
-    on devices, whose memory nobody else has. ``crowded``: whether a device had no memory to find differences."""
+    on devices, whose memory nobody else has. ``crowded``: whether a device had no memory to look for differences."""
 
     state: State
     owned: bool
@@ -41,16 +41,14 @@ class Difference(NamedTuple):
     positions: bits.Positions | None
     values: UIntArray
 
-    def put(self, elements: UIntArray, start: int) -> bool:
-        """Writes what belongs there into ``elements``, which begin with the piece's element ``start``. Returns whether
-        there was anything to write."""
+    def put(self, elements: UIntArray, start: int) -> None:
+        """Writes what belongs there into ``elements``, which begin with the piece's element ``start``."""
         stop = start + len(elements)
         if self.positions is None:
             elements[:] = self.values[start:stop]
-            return True
+            return
         first, last = bits.below(self.positions, (start, stop))
         bits.put(elements, self.positions[first:last], self.values[first:last], start)
-        return first < last
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class DeviceBaseline:
         resident = own_tensors(source)
         state = order._replace(source=source).state
         if not resident:
-            return Seen(state, order.owned, {})
+            return Seen(state, order.owned, {}, order.crowded)
         with self._own_streams(resident.values()):
             if self.follows(baseline) and state.specs == baseline.state.specs and _alike(resident, self._held):
                 try:
@@ -120,13 +118,13 @@ class DeviceBaseline:
         found = {name: _differences(self._held[name], tensor) for name, tensor in resident.items()}
         on_devices, others = parted(state, resident)
         data = {name: ChangedTensor(before.read(name), differences) for name, differences in found.items()}
-        return Seen(joined(State(on_devices.specs, data, on_devices.aliases), others), False, resident)
+        return Seen(united(State(on_devices.specs, data, on_devices.aliases), others), False, resident)
 
     def _copied(self, state: State, resident: Mapping[str, DeviceTensor]) -> Seen:
         on_devices, others = parted(state, resident)
         copied = snapshot(State(on_devices.specs, resident, on_devices.aliases))
         copied.copies.wait()
-        return Seen(joined(copied.state, others), not len(others), resident)
+        return Seen(united(copied.state, others), not len(others), resident)
 
     @contextmanager
     def _own_streams(self, tensors: Iterable[DeviceTensor]) -> Iterator[None]:

@@ -10,7 +10,7 @@ from ..state.cast import CastState
 from ..state.checkpoint import StateSource, as_state
 from ..state.device import recorded
 from ..state.rounding import compute_dtype_named
-from ..state.snapshot import Snapshot, copied_within_devices, cuda_tensors, joined, own_tensors, parted, snapshot
+from ..state.snapshot import Snapshot, copied_within_devices, cuda_tensors, own_tensors, parted, snapshot, united
 from ..state.tensors import DType, State
 from ..stream.manifest import checked_metadata
 
@@ -79,4 +79,4 @@ class Taken:
             event.synchronize()
         if self.resident is None:
             return self.order
-        return self.order._replace(source=joined(self.order.source, self.resident), owned=False)
+        return self.order._replace(source=united(self.order.source, self.resident), owned=False)

@@ -285,6 +285,7 @@ class Publisher(Unique):
     ) -> tuple[Published, Draft]:
         for _ in range(_MAX_STALE_COMMITS):
             self._settle()
+            # What no device can compare is copied before `_resume`, which would read it from there once more.
             seen = None if self._devices.follows(self._baseline) else self._devices.look_at(order, self._baseline)
             self._resume(seen.state if seen else order.state)
             timer.end("resume")
@@ -319,7 +320,7 @@ class Publisher(Unique):
             self._pending = _Pending(manifest, draft, seen, history, time.time())
             if self._commit(self._pending):
                 timer.end("commit")
-                return self._published(manifest, draft, timer, blocked_seconds, order.crowded or seen.crowded), draft
+                return self._published(manifest, draft, timer, blocked_seconds, seen.crowded), draft
         raise PublisherConflict(f"{_MAX_STALE_COMMITS} commits of older publishers came between")
 
     def _settle(self) -> None:

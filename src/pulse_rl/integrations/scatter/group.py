@@ -14,7 +14,6 @@ from ...patch.changes import TensorChanges
 from ...state.device import page_locked
 from ...state.memory import LINE
 
-_POSITION = {4: torch.int32, 8: torch.int64}
 PROGRAM_ELEMENTS = 1024
 """What one program of the kernel writes."""
 
@@ -61,7 +60,7 @@ def write(group: Sequence[Scatter], launch: Launch) -> None:
         Sent(
             flats,
             firsts,
-            sent[ends[0] : ends[1]].view(_POSITION[position.itemsize]),
+            sent[ends[0] : ends[1]].view(torch.from_numpy(indices).dtype),
             sent[ends[1] :].view(flats[0].dtype),
             sent[: programs.nbytes].view(torch.int64).view(-1, 3),
         )

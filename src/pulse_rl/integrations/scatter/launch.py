@@ -64,7 +64,7 @@ def _tried_out(device: torch.device) -> Launch:
         raise
     except Exception as error:  # no Triton, none for this device, no compiler, and what is yet to come
         warnings.warn(
-            f"updates are written tensor by tensor on {device}: {type(error).__name__}: {error}", stacklevel=6
+            f"updates are written tensor by tensor on {device}: {type(error).__name__}: {error}", stacklevel=5
         )
         return by_indices
     return by_kernel
