@@ -75,13 +75,8 @@ PULSE_INLINE uint32_t code_size(Side& side, SizeModels& models, int cls, uint32_
     if (side.bit(models.single[cls], length == 0)) return 1;
     int n = 1;
     while (n < kMostLength - 1 && !side.bit(models.longer[cls + n], length == n)) n++;
-    uint32_t read = 2 | uint32_t(side.bit(models.second[cls + n], (size >> (n - 1)) & 1));
-    for (int rest = n - 1; rest > 0;) {
-        const int count = std::min(rest, 16);
-        rest -= count;
-        read = read << count | side.plain((size >> rest) & ((1u << count) - 1), count);
-    }
-    return read;
+    const uint32_t top = 2 | uint32_t(side.bit(models.second[cls + n], (size >> (n - 1)) & 1));
+    return top << (n - 1) | code_plain(side, size, n - 1);
 }
 
 }  // namespace pulse

@@ -21,10 +21,10 @@ struct CodePlan {
     std::array<uint8_t, kClasses> levels;
 };
 
-// How many elements and changes a block has, by class. `seen` counts a sample of the elements; `live` are those behind
-// the first change of their row.
+// How many elements and changes a block has, by class. `seen` counts a sample of the elements, `marked` all those that have no
+// weight; `live` are those behind the first change of their row.
 struct BlockStatistics {
-    std::array<uint32_t, kClasses> changes{}, seen[2]{};
+    std::array<uint32_t, kClasses> changes{}, seen[2]{}, marked{};
     uint64_t elements = 0, sampled = 0, changed = 0, live_elements = 0, live_changes = 0;
 
     // The groups of a tile [from, to) that are in the sample; a sample tells enough of a large block. Two counters each,
@@ -42,6 +42,12 @@ struct BlockStatistics {
             }
             sampled += (end - start) & ~size_t(1);
         }
+    }
+
+    // How many elements a class has, but for those that are marked.
+    double elements_of(size_t cls) const {
+        const double scale = double(elements) / double(std::max<uint64_t>(sampled, 1));
+        return std::max<double>(changes[cls], double(seen[0][cls] + seen[1][cls]) * scale - double(marked[cls]));
     }
 
     void count_live(const std::vector<uint32_t>& positions, const std::vector<Run>& runs) {
@@ -111,14 +117,12 @@ inline CodePlan plan_code(const BlockStatistics& s) {
     }
     const double live = double(s.live_elements) / double(s.elements);
     const double scale = 1 - live + live * double(1 << plan.boost);
-    const double per_sample = double(s.elements) / double(std::max<uint64_t>(s.sampled, 1));
     int last = 0;
     for (int c = kClasses - 1; c >= 0; c--) {
         if (!s.changes[c]) continue;
         last = std::max(last, c);
         plan.first = c;
-        const double elements = std::max<double>(s.changes[c], double(s.seen[0][c] + s.seen[1][c]) * per_sample);
-        const double nats = -std::log(1 - std::min(s.changes[c] / elements, 0.98)) / scale;
+        const double nats = -std::log(1 - std::min(s.changes[c] / s.elements_of(size_t(c)), 0.98)) / scale;
         plan.levels[c] = uint8_t(std::clamp(int(2 * (2 - std::log2(nats)) + 0.5), 0, kMostLevel));
     }
     plan.count = last - plan.first + 1;

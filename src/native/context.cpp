@@ -6,6 +6,7 @@
 #include "block_models.h"
 #include "block_statistics.h"
 #include "payload.h"
+#include "recall.h"
 #include "step.h"
 
 namespace pulse {
@@ -22,23 +23,26 @@ struct Models {
 
 template <class U>
 Encoded encode_changes(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
-                       const std::vector<Run>& runs) {
+                       const std::vector<Run>& runs, RecallWriter* recall) {
     const ClassOf cls{kind.shift, kind.mask};
     const std::vector<uint32_t>& positions = changes.positions;
     Encoded result{{}, positions.size()};
     put_varint(result.payload, positions.size());
-    if (positions.empty()) return result;
+    if (positions.empty() && !recall) return result;
 
     CodePlan plan = plan_code(changes.statistics);
-    for (int x : {plan.boost, plan.first, plan.count - 1}) result.payload.push_back(uint8_t(x));
+    if (!positions.empty()) {
+        for (int x : {plan.boost, plan.first, plan.count - 1}) result.payload.push_back(uint8_t(x));
+    }
     Writer side;
+    if (recall) recall->put(side);
     Models models;
     code_levels(side, models.levels, plan.levels, plan.first, plan.count);
     models.sizes.expect(plan.levels);
     const Weights weights(plan.levels, plan.boost);
 
     Writer coded = std::move(side);  // unlike `side` seen by nobody else, so that it is kept in registers
-    PositionWriter<U> writer(old, cls, weights, runs);
+    PositionWriter<U> writer(old, cls, weights, runs, recall ? recall->marks() : nullptr);
     int balance = 0;  // steps up less steps down in this row so far
     for (size_t i = 0; i < positions.size(); i++) {
         const U before = changes.before[i];
@@ -55,11 +59,11 @@ Encoded encode_changes(const U* old, const BlockChanges<U>& changes, const Eleme
 }
 
 template Encoded encode_changes(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&,
-                                const std::vector<Run>&);
+                                const std::vector<Run>&, RecallWriter*);
 template Encoded encode_changes(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
-                                const std::vector<Run>&);
+                                const std::vector<Run>&, RecallWriter*);
 template Encoded encode_changes(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
-                                const std::vector<Run>&);
+                                const std::vector<Run>&, RecallWriter*);
 
 namespace {
 
@@ -71,22 +75,28 @@ Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::v
 }
 
 template <class U>
-Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind, const std::vector<Run>& runs) {
+Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind, const std::vector<Run>& runs,
+               RecallReader* recall) {
     const ClassOf cls{kind.shift, kind.mask};
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
     size_t at_byte = 0;
     const uint64_t changed = take_count(data, size, at_byte);
-    if (changed == 0 || changed > total) throw Malformed("the number of changes is 0 or exceeds the elements");
+    if ((changed == 0 && !recall) || changed > total) {
+        throw Malformed("the number of changes is 0 or exceeds the elements");
+    }
     CodePlan plan;
-    plan.boost = take_byte(data, size, at_byte);
-    plan.first = take_byte(data, size, at_byte);
-    plan.count = take_byte(data, size, at_byte) + 1;
-    if (plan.boost > kMostBoost || uint32_t(plan.first + plan.count - 1) > kind.mask) {
+    if (changed) {
+        plan.boost = take_byte(data, size, at_byte);
+        plan.first = take_byte(data, size, at_byte);
+        plan.count = take_byte(data, size, at_byte) + 1;
+    }
+    if (plan.boost > kMostBoost || (changed && uint32_t(plan.first + plan.count - 1) > kind.mask)) {
         throw Malformed("the block's head is out of range");
     }
     plan.levels.fill(kAbsent);
     Reader side{RangeDecoder(data + at_byte, size - at_byte)};
+    if (recall) recall->take(side);
     Models models;
     code_levels(side, models.levels, plan.levels, plan.first, plan.count);
     models.sizes.expect(plan.levels);
@@ -100,7 +110,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
     U* const replaced = reinterpret_cast<U*>(result.before.data());
     Reader coded = side;  // unlike `side` seen by nobody else, so that it is kept in registers
-    PositionReader<U> reader(old, cls, weights, runs);
+    PositionReader<U> reader(old, cls, weights, runs, recall ? recall->marks() : nullptr);
     int balance = 0;  // steps up less steps down in this row so far
     for (size_t i = 0; i < changed; i++) {
         if (reader.read(coded)) balance = 0;
@@ -128,11 +138,11 @@ Encoded encode_block(const void* old, const void* now, const ElementKind& kind, 
 }
 
 Decoded decode_block(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
-                     const std::vector<Run>& runs) {
+                     const std::vector<Run>& runs, RecallReader* recall) {
     switch (kind.width) {
-        case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs);
-        case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs);
-        default: return decode(payload, size, static_cast<const uint32_t*>(old), kind, runs);
+        case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs, recall);
+        case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs, recall);
+        default: return decode(payload, size, static_cast<const uint32_t*>(old), kind, runs, recall);
     }
 }
 

@@ -2,37 +2,29 @@
 #include <cstring>
 
 #include "group_code.h"
+#include "group_pieces.h"
 #include "groups.h"
 #include "plain_bits.h"
+#include "recall.h"
 #include "row_balance.h"
 #include "step.h"
 
 namespace pulse {
 namespace {
 
-struct PieceReader {
-    RansReader& coder;
-    uint32_t state = 0;
-    bool bit(uint32_t frequency, bool) {
-        uint32_t& x = coder.states[state];
-        const bool value = RansReader::slot(x) < frequency;
-        coder.symbol(x, value ? 0 : frequency, value ? frequency : kRansScale - frequency);
-        return value;
-    }
-};
-
 // Decodes a block's tiles, one after another.
 template <class U>
 class TileDecoder {
 public:
     TileDecoder(RansReader& coder, const U* old, size_t elements, const ElementKind& kind, const std::vector<Run>& runs,
-                const GroupHead& head, const std::vector<int8_t>& shifts, size_t changes)
+                const GroupHead& head, const std::vector<int8_t>& shifts, MarkWords marks, size_t changes)
         : coder_(coder),
           old_(old),
           elements_(elements),
           cls_{kind.shift, kind.mask},
           head_(head),
           shifts_(shifts),
+          marks_(marks),
           weights_(head.rarities),
           balance_(runs) {
         for (size_t c = 0; c < kClasses; c++) longer_[c] = chance(head.longer[c]);
@@ -58,7 +50,8 @@ private:
         groups_.resize((end - first + 1) * kRansStates);
         size_t count = 0;
         for (size_t b = first; b < end; b++) {
-            group_frequencies(old_ + b * kBatch, elements_ - b * kBatch, cls_, weights_, shifts_[b], frequencies_);
+            group_frequencies(old_ + b * kBatch, elements_ - b * kBatch, cls_, weights_, shifts_[b],
+                              marks_of_batch(marks_, b), frequencies_);
             count += put_ones(take_bits(coder_, frequencies_), uint32_t(b * kRansStates), &groups_[count]);
         }
         groups_.resize(count);
@@ -67,7 +60,7 @@ private:
     void read_elements(size_t from) {
         const uint32_t* const groups = &groups_[from];
         const size_t here = std::min(kRansStates, groups_.size() - from);
-        open_.open(old_, elements_, cls_, weights_, groups, here);
+        open_.open(old_, elements_, cls_, weights_, marks_, groups, here);
         uint64_t changed[kGroup];
         for (size_t k = 0; k < kGroup; k++) {
             open_.frequencies(k, weights_, frequencies_);
@@ -102,7 +95,7 @@ private:
             sizes[i] = U(size);
             if (size != sizes[i]) throw Malformed("a step is too large");
             if (size > 3) large.push_back(i);
-            side.state = (side.state + 1) % kRansStates;
+            side.next_state();
         }
     }
 
@@ -126,6 +119,7 @@ private:
     const ClassOf cls_;
     const GroupHead& head_;
     const std::vector<int8_t>& shifts_;
+    const MarkWords marks_;
     const GroupWeights weights_;
     std::array<uint16_t, kClasses> longer_;
     RowBalance balance_;
@@ -137,7 +131,7 @@ private:
 // The plain bits of the sizes: the first bytes are what is left in the states.
 template <class U>
 void add_plain_bits(std::vector<U>& sizes, const std::vector<uint32_t>& large, const RansReader& coder,
-                    const uint8_t* behind, size_t size) {
+                    const uint8_t* behind, size_t size, RecallReader* recall) {
     std::vector<uint8_t> bytes(kBytesInStates + size);
     for (size_t i = 0; i < kRansStates; i++) {
         if (coder.states[i] >> 16 != 1) throw Malformed("the code is longer or shorter than its elements");
@@ -146,12 +140,9 @@ void add_plain_bits(std::vector<U>& sizes, const std::vector<uint32_t>& large, c
     }
     std::copy_n(behind, size, bytes.begin() + kBytesInStates);
     BitReader bits(bytes.data(), bytes.size());
-    uint64_t used = 0;
-    for (uint32_t i : large) {
-        const int n = 30 - __builtin_clz(uint32_t(sizes[i]));
-        sizes[i] = U(sizes[i] | bits.take(n));
-        used += uint64_t(n);
-    }
+    if (recall) recall->take_plain(bits);
+    for (uint32_t i : large) sizes[i] = U(sizes[i] | bits.take(30 - __builtin_clz(uint32_t(sizes[i]))));
+    uint64_t used = bits.taken();
     if (size && (used + 7) / 8 != bytes.size()) throw Malformed("the plain bits are longer than the sizes");
     for (; used < 8 * uint64_t(bytes.size()); used += 8 - used % 8) {
         if (bytes[used / 8] >> used % 8) throw Malformed("bits behind the last size are not 0");
@@ -172,12 +163,16 @@ size_t take_states(RansReader& coder, const uint8_t* data, size_t size) {
 }
 
 template <class U>
-Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind, const std::vector<Run>& runs) {
+Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind, const std::vector<Run>& runs,
+               RecallReader* recall) {
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
     size_t at = 0;
+    if (recall) recall->take_head(data, size, at);
     const uint64_t changed = take_count(data, size, at);
-    if (changed == 0 || changed > total) throw Malformed("the number of changes is 0 or exceeds the elements");
+    if ((changed == 0 && !recall) || changed > total) {
+        throw Malformed("the number of changes is 0 or exceeds the elements");
+    }
     const Batches batches(runs);
     const GroupHead head = GroupHead::take(data, size, at, kind, batches.ends.size());
     const uint64_t behind = take_count(data, size, at);
@@ -191,11 +186,12 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     coder.next = words.data();
     coder.end = words.data() + (size - at);
     const std::vector<int8_t> shifts = batches.by_batch(head.shifts);
-    TileDecoder<U> tiles(coder, old, total, kind, runs, head, shifts, changed);
+    if (recall) recall->take(coder);
+    TileDecoder<U> tiles(coder, old, total, kind, runs, head, shifts, recall ? recall->marks() : nullptr, changed);
     for (size_t tile = 0; tile * kTile < total; tile++) tiles.read(tile);
     if (tiles.found != changed) throw Malformed("there are fewer changes than announced");
     if (coder.next != coder.end) throw Malformed("the code is longer or shorter than its elements");
-    add_plain_bits(tiles.sizes, tiles.large, coder, plain, size_t(behind));
+    add_plain_bits(tiles.sizes, tiles.large, coder, plain, size_t(behind), recall);
 
     Decoded result;
     result.positions = std::move(tiles.positions);
@@ -213,11 +209,11 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
 }  // namespace
 
 Decoded decode_groups(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
-                      const std::vector<Run>& runs) {
+                      const std::vector<Run>& runs, RecallReader* recall) {
     switch (kind.width) {
-        case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs);
-        case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs);
-        default: return decode(payload, size, static_cast<const uint32_t*>(old), kind, runs);
+        case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs, recall);
+        case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs, recall);
+        default: return decode(payload, size, static_cast<const uint32_t*>(old), kind, runs, recall);
     }
 }
 

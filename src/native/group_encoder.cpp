@@ -3,9 +3,11 @@
 
 #include "block_statistics.h"
 #include "group_code.h"
+#include "group_pieces.h"
 #include "groups.h"
 #include "plain_bits.h"
 #include "rans.h"
+#include "recall.h"
 #include "row_balance.h"
 #include "step.h"
 
@@ -14,20 +16,6 @@ namespace {
 
 constexpr size_t kFewChanges = 4096, kManyOf = 16;  // at least so many, and at most one of so many elements
 constexpr size_t kFewRows = 16;
-
-// An interval of a single state.
-struct Piece {
-    uint32_t state, start, length;
-};
-
-struct PieceWriter {
-    std::vector<Piece>& out;
-    uint32_t state = 0;
-    bool bit(uint32_t frequency, bool value) {
-        out.push_back({state, value ? 0 : frequency, value ? frequency : kRansScale - frequency});
-        return value;
-    }
-};
 
 // The steps of a block's changes.
 template <class U>
@@ -85,15 +73,13 @@ void choose_chances(GroupHead& head, const BlockChanges<U>& changes, const Steps
 }
 
 void choose_rarities(GroupHead& head, const BlockStatistics& s) {
-    const double scale = double(s.elements) / double(std::max<uint64_t>(s.sampled, 1));
     int last = 0;
     for (int c = kClasses - 1; c >= 0; c--) {
         const double changes = s.changes[size_t(c)];
         if (changes == 0) continue;
         last = std::max(last, c);
         head.first = c;
-        const double elements = std::max(changes, double(s.seen[0][size_t(c)] + s.seen[1][size_t(c)]) * scale);
-        const double nats = -std::log(1 - std::min(changes / elements, 0.98));
+        const double nats = -std::log(1 - std::min(changes / s.elements_of(size_t(c)), 0.98));
         head.rarities[size_t(c)] = uint8_t(std::clamp(int(std::lround(4 * (2 - std::log2(nats)))), 0, kMostRarity));
     }
     head.count = last - head.first + 1;
@@ -102,7 +88,7 @@ void choose_rarities(GroupHead& head, const BlockStatistics& s) {
 // How much more often each run changes than its weights say, by a sample of its batches.
 template <class U>
 void choose_shifts(GroupHead& head, const Batches& batches, const U* old, size_t elements, ClassOf cls,
-                   const std::vector<uint32_t>& positions) {
+                   MarkWords marks, const std::vector<uint32_t>& positions) {
     constexpr size_t kStride = 8, kFewHits = 8;
     const GroupWeights weights(head.rarities);
     size_t batch = 0, i = 0;
@@ -117,7 +103,8 @@ void choose_shifts(GroupHead& head, const Batches& batches, const U* old, size_t
         size_t sampled = 0;
         uint64_t expected = 0;
         for (size_t b = batch; b < end; b += stride, sampled++) {
-            group_frequencies(old + b * kBatch, elements - b * kBatch, cls, weights, 0, frequencies);
+            group_frequencies(old + b * kBatch, elements - b * kBatch, cls, weights, 0, marks_of_batch(marks, b),
+                              frequencies);
             for (uint16_t f : frequencies) expected += f;
         }
         int shift = 0;
@@ -135,7 +122,7 @@ template <class U>
 class TileEncoder {
 public:
     TileEncoder(const U* old, size_t elements, ClassOf cls, const BlockChanges<U>& changes, const Steps<U>& steps,
-                const GroupHead& head, const std::vector<int8_t>& shifts)
+                const GroupHead& head, const std::vector<int8_t>& shifts, MarkWords marks)
         : old_(old),
           elements_(elements),
           cls_(cls),
@@ -144,6 +131,7 @@ public:
           steps_(steps),
           head_(head),
           shifts_(shifts),
+          marks_(marks),
           weights_(head.rarities) {
         for (size_t c = 0; c < kClasses; c++) longer_[c] = chance(head.longer[c]);
     }
@@ -177,11 +165,9 @@ private:
             if (steps_.sizes[from + i] == 1) continue;
             bits_[i / kRansStates] |= uint64_t(1) << (i % kRansStates);
             code_long(side, head_, int(c), steps_.sizes[from + i]);
-            side.state = (side.state + 1) % kRansStates;
+            side.next_state();
         }
-        for (size_t i = pieces_.size(); i-- > 0;) {
-            coder.symbol(coder.states[pieces_[i].state], pieces_[i].start, pieces_[i].length);
-        }
+        put_pieces(coder, pieces_);
         put_bits(coder, frequencies_.data(), bits_.data(), bits_.size());
     }
 
@@ -190,7 +176,7 @@ private:
         of_groups_.resize((end - first) * kRansStates);
         for (size_t b = first; b < end; b++) {
             group_frequencies(old_ + b * kBatch, elements_ - b * kBatch, cls_, weights_, shifts_[b],
-                              &of_groups_[(b - first) * kRansStates]);
+                              marks_of_batch(marks_, b), &of_groups_[(b - first) * kRansStates]);
         }
         hits_.assign(end - first, 0);
         groups_.clear();
@@ -217,7 +203,7 @@ private:
                     bits_[b * kGroup + positions_[at] % kGroup] |= uint64_t(1) << g;
                 }
             }
-            open_.open(old_, elements_, cls_, weights_, groups, here);
+            open_.open(old_, elements_, cls_, weights_, marks_, groups, here);
             for (size_t k = 0; k < kGroup; k++) {
                 open_.frequencies(k, weights_, &frequencies_[(b * kGroup + k) * kRansStates]);
                 open_.passed(k, bits_[b * kGroup + k]);
@@ -240,21 +226,23 @@ private:
     const Steps<U>& steps_;
     const GroupHead& head_;
     const std::vector<int8_t>& shifts_;
+    const MarkWords marks_;
     const GroupWeights weights_;
     std::array<uint16_t, kClasses> longer_;
     std::vector<uint32_t> groups_;
     std::vector<uint16_t> of_groups_, frequencies_;
     std::vector<uint64_t> hits_, bits_;
-    std::vector<Piece> pieces_;
+    std::vector<StatePiece> pieces_;
     OpenGroups open_;
 };
 
 // The bits of sizes below the two top ones.
 template <class U>
-std::vector<uint8_t> plain_bits_of(const std::vector<U>& sizes) {
-    size_t most = 0;
+std::vector<uint8_t> plain_bits_of(const RecallWriter* recall, const std::vector<U>& sizes) {
+    size_t most = recall ? recall->most_plain() : 0;
     for (U size : sizes) most += size > 3 ? sizeof(U) : 0;
     BitWriter bits(most + 1);
+    if (recall) recall->put_plain(bits);
     for (U size : sizes) {
         if (size <= 3) continue;
         const int n = 30 - __builtin_clz(uint32_t(size));
@@ -265,7 +253,8 @@ std::vector<uint8_t> plain_bits_of(const std::vector<U>& sizes) {
     return bytes;
 }
 
-// Whether `context` suits the changes better.
+}  // namespace
+
 bool suits_context(const BlockStatistics& s) {
     if (s.changed < kFewChanges || s.changed > s.elements / kManyOf) return true;
     const uint64_t rows = s.changed - s.live_changes;  // with a change: too few say nothing of how rows differ
@@ -273,7 +262,9 @@ bool suits_context(const BlockStatistics& s) {
 }
 
 template <class U>
-Encoded encode(const U* old, const BlockChanges<U>& changes, const ElementKind& kind, const std::vector<Run>& runs) {
+Encoded encode_by_groups(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
+                         const std::vector<Run>& runs, RecallWriter* recall) {
+    const MarkWords marks = recall ? recall->marks() : nullptr;
     const ClassOf cls{kind.shift, kind.mask};
     const uint64_t total = changes.statistics.elements;
     const std::vector<uint32_t>& positions = changes.positions;
@@ -283,24 +274,26 @@ Encoded encode(const U* old, const BlockChanges<U>& changes, const ElementKind& 
     const Steps<U> steps(changes, kind, runs);
     choose_chances(head, changes, steps, cls);
     const Batches batches(runs);
-    choose_shifts(head, batches, old, total, cls, positions);
+    choose_shifts(head, batches, old, total, cls, marks, positions);
     Encoded result{{}, n};
+    if (recall) recall->put_head(result.payload);
     put_varint(result.payload, n);
     head.put(result.payload);
     const std::vector<int8_t> shifts = batches.by_batch(head.shifts);
-    const std::vector<uint8_t> plain = plain_bits_of(steps.sizes);
+    const std::vector<uint8_t> plain = plain_bits_of(recall, steps.sizes);
 
     // Bits take 2 bytes at most: one for each group, eight more for those with a change, one for size and sign, and up to 32
     // for a large size.
     size_t most = 2 * kRansStates * (batches.count() + (kGroup + 2) * (total / kTile + 1)) + kInFront;
     for (U size : steps.sizes) most += 2 * (kGroup + 2 + (size > 1 ? 32 : 0));
+    if (recall) most += recall->most_bytes();
     const Buffer<uint8_t> code(most);
     uint8_t* const end = code.data.get() + code.size;
     RansWriter coder;
     coder.next = end;
     for (size_t i = 0; i < kRansStates; i++)
         coder.states[i] = kRansLow | plain[2 * i] | uint32_t(plain[2 * i + 1]) << 8;
-    TileEncoder<U> encoder(old, total, cls, changes, steps, head, shifts);
+    TileEncoder<U> encoder(old, total, cls, changes, steps, head, shifts, marks);
     size_t to = n;
     for (size_t tile = (total + kTile - 1) / kTile; tile-- > 0;) {
         const auto first = std::lower_bound(positions.begin(), positions.begin() + std::ptrdiff_t(to), tile * kTile);
@@ -308,6 +301,7 @@ Encoded encode(const U* old, const BlockChanges<U>& changes, const ElementKind& 
         encoder.write(coder, tile, from, to);
         to = from;
     }
+    if (recall) recall->put(coder);
 
     put_varint(result.payload, plain.size() - kBytesInStates);
     result.payload.insert(result.payload.end(), plain.begin() + kBytesInStates, plain.end());
@@ -323,28 +317,11 @@ Encoded encode(const U* old, const BlockChanges<U>& changes, const ElementKind& 
     return result;
 }
 
-template <class U>
-EncodedEither encode_either(const U* old, const U* now, const ElementKind& kind, const std::vector<Run>& runs) {
-    uint64_t total = 0;
-    for (const Run& run : runs) total += run.elements;
-    BlockChanges<U> changes = compare_block(old, now, total, runs, ClassOf{kind.shift, kind.mask});
-    EncodedEither found;
-    found.by_groups = !suits_context(changes.statistics);
-    found.encoded = found.by_groups ? encode(old, changes, kind, runs) : encode_changes(old, changes, kind, runs);
-    const auto* const values = reinterpret_cast<const uint8_t*>(changes.values.data());
-    found.values.assign(values, values + changes.values.size() * sizeof(U));
-    found.positions = std::move(changes.positions);
-    return found;
-}
-
-}  // namespace
-
-EncodedEither encode_groups(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs) {
-    switch (kind.width) {
-        case 1: return encode_either(static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now), kind, runs);
-        case 2: return encode_either(static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now), kind, runs);
-        default: return encode_either(static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now), kind, runs);
-    }
-}
+template Encoded encode_by_groups(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&,
+                                  const std::vector<Run>&, RecallWriter*);
+template Encoded encode_by_groups(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
+                                  const std::vector<Run>&, RecallWriter*);
+template Encoded encode_by_groups(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
+                                  const std::vector<Run>&, RecallWriter*);
 
 }  // namespace pulse

@@ -5,15 +5,6 @@
 namespace pulse {
 namespace {
 
-// What is too far from `expected` comes as near as it must.
-template <class Side>
-int code_within(Side& side, NearModels& models, int value, int expected, int least, int most) {
-    constexpr int kFurthest = kMostFurther + 1;
-    side.next_symbol();
-    const int near = std::clamp(value, expected - kFurthest, expected + kFurthest);
-    return std::clamp(code_near(side, models, near, expected), least, most);
-}
-
 template <class Side>
 void code_head(Side& side, GroupHead& head) {
     AdaptiveBit never;
@@ -76,11 +67,6 @@ GroupHead GroupHead::take(const uint8_t* data, size_t size, size_t& at, const El
     if (!side.coder.finished()) throw Malformed("the head is longer or shorter than announced");
     at += size_t(length);
     return head;
-}
-
-int level_of(double often, double all) {
-    if (often == 0) return kNoChance;
-    return std::clamp(int(std::lround(kEven - 2 * std::log2(often / std::max(all - often, 0.25)))), 0, kNoChance - 1);
 }
 
 }  // namespace pulse

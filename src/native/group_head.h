@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "block_models.h"
+#include "chances.h"
 #include "context.h"
 #include "group_weights.h"
 #include "payload.h"
@@ -14,15 +15,6 @@
 namespace pulse {
 
 constexpr int kMostShift = 12;  // of a run, in quarters of octaves
-constexpr int kNoChance = 49;   // levels of chances: half octaves of odds, 24 being even ones
-
-// 2^12 / (1 + 2^((i - 24) / 2)), at most 2^12 - 1; 0 for what never happens.
-inline constexpr std::array<uint16_t, kNoChance + 1> kChances = {
-    4095, 4095, 4094, 4093, 4092, 4090, 4088, 4085, 4080, 4073, 4064, 4051, 4033, 4007, 3972, 3923, 3855,
-    3763, 3641, 3481, 3277, 3026, 2731, 2399, 2048, 1697, 1365, 1070, 819,  615,  455,  333,  241,  173,
-    124,  89,   63,   45,   32,   23,   16,   11,   8,    6,    4,    3,    2,    1,    1,    0};
-
-constexpr int kEven = 24;
 constexpr int kMajorities = 4;  // 0, 1, 2, 3 or more steps of a row more in one direction than in the other
 
 struct GroupHead {
@@ -46,10 +38,5 @@ struct GroupHead {
     void put(std::vector<uint8_t>& out);
     static GroupHead take(const uint8_t* data, size_t size, size_t& at, const ElementKind& kind, size_t runs);
 };
-
-inline uint16_t chance(uint8_t level) { return kChances[level]; }
-
-// The level whose chance is next to that of `often` of `all`.
-int level_of(double often, double all);
 
 }  // namespace pulse

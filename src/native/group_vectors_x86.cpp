@@ -93,9 +93,9 @@ struct Lookup {
         made.shift = _mm_cvtsi32_si128(cls.shift);
         return made;
     }
-    PULSE_RANS_INLINE __m512i of(__m512i shifted_elements) const {
+    PULSE_RANS_INLINE __m512i of(__m512i shifted_elements, uint32_t marked) const {
         const __m512i index = _mm512_sub_epi16(_mm512_and_si512(shifted_elements, mask), first);
-        const __mmask32 known = _mm512_cmplt_epu16_mask(index, most);
+        const __mmask32 known = _mm512_cmplt_epu16_mask(index, most) & __mmask32(~marked);
         __m512i found = _mm512_maskz_permutex2var_epi16(known, low[0], index, high[0]);
         const __mmask32 odd = known & _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
         if constexpr (kTables > 1) {
@@ -132,8 +132,9 @@ struct Frequencies {
     }
 };
 
-template <int kTables, class U>
-PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weights, int shift, uint16_t* frequencies) {
+template <int kTables, bool kMarked, class U>
+PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weights, int shift, MarkWords marks,
+                          uint16_t* frequencies) {
     const auto lookup = Lookup<kTables>::from(cls, weights);
     const Frequencies of = Frequencies::from(weights, shift);
     const __m512i ones = _mm512_set1_epi16(1);
@@ -142,7 +143,8 @@ PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weigh
     for (int v = 0; v < kVectors; v++) {
         __m512i pairs[4];
         for (int k = 0; k < 4; k++) {
-            pairs[k] = _mm512_madd_epi16(lookup.of(shifted(first + 128 * v + 32 * k, lookup.shift)), ones);
+            const uint32_t marked = kMarked ? uint32_t(marks[2 * v + k / 2] >> (32 * (k % 2))) : 0;
+            pairs[k] = _mm512_madd_epi16(lookup.of(shifted(first + 128 * v + 32 * k, lookup.shift), marked), ones);
         }
         const __m512i a =
             _mm512_add_epi32(_mm512_unpacklo_epi32(pairs[0], pairs[1]), _mm512_unpackhi_epi32(pairs[0], pairs[1]));
@@ -166,19 +168,24 @@ PULSE_RANS_INLINE __m128i eight(const uint32_t* p, __m128i shift) {
     return _mm256_cvtepi32_epi16(_mm256_srl_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), shift));
 }
 
-template <int kTables, class U>
-PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights,
+template <int kTables, bool kMarked, class U>
+PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights, MarkWords marks,
                             const uint32_t* groups) {
     const auto lookup = Lookup<kTables>::from(cls, weights);
     for (size_t half = 0; half < kRansStates; half += 32) {
         // Row r of four squares of 8 groups by 8 elements; then columns.
         __m512i x[8], y[8];
         for (size_t r = 0; r < 8; r++) {
-            __m512i row = _mm512_castsi128_si512(eight(block + groups[half + r] * kGroup, lookup.shift));
-            row = _mm512_inserti32x4(row, eight(block + groups[half + 8 + r] * kGroup, lookup.shift), 1);
-            row = _mm512_inserti32x4(row, eight(block + groups[half + 16 + r] * kGroup, lookup.shift), 2);
-            row = _mm512_inserti32x4(row, eight(block + groups[half + 24 + r] * kGroup, lookup.shift), 3);
-            x[r] = lookup.of(row);
+            const uint32_t* const of = groups + half + r;
+            __m512i row = _mm512_castsi128_si512(eight(block + of[0] * kGroup, lookup.shift));
+            row = _mm512_inserti32x4(row, eight(block + of[8] * kGroup, lookup.shift), 1);
+            row = _mm512_inserti32x4(row, eight(block + of[16] * kGroup, lookup.shift), 2);
+            row = _mm512_inserti32x4(row, eight(block + of[24] * kGroup, lookup.shift), 3);
+            uint32_t marked = 0;
+            if constexpr (kMarked) {
+                for (size_t k = 0; k < 4; k++) marked |= marks_of_eight(marks, of[8 * k]) << (8 * k);
+            }
+            x[r] = lookup.of(row, marked);
         }
         for (size_t r = 0; r < 8; r += 2) {
             y[r] = _mm512_unpacklo_epi16(x[r], x[r + 1]);
@@ -265,23 +272,30 @@ bool vector_turn_bits(const uint64_t* bits, uint8_t* bytes) {
     return rans_vectors;
 }
 template <class U>
-bool vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& weights, int shift,
+bool vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& weights, int shift, MarkWords marks,
                               uint16_t* frequencies) {
     if (!rans_vectors) return false;
+    const auto of = [&](auto plain, auto marked) {
+        (marks ? marked : plain)(first, cls, weights, shift, marks, frequencies);
+    };
     switch (weights.tables) {
-        case 1: of_groups<1>(first, cls, weights, shift, frequencies); break;
-        case 2: of_groups<2>(first, cls, weights, shift, frequencies); break;
-        default: of_groups<4>(first, cls, weights, shift, frequencies);
+        case 1: of(of_groups<1, false, U>, of_groups<1, true, U>); break;
+        case 2: of(of_groups<2, false, U>, of_groups<2, true, U>); break;
+        default: of(of_groups<4, false, U>, of_groups<4, true, U>);
     }
     return true;
 }
 template <class U>
-bool vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights, const uint32_t* groups) {
+bool vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights, MarkWords marks,
+                 const uint32_t* groups) {
     if (!rans_vectors) return false;
+    const auto of = [&](auto plain, auto marked) {
+        (marks ? marked : plain)(open, block, cls, weights, marks, groups);
+    };
     switch (weights.tables) {
-        case 1: open_groups<1>(open, block, cls, weights, groups); break;
-        case 2: open_groups<2>(open, block, cls, weights, groups); break;
-        default: open_groups<4>(open, block, cls, weights, groups);
+        case 1: of(open_groups<1, false, U>, open_groups<1, true, U>); break;
+        case 2: of(open_groups<2, false, U>, open_groups<2, true, U>); break;
+        default: of(open_groups<4, false, U>, open_groups<4, true, U>);
     }
     return true;
 }
@@ -299,11 +313,11 @@ bool vector_take_bits(RansReader&, const uint16_t*, uint64_t&) { return false; }
 bool vector_put_ones(uint64_t, uint32_t, uint32_t*) { return false; }
 bool vector_turn_bits(const uint64_t*, uint8_t*) { return false; }
 template <class U>
-bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, uint16_t*) {
+bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MarkWords, uint16_t*) {
     return false;
 }
 template <class U>
-bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, const uint32_t*) {
+bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MarkWords, const uint32_t*) {
     return false;
 }
 bool vector_open_frequencies(const OpenGroups&, size_t, const GroupWeights&, uint16_t*) { return false; }
@@ -313,9 +327,9 @@ bool vector_open_frequencies(const OpenGroups&, size_t, const GroupWeights&, uin
 
 namespace pulse {
 
-#define PULSE_GROUPS_OF(U)                                                                          \
-    template bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, uint16_t*); \
-    template bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, const uint32_t*);
+#define PULSE_GROUPS_OF(U)                                                                                      \
+    template bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MarkWords, uint16_t*); \
+    template bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MarkWords, const uint32_t*);
 PULSE_GROUPS_OF(uint8_t)
 PULSE_GROUPS_OF(uint16_t)
 PULSE_GROUPS_OF(uint32_t)

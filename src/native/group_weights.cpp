@@ -6,26 +6,31 @@ namespace pulse {
 
 template <class U>
 void group_frequencies(const U* first, size_t elements, ClassOf cls, const GroupWeights& weights, int shift,
-                       uint16_t* frequencies) {
-    if (elements >= kGroup * kRansStates && vector_group_frequencies(first, cls, weights, shift, frequencies)) return;
+                       MarkWords marks, uint16_t* frequencies) {
+    const bool whole = elements >= kGroup * kRansStates;
+    if (whole && vector_group_frequencies(first, cls, weights, shift, marks, frequencies)) return;
     for (size_t g = 0; g < kRansStates; g++) {
+        const uint32_t marked = marks ? marks_of_eight(marks, g) : 0;
         uint32_t sum = 0;
-        for (size_t i = g * kGroup; i < std::min((g + 1) * kGroup, elements); i++) sum += weights.of[cls(first[i])];
+        for (size_t i = g * kGroup; i < std::min((g + 1) * kGroup, elements); i++) {
+            sum += marked >> (i % kGroup) & 1 ? 0 : weights.of[cls(first[i])];
+        }
         frequencies[g] = weights.frequency(sum, shift);
     }
 }
 
 template <class U>
-void OpenGroups::open(const U* block, size_t elements, ClassOf cls, const GroupWeights& of, const uint32_t* groups,
-                      size_t count) {
+void OpenGroups::open(const U* block, size_t elements, ClassOf cls, const GroupWeights& of, MarkWords marks,
+                      const uint32_t* groups, size_t count) {
     seen = 0;
     const bool whole = count == kRansStates && (groups[count - 1] + 1) * kGroup <= elements;
-    if (whole && vector_open(*this, block, cls, of, groups)) return;
+    if (whole && vector_open(*this, block, cls, of, marks, groups)) return;
     for (size_t g = 0; g < kRansStates; g++) {
+        const uint32_t marked = marks && g < count ? marks_of_eight(marks, groups[g]) : 0;
         rest[g] = 0;
         for (size_t k = 0; k < kGroup; k++) {
             const size_t at = g < count ? groups[g] * kGroup + k : elements;
-            weights[k][g] = at < elements ? of.of[cls(block[at])] : 0;
+            weights[k][g] = at < elements && !(marked >> k & 1) ? of.of[cls(block[at])] : 0;
             rest[g] += weights[k][g];
         }
     }
@@ -53,11 +58,12 @@ void OpenGroups::passed(size_t k, uint64_t changed) {
     seen |= changed;
 }
 
-template void group_frequencies(const uint8_t*, size_t, ClassOf, const GroupWeights&, int, uint16_t*);
-template void group_frequencies(const uint16_t*, size_t, ClassOf, const GroupWeights&, int, uint16_t*);
-template void group_frequencies(const uint32_t*, size_t, ClassOf, const GroupWeights&, int, uint16_t*);
-template void OpenGroups::open(const uint8_t*, size_t, ClassOf, const GroupWeights&, const uint32_t*, size_t);
-template void OpenGroups::open(const uint16_t*, size_t, ClassOf, const GroupWeights&, const uint32_t*, size_t);
-template void OpenGroups::open(const uint32_t*, size_t, ClassOf, const GroupWeights&, const uint32_t*, size_t);
+#define PULSE_FOR(U)                                                                                             \
+    template void group_frequencies(const U*, size_t, ClassOf, const GroupWeights&, int, MarkWords, uint16_t*); \
+    template void OpenGroups::open(const U*, size_t, ClassOf, const GroupWeights&, MarkWords, const uint32_t*, size_t);
+PULSE_FOR(uint8_t)
+PULSE_FOR(uint16_t)
+PULSE_FOR(uint32_t)
+#undef PULSE_FOR
 
 }  // namespace pulse

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "marks.h"
 #include "rans_states.h"
 #include "weights.h"
 
@@ -65,10 +66,10 @@ struct GroupWeights {
 };
 
 // Of 64 groups: their weights, and the frequency with which something in them changes. `elements` are those that are left
-// in the block; there is no weight behind them.
+// in the block; there is no weight behind them, and none where `marks`, if there are any, have a bit.
 template <class U>
 void group_frequencies(const U* first, size_t elements, ClassOf cls, const GroupWeights& weights, int shift,
-                       uint16_t* frequencies);
+                       MarkWords marks, uint16_t* frequencies);
 
 // What is still to be said of 64 groups in which something changes, element by element.
 struct OpenGroups {
@@ -78,8 +79,8 @@ struct OpenGroups {
 
     // Of `count` groups, at most 64.
     template <class U>
-    void open(const U* block, size_t elements, ClassOf cls, const GroupWeights& of, const uint32_t* groups,
-              size_t count);
+    void open(const U* block, size_t elements, ClassOf cls, const GroupWeights& of, MarkWords marks,
+              const uint32_t* groups, size_t count);
     // The frequencies of changes of the next elements, number k of each group; `changed` then says which ones did.
     void frequencies(size_t k, const GroupWeights& of, uint16_t* out) const;
     void passed(size_t k, uint64_t changed);

@@ -10,18 +10,17 @@
 
 namespace pulse {
 
-// By groups, or by `context` where that suits better: few changes, changes of many elements, or rows that differ much.
-// Arguments as of `encode_block`.
-struct EncodedEither {
-    Encoded encoded;
-    bool by_groups;
-    std::vector<uint32_t> positions;  // what changed, as it was found: ascending
-    std::vector<uint8_t> values;      // the new elements there, `width` bytes each
-};
-EncodedEither encode_groups(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs);
+// Whether `context` suits a block's changes better: few, or of many elements, or with rows that differ much.
+struct BlockStatistics;
+bool suits_context(const BlockStatistics& statistics);
+
+// By groups, as `encode_changes`.
+template <class U>
+Encoded encode_by_groups(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
+                         const std::vector<Run>& runs, RecallWriter* recall = nullptr);
 
 // Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
 Decoded decode_groups(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
-                      const std::vector<Run>& runs);
+                      const std::vector<Run>& runs, RecallReader* recall = nullptr);
 
 }  // namespace pulse

@@ -1,104 +1,20 @@
 #include "history.h"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
-#include <cstdlib>
-#include <memory>
+#include <cstring>
 
 #include "block_statistics.h"
 #include "clones.h"
-#include "history_table.h"
-#include "payload.h"
+#include "groups.h"
+#include "recall.h"
 #include "step.h"
 
 namespace pulse {
 namespace {
 
-constexpr int kRemembered = 64;  // a place in the plane is a listed class, or this and a level
-constexpr uint8_t kUnlisted = 63;
 constexpr size_t kMostRemembered = 3;  // elements for each change: more cost time and save little
 constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed before, too
-
-// Steps of elements whose last step had a size above 1: by how much they differ from that.
-struct LikeLastModels {
-    std::array<AdaptiveBit, kClasses> same, less;
-    std::array<AdaptiveBit, kClasses + kMostLength + 1> longer;
-};
-
-struct Models {
-    LevelModels levels;
-    TableModels table;
-    std::array<AdaptiveBit, 4> against;
-    std::array<AdaptiveBit, kGroups> turned;
-    std::array<AdaptiveBit, kClasses> turned_class;
-    LikeLastModels like_last;
-    SizeModels sizes[2];
-};
-
-// A step that is expected to be `last`, |last| > 1; the sign of both is that of `last`.
-template <class Side>
-PULSE_INLINE int64_t code_like_last(Side& side, LikeLastModels& models, size_t cls, int64_t step, int64_t last) {
-    if (side.bit(models.same[cls], step == last)) return last;
-    const bool less = side.bit(models.less[cls], step < last);
-    const uint32_t away = uint32_t(std::abs(step - last));
-    const int length = 31 - __builtin_clz(away | 1);
-    int n = 0;
-    while (n < kMostLength - 1 && !side.bit(models.longer[cls + size_t(n)], length == n)) n++;
-    uint32_t read = 1;
-    for (int rest = n; rest > 0;) {
-        const int bits = std::min(rest, 16);
-        rest -= bits;
-        read = read << bits | side.plain((away >> rest) & ((1u << bits) - 1), bits);
-    }
-    return less ? last - int64_t(read) : last + int64_t(read);
-}
-
-// Whether a step of size 1 was followed by one in the other direction: the mean of what group and class say.
-template <class Side>
-PULSE_INLINE bool code_turned(Side& side, AdaptiveBit& group, AdaptiveBit& cls, bool turned) {
-    AdaptiveBit both;
-    both.p = uint16_t((group.p + cls.p) >> 1);
-    const bool read = side.bit(both, turned);
-    group.adapt(read);
-    cls.adapt(read);
-    return read;
-}
-
-// The step of an element in `state` (group 0: not remembered), and the majority of the row.
-template <class U, class Side>
-PULSE_INLINE U code_step(Side& side, Models& models, State state, size_t cls, int& balance, U step) {
-    const bool down = step >> (8 * sizeof(U) - 1);
-    const uint32_t size = down ? U(-step) : step;
-    const int last = state.last;
-    if (state.group && std::abs(last) > 1) {
-        const int64_t turn = last < 0 ? -1 : 1, value = down ? -int64_t(size) : int64_t(size);
-        const int64_t read = turn * code_like_last(side, models.like_last, cls, turn * value, std::abs(last));
-        balance += read < 0 ? -1 : 1;
-        return U(uint64_t(read));
-    }
-    bool read;
-    if (state.group) {
-        read =
-            code_turned(side, models.turned[state.group], models.turned_class[cls], down != (last < 0)) != (last < 0);
-    } else {
-        read = side.bit(models.against[size_t(std::min(std::abs(balance), 3))], down != (balance < 0)) != (balance < 0);
-    }
-    balance += read ? -1 : 1;
-    const U length = U(code_size(side, models.sizes[state.group != 0], int(cls), size));
-    return read ? U(-length) : length;
-}
-
-// The place in the plane of each element, as if none were remembered.
-template <class U>
-PULSE_CLONES void fill_plane(const U* elements, size_t count, int shift, uint32_t mask, uint32_t first,
-                             uint8_t* plane) {
-    for (size_t i = 0; i < count; i++) {
-        const uint8_t cls = uint8_t(uint8_t(elements[i] >> shift) & uint8_t(mask)),
-                      place = uint8_t(cls - uint8_t(first));
-        plane[i] = place < kUnlisted ? place : kUnlisted;
-    }
-}
+constexpr uint8_t kByGroups = 128;     // beside the number of stretches
 
 // How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each
 // change. Looks at the start of the block.
@@ -112,206 +28,187 @@ size_t worthwhile(const std::vector<Stretch>& history, const std::vector<uint32_
     return used;
 }
 
-// A block's elements as places: of their class in the list, or, where they are remembered, of their level.
+// By the last `used` stretches.
 template <class U>
-struct Block {
-    const U* old;
-    ClassOf cls;
-    const std::vector<Run>& runs;
-    uint64_t elements = 0;
-    Remembered remembered;
-    std::unique_ptr<uint8_t[]> plane, places;
-
-    Block(const U* old_elements, const ElementKind& kind, const std::vector<Run>& all)
-        : old(old_elements), cls{kind.shift, kind.mask}, runs(all) {
-        for (const Run& run : runs) elements += run.elements;
+Recollection recollect(const std::vector<Stretch>& history, size_t used, const U* old, uint64_t elements, ClassOf cls) {
+    Recollection known;
+    known.remembered = remember({history.end() - std::ptrdiff_t(used), history.end()}, elements);
+    known.classes.resize(known.size());
+    const uint32_t* const positions = known.remembered.positions.get();
+    const State* const states = known.remembered.states.get();
+    int most = 0;
+    for (size_t i = 0; i < known.size(); i++) {
+        known.classes[i] = uint8_t(cls(old[positions[i]]));
+        most = std::max(most, std::abs(int(states[i].last)));
     }
-
-    // By the last `used` stretches.
-    void remember_last(const std::vector<Stretch>& history, size_t used) {
-        remembered = remember({history.end() - std::ptrdiff_t(used), history.end()}, elements);
-    }
-
-    // The places of remembered elements in the list of `count` classes from `first` on, and how many each cell has.
-    void find_places(int first, int count, ByGroup<uint32_t>& there) {
-        plane.reset(new uint8_t[elements]);
-        places.reset(new uint8_t[remembered.count]);
-        fill_plane(old, elements, cls.shift, cls.mask, uint32_t(first), plane.get());
-        for (size_t i = 0; i < remembered.count; i++) {
-            places[i] = plane[remembered.positions[i]];
-            there[remembered.states[i].group][places[i]]++;
-        }
-        for (auto& group : there) std::fill(group.begin() + count, group.end(), 0);
-    }
-
-    void set_levels(const HistoryTable& table) {
-        for (size_t i = 0; i < remembered.count; i++) {
-            plane[remembered.positions[i]] = uint8_t(kRemembered + table.levels[remembered.states[i].group][places[i]]);
-        }
-    }
-};
-
-// The weights of places: of listed classes, which a row's first change makes more likely, and of remembered elements.
-Weights place_weights(const std::array<uint8_t, kClasses>& levels, int first, int count, int boost) {
-    std::array<uint8_t, kClasses> of_places;
-    of_places.fill(kAbsent);
-    for (int k = 0; k < count; k++) of_places[size_t(k)] = levels[size_t(first + k)];
-    for (int level = 0; level <= kMostLevel; level++) of_places[size_t(kRemembered + level)] = uint8_t(level);
-    return Weights(of_places, boost, kRemembered);
+    known.large = most > 1;
+    return known;
 }
 
-// Finds positions that ascend among those that are remembered.
-class Search {
-public:
-    explicit Search(const Remembered& remembered) : remembered_(remembered) {}
-    // The place in the list; its end where the position is not there.
-    size_t find(uint32_t position) {
-        while (next_ < remembered_.count && remembered_.positions[next_] < position) next_++;
-        return next_ < remembered_.count && remembered_.positions[next_] == position ? next_ : remembered_.count;
-    }
-
-private:
-    const Remembered& remembered_;
-    size_t next_ = 0;
+// The changes of a block: those of remembered elements, and all others.
+template <class U>
+struct Parted {
+    RecalledSteps recalled;
+    BlockChanges<U> others;
 };
 
 template <class U>
-std::optional<Encoded> encode(const std::vector<Stretch>& history, const U* old, const U* now, const ElementKind& kind,
-                              const std::vector<Run>& runs) {
-    Block<U> block(old, kind, runs);
-    const ClassOf cls = block.cls;
-    const BlockChanges<U> changes = compare_block(old, now, block.elements, runs, cls);
-    const std::vector<uint32_t>& positions = changes.positions;
-    const size_t used = worthwhile(history, positions, block.elements);
-    block.remember_last(history, used);
-    struct Change {
-        U step;
-        uint8_t cls;
-        State state;
+PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered, bool floating, Parted<U>& parts) {
+    const size_t n = all.positions.size();
+    RecalledSteps& recalled = parts.recalled;
+    BlockChanges<U>& others = parts.others;
+    for (auto* list : {&recalled.which, &recalled.sizes, &others.positions}) list->resize(n);
+    recalled.downs.resize(n), others.before.resize(n), others.values.resize(n);
+    const uint64_t* const words = remembered.marks.words();
+    size_t mine = 0, theirs = 0;  // both are written, without branches, which nobody could foresee
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t at = all.positions[i], bit = at % 64;
+        const uint64_t word = words[at / 64], below = word & ((uint64_t(1) << bit) - 1);
+        const U step = U(to_ordered(all.values[i], floating) - to_ordered(all.before[i], floating));
+        const bool down = step >> (8 * sizeof(U) - 1);
+        recalled.which[mine] = remembered.before[at / 64] + uint32_t(__builtin_popcountll(below));
+        recalled.sizes[mine] = std::max<U>(down ? U(-step) : step, 1);  // 0 if the element was written meanwhile
+        recalled.downs[mine] = down;
+        others.positions[theirs] = at;
+        others.before[theirs] = all.before[i];
+        others.values[theirs] = all.values[i];
+        const size_t is_mine = word >> bit & 1;
+        mine += is_mine, theirs += 1 - is_mine;
+    }
+    for (auto* list : {&recalled.which, &recalled.sizes}) list->resize(mine);
+    recalled.downs.resize(mine);
+    others.positions.resize(theirs), others.before.resize(theirs), others.values.resize(theirs);
+}
+
+// What is known of the others. What is remembered has no weight there.
+template <class U>
+void count_others(const BlockStatistics& all, const Recollection& known, ClassOf cls, const std::vector<Run>& runs,
+                  BlockChanges<U>& others) {
+    others.statistics = all;
+    others.statistics.changes.fill(0);
+    others.statistics.live_elements = others.statistics.live_changes = 0;
+    for (U x : others.before) others.statistics.changes[cls(x)]++;
+    for (uint8_t c : known.classes) others.statistics.marked[c]++;
+    others.statistics.count_live(others.positions, runs);
+}
+
+// Lists the classes of the remembered elements that change; false where these are too many.
+bool list_classes(Recollection& known, const std::vector<uint32_t>& which) {
+    int last = 0, first = kClasses - 1;
+    for (uint32_t i : which) {
+        last = std::max(last, int(known.classes[i]));
+        first = std::min(first, int(known.classes[i]));
+    }
+    if (last - first >= kMostClasses) return false;
+    known.list(first, last - first + 1);
+    return true;
+}
+
+template <class U>
+EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* now, const ElementKind& kind,
+                    const std::vector<Run>& runs) {
+    uint64_t elements = 0;
+    for (const Run& run : runs) elements += run.elements;
+    const ClassOf cls{kind.shift, kind.mask};
+    BlockChanges<U> changes = compare_block(old, now, elements, runs, cls);
+    const bool by_context = suits_context(changes.statistics);
+    const auto coded = [&](const BlockChanges<U>& which, RecallWriter* recall) {
+        return by_context ? encode_changes(old, which, kind, runs, recall)
+                          : encode_by_groups(old, which, kind, runs, recall);
     };
-    std::vector<Change> coming(positions.size());  // here, where one look into the memory need not wait for another
-    Search search(block.remembered);
-    size_t known = 0;
-    for (size_t i = 0; i < positions.size(); i++) {
-        const U before = old[positions[i]];
-        const size_t found = search.find(positions[i]);
-        const State state = found < block.remembered.count ? block.remembered.states[found] : State{0, 0};
-        const U step = U(to_ordered(changes.values[i], kind.floating) - to_ordered(before, kind.floating));
-        coming[i] = {step, uint8_t(cls(before)), state};
-        known += state.group != 0;
+    EncodedByAny result;
+    result.codec = by_context ? BlockCodec::context : BlockCodec::groups;
+    const size_t used = worthwhile(history, changes.positions, elements);
+    if (used) {
+        Recollection known = recollect(history, used, old, elements, cls);
+        Parted<U> parts;
+        part(changes, known.remembered, kind.floating, parts);
+        const double recalled = double(parts.recalled.which.size());
+        if (recalled > kWorthwhile * double(changes.positions.size()) && list_classes(known, parts.recalled.which)) {
+            count_others(changes.statistics, known, cls, runs, parts.others);
+            result.codec = BlockCodec::history;
+            std::vector<uint8_t>& payload = result.encoded.payload;
+            const int stretches = int(used) | (by_context ? 0 : kByGroups);
+            for (int x : {stretches, known.first, known.count - 1}) payload.push_back(uint8_t(x));
+            RecallWriter recall(known, parts.recalled);
+            const std::vector<uint8_t> rest = coded(parts.others, &recall).payload;
+            payload.insert(payload.end(), rest.begin(), rest.end());
+        }
     }
-    CodePlan plan;
-    if (!positions.empty()) plan = plan_code(changes.statistics);
-    if (plan.count > kMostClasses || double(known) <= kWorthwhile * double(positions.size())) {
-        return std::nullopt;
-    }
+    if (result.codec != BlockCodec::history) result.encoded = coded(changes, nullptr);
+    result.encoded.changed = changes.positions.size();
+    const auto* const values = reinterpret_cast<const uint8_t*>(changes.values.data());
+    result.values.assign(values, values + changes.values.size() * sizeof(U));
+    result.positions = std::move(changes.positions);
+    return result;
+}
 
-    const auto there = std::make_unique<ByGroup<uint32_t>>(), changed = std::make_unique<ByGroup<uint32_t>>();
-    block.find_places(plan.first, plan.count, *there);
-    for (const Change& change : coming) (*changed)[change.state.group][size_t(change.cls - plan.first)]++;
-    // What is not remembered changes less often than the statistics say, which count all.
-    const BlockStatistics& s = changes.statistics;
-    const double per_sample = double(s.elements) / double(std::max<uint64_t>(s.sampled, 1));
-    const double live = double(s.live_elements) / double(s.elements), scale = 1 - live + live * double(1 << plan.boost);
-    for (int k = 0; k < plan.count; k++) {
-        const size_t c = size_t(plan.first + k);
-        const double hits = (*changed)[0][size_t(k)];
-        double others = double(s.seen[0][c] + s.seen[1][c]) * per_sample;
-        for (size_t g = 1; g < kGroups; g++) others -= (*there)[g][size_t(k)];
-        const double nats = -std::log(1 - std::min(hits / std::max(others, hits), 0.98)) / scale;
-        plan.levels[c] = hits ? uint8_t(std::clamp(int(2 * (2 - std::log2(nats)) + 0.5), 0, kMostLevel)) : kAbsent;
+// Two lists of changes of different elements as one. Without branches: nobody could foresee whose turn it is.
+template <class U>
+Decoded merged(Decoded first, Decoded second) {
+    const size_t all = first.positions.size() + second.positions.size();
+    Decoded result;
+    result.positions.resize(all);
+    result.values.resize(all * sizeof(U));
+    result.before.resize(all * sizeof(U));
+    first.positions.push_back(~0u), second.positions.push_back(~0u);
+    U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
+    U* const before = reinterpret_cast<U*>(result.before.data());
+    const auto* const values_1 = reinterpret_cast<const U*>(first.values.data());
+    const auto* const values_2 = reinterpret_cast<const U*>(second.values.data());
+    const auto* const before_1 = reinterpret_cast<const U*>(first.before.data());
+    const auto* const before_2 = reinterpret_cast<const U*>(second.before.data());
+    for (size_t n = 0, i = 0; n < all; n++) {
+        const uint32_t a = first.positions[i], b = second.positions[n - i];
+        const bool is_first = a < b;
+        result.positions[n] = is_first ? a : b;
+        values[n] = *(is_first ? values_1 + i : values_2 + (n - i));
+        before[n] = *(is_first ? before_1 + i : before_2 + (n - i));
+        i += is_first;
     }
-    const auto table = std::make_unique<HistoryTable>();
-    plan_table(*there, *changed, plan.count, *table);
-
-    Encoded result{{}, positions.size()};
-    std::vector<uint8_t>& payload = result.payload;
-    put_varint(payload, positions.size());
-    for (int x : {int(used), plan.boost, plan.first, plan.count - 1}) payload.push_back(uint8_t(x));
-    Writer side;
-    const auto models = std::make_unique<Models>();
-    code_levels(side, models->levels, plan.levels, plan.first, plan.count);
-    code_table(side, models->table, *there, plan.count, *table);
-    for (SizeModels& sizes : models->sizes) sizes.expect(plan.levels);
-    const Weights weights = place_weights(plan.levels, plan.first, plan.count, plan.boost);
-    block.set_levels(*table);
-
-    Writer coded = std::move(side);  // unlike `side` seen by nobody else, so that it is kept in registers
-    PositionWriter<uint8_t> writer(block.plane.get(), ClassOf{0, 255}, weights, runs);
-    int balance = 0;  // steps up less steps down in this row so far
-    for (size_t i = 0; i < positions.size(); i++) {
-        if (writer.write(coded.coder, positions[i])) balance = 0;
-        code_step<U>(coded, *models, coming[i].state, coming[i].cls, balance, coming[i].step);
-    }
-    const std::vector<uint8_t> code = coded.coder.finish();
-    payload.insert(payload.end(), code.begin(), code.end());
     return result;
 }
 
 template <class U>
 Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t size, const U* old,
                const ElementKind& kind, const std::vector<Run>& runs) {
-    size_t at_byte = 0;
-    const uint64_t changed = take_count(data, size, at_byte);
-    const size_t used = take_byte(data, size, at_byte);
-    const int boost = take_byte(data, size, at_byte), first = take_byte(data, size, at_byte);
-    const int count = take_byte(data, size, at_byte) + 1;
-    if (used > history.size() || boost > kMostBoost || count > kMostClasses ||
-        uint32_t(first + count - 1) > kind.mask) {
+    uint64_t elements = 0;
+    for (const Run& run : runs) elements += run.elements;
+    size_t at = 0;
+    const uint8_t stretches = take_byte(data, size, at);
+    const size_t used = stretches & (kByGroups - 1);
+    const int first = take_byte(data, size, at), count = take_byte(data, size, at) + 1;
+    if (used == 0 || used > history.size() || count > kMostClasses || uint32_t(first + count - 1) > kind.mask) {
         throw Malformed("the block's head is out of range");
     }
-    Block<U> block(old, kind, runs);
-    if (changed == 0 || changed > block.elements) throw Malformed("the number of changes is 0 or exceeds the elements");
-    block.remember_last(history, used);
-    const auto there = std::make_unique<ByGroup<uint32_t>>();
-    block.find_places(first, count, *there);
-    Reader side{RangeDecoder(data + at_byte, size - at_byte)};
-    const auto models = std::make_unique<Models>();
-    std::array<uint8_t, kClasses> levels;
-    levels.fill(kAbsent);
-    code_levels(side, models->levels, levels, first, count);
-    const auto table = std::make_unique<HistoryTable>();
-    code_table(side, models->table, *there, count, *table);
-    for (SizeModels& sizes : models->sizes) sizes.expect(levels);
-    const Weights weights = place_weights(levels, first, count, boost);
-    block.set_levels(*table);
+    Recollection known = recollect(history, used, old, elements, ClassOf{kind.shift, kind.mask});
+    known.list(first, count);
+    RecallReader recall(known);
+    Decoded others = stretches & kByGroups ? decode_groups(data + at, size - at, old, kind, runs, &recall)
+                                                 : decode_block(data + at, size - at, old, kind, runs, &recall);
+    const RecalledSteps& steps = recall.steps;
+    if (steps.which.empty()) throw Malformed("no element that is remembered changes");
 
-    Decoded result;
-    result.positions.resize(changed);
-    result.values.resize(changed * sizeof(U));
-    result.before.resize(changed * sizeof(U));
-    U* const replaced = reinterpret_cast<U*>(result.before.data());
-    U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
-    Reader coded = side;  // unlike `side` seen by nobody else, so that it is kept in registers
-    PositionReader<uint8_t> reader(block.plane.get(), ClassOf{0, 255}, weights, runs);
-    Search search(block.remembered);
-    int balance = 0;  // steps up less steps down in this row so far
-    for (size_t i = 0; i < changed; i++) {
-        if (reader.read(coded)) balance = 0;
-        const uint32_t position = uint32_t(reader.position());
-        uint8_t place = block.plane[position];
-        State state{0, 0};
-        if (place >= kRemembered) {
-            const size_t found = search.find(position);
-            place = block.places[found], state = block.remembered.states[found];
-        }
-        const U step = code_step<U>(coded, *models, state, size_t(first + place), balance, 0);
-        if (step == 0) throw Malformed("a change by nothing");
-        values[i] = step;
-        result.positions[i] = position;
+    Decoded mine;
+    const size_t n = steps.which.size();
+    mine.positions.resize(n), mine.values.resize(n * sizeof(U)), mine.before.resize(n * sizeof(U));
+    U* const values = reinterpret_cast<U*>(mine.values.data());  // memory of its own, aligned for every type
+    U* const before = reinterpret_cast<U*>(mine.before.data());
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t place = known.remembered.positions[steps.which[i]];
+        const U size = U(steps.sizes[i]), step = steps.downs[i] ? U(-size) : size;
+        if (step == 0 || size != steps.sizes[i]) throw Malformed("a step is out of range");
+        mine.positions[i] = place;
+        before[i] = old[place];
+        values[i] = from_ordered(U(to_ordered(old[place], kind.floating) + step), kind.floating);
     }
-    for (size_t i = 0; i < changed; i++) {  // here, where one look into the memory need not wait for another
-        replaced[i] = old[result.positions[i]];
-        values[i] = from_ordered(U(to_ordered(replaced[i], kind.floating) + values[i]), kind.floating);
-    }
-    if (!coded.coder.finished()) throw Malformed("the code is longer or shorter than its changes");
-    return result;
+    return merged<U>(std::move(mine), std::move(others));
 }
 
 }  // namespace
 
-std::optional<Encoded> encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
-                                           const ElementKind& kind, const std::vector<Run>& runs) {
+EncodedByAny encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
+                                 const ElementKind& kind, const std::vector<Run>& runs) {
     switch (kind.width) {
         case 1: return encode(history, static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now), kind, runs);
         case 2:

@@ -1,9 +1,9 @@
-// The `history` codec: as `context`, but an element that changed lately is known by when and how (docs/format.md, 3.10).
+// The `history` codec: elements that changed lately are known by when and how, and said before all others, which are coded by
+// `context` or by `groups` (docs/format.md, 3.10).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "context.h"
@@ -11,10 +11,20 @@
 
 namespace pulse {
 
-// As `encode_block` and `decode_block`; `history` ends at the old elements. Nothing where it would save little: few of the
-// changed elements had changed before, or their classes are too many to list.
-std::optional<Encoded> encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
-                                           const ElementKind& kind, const std::vector<Run>& runs);
+enum class BlockCodec { context, groups, history };
+
+// Without the history where it would save little: few of the changed elements had changed before, or their classes are too
+// many to list.
+struct EncodedByAny {
+    Encoded encoded;
+    BlockCodec codec;
+    std::vector<uint32_t> positions;  // what changed, as it was found: ascending
+    std::vector<uint8_t> values;      // the new elements there, `width` bytes each
+};
+
+// As `encode_block` and `decode_block`; `history` ends at the old elements.
+EncodedByAny encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
+                                 const ElementKind& kind, const std::vector<Run>& runs);
 Decoded decode_with_history(const std::vector<Stretch>& history, const uint8_t* payload, size_t size, const void* old,
                             const ElementKind& kind, const std::vector<Run>& runs);
 

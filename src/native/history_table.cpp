@@ -3,6 +3,8 @@
 #include <cmath>
 #include <vector>
 
+#include "rans_states.h"
+
 namespace pulse {
 namespace {
 
@@ -50,16 +52,13 @@ void fit(const std::vector<Cell>& cells, HistoryTable& table) {
     for (size_t k = 0; k < kMostClasses; k++) table.of_class[k] = rounded(cls[k]);
 }
 
-double nats_of(int level) { return double(weight_of_level(level)) / double(kNat); }
-
 // The level of a cell: the usual one, unless another one saves more than it takes to say so.
-int level_of(double there, double changed, int usual) {
+int level_of_cell(double there, double changed, int usual) {
     if (changed == 0) return usual;
-    const double chance = std::min(changed / there, 0.98);
-    const int own = std::clamp(int(2 * (2 - std::log2(-std::log(1 - chance))) + 0.5), 0, kMostLevel);
+    const int own = level_of(changed, there);
     const auto bits = [&](int level) {
-        const double nats = nats_of(level);
-        return (-changed * std::log(1 - std::exp(-nats)) + (there - changed) * nats) / std::log(2.0);
+        const double p = double(chance(uint8_t(level))) / double(kRansScale);
+        return -changed * std::log2(p) - (there - changed) * std::log2(1 - p);
     };
     return bits(usual) - bits(own) > 4 + std::abs(own - usual) ? own : usual;
 }
@@ -85,7 +84,7 @@ void plan_table(const ByGroup<uint32_t>& there, const ByGroup<uint32_t>& changed
     }
     for (const Cell& c : cells) {
         const int usual = level_of_odds(table.of_group[c.group] + table.of_class[c.cls]);
-        table.levels[c.group][c.cls] = uint8_t(level_of(c.there, c.changed, usual));
+        table.levels[c.group][c.cls] = uint8_t(level_of_cell(c.there, c.changed, usual));
     }
 }
 

@@ -65,22 +65,25 @@ void bind_history(nb::module_& m) {
     m.def(
         "history_encode",
         [](const std::vector<StretchTuple>& history, Bytes old, Bytes now, int width, int shift, uint32_t mask,
-           bool floating, const std::vector<RunTuple>& runs) -> nb::object {
+           bool floating, const std::vector<RunTuple>& runs) {
             const pulse::ElementKind kind{width, shift, mask, floating};
             const auto stretches = checked_stretches(history);
             const auto covered = checked_block(runs, kind, old);
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
             check_elements(now, width, "new");
-            std::optional<pulse::Encoded> encoded;
+            pulse::EncodedByAny found;
             {
                 nb::gil_scoped_release release;
-                encoded = pulse::encode_with_history(stretches, old.data(), now.data(), kind, covered);
+                found = pulse::encode_with_history(stretches, old.data(), now.data(), kind, covered);
             }
-            if (!encoded) return nb::none();
-            return nb::make_tuple(nb::bytes(encoded->payload.data(), encoded->payload.size()), encoded->changed);
+            constexpr const char* kNames[] = {"context", "groups", "history"};
+            const std::vector<uint8_t>& payload = found.encoded.payload;
+            return nb::make_tuple(nb::bytes(payload.data(), payload.size()), kNames[size_t(found.codec)],
+                                  to_numpy(std::move(found.positions)), to_numpy(std::move(found.values)));
         },
         "history"_a, array("old"), array("new"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
-        "(payload, number of changes) of one block; None where the history would save little.");
+        "(payload, the name of its codec, uint32 positions and uint8 bytes of the new elements, as they were found) of one "
+        "block: of the codecs context, groups or, where it saves enough, history.");
 
     m.def(
         "history_decode",

@@ -1,6 +1,7 @@
 // What the payloads of both codecs are made of: a head of bytes and varints, and a code of adaptive and plain bits.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -35,6 +36,18 @@ struct Reader {
         if (!coder.within()) throw Malformed("the code ends too early");
     }
 };
+
+// The lowest `count` bits of a number, plain, from the top, in pieces of 16 and a last shorter one.
+template <class Side>
+uint32_t code_plain(Side& side, uint32_t number, int count) {
+    uint32_t read = 0;
+    for (int rest = count; rest > 0;) {
+        const int bits = std::min(rest, 16);
+        rest -= bits;
+        read = read << bits | side.plain((number >> rest) & ((1u << bits) - 1), bits);
+    }
+    return read;
+}
 
 inline void put_varint(std::vector<uint8_t>& out, uint64_t x) {
     for (; x >= 128; x >>= 7) out.push_back(uint8_t(x | 128));

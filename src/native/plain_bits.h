@@ -56,6 +56,8 @@ public:
         return value;
     }
 
+    uint64_t taken() const { return at_; }
+
     // Whether all bytes were used, and the bits past the last one are 0.
     bool finished() const {
         if (at_ > uint64_t(size_) * 8 || uint64_t(size_) * 8 - at_ >= 8) return false;

@@ -23,8 +23,9 @@ struct Run {
 template <class U>
 class PositionWriter {
 public:
-    PositionWriter(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs)
-        : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()) {}
+    PositionWriter(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs,
+                   MarkWords marks = nullptr)
+        : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()), marks_(marks) {}
 
     // True where `position` is the first one of its row.
     PULSE_INLINE bool write(RangeEncoder& coder, size_t position) {
@@ -62,7 +63,7 @@ public:
 
 private:
     void pass(size_t to, bool live) {
-        waited_ += weight_sum(elements_ + base_ + at_, to - at_, cls_, weights_, live);
+        waited_ += weight_sum(elements_ + base_ + at_, to - at_, cls_, weights_, live, marks_, base_ + at_);
         at_ = to;
     }
 
@@ -70,6 +71,7 @@ private:
     const ClassOf cls_;
     const Weights& weights_;
     const Run* run_;
+    MarkWords marks_;
     WaitingTime waiting_;
     uint64_t waited_ = 0;
     size_t base_ = 0, at_ = 0, row_end_ = 0;
@@ -80,8 +82,9 @@ private:
 template <class U>
 class PositionReader {
 public:
-    PositionReader(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs)
-        : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()), end_(run_ + runs.size()) {
+    PositionReader(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs,
+                   MarkWords marks = nullptr)
+        : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()), end_(run_ + runs.size()), marks_(marks) {
         for (const Run& run : runs) most_ += run.elements * kMostWeight;
     }
 
@@ -105,26 +108,33 @@ public:
             const U* elements = elements_ + base_;
             const size_t limit = live_ ? row_end_ : size_t(run_->elements);
             const uint32_t* weight_of = weights_.of[live_].data();
-            size_t at = at_ + weight_skip(elements + at_, limit - at_, cls_, weights_, live_, waited, target);
+            size_t at = at_ + weight_skip(elements + at_, limit - at_, cls_, weights_, live_, waited, target, marks_,
+                                          base_ + at_);
+            const uint64_t marked = marks_ ? marks_from(marks_, base_ + at) : 0;  // those that are looked at below
+            const auto weight_at = [&](size_t k) {
+                return marked >> k & 1 ? 0 : weight_of[cls_(elements[at + k])];
+            };
             if (at + 8 <= limit) {  // in these eight; counted without branches, which could not be predicted
                 const uint64_t rest = target - waited;
                 uint64_t sum = 0, passed = 0;
                 size_t before = 0;
                 for (size_t k = 0; k < 7; k++) {
-                    sum += weight_of[cls_(elements[at + k])];
+                    sum += weight_at(k);
                     const bool past = sum < rest;
                     before += past;
                     passed = past ? sum : passed;
                 }
+                weight = weight_at(before);
                 at += before;
                 waited += passed;
-                weight = weight_of[cls_(elements[at])];
-            } else {
-                for (; at < limit; at++) {
-                    weight = weight_of[cls_(elements[at])];
+            } else {  // fewer than eight are left
+                size_t k = 0;
+                for (; at + k < limit; k++) {
+                    weight = weight_at(k);
                     if (waited + weight >= target) break;
                     waited += weight;
                 }
+                at += k;
             }
             at_ = at;
             if (at < limit) {
@@ -161,6 +171,7 @@ private:
     const ClassOf cls_;
     const Weights& weights_;
     const Run *run_, *end_;
+    MarkWords marks_;
     WaitingTime waiting_;
     uint64_t most_ = 0;
     size_t base_ = 0, at_ = 0, row_end_ = 0, position_ = 0;

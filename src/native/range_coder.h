@@ -88,6 +88,15 @@ public:
         settle();
     }
 
+    // P(value = 1) = chance / 2^scale, neither 0 nor 1.
+    PULSE_INLINE void bit(uint32_t chance, int scale, bool value) {
+        const uint64_t one = (range_ >> scale) * chance;
+        const uint64_t zero = uint64_t(value) - 1;  // all bits for a 0
+        add(one & zero);
+        range_ = one + ((range_ - 2 * one) & zero);
+        settle();
+    }
+
     // The part [low, high) of 2^40, low < high.
     void interval(uint64_t low, uint64_t high) {
         const uint64_t unit = range_ >> kScaleBits;
@@ -174,6 +183,16 @@ public:
         code_ -= one & zero;
         range_ = one + ((range_ - 2 * one) & zero);
         model.adapt(value);
+        settle();
+        return value;
+    }
+
+    PULSE_INLINE bool bit(uint32_t chance, int scale) {
+        const uint64_t one = (range_ >> scale) * chance;
+        const bool value = code_ < one;
+        const uint64_t zero = uint64_t(value) - 1;  // all bits for a 0
+        code_ -= one & zero;
+        range_ = one + ((range_ - 2 * one) & zero);
         settle();
         return value;
     }

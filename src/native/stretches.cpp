@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <cstring>
 
+#include "clones.h"
+#include "range_coder.h"
 #include "step.h"
 
 namespace pulse {
@@ -11,8 +14,7 @@ namespace {
 
 constexpr uint32_t kLongestGap = 65535;
 constexpr size_t kRecordBytes = 3;
-constexpr uint64_t kNone = ~uint64_t(0);
-constexpr size_t kTile = 1 << 14;  // elements that are worked on in the first-level cache
+constexpr size_t kTile = 1 << 13;  // elements that are worked on in the first-level cache
 
 class RecordWriter {
 public:
@@ -34,65 +36,82 @@ private:
     uint32_t next_ = 0;
 };
 
-// Walks over records; stands at one, or past the end.
+// Walks over records, which have positions below `elements`.
 class RecordReader {
 public:
     RecordReader(const Stretch& stretch, uint64_t elements)
-        : at_(stretch.records), end_(at_ + stretch.bytes / kRecordBytes * kRecordBytes), elements_(elements) {
-        advance();
-    }
-    uint64_t position = 0;
-    uint8_t step = 0;
+        : at_(stretch.records), end_(at_ + stretch.bytes / kRecordBytes * kRecordBytes), elements_(elements) {}
 
-    void advance() {
-        while (at_ != end_) {
-            position = next_ + (uint64_t(at_[0]) | uint64_t(at_[1]) << 8);
-            step = at_[2];
-            at_ += kRecordBytes;
-            next_ = position + (step != 0);
-            if (position >= elements_) break;
-            if (step) return;
+    // Calls `found(position, step)` for those below `limit` that are left.
+    template <class Found>
+    PULSE_INLINE void read(uint64_t limit, Found found) {
+        const uint64_t behind = std::min(limit, elements_);
+        const uint8_t* at = at_;
+        uint64_t next = next_;
+        for (; at != end_; at += kRecordBytes) {
+            const uint64_t position = next + (uint64_t(at[0]) | uint64_t(at[1]) << 8);
+            if (position >= behind) break;
+            const uint8_t step = at[2];
+            next = position + (step != 0);
+            if (step) found(position, step);
         }
-        position = kNone;
-        at_ = end_;
+        at_ = at;
+        next_ = next;
     }
 
 private:
-    const uint8_t *at_, *end_;
-    uint64_t elements_, next_ = 0;
+    const uint8_t *at_, *const end_;
+    const uint64_t elements_;
+    uint64_t next_ = 0;
 };
 
-// Calls `note(value, stretch, step)` for what the stretches hold, by tiles, with the 16 bits of the element to change, and then
-// `found(position, value)` for those that have become other than 0, in order.
+// What the stretches say of the elements of a tile: 16 bits of each, and which ones they are.
+struct Tile {
+    alignas(64) uint16_t values[kTile] = {};
+    alignas(64) uint64_t touched[kTile / 64] = {};
+
+    PULSE_INLINE void touch(size_t at) { touched[at / 64] |= uint64_t(1) << (at % 64); }
+    void clear() {
+        std::memset(values, 0, sizeof values);
+        std::memset(touched, 0, sizeof touched);
+    }
+};
+
+// Goes through the block by tiles: `note(tile value, stretch, step)` for what the stretches hold, then `found(first, tile)`.
 template <class Note, class Found>
-void walk(const std::vector<Stretch>& stretches, uint64_t elements, Note note, Found found) {
+PULSE_INLINE void walk(const std::vector<Stretch>& stretches, uint64_t elements, Note note, Found found) {
     std::vector<RecordReader> readers;
     for (const Stretch& stretch : stretches) readers.emplace_back(stretch, elements);
-    alignas(64) uint16_t tile[kTile] = {};
-    alignas(64) uint64_t touched[kTile / 64] = {};
-    for (;;) {
-        uint64_t first = kNone;
-        for (const RecordReader& reader : readers) first = std::min(first, reader.position);
-        if (first == kNone) return;
-        const uint64_t begin = first / kTile * kTile, end = begin + kTile;
+    const auto tile = std::make_unique<Tile>();
+    for (uint64_t begin = 0; begin < elements; begin += kTile) {
+        size_t records = 0;
         for (size_t k = 0; k < readers.size(); k++) {
-            RecordReader reader = readers[k];
-            for (; reader.position < end; reader.advance()) {
-                const size_t at = size_t(reader.position - begin);
-                note(tile[at], k, reader.step);
-                touched[at / 64] |= uint64_t(1) << (at & 63);
-            }
-            readers[k] = reader;
+            readers[k].read(begin + kTile, [&](uint64_t position, uint8_t step) {
+                const size_t at = size_t(position - begin);
+                note(tile->values[at], k, step);
+                tile->touch(at);
+                records++;
+            });
         }
-        for (size_t word = 0; word < kTile / 64; word++) {
-            for (uint64_t bits = touched[word]; bits; bits &= bits - 1) {
-                const size_t at = 64 * word + size_t(__builtin_ctzll(bits));
-                if (tile[at]) found(uint32_t(begin + at), tile[at]);
-                tile[at] = 0;
-            }
-            touched[word] = 0;
-        }
+        found(uint32_t(begin), *tile);
+        if (records) tile->clear();
     }
+}
+
+// Calls `found(place)` for each bit in order, for the first two, whether they are set or not, without branches, which nobody
+// could foresee; what is found for a bit that is not set is to be overwritten. How many are set.
+template <class Found>
+PULSE_INLINE size_t ones_of(uint64_t bits, Found found) {
+    const size_t count = size_t(__builtin_popcountll(bits));
+    const auto place = [](uint64_t left) { return size_t(__builtin_ctzll(left | uint64_t(1) << 63)); };
+    found(0, place(bits));
+    bits &= bits - 1;
+    found(1, place(bits));
+    for (size_t k = 2; k < count; k++) {
+        bits &= bits - 1;
+        found(k, size_t(__builtin_ctzll(bits)));
+    }
+    return count;
 }
 
 constexpr int kLarge = 5;  // the vigour of an element whose last step had a size above 1, at least
@@ -173,7 +192,14 @@ std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint6
     RecordWriter writer;
     walk(
         stretches, elements, [](uint16_t& net, size_t, uint8_t step) { net = uint8_t(net + step); },
-        [&](uint32_t position, uint16_t net) { writer.put(position, uint8_t(net)); });
+        [&](uint32_t first, const Tile& tile) {
+            for (uint32_t word = 0; word < kTile / 64; word++) {
+                for (uint64_t bits = tile.touched[word]; bits; bits &= bits - 1) {
+                    const uint32_t at = 64 * word + uint32_t(__builtin_ctzll(bits));
+                    if (tile.values[at]) writer.put(first + at, uint8_t(tile.values[at]));
+                }
+            }
+        });
     return std::move(writer.records);
 }
 
@@ -182,18 +208,18 @@ std::vector<size_t> count_remembered(const std::vector<Stretch>& stretches, uint
     std::vector<size_t> counts = {0};
     for (size_t k = stretches.size(); k-- > 0;) {
         size_t count = counts.back();
-        for (RecordReader reader(stretches[k], end); reader.position != kNone; reader.advance()) {
-            uint64_t& word = seen[size_t(reader.position / 64)];
-            const uint64_t bit = uint64_t(1) << (reader.position & 63);
+        RecordReader(stretches[k], end).read(end, [&](uint64_t position, uint8_t) {
+            uint64_t& word = seen[size_t(position / 64)];
+            const uint64_t bit = uint64_t(1) << (position & 63);
             count += (word & bit) == 0;
             word |= bit;
-        }
+        });
         counts.push_back(count);
     }
     return counts;
 }
 
-Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
+PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
     std::vector<Transition> transitions;
     size_t most = 0;
     int later = 0, longer = 0;
@@ -206,18 +232,30 @@ Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
         if (stretch.span > 1) longer = later + int(stretch.span) / 2;
         transitions.emplace_back(int(stretch.span), later, longer);
     }
-    most = size_t(std::min<uint64_t>(most, elements));
+    most = size_t(std::min<uint64_t>(most, elements)) + 2;
     Remembered remembered;
     remembered.positions.reset(new uint32_t[most]);
     remembered.states.reset(new State[most]);
     uint32_t* const positions = remembered.positions.get();
     State* const states = remembered.states.get();
+    const size_t words = size_t((elements + kTile - 1) / kTile * (kTile / 64));
+    remembered.marks = Marks(words);
+    remembered.before.reset(new uint32_t[words]);
+    uint64_t* const marks = remembered.marks.words();
+    uint32_t* const before = remembered.before.get();
     size_t count = 0;
     walk(
         stretches, elements, [&](uint16_t& state, size_t k, uint8_t step) { state = transitions[k].of(state, step); },
-        [&](uint32_t position, uint16_t state) {
-            positions[count] = position;
-            states[count++] = {uint8_t(state), int8_t(state >> 8)};
+        [&](uint32_t first, const Tile& tile) {
+            std::copy_n(tile.touched, kTile / 64, marks + first / 64);
+            for (uint32_t word = 0; word < kTile / 64; word++) {
+                const uint16_t* const values = tile.values + 64 * word;
+                before[first / 64 + word] = uint32_t(count);
+                count += ones_of(tile.touched[word], [&](size_t k, size_t place) {
+                    positions[count + k] = first + 64 * word + uint32_t(place);
+                    states[count + k] = {uint8_t(values[place]), int8_t(values[place] >> 8)};
+                });
+            }
         });
     remembered.count = count;
     return remembered;

@@ -6,6 +6,8 @@
 #include <memory>
 #include <vector>
 
+#include "marks.h"
+
 namespace pulse {
 
 // The net steps of a block in `span` versions, modulo 256: for each element whose net step is not 0 a record of three bytes.
@@ -18,6 +20,7 @@ struct Stretch {
 // A group is an age, a vigour, and whether the last step turned. The last of the ages is that of what is known by a stretch of
 // several versions only.
 constexpr int kAges = 8, kVigours = 7, kGroups = 1 + kAges * kVigours * 2;
+constexpr int kLastVersion = kVigours * 2;  // the last group of what changed in the last version
 
 // What is known of an element that changed lately: its group, above 0, and the step to expect.
 struct State {
@@ -25,11 +28,14 @@ struct State {
     int8_t last;
 };
 
-// The elements of a block that changed lately, ascending.
+// The elements of a block that changed lately, ascending; a bit for each element of the block, and how many such bits there are in
+// front of each word of them.
 struct Remembered {
     std::unique_ptr<uint32_t[]> positions;
     std::unique_ptr<State[]> states;
     size_t count = 0;
+    Marks marks;
+    std::unique_ptr<uint32_t[]> before;
 };
 
 // The records of what changed. `old` and `now` are the elements at the positions, `width` bytes each.

@@ -38,10 +38,11 @@ PULSE_VBMI_INLINE __m512i classes(const uint32_t* p, size_t count, __m128i shift
 
 constexpr size_t kAhead = 2048;
 
-// The weights of eight eights of elements, `count` of which are there.
+// The weights of eight eights of elements, `count` of which are there, without those that are `marked`.
 template <class U>
-PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
-    const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                                 uint64_t marked) {
+    const uint64_t there = (count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0)) & ~marked;
     for (size_t at = 0; at < 64 * sizeof(U); at += 64)
         __builtin_prefetch(reinterpret_cast<const uint8_t*>(p) + kAhead + at);
     const __m512i found =
@@ -63,23 +64,26 @@ PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const We
     return sum;
 }
 
-template <class U>
-PULSE_VBMI_INLINE uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
+template <bool kMarked, class U>
+PULSE_VBMI uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                                  MarkWords marks, size_t first) {
     __m512i sum = _mm512_setzero_si512();
     for (size_t at = 0; at < count; at += 64) {
-        sum = _mm512_add_epi64(sum, eights(p + at, count - at, cls, weights, live));
+        const uint64_t marked = kMarked ? marks_from(marks, first + at) : 0;
+        sum = _mm512_add_epi64(sum, eights(p + at, count - at, cls, weights, live, marked));
     }
     return uint64_t(_mm512_reduce_add_epi64(sum));
 }
 
-template <class U>
-PULSE_VBMI_INLINE size_t skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
-                              uint64_t& waited, uint64_t target) {
+template <bool kMarked, class U>
+PULSE_VBMI size_t skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                              uint64_t& waited, uint64_t target, MarkWords marks, size_t first_of_block) {
     const __m512i zero = _mm512_setzero_si512();
     size_t at = 0;
     while (at + 8 <= count) {
         const size_t here = count - at < 64 ? (count - at) & ~size_t(7) : 64;
-        __m512i passed = eights(p + at, here, cls, weights, live);  // becomes the sums up to each eight
+        const uint64_t marked = kMarked ? marks_from(marks, first_of_block + at) : 0;
+        __m512i passed = eights(p + at, here, cls, weights, live, marked);  // becomes the sums up to each eight
         passed = _mm512_add_epi64(passed, _mm512_alignr_epi64(passed, zero, 7));
         passed = _mm512_add_epi64(passed, _mm512_alignr_epi64(passed, zero, 6));
         passed = _mm512_add_epi64(passed, _mm512_alignr_epi64(passed, zero, 4));
@@ -106,26 +110,17 @@ bool has_weight_vectors() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi");
 }
 
-PULSE_VBMI uint64_t vector_weight_sum(const uint8_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
-    return sum_of(p, count, cls, weights, live);
+template <class U>
+uint64_t vector_weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                                      MarkWords marks, size_t first) {
+    return marks ? sum_of<true>(p, count, cls, weights, live, marks, first)
+                 : sum_of<false>(p, count, cls, weights, live, marks, first);
 }
-PULSE_VBMI uint64_t vector_weight_sum(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
-    return sum_of(p, count, cls, weights, live);
-}
-PULSE_VBMI uint64_t vector_weight_sum(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
-    return sum_of(p, count, cls, weights, live);
-}
-PULSE_VBMI size_t vector_weight_skip(const uint8_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
-                                     uint64_t& waited, uint64_t target) {
-    return skip(p, count, cls, weights, live, waited, target);
-}
-PULSE_VBMI size_t vector_weight_skip(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
-                                     uint64_t& waited, uint64_t target) {
-    return skip(p, count, cls, weights, live, waited, target);
-}
-PULSE_VBMI size_t vector_weight_skip(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
-                                     uint64_t& waited, uint64_t target) {
-    return skip(p, count, cls, weights, live, waited, target);
+template <class U>
+size_t vector_weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                                     uint64_t& waited, uint64_t target, MarkWords marks, size_t first) {
+    return marks ? skip<true>(p, count, cls, weights, live, waited, target, marks, first)
+                 : skip<false>(p, count, cls, weights, live, waited, target, marks, first);
 }
 
 }  // namespace pulse
@@ -134,26 +129,13 @@ namespace pulse {
 
 bool has_weight_vectors() { return false; }
 
-uint64_t vector_weight_sum(const uint8_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
-    return plain_weight_sum(p, count, cls, weights.of[live].data());
+template <class U>
+uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool, MarkWords, size_t) {
+    return 0;
 }
-uint64_t vector_weight_sum(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
-    return plain_weight_sum(p, count, cls, weights.of[live].data());
-}
-uint64_t vector_weight_sum(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live) {
-    return plain_weight_sum(p, count, cls, weights.of[live].data());
-}
-size_t vector_weight_skip(const uint8_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
-                          uint64_t& waited, uint64_t target) {
-    return plain_weight_skip(p, count, cls, weights.of[live].data(), waited, target);
-}
-size_t vector_weight_skip(const uint16_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
-                          uint64_t& waited, uint64_t target) {
-    return plain_weight_skip(p, count, cls, weights.of[live].data(), waited, target);
-}
-size_t vector_weight_skip(const uint32_t* p, size_t count, ClassOf cls, const Weights& weights, bool live,
-                          uint64_t& waited, uint64_t target) {
-    return plain_weight_skip(p, count, cls, weights.of[live].data(), waited, target);
+template <class U>
+size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, uint64_t, MarkWords, size_t) {
+    return 0;
 }
 
 }  // namespace pulse
@@ -162,5 +144,14 @@ size_t vector_weight_skip(const uint32_t* p, size_t count, ClassOf cls, const We
 namespace pulse {
 
 bool weight_vectors = has_weight_vectors();
+
+#define PULSE_FOR(U)                                                                                                  \
+    template uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool, MarkWords, size_t);          \
+    template size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, uint64_t, MarkWords, \
+                                       size_t);
+PULSE_FOR(uint8_t)
+PULSE_FOR(uint16_t)
+PULSE_FOR(uint32_t)
+#undef PULSE_FOR
 
 }  // namespace pulse

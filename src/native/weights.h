@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "marks.h"
+
 namespace pulse {
 
 constexpr int kClasses = 256;
@@ -88,6 +90,36 @@ inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uin
     size_t at = 0;
     for (; at + 8 <= count; at += 8) {
         const uint64_t next = waited + weight8(p + at, cls, weights);
+        if (next >= target) break;
+        waited = next;
+    }
+    return at;
+}
+
+// The same without the elements that are marked; `first` is the number of `p` in its block.
+template <class U>
+inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const uint32_t* weights, MarkWords marks,
+                                 size_t first) {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < count; i += 64) {
+        const uint64_t marked = marks_from(marks, first + i);
+        const size_t here = std::min<size_t>(64, count - i);
+        sum += plain_weight_sum(p + i, here, cls, weights);
+        for (uint64_t left = here < 64 ? marked & ((uint64_t(1) << here) - 1) : marked; left; left &= left - 1) {
+            sum -= weights[cls(p[i + size_t(__builtin_ctzll(left))])];
+        }
+    }
+    return sum;
+}
+template <class U>
+inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uint32_t* weights, uint64_t& waited,
+                                uint64_t target, MarkWords marks, size_t first) {
+    size_t at = 0;
+    for (; at + 8 <= count; at += 8) {
+        uint64_t next = waited + weight8(p + at, cls, weights);
+        for (uint32_t left = uint32_t(marks_from(marks, first + at) & 255); left; left &= left - 1) {
+            next -= weights[cls(p[at + size_t(__builtin_ctz(left))])];
+        }
         if (next >= target) break;
         waited = next;
     }

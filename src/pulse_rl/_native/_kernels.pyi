@@ -40,7 +40,7 @@ def history_encode(
     mask: int,
     floating: bool,
     runs: list[tuple[int, int, int]],
-) -> tuple[bytes, int] | None: ...
+) -> tuple[bytes, str, npt.NDArray[np.uint32], npt.NDArray[np.uint8]]: ...
 def history_decode(
     history: list[tuple[npt.NDArray[np.uint8], int]],
     payload: npt.NDArray[np.uint8],
@@ -57,15 +57,6 @@ def rans_encode(
 def rans_decode(
     payload: npt.NDArray[np.uint8], old: npt.NDArray[np.uint8], width: int, shift: int, mask: int, floating: bool
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
-def groups_encode(
-    old: npt.NDArray[np.uint8],
-    new: npt.NDArray[np.uint8],
-    width: int,
-    shift: int,
-    mask: int,
-    floating: bool,
-    runs: list[tuple[int, int, int]],
-) -> tuple[bytes, bool, npt.NDArray[np.uint32], npt.NDArray[np.uint8]]: ...
 def groups_decode(
     payload: npt.NDArray[np.uint8],
     old: npt.NDArray[np.uint8],

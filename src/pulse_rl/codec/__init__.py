@@ -17,7 +17,7 @@ from .base import MAX_BLOCK_ELEMENTS, Changes, Codec, Layout, Past, Run
 from .context import ContextCodec
 from .dense import DenseCodec
 from .groups import GroupsCodec
-from .history import HistoryCodec
+from .history import HistoryCodec, encode_few
 from .rans import RansCodec
 from .zstd import ZstdCodec
 
@@ -97,14 +97,14 @@ def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -
         codec = by_name("zstd")
     if codec.name in ("context", "history") and _many_changes(old, new):
         codec = by_name("rans")
-    if codec.name == "history" and not any(len(records) for records, _ in layout.past):
-        codec = by_name("context")
     found = None
-    encoded = None if codec.name == "context" else codec.encode(old, new, layout)
-    if encoded is None:
-        payload, by_groups, found = _GROUPS.encode_or_context(old, new, layout)
-        codec, changed = _GROUPS if by_groups else by_name("context"), len(found.positions)
+    if codec.name in ("context", "history"):
+        past = layout.past if codec.name == "history" else ()
+        payload, name, found = encode_few(old, new, layout._replace(past=past))
+        codec, changed = by_name(name), len(found.positions)
     else:
+        encoded = codec.encode(old, new, layout)
+        assert encoded is not None
         payload, changed = encoded
     if changed == 0:
         return Encoded(SAME, b"", 0)

@@ -22,8 +22,8 @@ class HistoryCodec:
         return dtype.width <= 4
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int] | None:
-        kind = element_kind(layout.dtype)
-        return history_encode(list(layout.past), old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs))
+        payload, name, changes = encode_few(old, new, layout)
+        return (payload, len(changes.positions)) if name == self.name else None
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)
@@ -33,3 +33,13 @@ class HistoryCodec:
         except Malformed as error:
             raise CorruptPatch(str(error)) from None
         return as_changes(found, layout.dtype)
+
+
+def encode_few(old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, str, Changes]:
+    """(payload, the name of its codec, what was found to have changed): ``history`` where the past helps; else
+    ``groups`` in large blocks of which few elements change, and ``context``."""
+    kind = element_kind(layout.dtype)
+    payload, name, positions, values = history_encode(
+        list(layout.past), old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs)
+    )
+    return payload, name, Changes(positions, values.view(layout.dtype.uint))

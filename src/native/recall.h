@@ -1,0 +1,80 @@
+// What is said of the elements that changed lately, before all others: which of them change again, and by how much
+// (docs/format.md, section 3.10.3).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "plain_bits.h"
+#include "rans_states.h"
+#include "recall_head.h"
+#include "stretches.h"
+
+namespace pulse {
+
+// The remembered elements of a block, their classes, and their cells: group and place in the list of classes.
+struct Recollection {
+    Remembered remembered;
+    std::vector<uint8_t> classes;
+    std::vector<uint16_t> cells;
+    bool large = false;  // whether the last step of any had a size above 1
+    int first = 0, count = 1;
+
+    size_t size() const { return remembered.count; }
+    MarkWords marks() const { return remembered.marks.words(); }
+    // Lists so many classes from the first one on.
+    void list(int first_class, int classes_listed);
+};
+
+// The steps of those that change: their numbers, ascending, the size of each step, and whether it is down.
+struct RecalledSteps {
+    std::vector<uint32_t> which, sizes;
+    std::vector<uint8_t> downs;
+};
+
+class RecallWriter {
+public:
+    // The classes of all that change are listed.
+    RecallWriter(const Recollection& known, const RecalledSteps& steps);
+
+    MarkWords marks() const { return known_.marks(); }
+    // All of it, by adaptive bits.
+    void put(Writer& side);
+    // By 64 states and the chances of a head, which is put first; and how many bytes the code takes at most.
+    void put_head(std::vector<uint8_t>& out);
+    void put(RansWriter& coder);
+    size_t most_bytes() const;
+    // Bits of steps that stand beside that code; and how many bytes they take at most.
+    void put_plain(BitWriter& bits) const;
+    size_t most_plain() const;
+
+private:
+    const Recollection& known_;
+    const RecalledSteps& steps_;
+    ByGroup<uint8_t> there_{};
+    RecallHead head_;
+};
+
+class RecallReader {
+public:
+    explicit RecallReader(const Recollection& known);
+
+    MarkWords marks() const { return known_.marks(); }
+    // What `RecallWriter` puts. These throw Malformed.
+    void take(Reader& side);
+    void take_head(const uint8_t* data, size_t size, size_t& at);
+    void take(RansReader& coder);
+    void take_plain(BitReader& bits);
+
+    RecalledSteps steps;
+
+private:
+    const Recollection& known_;
+    ByGroup<uint8_t> there_{};
+    RecallHead head_;
+    std::vector<std::pair<uint32_t, Unlikely>> unlikely_;  // whose plain bits are still to come
+};
+
+}  // namespace pulse

@@ -1,0 +1,122 @@
+#include <memory>
+
+#include "group_bits.h"
+#include "group_pieces.h"
+#include "recall.h"
+
+namespace pulse {
+namespace {
+
+struct LevelReader {
+    PieceReader pieces;
+    bool bit(uint8_t level, bool value) { return pieces.bit(chance(level), value); }
+};
+
+}  // namespace
+
+void Recollection::list(int first_class, int classes_listed) {
+    first = first_class, count = classes_listed;
+    cells.resize(size());
+    const State* const states = remembered.states.get();
+    for (size_t i = 0; i < size(); i++) {
+        const size_t place = uint8_t(classes[i] - uint8_t(first));
+        cells[i] = cell_of(states[i].group, place < size_t(count) ? place : kUnlisted);
+    }
+}
+
+RecallReader::RecallReader(const Recollection& known) : known_(known) {
+    for (uint16_t cell : known.cells) cells_of(there_)[cell] = 1;
+}
+
+void RecallReader::take(Reader& side) {
+    TableModels table;
+    code_table(side, table, there_, known_.count, head_.table);
+    const auto of_cells = head_.table.frequencies();
+    for (size_t i = 0; i < known_.size(); i++) {
+        const uint16_t frequency = of_cells[known_.cells[i]];
+        if (i % 64 == 0) side.next_symbol();
+        if (frequency && side.coder.bit(frequency, kRansBits)) steps.which.push_back(uint32_t(i));
+    }
+    const size_t n = steps.which.size();
+    steps.sizes.resize(n), steps.downs.resize(n);
+    const auto models = std::make_unique<RecallModels<AdaptiveBit>>();
+    for (size_t i = 0; i < n; i++) {
+        const State state = known_.remembered.states[steps.which[i]];
+        const size_t cls = known_.classes[steps.which[i]];
+        side.next_symbol();
+        const bool turned = side.bit(models->turned[turn_of(state, cls)], false);
+        const uint32_t expected = expected_size(state, turned);
+        const bool unlikely = side.bit(unlikely_model(*models, cls, expected), false);
+        steps.downs[i] = turned != (state.last < 0);
+        steps.sizes[i] = std::max(expected, 1u);
+        if (!unlikely) continue;
+        Unlikely value = code_unlikely(side, *models, cls, expected, {});
+        value.number |= code_plain(side, 0, value.plain);
+        steps.sizes[i] = value.size_near(expected);
+    }
+}
+
+void RecallReader::take_head(const uint8_t* data, size_t size, size_t& at) {
+    const uint64_t length = take_count(data, size, at);
+    if (length > size - at) throw Malformed("the block ends inside its head");
+    Reader side{RangeDecoder(data + at, size_t(length))};
+    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count);
+    if (!side.coder.finished()) throw Malformed("the head is longer or shorter than announced");
+    at += size_t(length);
+}
+
+void RecallReader::take(RansReader& coder) {
+    uint16_t frequencies[kRansStates];
+    const auto of_cells = head_.table.frequencies();
+    steps.which.resize(known_.size() + kRansStates);
+    size_t n = 0;
+    for (size_t i = 0; i < known_.size(); i += kRansStates) {
+        const size_t here = std::min(kRansStates, known_.size() - i);
+        for (size_t k = 0; k < here; k++) frequencies[k] = of_cells[known_.cells[i + k]];
+        std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
+        n += put_ones(take_bits(coder, frequencies), uint32_t(i), &steps.which[n]);
+    }
+    steps.which.resize(n);
+    steps.sizes.resize(n), steps.downs.resize(n);
+    for (size_t i = 0; i < n; i += kRansStates) {
+        const size_t here = std::min(kRansStates, n - i);
+        for (size_t k = 0; k < here; k++) {
+            const uint32_t which = steps.which[i + k];
+            frequencies[k] = chance(head_.levels.turned[turn_of(known_.remembered.states[which], known_.classes[which])]);
+        }
+        std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
+        const uint64_t turned = take_bits(coder, frequencies);
+        for (size_t k = 0; k < here; k++) steps.downs[i + k] = turned >> k & 1;
+    }
+    for (size_t i = 0; i < n; i += kRansStates) {
+        const size_t here = std::min(kRansStates, n - i);
+        for (size_t k = 0; k < here; k++) {
+            const uint32_t which = steps.which[i + k];
+            const State state = known_.remembered.states[which];
+            const uint32_t expected = expected_size(state, steps.downs[i + k]);
+            frequencies[k] = chance(unlikely_model(head_.levels, known_.classes[which], expected));
+            steps.sizes[i + k] = std::max(expected, 1u);
+            steps.downs[i + k] ^= state.last < 0;
+        }
+        std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
+        for (uint64_t bits = take_bits(coder, frequencies); bits; bits &= bits - 1) {
+            unlikely_.push_back({uint32_t(i + size_t(__builtin_ctzll(bits))), {}});
+        }
+    }
+    LevelReader side{{coder}};
+    for (auto& [i, value] : unlikely_) {
+        const uint32_t expected = steps.sizes[i] > 1 ? steps.sizes[i] : 0;
+        value = code_unlikely(side, head_.levels, known_.classes[steps.which[i]], expected, {});
+        side.pieces.next_state();
+    }
+}
+
+void RecallReader::take_plain(BitReader& bits) {
+    for (auto& [i, value] : unlikely_) {
+        const uint32_t expected = steps.sizes[i] > 1 ? steps.sizes[i] : 0;
+        value.number |= bits.take(value.plain);
+        steps.sizes[i] = value.size_near(expected);
+    }
+}
+
+}  // namespace pulse

@@ -1,0 +1,163 @@
+#include <cmath>
+#include <memory>
+
+#include "group_bits.h"
+#include "group_pieces.h"
+#include "recall.h"
+
+namespace pulse {
+namespace {
+
+// How often a bit is said, and how often it is 1.
+struct Tally {
+    uint32_t asked = 0, ones = 0;
+    uint8_t level() const { return asked ? uint8_t(level_of(ones, asked)) : kWhatever; }
+};
+
+// Counts bits in place of coding them.
+struct TallySide {
+    bool bit(Tally& tally, bool value) {
+        tally.asked++;
+        tally.ones += value;
+        return value;
+    }
+};
+
+// Single states, by levels.
+struct LevelWriter {
+    PieceWriter pieces;
+    bool bit(uint8_t level, bool value) { return pieces.bit(chance(level), value); }
+};
+
+template <class T>
+void set_levels(T& levels, const std::array<Tally, std::tuple_size_v<T>>& tallies) {
+    for (size_t k = 0; k < levels.size(); k++) levels[k] = tallies[k].level();
+}
+
+template <class T>
+int behind_last(const T& tallies, int first) {
+    int behind = 0;
+    for (size_t u = size_t(first); u < tallies.size(); u++) behind = tallies[u].asked ? int(u) + 1 - first : behind;
+    return behind;
+}
+
+// What is known of a change.
+struct Step {
+    size_t cls, turn;
+    bool turned, is_unlikely;
+    uint32_t expected;
+    Unlikely unlikely;
+};
+
+Step step_at(const Recollection& known, const RecalledSteps& steps, size_t i) {
+    const State state = known.remembered.states[steps.which[i]];
+    const bool turned = bool(steps.downs[i]) != (state.last < 0);
+    const uint32_t expected = expected_size(state, turned), size = steps.sizes[i];
+    const size_t cls = known.classes[steps.which[i]];
+    return {cls, turn_of(state, cls), turned, size != std::max(expected, 1u), expected, Unlikely::of(expected, size)};
+}
+
+}  // namespace
+
+RecallWriter::RecallWriter(const Recollection& known, const RecalledSteps& steps) : known_(known), steps_(steps) {
+    const auto there = std::make_unique<ByGroup<uint32_t>>(), changed = std::make_unique<ByGroup<uint32_t>>();
+    for (uint16_t cell : known.cells) cells_of(*there)[cell]++;
+    for (uint32_t i : steps.which) cells_of(*changed)[known.cells[i]]++;
+    plan_table(*there, *changed, known.count, head_.table);
+    for (size_t cell = 0; cell < kCells; cell++) cells_of(there_)[cell] = cells_of(*there)[cell] > 0;
+}
+
+void RecallWriter::put(Writer& side) {
+    TableModels table;
+    code_table(side, table, there_, known_.count, head_.table);
+    const auto frequencies = head_.table.frequencies();
+    for (size_t i = 0, next = 0; i < known_.size(); i++) {
+        const uint16_t frequency = frequencies[known_.cells[i]];
+        const bool changes = next < steps_.which.size() && steps_.which[next] == i;
+        next += changes;
+        if (i % 64 == 0) side.next_symbol();
+        if (frequency) side.coder.bit(frequency, kRansBits, changes);
+    }
+    const auto models = std::make_unique<RecallModels<AdaptiveBit>>();
+    for (size_t i = 0; i < steps_.which.size(); i++) {
+        const Step step = step_at(known_, steps_, i);
+        side.next_symbol();
+        side.bit(models->turned[step.turn], step.turned);
+        side.bit(unlikely_model(*models, step.cls, step.expected), step.is_unlikely);
+        if (!step.is_unlikely) continue;
+        code_unlikely(side, *models, step.cls, step.expected, step.unlikely);
+        code_plain(side, step.unlikely.plain_bits(), step.unlikely.plain);
+    }
+}
+
+void RecallWriter::put_head(std::vector<uint8_t>& out) {
+    const auto tallies = std::make_unique<RecallModels<Tally>>();
+    TallySide tally;
+    for (size_t i = 0; i < steps_.which.size(); i++) {
+        const Step step = step_at(known_, steps_, i);
+        tally.bit(tallies->turned[step.turn], step.turned);
+        tally.bit(unlikely_model(*tallies, step.cls, step.expected), step.is_unlikely);
+        if (step.is_unlikely) code_unlikely(tally, *tallies, step.cls, step.expected, step.unlikely);
+    }
+    RecallModels<uint8_t>& levels = head_.levels;
+    set_levels(levels.turned, tallies->turned);
+    set_levels(levels.longer, tallies->longer);
+    set_levels(levels.differs, tallies->differs);
+    set_levels(levels.less, tallies->less);
+    set_levels(levels.further, tallies->further);
+    set_levels(levels.second, tallies->second);
+    set_levels(levels.apart, tallies->apart);
+    head_.sizes = behind_last(tallies->further, known_.first);
+    head_.distances = behind_last(tallies->apart, known_.first);
+    Writer side;
+    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count);
+    const std::vector<uint8_t> code = side.coder.finish();
+    put_varint(out, code.size());
+    out.insert(out.end(), code.begin(), code.end());
+}
+
+void RecallWriter::put(RansWriter& coder) {
+    const size_t n = steps_.which.size(), batches = (n + kRansStates - 1) / kRansStates;
+    std::vector<uint16_t> turned_of(batches * kRansStates), unlikely_of(batches * kRansStates);
+    std::vector<uint64_t> turned(batches), unlikely(batches);
+    std::vector<StatePiece> pieces;
+    LevelWriter side{{pieces}};
+    for (size_t i = 0; i < n; i++) {
+        const Step step = step_at(known_, steps_, i);
+        turned_of[i] = chance(head_.levels.turned[step.turn]);
+        unlikely_of[i] = chance(unlikely_model(head_.levels, step.cls, step.expected));
+        turned[i / kRansStates] |= uint64_t(step.turned) << (i % kRansStates);
+        unlikely[i / kRansStates] |= uint64_t(step.is_unlikely) << (i % kRansStates);
+        if (!step.is_unlikely) continue;
+        code_unlikely(side, head_.levels, step.cls, step.expected, step.unlikely);
+        side.pieces.next_state();
+    }
+    put_pieces(coder, pieces);
+    put_bits(coder, unlikely_of.data(), unlikely.data(), batches);
+    put_bits(coder, turned_of.data(), turned.data(), batches);
+
+    const size_t all = (known_.size() + kRansStates - 1) / kRansStates;
+    std::vector<uint16_t> frequencies(all * kRansStates);
+    std::vector<uint64_t> changes(all);
+    const auto of_cells = head_.table.frequencies();
+    for (size_t i = 0; i < known_.size(); i++) frequencies[i] = of_cells[known_.cells[i]];
+    for (uint32_t i : steps_.which) changes[i / kRansStates] |= uint64_t(1) << (i % kRansStates);
+    put_bits(coder, frequencies.data(), changes.data(), all);
+}
+
+void RecallWriter::put_plain(BitWriter& bits) const {
+    for (size_t i = 0; i < steps_.which.size(); i++) {
+        const Step step = step_at(known_, steps_, i);
+        if (step.is_unlikely) bits.put(step.unlikely.plain_bits(), step.unlikely.plain);
+    }
+}
+
+size_t RecallWriter::most_plain() const { return sizeof(uint32_t) * steps_.which.size(); }
+
+size_t RecallWriter::most_bytes() const {
+    size_t bits = known_.size() + 2 * steps_.which.size() + 3 * kRansStates;
+    for (uint32_t size : steps_.sizes) bits += size > 1 ? 2 * kMostLength + 2 : 0;
+    return 2 * bits;
+}
+
+}  // namespace pulse
