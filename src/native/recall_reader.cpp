@@ -60,7 +60,7 @@ void RecallReader::take_head(const uint8_t* data, size_t size, size_t& at) {
     const uint64_t length = take_count(data, size, at);
     if (length > size - at) throw Malformed("the block ends inside its head");
     Reader side{RangeDecoder(data + at, size_t(length))};
-    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count);
+    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, {});
     if (!side.coder.finished()) throw Malformed("the head is longer or shorter than announced");
     at += size_t(length);
 }

@@ -8,12 +8,6 @@
 namespace pulse {
 namespace {
 
-// How often a bit is said, and how often it is 1.
-struct Tally {
-    uint32_t asked = 0, ones = 0;
-    uint8_t level() const { return asked ? uint8_t(level_of(ones, asked)) : kWhatever; }
-};
-
 // Counts bits in place of coding them.
 struct TallySide {
     bool bit(Tally& tally, bool value) {
@@ -28,11 +22,6 @@ struct LevelWriter {
     PieceWriter pieces;
     bool bit(uint8_t level, bool value) { return pieces.bit(chance(level), value); }
 };
-
-template <class T>
-void set_levels(T& levels, const std::array<Tally, std::tuple_size_v<T>>& tallies) {
-    for (size_t k = 0; k < levels.size(); k++) levels[k] = tallies[k].level();
-}
 
 template <class T>
 int behind_last(const T& tallies, int first) {
@@ -99,18 +88,10 @@ void RecallWriter::put_head(std::vector<uint8_t>& out) {
         tally.bit(unlikely_model(*tallies, step.cls, step.expected), step.is_unlikely);
         if (step.is_unlikely) code_unlikely(tally, *tallies, step.cls, step.expected, step.unlikely);
     }
-    RecallModels<uint8_t>& levels = head_.levels;
-    set_levels(levels.turned, tallies->turned);
-    set_levels(levels.longer, tallies->longer);
-    set_levels(levels.differs, tallies->differs);
-    set_levels(levels.less, tallies->less);
-    set_levels(levels.further, tallies->further);
-    set_levels(levels.second, tallies->second);
-    set_levels(levels.apart, tallies->apart);
     head_.sizes = behind_last(tallies->further, known_.first);
     head_.distances = behind_last(tallies->apart, known_.first);
     Writer side;
-    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count);
+    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, *tallies);
     const std::vector<uint8_t> code = side.coder.finish();
     put_varint(out, code.size());
     out.insert(out.end(), code.begin(), code.end());
