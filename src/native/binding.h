@@ -72,13 +72,17 @@ inline std::vector<pulse::Run> checked_runs(const std::vector<RunTuple>& runs, u
     return result;
 }
 
-// Runs that cover `old`, whose elements are of that kind.
-inline std::vector<pulse::Run> checked_block(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind,
-                                             const Bytes& old) {
+inline void check_kind(const pulse::ElementKind& kind) {
     if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 ||
         kind.mask > 255) {
         throw nb::value_error("width, shift or mask is out of range");
     }
+}
+
+// Runs that cover `old`, whose elements are of that kind.
+inline std::vector<pulse::Run> checked_block(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind,
+                                             const Bytes& old) {
+    check_kind(kind);
     check_elements(old, kind.width, "old");
     return checked_runs(runs, old.size() / size_t(kind.width));
 }

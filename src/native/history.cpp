@@ -29,19 +29,9 @@ size_t worthwhile(const std::vector<Stretch>& history, const std::vector<uint32_
 }
 
 // By the last `used` stretches.
-template <class U>
-Recollection recollect(const std::vector<Stretch>& history, size_t used, const U* old, uint64_t elements, ClassOf cls) {
+Recollection recollect(const std::vector<Stretch>& history, size_t used, uint64_t elements) {
     Recollection known;
     known.remembered = remember({history.end() - std::ptrdiff_t(used), history.end()}, elements);
-    known.classes.resize(known.size());
-    const uint32_t* const positions = known.remembered.positions.get();
-    const State* const states = known.remembered.states.get();
-    int most = 0;
-    for (size_t i = 0; i < known.size(); i++) {
-        known.classes[i] = uint8_t(cls(old[positions[i]]));
-        most = std::max(most, std::abs(int(states[i].last)));
-    }
-    known.large = most > 1;
     return known;
 }
 
@@ -88,7 +78,7 @@ void count_others(const BlockStatistics& all, const Recollection& known, ClassOf
     others.statistics.changes.fill(0);
     others.statistics.live_elements = others.statistics.live_changes = 0;
     for (U x : others.before) others.statistics.changes[cls(x)]++;
-    for (uint8_t c : known.classes) others.statistics.marked[c]++;
+    for (size_t i = 0; i < known.size(); i++) others.statistics.marked[known.state(i).cls]++;
     others.statistics.count_live(others.positions, runs);
 }
 
@@ -96,8 +86,8 @@ void count_others(const BlockStatistics& all, const Recollection& known, ClassOf
 bool list_classes(Recollection& known, const std::vector<uint32_t>& which) {
     int last = 0, first = kClasses - 1;
     for (uint32_t i : which) {
-        last = std::max(last, int(known.classes[i]));
-        first = std::min(first, int(known.classes[i]));
+        last = std::max(last, int(known.state(i).cls));
+        first = std::min(first, int(known.state(i).cls));
     }
     if (last - first >= kMostClasses) return false;
     known.list(first, last - first + 1);
@@ -120,7 +110,7 @@ EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* 
     result.codec = by_context ? BlockCodec::context : BlockCodec::groups;
     const size_t used = worthwhile(history, changes.positions, elements);
     if (used) {
-        Recollection known = recollect(history, used, old, elements, cls);
+        Recollection known = recollect(history, used, elements);
         Parted<U> parts;
         part(changes, known.remembered, kind.floating, parts);
         const double recalled = double(parts.recalled.which.size());
@@ -181,7 +171,7 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
     if (used == 0 || used > history.size() || count > kMostClasses || uint32_t(first + count - 1) > kind.mask) {
         throw Malformed("the block's head is out of range");
     }
-    Recollection known = recollect(history, used, old, elements, ClassOf{kind.shift, kind.mask});
+    Recollection known = recollect(history, used, elements);
     known.list(first, count);
     RecallReader recall(known);
     Decoded others = stretches & kByGroups ? decode_groups(data + at, size - at, old, kind, runs, &recall)

@@ -15,7 +15,7 @@ std::vector<pulse::Stretch> checked_stretches(const std::vector<StretchTuple>& s
     std::vector<pulse::Stretch> result;
     for (const auto& [records, span] : stretches) {
         if (span == 0 || span > kMostSpan) throw nb::value_error("a span is out of range");
-        if (records.size() % 3) throw nb::value_error("records have three bytes each");
+        if (records.size() % pulse::kRecordBytes) throw nb::value_error("records have four bytes each");
         result.push_back({records.data(), records.size(), span});
     }
     return result;
@@ -26,8 +26,9 @@ std::vector<pulse::Stretch> checked_stretches(const std::vector<StretchTuple>& s
 void bind_history(nb::module_& m) {
     m.def(
         "history_records",
-        [](Positions positions, Bytes old, Bytes now, int width, bool floating) {
-            if (width != 1 && width != 2 && width != 4) throw nb::value_error("width is out of range");
+        [](Positions positions, Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating) {
+            const pulse::ElementKind kind{width, shift, mask, floating};
+            check_kind(kind);
             check_elements(positions, "positions");
             check_elements(old, width, "old");
             check_elements(now, width, "new");
@@ -40,13 +41,12 @@ void bind_history(nb::module_& m) {
             std::vector<uint8_t> records;
             {
                 nb::gil_scoped_release release;
-                records =
-                    pulse::records_of(positions.data(), positions.size(), old.data(), now.data(), width, floating);
+                records = pulse::records_of(positions.data(), positions.size(), old.data(), now.data(), kind);
             }
             return to_numpy(std::move(records));
         },
-        array("positions"), array("old"), array("new"), "width"_a, "floating"_a,
-        "What changed in one version, as a stretch keeps it: three bytes for each change.");
+        array("positions"), array("old"), array("new"), "width"_a, "shift"_a, "mask"_a, "floating"_a,
+        "What changed in one version, as a stretch keeps it: four bytes for each change.");
 
     m.def(
         "history_merged",

@@ -14,15 +14,15 @@
 
 namespace pulse {
 
-// The remembered elements of a block, their classes, and their cells: group and place in the list of classes.
+// The remembered elements of a block, and their cells: group and place in the list of classes.
 struct Recollection {
     Remembered remembered;
-    std::vector<uint8_t> classes;
     std::vector<uint16_t> cells;
-    bool large = false;  // whether the last step of any had a size above 1
+    bool large = false;  // whether the last step of any in a listed class had a size above 1
     int first = 0, count = 1;
 
     size_t size() const { return remembered.count; }
+    const State& state(size_t i) const { return remembered.states[i]; }
     MarkWords marks() const { return remembered.marks.words(); }
     // Lists so many classes from the first one on.
     void list(int first_class, int classes_listed);

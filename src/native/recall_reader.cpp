@@ -17,11 +17,14 @@ struct LevelReader {
 void Recollection::list(int first_class, int classes_listed) {
     first = first_class, count = classes_listed;
     cells.resize(size());
-    const State* const states = remembered.states.get();
+    int most = 0;
     for (size_t i = 0; i < size(); i++) {
-        const size_t place = uint8_t(classes[i] - uint8_t(first));
-        cells[i] = cell_of(states[i].group, place < size_t(count) ? place : kUnlisted);
+        const size_t place = uint8_t(state(i).cls - uint8_t(first));
+        const bool listed = place < size_t(count);
+        cells[i] = cell_of(state(i).group, listed ? place : kUnlisted);
+        most = std::max(most, listed ? std::abs(int(state(i).last)) : 0);
     }
+    large = most > 1;
 }
 
 RecallReader::RecallReader(const Recollection& known) : known_(known) {
@@ -41,10 +44,10 @@ void RecallReader::take(Reader& side) {
     steps.sizes.resize(n), steps.downs.resize(n);
     const auto models = std::make_unique<RecallModels<AdaptiveBit>>();
     for (size_t i = 0; i < n; i++) {
-        const State state = known_.remembered.states[steps.which[i]];
-        const size_t cls = known_.classes[steps.which[i]];
+        const State state = known_.state(steps.which[i]);
+        const size_t cls = state.cls;
         side.next_symbol();
-        const bool turned = side.bit(models->turned[turn_of(state, cls)], false);
+        const bool turned = side.bit(models->turned[turn_of(state)], false);
         const uint32_t expected = expected_size(state, turned);
         const bool unlikely = side.bit(unlikely_model(*models, cls, expected), false);
         steps.downs[i] = turned != (state.last < 0);
@@ -81,8 +84,7 @@ void RecallReader::take(RansReader& coder) {
     for (size_t i = 0; i < n; i += kRansStates) {
         const size_t here = std::min(kRansStates, n - i);
         for (size_t k = 0; k < here; k++) {
-            const uint32_t which = steps.which[i + k];
-            frequencies[k] = chance(head_.levels.turned[turn_of(known_.remembered.states[which], known_.classes[which])]);
+            frequencies[k] = chance(head_.levels.turned[turn_of(known_.state(steps.which[i + k]))]);
         }
         std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
         const uint64_t turned = take_bits(coder, frequencies);
@@ -91,10 +93,9 @@ void RecallReader::take(RansReader& coder) {
     for (size_t i = 0; i < n; i += kRansStates) {
         const size_t here = std::min(kRansStates, n - i);
         for (size_t k = 0; k < here; k++) {
-            const uint32_t which = steps.which[i + k];
-            const State state = known_.remembered.states[which];
+            const State state = known_.state(steps.which[i + k]);
             const uint32_t expected = expected_size(state, steps.downs[i + k]);
-            frequencies[k] = chance(unlikely_model(head_.levels, known_.classes[which], expected));
+            frequencies[k] = chance(unlikely_model(head_.levels, state.cls, expected));
             steps.sizes[i + k] = std::max(expected, 1u);
             steps.downs[i + k] ^= state.last < 0;
         }
@@ -106,7 +107,7 @@ void RecallReader::take(RansReader& coder) {
     LevelReader side{{coder}};
     for (auto& [i, value] : unlikely_) {
         const uint32_t expected = steps.sizes[i] > 1 ? steps.sizes[i] : 0;
-        value = code_unlikely(side, head_.levels, known_.classes[steps.which[i]], expected, {});
+        value = code_unlikely(side, head_.levels, known_.state(steps.which[i]).cls, expected, {});
         side.pieces.next_state();
     }
 }

@@ -13,26 +13,32 @@ namespace pulse {
 namespace {
 
 constexpr uint32_t kLongestGap = 65535;
-constexpr size_t kRecordBytes = 3;
-constexpr size_t kTile = 1 << 13;  // elements that are worked on in the first-level cache
+constexpr size_t kTile = 1 << 12;  // elements that are worked on in the first-level cache
 
 class RecordWriter {
 public:
-    void put(uint32_t position, uint8_t step) {
-        while (position - next_ > kLongestGap) {
-            write(kLongestGap, 0);
-            next_ += kLongestGap;
-        }
-        write(position - next_, step);
+    // Room for so many changes of a block of so many elements.
+    RecordWriter(size_t changes, uint64_t elements)
+        : records_((changes + size_t(elements / kLongestGap) + 1) * kRecordBytes), at_(records_.data()) {}
+
+    void put(uint32_t position, uint8_t step, uint8_t cls) {
+        for (; position - next_ > kLongestGap; next_ += kLongestGap) write(kLongestGap, 0, 0);
+        write(position - next_, step, cls);
         next_ = position + 1;
     }
-    std::vector<uint8_t> records;
+    std::vector<uint8_t> finish() {
+        records_.resize(size_t(at_ - records_.data()));
+        records_.shrink_to_fit();
+        return std::move(records_);
+    }
 
 private:
-    void write(uint32_t gap, uint8_t step) {
-        const uint8_t record[kRecordBytes] = {uint8_t(gap), uint8_t(gap >> 8), step};
-        records.insert(records.end(), record, record + kRecordBytes);
+    void write(uint32_t gap, uint8_t step, uint8_t cls) {
+        at_[0] = uint8_t(gap), at_[1] = uint8_t(gap >> 8), at_[2] = step, at_[3] = cls;
+        at_ += kRecordBytes;
     }
+    std::vector<uint8_t> records_;
+    uint8_t* at_;
     uint32_t next_ = 0;
 };
 
@@ -42,7 +48,7 @@ public:
     RecordReader(const Stretch& stretch, uint64_t elements)
         : at_(stretch.records), end_(at_ + stretch.bytes / kRecordBytes * kRecordBytes), elements_(elements) {}
 
-    // Calls `found(position, step)` for those below `limit` that are left.
+    // Calls `found(position, step, class)` for those below `limit` that are left.
     template <class Found>
     PULSE_INLINE void read(uint64_t limit, Found found) {
         const uint64_t behind = std::min(limit, elements_);
@@ -53,7 +59,7 @@ public:
             if (position >= behind) break;
             const uint8_t step = at[2];
             next = position + (step != 0);
-            if (step) found(position, step);
+            if (step) found(position, step, at[3]);
         }
         at_ = at;
         next_ = next;
@@ -65,40 +71,35 @@ private:
     uint64_t next_ = 0;
 };
 
-// What the stretches say of the elements of a tile: 16 bits of each, and which ones they are.
+// What the stretches say of the elements of a tile, and which ones they are: others have any value.
 struct Tile {
-    alignas(64) uint16_t values[kTile] = {};
-    alignas(64) uint64_t touched[kTile / 64] = {};
+    alignas(64) uint32_t values[kTile];
+    alignas(64) uint64_t touched[kTile / 64];
 
-    PULSE_INLINE void touch(size_t at) { touched[at / 64] |= uint64_t(1) << (at % 64); }
-    void clear() {
-        std::memset(values, 0, sizeof values);
-        std::memset(touched, 0, sizeof touched);
+    // The value of an element, 0 at first.
+    PULSE_INLINE uint32_t& at(size_t place) {
+        uint64_t& word = touched[place / 64];
+        values[place] &= 0u - uint32_t(word >> (place % 64) & 1);
+        word |= uint64_t(1) << (place % 64);
+        return values[place];
     }
 };
 
-// Goes through the block by tiles: `note(tile value, stretch, step)` for what the stretches hold, then `found(first, tile)`.
-template <class Note, class Found>
-PULSE_INLINE void walk(const std::vector<Stretch>& stretches, uint64_t elements, Note note, Found found) {
+// Goes through the block by tiles: `read(reader, stretch, first, limit, tile)` for each stretch, which is to note the records below the
+// limit, then `found(first, tile)`.
+template <class Read, class Found>
+PULSE_INLINE void walk(const std::vector<Stretch>& stretches, uint64_t elements, Read read, Found found) {
     std::vector<RecordReader> readers;
     for (const Stretch& stretch : stretches) readers.emplace_back(stretch, elements);
     const auto tile = std::make_unique<Tile>();
     for (uint64_t begin = 0; begin < elements; begin += kTile) {
-        size_t records = 0;
-        for (size_t k = 0; k < readers.size(); k++) {
-            readers[k].read(begin + kTile, [&](uint64_t position, uint8_t step) {
-                const size_t at = size_t(position - begin);
-                note(tile->values[at], k, step);
-                tile->touch(at);
-                records++;
-            });
-        }
+        std::memset(tile->touched, 0, sizeof tile->touched);
+        for (size_t k = 0; k < readers.size(); k++) read(readers[k], k, begin, *tile);
         found(uint32_t(begin), *tile);
-        if (records) tile->clear();
     }
 }
 
-// Calls `found(place)` for each bit in order, for the first two, whether they are set or not, without branches, which nobody
+// Calls `found(number, place)` for each bit in order, for the first two, whether they are set or not, without branches, which nobody
 // could foresee; what is found for a bit that is not set is to be overwritten. How many are set.
 template <class Found>
 PULSE_INLINE size_t ones_of(uint64_t bits, Found found) {
@@ -118,11 +119,11 @@ constexpr int kLarge = 5;  // the vigour of an element whose last step had a siz
 
 int group_of(int age, int vigour, bool turned) { return 1 + (age * kVigours + vigour) * 2 + turned; }
 
-// What a step of a stretch makes of what was known of an element.
+// What a step of a stretch of one version makes of the group of an element.
 class Transition {
 public:
     // `later`: the versions after the stretch; `longer`: those since the middle of the last stretch of several versions.
-    Transition(int span, int later, int longer) {
+    Transition(int later, int longer) {
         const int since = later + 1, age = std::min(since, kAges - 1) - 1;
         for (int large = 0; large < 2; large++) {
             for (int turned = 0; turned < 2; turned++) {
@@ -139,68 +140,74 @@ public:
                 }
             }
         }
-        for (int step = 0; step < 256; step++) {
-            const int net = int8_t(step), size = std::abs(net), each = std::max(1, (2 * size + span) / (2 * span));
-            const int vigour = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
-            const int group = span > 1 ? group_of(kAges - 1, vigour, false) : 0;
-            given_[size_t(step)] = uint16_t(group | uint8_t(net < 0 ? -each : each) << 8);
-            row_[size_t(step)] = uint8_t(size > 1 ? 2 : 0);
-        }
     }
 
-    // Group and last step, the step in the high byte.
-    uint16_t of(uint16_t before, uint8_t step) const {
-        const uint16_t given = given_[step], group = next_[row_[step] + ((before >> 15) ^ (step >> 7))][before & 255];
-        return uint16_t(given & 255 ? given : given | group);
+    // Group, last step, class, from the lowest byte on; 0 where nothing is known.
+    PULSE_INLINE uint32_t of(uint32_t before, uint8_t step, uint8_t cls) const {
+        const size_t large = uint8_t(step + 1) > 2, turned = ((before >> 15) ^ (step >> 7)) & 1;
+        return next_[2 * large + turned][before & 255] | uint32_t(step) << 8 | uint32_t(cls) << 16;
     }
 
 private:
     std::array<std::array<uint8_t, 256>, 4> next_{};  // by whether it is large, whether it turned, and the group before
-    std::array<uint16_t, 256> given_{};
-    std::array<uint8_t, 256> row_{};
 };
 
-template <class U>
-std::vector<uint8_t> records(const uint32_t* positions, size_t count, const U* old, const U* now, bool floating) {
-    RecordWriter writer;
-    writer.records.reserve(count * kRecordBytes);
-    for (size_t i = 0; i < count; i++) {
-        const uint8_t step = uint8_t(to_ordered(now[i], floating) - to_ordered(old[i], floating));
-        if (step) writer.put(positions[i], step);
+// What the net step of a stretch of several versions says of an element, whatever was known of it.
+std::array<uint16_t, 256> given_by(uint32_t span) {
+    std::array<uint16_t, 256> given{};
+    for (int step = 0; step < 256; step++) {
+        const int net = int8_t(step), size = std::abs(net), n = int(span), each = std::max(1, (2 * size + n) / (2 * n));
+        const int vigour = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
+        const int last = net < 0 ? -each : each;
+        given[size_t(step)] = uint16_t(group_of(kAges - 1, vigour, false) | uint8_t(last) << 8);
     }
-    return std::move(writer.records);
+    return given;
+}
+
+template <class U>
+std::vector<uint8_t> records(const uint32_t* positions, size_t count, const U* old, const U* now,
+                             const ElementKind& kind) {
+    const ClassOf cls{kind.shift, kind.mask};
+    RecordWriter writer(count, count ? positions[count - 1] : 0);
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t step = uint8_t(to_ordered(now[i], kind.floating) - to_ordered(old[i], kind.floating));
+        if (step) writer.put(positions[i], step, uint8_t(cls(now[i])));
+    }
+    return writer.finish();
 }
 
 }  // namespace
 
-std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now, int width,
-                                bool floating) {
-    switch (width) {
-        case 1:
-            return records(positions, count, static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now),
-                           floating);
-        case 2:
-            return records(positions, count, static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now),
-                           floating);
-        default:
-            return records(positions, count, static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now),
-                           floating);
-    }
+std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now,
+                                const ElementKind& kind) {
+    const auto of = [&](auto zero) {
+        using U = decltype(zero);
+        return records(positions, count, static_cast<const U*>(old), static_cast<const U*>(now), kind);
+    };
+    return kind.width == 1 ? of(uint8_t()) : kind.width == 2 ? of(uint16_t()) : of(uint32_t());
 }
 
 std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements) {
-    RecordWriter writer;
+    size_t most = 0;
+    for (const Stretch& stretch : stretches) most += stretch.bytes / kRecordBytes;
+    RecordWriter writer(size_t(std::min<uint64_t>(most, elements)), elements);
     walk(
-        stretches, elements, [](uint16_t& net, size_t, uint8_t step) { net = uint8_t(net + step); },
+        stretches, elements,
+        [](RecordReader& reader, size_t, uint64_t first, Tile& tile) {
+            reader.read(first + kTile, [&](uint64_t position, uint8_t step, uint8_t cls) {
+                uint32_t& value = tile.at(size_t(position - first));
+                value = uint8_t(value + step) | uint32_t(cls) << 8;
+            });
+        },
         [&](uint32_t first, const Tile& tile) {
             for (uint32_t word = 0; word < kTile / 64; word++) {
                 for (uint64_t bits = tile.touched[word]; bits; bits &= bits - 1) {
-                    const uint32_t at = 64 * word + uint32_t(__builtin_ctzll(bits));
-                    if (tile.values[at]) writer.put(first + at, uint8_t(tile.values[at]));
+                    const uint32_t at = 64 * word + uint32_t(__builtin_ctzll(bits)), value = tile.values[at];
+                    if (uint8_t(value)) writer.put(first + at, uint8_t(value), uint8_t(value >> 8));
                 }
             }
         });
-    return std::move(writer.records);
+    return writer.finish();
 }
 
 std::vector<size_t> count_remembered(const std::vector<Stretch>& stretches, uint64_t end) {
@@ -208,7 +215,7 @@ std::vector<size_t> count_remembered(const std::vector<Stretch>& stretches, uint
     std::vector<size_t> counts = {0};
     for (size_t k = stretches.size(); k-- > 0;) {
         size_t count = counts.back();
-        RecordReader(stretches[k], end).read(end, [&](uint64_t position, uint8_t) {
+        RecordReader(stretches[k], end).read(end, [&](uint64_t position, uint8_t, uint8_t) {
             uint64_t& word = seen[size_t(position / 64)];
             const uint64_t bit = uint64_t(1) << (position & 63);
             count += (word & bit) == 0;
@@ -221,6 +228,7 @@ std::vector<size_t> count_remembered(const std::vector<Stretch>& stretches, uint
 
 PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
     std::vector<Transition> transitions;
+    std::vector<std::array<uint16_t, 256>> given;
     size_t most = 0;
     int later = 0, longer = 0;
     for (const Stretch& stretch : stretches) {
@@ -230,30 +238,43 @@ PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t
     for (const Stretch& stretch : stretches) {
         later -= int(stretch.span);
         if (stretch.span > 1) longer = later + int(stretch.span) / 2;
-        transitions.emplace_back(int(stretch.span), later, longer);
+        transitions.emplace_back(later, longer);
+        given.push_back(given_by(stretch.span));
     }
-    most = size_t(std::min<uint64_t>(most, elements)) + 2;
+    most = size_t(std::min<uint64_t>(most, elements)) + 2;  // two more, which `ones_of` may write
+    const size_t words = size_t((elements + kTile - 1) / kTile * (kTile / 64));
     Remembered remembered;
     remembered.positions.reset(new uint32_t[most]);
     remembered.states.reset(new State[most]);
-    uint32_t* const positions = remembered.positions.get();
-    State* const states = remembered.states.get();
-    const size_t words = size_t((elements + kTile - 1) / kTile * (kTile / 64));
     remembered.marks = Marks(words);
     remembered.before.reset(new uint32_t[words]);
+    uint32_t *const positions = remembered.positions.get(), *const before = remembered.before.get();
+    State* const states = remembered.states.get();
     uint64_t* const marks = remembered.marks.words();
-    uint32_t* const before = remembered.before.get();
     size_t count = 0;
     walk(
-        stretches, elements, [&](uint16_t& state, size_t k, uint8_t step) { state = transitions[k].of(state, step); },
+        stretches, elements,
+        [&](RecordReader& reader, size_t k, uint64_t first, Tile& tile) {
+            if (stretches[k].span > 1) {
+                reader.read(first + kTile, [&](uint64_t position, uint8_t step, uint8_t cls) {
+                    tile.at(size_t(position - first)) = given[k][step] | uint32_t(cls) << 16;
+                });
+            } else {
+                const Transition& transition = transitions[k];
+                reader.read(first + kTile, [&](uint64_t position, uint8_t step, uint8_t cls) {
+                    uint32_t& value = tile.at(size_t(position - first));
+                    value = transition.of(value, step, cls);
+                });
+            }
+        },
         [&](uint32_t first, const Tile& tile) {
             std::copy_n(tile.touched, kTile / 64, marks + first / 64);
             for (uint32_t word = 0; word < kTile / 64; word++) {
-                const uint16_t* const values = tile.values + 64 * word;
                 before[first / 64 + word] = uint32_t(count);
                 count += ones_of(tile.touched[word], [&](size_t k, size_t place) {
+                    const uint32_t value = tile.values[64 * word + place];
                     positions[count + k] = first + 64 * word + uint32_t(place);
-                    states[count + k] = {uint8_t(values[place]), int8_t(values[place] >> 8)};
+                    states[count + k] = {uint8_t(value), int8_t(value >> 8), uint8_t(value >> 16)};
                 });
             }
         });

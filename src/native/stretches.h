@@ -6,11 +6,14 @@
 #include <memory>
 #include <vector>
 
+#include "context.h"
 #include "marks.h"
 
 namespace pulse {
 
-// The net steps of a block in `span` versions, modulo 256: for each element whose net step is not 0 a record of three bytes.
+// The net steps of a block in `span` versions, modulo 256: for each element whose net step is not 0 a record of four bytes, which
+// has its class at the end, too.
+constexpr size_t kRecordBytes = 4;
 struct Stretch {
     const uint8_t* records;
     size_t bytes;
@@ -22,10 +25,11 @@ struct Stretch {
 constexpr int kAges = 8, kVigours = 7, kGroups = 1 + kAges * kVigours * 2;
 constexpr int kLastVersion = kVigours * 2;  // the last group of what changed in the last version
 
-// What is known of an element that changed lately: its group, above 0, and the step to expect.
+// What is known of an element that changed lately: its group, above 0, the step to expect, and its class.
 struct State {
     uint8_t group;
     int8_t last;
+    uint8_t cls;
 };
 
 // The elements of a block that changed lately, ascending; a bit for each element of the block, and how many such bits there are in
@@ -38,9 +42,9 @@ struct Remembered {
     std::unique_ptr<uint32_t[]> before;
 };
 
-// The records of what changed. `old` and `now` are the elements at the positions, `width` bytes each.
-std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now, int width,
-                                bool floating);
+// The records of what changed. `old` and `now` are the elements at the positions.
+std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now,
+                                const ElementKind& kind);
 
 // One stretch in place of several that follow each other.
 std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements);

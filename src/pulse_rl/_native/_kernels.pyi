@@ -28,6 +28,8 @@ def history_records(
     old: npt.NDArray[np.uint8],
     new: npt.NDArray[np.uint8],
     width: int,
+    shift: int,
+    mask: int,
     floating: bool,
 ) -> npt.NDArray[np.uint8]: ...
 def history_merged(stretches: list[tuple[npt.NDArray[np.uint8], int]], elements: int) -> npt.NDArray[np.uint8]: ...

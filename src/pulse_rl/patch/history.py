@@ -118,8 +118,7 @@ def records_of(dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, 
     ``new``; None where that is nothing."""
     if dtype.width > 4 or not len(positions):
         return None
-    width, _, _, floating = element_kind(dtype)
-    records = history_records(positions, old.view(np.uint8), new.view(np.uint8), width, floating)
+    records = history_records(positions, old.view(np.uint8), new.view(np.uint8), *element_kind(dtype))
     return records if len(records) else None
 
 
