@@ -78,7 +78,7 @@ void count_others(const BlockStatistics& all, const Recollection& known, ClassOf
     others.statistics.changes.fill(0);
     others.statistics.live_elements = others.statistics.live_changes = 0;
     for (U x : others.before) others.statistics.changes[cls(x)]++;
-    for (size_t i = 0; i < known.size(); i++) others.statistics.marked[known.state(i).cls]++;
+    for (size_t i = 0; i < known.size(); i++) others.statistics.marked[known.state(i).cls()]++;
     others.statistics.count_live(others.positions, runs);
 }
 
@@ -86,8 +86,8 @@ void count_others(const BlockStatistics& all, const Recollection& known, ClassOf
 bool list_classes(Recollection& known, const std::vector<uint32_t>& which) {
     int last = 0, first = kClasses - 1;
     for (uint32_t i : which) {
-        last = std::max(last, int(known.state(i).cls));
-        first = std::min(first, int(known.state(i).cls));
+        last = std::max(last, int(known.state(i).cls()));
+        first = std::min(first, int(known.state(i).cls()));
     }
     if (last - first >= kMostClasses) return false;
     known.list(first, last - first + 1);

@@ -21,11 +21,11 @@ struct RecallModels {
     std::array<T, kClasses + kMostLength> further, second, apart;
 };
 
-inline size_t turn_of(State state) { return state.cls + (state.group > kLastVersion ? size_t(kClasses) : 0); }
+inline size_t turn_of(State state) { return state.cls() + (state.group() > kLastVersion ? size_t(kClasses) : 0); }
 
 // The size that is expected of a step, above 1, or 0 where only 1 is likely.
 inline uint32_t expected_size(State state, bool turned) {
-    const uint32_t size = uint32_t(std::abs(int(state.last)));
+    const uint32_t size = uint32_t(std::abs(int(state.last())));
     return turned || size < 2 ? 0 : size;
 }
 

@@ -19,10 +19,10 @@ void Recollection::list(int first_class, int classes_listed) {
     cells.resize(size());
     int most = 0;
     for (size_t i = 0; i < size(); i++) {
-        const size_t place = uint8_t(state(i).cls - uint8_t(first));
+        const size_t place = uint8_t(state(i).cls() - uint8_t(first));
         const bool listed = place < size_t(count);
-        cells[i] = cell_of(state(i).group, listed ? place : kUnlisted);
-        most = std::max(most, listed ? std::abs(int(state(i).last)) : 0);
+        cells[i] = cell_of(state(i).group(), listed ? place : kUnlisted);
+        most = std::max(most, listed ? std::abs(int(state(i).last())) : 0);
     }
     large = most > 1;
 }
@@ -45,12 +45,12 @@ void RecallReader::take(Reader& side) {
     const auto models = std::make_unique<RecallModels<AdaptiveBit>>();
     for (size_t i = 0; i < n; i++) {
         const State state = known_.state(steps.which[i]);
-        const size_t cls = state.cls;
+        const size_t cls = state.cls();
         side.next_symbol();
         const bool turned = side.bit(models->turned[turn_of(state)], false);
         const uint32_t expected = expected_size(state, turned);
         const bool unlikely = side.bit(unlikely_model(*models, cls, expected), false);
-        steps.downs[i] = turned != (state.last < 0);
+        steps.downs[i] = turned != (state.last() < 0);
         steps.sizes[i] = std::max(expected, 1u);
         if (!unlikely) continue;
         Unlikely value = code_unlikely(side, *models, cls, expected, {});
@@ -95,9 +95,9 @@ void RecallReader::take(RansReader& coder) {
         for (size_t k = 0; k < here; k++) {
             const State state = known_.state(steps.which[i + k]);
             const uint32_t expected = expected_size(state, steps.downs[i + k]);
-            frequencies[k] = chance(unlikely_model(head_.levels, state.cls, expected));
+            frequencies[k] = chance(unlikely_model(head_.levels, state.cls(), expected));
             steps.sizes[i + k] = std::max(expected, 1u);
-            steps.downs[i + k] ^= state.last < 0;
+            steps.downs[i + k] ^= state.last() < 0;
         }
         std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
         for (uint64_t bits = take_bits(coder, frequencies); bits; bits &= bits - 1) {
@@ -107,7 +107,7 @@ void RecallReader::take(RansReader& coder) {
     LevelReader side{{coder}};
     for (auto& [i, value] : unlikely_) {
         const uint32_t expected = steps.sizes[i] > 1 ? steps.sizes[i] : 0;
-        value = code_unlikely(side, head_.levels, known_.state(steps.which[i]).cls, expected, {});
+        value = code_unlikely(side, head_.levels, known_.state(steps.which[i]).cls(), expected, {});
         side.pieces.next_state();
     }
 }

@@ -40,9 +40,9 @@ struct Step {
 
 Step step_at(const Recollection& known, const RecalledSteps& steps, size_t i) {
     const State state = known.state(steps.which[i]);
-    const bool turned = bool(steps.downs[i]) != (state.last < 0);
+    const bool turned = bool(steps.downs[i]) != (state.last() < 0);
     const uint32_t expected = expected_size(state, turned), size = steps.sizes[i];
-    return {state.cls, turn_of(state), turned, size != std::max(expected, 1u), expected, Unlikely::of(expected, size)};
+    return {state.cls(), turn_of(state), turned, size != std::max(expected, 1u), expected, Unlikely::of(expected, size)};
 }
 
 }  // namespace

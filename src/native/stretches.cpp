@@ -13,7 +13,7 @@ namespace pulse {
 namespace {
 
 constexpr uint32_t kLongestGap = 65535;
-constexpr size_t kTile = 1 << 12;  // elements that are worked on in the first-level cache
+constexpr size_t kTile = 1 << 13;  // elements that are worked on in the first-level cache
 
 class RecordWriter {
 public:
@@ -64,6 +64,7 @@ public:
         at_ = at;
         next_ = next;
     }
+    size_t left() const { return size_t(end_ - at_) / kRecordBytes; }
 
 private:
     const uint8_t *at_, *const end_;
@@ -85,8 +86,8 @@ struct Tile {
     }
 };
 
-// Goes through the block by tiles: `read(reader, stretch, first, limit, tile)` for each stretch, which is to note the records below the
-// limit, then `found(first, tile)`.
+// Goes through the block by tiles: `read(reader, stretch, first, tile)` for each stretch, which is to note the records of the tile, then
+// `found(first, tile, records)`, how many these were.
 template <class Read, class Found>
 PULSE_INLINE void walk(const std::vector<Stretch>& stretches, uint64_t elements, Read read, Found found) {
     std::vector<RecordReader> readers;
@@ -94,8 +95,13 @@ PULSE_INLINE void walk(const std::vector<Stretch>& stretches, uint64_t elements,
     const auto tile = std::make_unique<Tile>();
     for (uint64_t begin = 0; begin < elements; begin += kTile) {
         std::memset(tile->touched, 0, sizeof tile->touched);
-        for (size_t k = 0; k < readers.size(); k++) read(readers[k], k, begin, *tile);
-        found(uint32_t(begin), *tile);
+        size_t records = 0;
+        for (size_t k = 0; k < readers.size(); k++) {
+            const size_t left = readers[k].left();
+            read(readers[k], k, begin, *tile);
+            records += left - readers[k].left();
+        }
+        found(uint32_t(begin), *tile, records);
     }
 }
 
@@ -142,7 +148,7 @@ public:
         }
     }
 
-    // Group, last step, class, from the lowest byte on; 0 where nothing is known.
+    // As the value of a State; 0 where nothing is known.
     PULSE_INLINE uint32_t of(uint32_t before, uint8_t step, uint8_t cls) const {
         const size_t large = uint8_t(step + 1) > 2, turned = ((before >> 15) ^ (step >> 7)) & 1;
         return next_[2 * large + turned][before & 255] | uint32_t(step) << 8 | uint32_t(cls) << 16;
@@ -199,8 +205,8 @@ std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint6
                 value = uint8_t(value + step) | uint32_t(cls) << 8;
             });
         },
-        [&](uint32_t first, const Tile& tile) {
-            for (uint32_t word = 0; word < kTile / 64; word++) {
+        [&](uint32_t first, const Tile& tile, size_t records) {
+            for (uint32_t word = 0; records && word < kTile / 64; word++) {
                 for (uint64_t bits = tile.touched[word]; bits; bits &= bits - 1) {
                     const uint32_t at = 64 * word + uint32_t(__builtin_ctzll(bits)), value = tile.values[at];
                     if (uint8_t(value)) writer.put(first + at, uint8_t(value), uint8_t(value >> 8));
@@ -247,7 +253,7 @@ PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t
     remembered.positions.reset(new uint32_t[most]);
     remembered.states.reset(new State[most]);
     remembered.marks = Marks(words);
-    remembered.before.reset(new uint32_t[words]);
+    remembered.before.reset(new uint32_t[words]());
     uint32_t *const positions = remembered.positions.get(), *const before = remembered.before.get();
     State* const states = remembered.states.get();
     uint64_t* const marks = remembered.marks.words();
@@ -267,16 +273,21 @@ PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t
                 });
             }
         },
-        [&](uint32_t first, const Tile& tile) {
+        [&](uint32_t first, const Tile& tile, size_t records) {
             std::copy_n(tile.touched, kTile / 64, marks + first / 64);
+            if (!records) return;
+            size_t n = count;
+            const bool few = records < kTile / 256;  // then most words are empty, and a branch can be foreseen
             for (uint32_t word = 0; word < kTile / 64; word++) {
-                before[first / 64 + word] = uint32_t(count);
-                count += ones_of(tile.touched[word], [&](size_t k, size_t place) {
-                    const uint32_t value = tile.values[64 * word + place];
-                    positions[count + k] = first + 64 * word + uint32_t(place);
-                    states[count + k] = {uint8_t(value), int8_t(value >> 8), uint8_t(value >> 16)};
+                if (few && !tile.touched[word]) continue;
+                const uint32_t *const values = tile.values + 64 * word, from = first + 64 * word;
+                before[first / 64 + word] = uint32_t(n);
+                n += ones_of(tile.touched[word], [=](size_t k, size_t place) {
+                    positions[n + k] = from + uint32_t(place);
+                    states[n + k] = {values[place]};
                 });
             }
+            count = n;
         });
     remembered.count = count;
     return remembered;

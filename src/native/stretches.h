@@ -25,15 +25,17 @@ struct Stretch {
 constexpr int kAges = 8, kVigours = 7, kGroups = 1 + kAges * kVigours * 2;
 constexpr int kLastVersion = kVigours * 2;  // the last group of what changed in the last version
 
-// What is known of an element that changed lately: its group, above 0, the step to expect, and its class.
+// What is known of an element that changed lately: its group, above 0, the step to expect, and its class, from the lowest byte on.
 struct State {
-    uint8_t group;
-    int8_t last;
-    uint8_t cls;
+    uint32_t value;
+
+    uint8_t group() const { return uint8_t(value); }
+    int8_t last() const { return int8_t(value >> 8); }
+    uint8_t cls() const { return uint8_t(value >> 16); }
 };
 
 // The elements of a block that changed lately, ascending; a bit for each element of the block, and how many such bits there are in
-// front of each word of them.
+// front of each word that has some.
 struct Remembered {
     std::unique_ptr<uint32_t[]> positions;
     std::unique_ptr<State[]> states;
