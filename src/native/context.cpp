@@ -30,8 +30,10 @@ Encoded encode_changes(const U* old, const BlockChanges<U>& changes, const Eleme
     put_varint(result.payload, positions.size());
     if (positions.empty() && !recall) return result;
 
-    CodePlan plan = plan_code(changes.statistics);
+    CodePlan plan;
+    plan.levels.fill(kAbsent);
     if (!positions.empty()) {
+        plan = plan_code(changes.statistics);
         for (int x : {plan.boost, plan.first, plan.count - 1}) result.payload.push_back(uint8_t(x));
     }
     Writer side;

@@ -1,7 +1,7 @@
 #include "history.h"
 
 #include <algorithm>
-#include <cstring>
+#include <array>
 
 #include "block_statistics.h"
 #include "clones.h"
@@ -17,14 +17,15 @@ constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed 
 constexpr uint8_t kByGroups = 128;     // beside the number of stretches
 
 // How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each
-// change. Looks at the start of the block.
+// change, and none where few of the changes are remembered. Looks at the start of the block.
 size_t worthwhile(const std::vector<Stretch>& history, const std::vector<uint32_t>& changes, uint64_t elements) {
     uint64_t end = std::min(std::max<uint64_t>(elements / 16, 1 << 16), elements);
     size_t changed = size_t(std::lower_bound(changes.begin(), changes.end(), end) - changes.begin());
     if (changed < 64) end = elements, changed = changes.size();
-    const std::vector<size_t> counts = count_remembered(history, end);
+    const RememberedCount counts = count_remembered(history, end, changes.data(), changed);
+    if (double(counts.of_changed) <= kWorthwhile * double(changed)) return 0;
     size_t used = history.size();
-    while (used > 1 && counts[used] > kMostRemembered * changed) used--;
+    while (used > 1 && counts.by_last[used] > kMostRemembered * changed) used--;
     return used;
 }
 
@@ -82,16 +83,24 @@ void count_others(const BlockStatistics& all, const Recollection& known, ClassOf
     others.statistics.count_live(others.positions, runs);
 }
 
-// Lists the classes of the remembered elements that change; false where these are too many.
-bool list_classes(Recollection& known, const std::vector<uint32_t>& which) {
-    int last = 0, first = kClasses - 1;
-    for (uint32_t i : which) {
-        last = std::max(last, int(known.state(i).cls()));
-        first = std::min(first, int(known.state(i).cls()));
+// Lists the classes of the remembered elements that change: so many next to each other that most changes are listed.
+template <class U>
+void list_classes(Recollection& known, const BlockChanges<U>& changes, ClassOf cls) {
+    std::array<uint32_t, kClasses> of_class{};
+    const uint64_t* const words = known.remembered.marks.words();
+    for (size_t i = 0; i < changes.positions.size(); i++) {
+        const uint32_t at = changes.positions[i];
+        of_class[cls(changes.before[i])] += words[at / 64] >> (at % 64) & 1;
     }
-    if (last - first >= kMostClasses) return false;
+    uint32_t within = 0, most = 0;
+    int best = 0;
+    for (int c = 0; c < kClasses; c++) {
+        within += of_class[size_t(c)] - (c < kMostClasses ? 0 : of_class[size_t(c - kMostClasses)]);
+        if (within > most) most = within, best = c;
+    }
+    int first = std::max(best - kMostClasses + 1, 0), last = best;
+    while (first < last && !of_class[size_t(first)]) first++;
     known.list(first, last - first + 1);
-    return true;
 }
 
 template <class U>
@@ -111,10 +120,10 @@ EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* 
     const size_t used = worthwhile(history, changes.positions, elements);
     if (used) {
         Recollection known = recollect(history, used, elements);
+        list_classes(known, changes, cls);
         Parted<U> parts;
         part(changes, known.remembered, kind.floating, parts);
-        const double recalled = double(parts.recalled.which.size());
-        if (recalled > kWorthwhile * double(changes.positions.size()) && list_classes(known, parts.recalled.which)) {
+        if (double(parts.recalled.which.size()) > kWorthwhile * double(changes.positions.size())) {
             count_others(changes.statistics, known, cls, runs, parts.others);
             result.codec = BlockCodec::history;
             std::vector<uint8_t>& payload = result.encoded.payload;
@@ -168,7 +177,7 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
     const uint8_t stretches = take_byte(data, size, at);
     const size_t used = stretches & (kByGroups - 1);
     const int first = take_byte(data, size, at), count = take_byte(data, size, at) + 1;
-    if (used == 0 || used > history.size() || count > kMostClasses || uint32_t(first + count - 1) > kind.mask) {
+    if (used == 0 || used > history.size() || count > kMostClasses || first + count > kClasses) {
         throw Malformed("the block's head is out of range");
     }
     Recollection known = recollect(history, used, elements);

@@ -65,26 +65,26 @@ int level_of_cell(double there, double changed, int usual) {
 
 }  // namespace
 
-void plan_table(const ByGroup<uint32_t>& there, const ByGroup<uint32_t>& changed, int count, HistoryTable& table) {
+void plan_table(const ByCell<uint32_t>& there, const ByCell<uint32_t>& changed, int count, HistoryTable& table) {
     std::vector<Cell> cells;
     for (size_t g = 1; g < kGroups; g++) {
         for (size_t k = 0; k < size_t(count); k++) {
-            if (there[g][k]) cells.push_back({g, k, double(there[g][k]), double(changed[g][k])});
-            table.changes[g] = table.changes[g] || changed[g][k];
+            if (there[cell_of(g, k)]) cells.push_back({g, k, double(there[cell_of(g, k)]), double(changed[cell_of(g, k)])});
+            table.changes[g] = table.changes[g] || changed[cell_of(g, k)];
         }
     }
     fit(cells, table);
     int expected = 0;
     for (size_t k = 0; k < size_t(count); k++) {  // a class of which nothing changed is as expected
         bool any = false, changes = false;
-        for (size_t g = 1; g < kGroups; g++) any = any || there[g][k], changes = changes || changed[g][k];
+        for (size_t g = 1; g < kGroups; g++) any = any || there[cell_of(g, k)], changes = changes || changed[cell_of(g, k)];
         if (!any) continue;
         if (!changes) table.of_class[k] = std::max(expected, -kMostOdds);
         expected = table.of_class[k] - 2;
     }
     for (const Cell& c : cells) {
         const int usual = level_of_odds(table.of_group[c.group] + table.of_class[c.cls]);
-        table.levels[c.group][c.cls] = uint8_t(level_of_cell(c.there, c.changed, usual));
+        table.levels[cell_of(c.group, c.cls)] = uint8_t(level_of_cell(c.there, c.changed, usual));
     }
 }
 

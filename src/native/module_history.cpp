@@ -8,7 +8,7 @@ namespace {
 
 using StretchTuple = std::tuple<Bytes, uint32_t>;
 constexpr uint32_t kMostSpan = 1 << 20;
-constexpr size_t kMostStretches = 256;
+constexpr size_t kMostStretches = 64;
 
 std::vector<pulse::Stretch> checked_stretches(const std::vector<StretchTuple>& stretches) {
     if (stretches.size() > kMostStretches) throw nb::value_error("too many stretches");

@@ -1,5 +1,5 @@
 // What is said of the elements that changed lately, before all others: which of them change again, and by how much
-// (docs/format.md, section 3.10.3).
+// (docs/format.md, section 3.10.5).
 #pragma once
 
 #include <cstddef>
@@ -18,13 +18,13 @@ namespace pulse {
 struct Recollection {
     Remembered remembered;
     std::vector<uint16_t> cells;
-    bool large = false;  // whether the last step of any in a listed class had a size above 1
+    bool large = false;  // whether the last step of any had a size above 1
     int first = 0, count = 1;
 
     size_t size() const { return remembered.count; }
     const State& state(size_t i) const { return remembered.states[i]; }
     MarkWords marks() const { return remembered.marks.words(); }
-    // Lists so many classes from the first one on.
+    // Lists so many classes from the first one on. Elements of others are forgotten.
     void list(int first_class, int classes_listed);
 };
 
@@ -53,7 +53,7 @@ public:
 private:
     const Recollection& known_;
     const RecalledSteps& steps_;
-    ByGroup<uint8_t> there_{};
+    ByCell<uint8_t> there_{};
     RecallHead head_;
 };
 
@@ -72,7 +72,7 @@ public:
 
 private:
     const Recollection& known_;
-    ByGroup<uint8_t> there_{};
+    ByCell<uint8_t> there_{};
     RecallHead head_;
     std::vector<std::pair<uint32_t, Unlikely>> unlikely_;  // whose plain bits are still to come
 };

@@ -1,5 +1,5 @@
 // The levels of chances by which the steps of remembered elements are coded, where they stand in a head (docs/format.md, section
-// 3.10.5).
+// 3.10.6).
 #pragma once
 
 #include <cmath>
@@ -45,7 +45,7 @@ struct RecallHead {
 // `there` says which cells have elements, `large` whether a step above 1 is remembered; both sides know it. An encoder chooses by
 // `tallies`.
 template <class Side, class T>
-void code_recall_head(Side& side, RecallHead& head, const ByGroup<T>& there, bool large, int first, int count,
+void code_recall_head(Side& side, RecallHead& head, const ByCell<T>& there, bool large, int first, int count,
                       const RecallModels<Tally>& tallies) {
     TableModels models;
     code_table(side, models, there, count, head.table);

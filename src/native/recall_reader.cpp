@@ -14,21 +14,8 @@ struct LevelReader {
 
 }  // namespace
 
-void Recollection::list(int first_class, int classes_listed) {
-    first = first_class, count = classes_listed;
-    cells.resize(size());
-    int most = 0;
-    for (size_t i = 0; i < size(); i++) {
-        const size_t place = uint8_t(state(i).cls() - uint8_t(first));
-        const bool listed = place < size_t(count);
-        cells[i] = cell_of(state(i).group(), listed ? place : kUnlisted);
-        most = std::max(most, listed ? std::abs(int(state(i).last())) : 0);
-    }
-    large = most > 1;
-}
-
 RecallReader::RecallReader(const Recollection& known) : known_(known) {
-    for (uint16_t cell : known.cells) cells_of(there_)[cell] = 1;
+    for (uint16_t cell : known.cells) there_[cell] = 1;
 }
 
 void RecallReader::take(Reader& side) {

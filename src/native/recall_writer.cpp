@@ -48,11 +48,11 @@ Step step_at(const Recollection& known, const RecalledSteps& steps, size_t i) {
 }  // namespace
 
 RecallWriter::RecallWriter(const Recollection& known, const RecalledSteps& steps) : known_(known), steps_(steps) {
-    const auto there = std::make_unique<ByGroup<uint32_t>>(), changed = std::make_unique<ByGroup<uint32_t>>();
-    for (uint16_t cell : known.cells) cells_of(*there)[cell]++;
-    for (uint32_t i : steps.which) cells_of(*changed)[known.cells[i]]++;
+    const auto there = std::make_unique<ByCell<uint32_t>>(), changed = std::make_unique<ByCell<uint32_t>>();
+    for (uint16_t cell : known.cells) (*there)[cell]++;
+    for (uint32_t i : steps.which) (*changed)[known.cells[i]]++;
     plan_table(*there, *changed, known.count, head_.table);
-    for (size_t cell = 0; cell < kCells; cell++) cells_of(there_)[cell] = cells_of(*there)[cell] > 0;
+    for (size_t cell = 0; cell < kCells; cell++) there_[cell] = (*there)[cell] > 0;
 }
 
 void RecallWriter::put(Writer& side) {

@@ -22,7 +22,7 @@ public:
         : records_((changes + size_t(elements / kLongestGap) + 1) * kRecordBytes), at_(records_.data()) {}
 
     void put(uint32_t position, uint8_t step, uint8_t cls) {
-        for (; position - next_ > kLongestGap; next_ += kLongestGap) write(kLongestGap, 0, 0);
+        for (; position - next_ >= kLongestGap; next_ += kLongestGap) write(kLongestGap, 0, 0);
         write(position - next_, step, cls);
         next_ = position + 1;
     }
@@ -42,7 +42,8 @@ private:
     uint32_t next_ = 0;
 };
 
-// Walks over records, which have positions below `elements`.
+// Walks over records, which have positions below `elements`. A record of the longest gap and no step only leads on; any other without
+// a step says what class an element has, of which nothing else is to be remembered.
 class RecordReader {
 public:
     RecordReader(const Stretch& stretch, uint64_t elements)
@@ -55,11 +56,12 @@ public:
         const uint8_t* at = at_;
         uint64_t next = next_;
         for (; at != end_; at += kRecordBytes) {
-            const uint64_t position = next + (uint64_t(at[0]) | uint64_t(at[1]) << 8);
+            const uint64_t gap = uint64_t(at[0]) | uint64_t(at[1]) << 8, position = next + gap;
             if (position >= behind) break;
             const uint8_t step = at[2];
-            next = position + (step != 0);
-            if (step) found(position, step, at[3]);
+            const bool leads_on = gap == kLongestGap && step == 0;
+            next = position + !leads_on;
+            if (!leads_on) found(position, step, at[3]);
         }
         at_ = at;
         next_ = next;
@@ -83,6 +85,10 @@ struct Tile {
         values[place] &= 0u - uint32_t(word >> (place % 64) & 1);
         word |= uint64_t(1) << (place % 64);
         return values[place];
+    }
+    // Of the value of a State, where there is one.
+    void set_class(size_t place, uint8_t cls) {
+        if (touched[place / 64] >> (place % 64) & 1) values[place] = (values[place] & 0xffff) | uint32_t(cls) << 16;
     }
 };
 
@@ -177,7 +183,7 @@ std::vector<uint8_t> records(const uint32_t* positions, size_t count, const U* o
     RecordWriter writer(count, count ? positions[count - 1] : 0);
     for (size_t i = 0; i < count; i++) {
         const uint8_t step = uint8_t(to_ordered(now[i], kind.floating) - to_ordered(old[i], kind.floating));
-        if (step) writer.put(positions[i], step, uint8_t(cls(now[i])));
+        writer.put(positions[i], step, uint8_t(cls(now[i])));
     }
     return writer.finish();
 }
@@ -209,27 +215,30 @@ std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint6
             for (uint32_t word = 0; records && word < kTile / 64; word++) {
                 for (uint64_t bits = tile.touched[word]; bits; bits &= bits - 1) {
                     const uint32_t at = 64 * word + uint32_t(__builtin_ctzll(bits)), value = tile.values[at];
-                    if (uint8_t(value)) writer.put(first + at, uint8_t(value), uint8_t(value >> 8));
+                    writer.put(first + at, uint8_t(value), uint8_t(value >> 8));
                 }
             }
         });
     return writer.finish();
 }
 
-std::vector<size_t> count_remembered(const std::vector<Stretch>& stretches, uint64_t end) {
+RememberedCount count_remembered(const std::vector<Stretch>& stretches, uint64_t end, const uint32_t* positions,
+                                 size_t changed) {
     std::vector<uint64_t> seen(size_t(end / 64 + 1));
-    std::vector<size_t> counts = {0};
+    RememberedCount found{{0}};
+    std::vector<size_t>& counts = found.by_last;
     for (size_t k = stretches.size(); k-- > 0;) {
         size_t count = counts.back();
-        RecordReader(stretches[k], end).read(end, [&](uint64_t position, uint8_t, uint8_t) {
+        RecordReader(stretches[k], end).read(end, [&](uint64_t position, uint8_t step, uint8_t) {
             uint64_t& word = seen[size_t(position / 64)];
-            const uint64_t bit = uint64_t(1) << (position & 63);
-            count += (word & bit) == 0;
+            const uint64_t bit = uint64_t(step != 0) << (position & 63);
+            count += (word & bit) < bit;
             word |= bit;
         });
         counts.push_back(count);
     }
-    return counts;
+    for (size_t i = 0; i < changed; i++) found.of_changed += seen[positions[i] / 64] >> (positions[i] % 64) & 1;
+    return found;
 }
 
 PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
@@ -263,11 +272,13 @@ PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t
         [&](RecordReader& reader, size_t k, uint64_t first, Tile& tile) {
             if (stretches[k].span > 1) {
                 reader.read(first + kTile, [&](uint64_t position, uint8_t step, uint8_t cls) {
+                    if (step == 0) return tile.set_class(size_t(position - first), cls);
                     tile.at(size_t(position - first)) = given[k][step] | uint32_t(cls) << 16;
                 });
             } else {
                 const Transition& transition = transitions[k];
                 reader.read(first + kTile, [&](uint64_t position, uint8_t step, uint8_t cls) {
+                    if (step == 0) return tile.set_class(size_t(position - first), cls);
                     uint32_t& value = tile.at(size_t(position - first));
                     value = transition.of(value, step, cls);
                 });

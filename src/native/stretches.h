@@ -11,8 +11,8 @@
 
 namespace pulse {
 
-// The net steps of a block in `span` versions, modulo 256: for each element whose net step is not 0 a record of four bytes, which
-// has its class at the end, too.
+// The net steps of a block in `span` versions, modulo 256: for each element that changed a record of four bytes, which has its class at
+// the end, too. Where the step is 0 modulo 256, nothing is remembered but that class.
 constexpr size_t kRecordBytes = 4;
 struct Stretch {
     const uint8_t* records;
@@ -51,8 +51,14 @@ std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const v
 // One stretch in place of several that follow each other.
 std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements);
 
-// How many elements below `end` the last 0, 1, 2… of the stretches remember.
-std::vector<size_t> count_remembered(const std::vector<Stretch>& stretches, uint64_t end);
+// How many elements below `end` the last 0, 1, 2… of the stretches remember, and how many of the first `changed` of the positions, which
+// are below `end`, all of them do.
+struct RememberedCount {
+    std::vector<size_t> by_last;
+    size_t of_changed = 0;
+};
+RememberedCount count_remembered(const std::vector<Stretch>& stretches, uint64_t end, const uint32_t* positions,
+                                 size_t changed);
 
 // `stretches` are in order; the last one ends at the block's old elements.
 Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements);

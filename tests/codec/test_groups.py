@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pulse_rl import codec
 from pulse_rl._native import use_rans_vectors
 from pulse_rl.codec import Layout, Run
+from pulse_rl.codec.history import encode_few
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES
 from tests.support import groups_oracle as oracle
@@ -166,9 +167,9 @@ def test_few_changes_many_and_rows_that_differ_are_left_to_context(rng: np.rando
     for name, after in new.items():
         after = after.astype(old.dtype)
         assert GROUPS.encode(old, after, layout) is None, name
-        payload, by_groups, found = GROUPS.encode_or_context(old, after, layout)
+        payload, by, found = encode_few(old, after, layout)
         assert (payload, len(found.positions)) == context.encode(old, after, layout)
-        assert not by_groups
+        assert by == "context"
     assert GROUPS.encode(old[:0], old[:0], Layout.flat(DTYPES["BF16"], 0)) is None
     assert GROUPS.encode(old, np.where(np.arange(len(old)) < 4096, old + 1, old), Layout.flat(DTYPES["BF16"], len(old)))
 
@@ -271,9 +272,9 @@ def test_elements_that_change_while_they_are_read(rng: np.random.Generator) -> N
     try:
         layout = Layout.flat(DTYPES["BF16"], len(old))
         for _ in range(60):
-            payload, by_groups, _ = GROUPS.encode_or_context(old, new, layout)
+            payload, name, _ = encode_few(old, new, layout)
             with suppress(CorruptPatch):
-                codec.by_name("groups" if by_groups else "context").decode(memoryview(payload), old, layout)
+                codec.by_name(name).decode(memoryview(payload), old, layout)
     finally:
         done.set()
         writer.join()

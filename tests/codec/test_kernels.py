@@ -46,7 +46,7 @@ def history_payload_of(old: Array) -> Array:
 
 
 KIND = (0, 0, False, [(8, 8, 0)])
-PAST = [(np.uint8([0, 0, 1]), 1)]
+PAST = [(np.uint8([0, 0, 1, 0]), 1)]
 CALLS: dict[str, Callable[[Array, Array, int], Any]] = {
     "context_encode, old": lambda x, good, w: context_encode(x, good, w, *KIND),
     "context_encode, new": lambda x, good, w: context_encode(good, x, w, *KIND),
@@ -54,8 +54,8 @@ CALLS: dict[str, Callable[[Array, Array, int], Any]] = {
     "history_encode, old": lambda x, good, w: history_encode(PAST, x, good, w, *KIND),
     "history_encode, new": lambda x, good, w: history_encode(PAST, good, x, w, *KIND),
     "history_decode, old": lambda x, good, w: history_decode(PAST, history_payload_of(good), x, w, *KIND),
-    "history_records, old": lambda x, good, w: history_records(POSITIONS, x[: 2 * w], good[: 2 * w], w, False),
-    "history_records, new": lambda x, good, w: history_records(POSITIONS, good[: 2 * w], x[: 2 * w], w, False),
+    "history_records, old": lambda x, good, w: history_records(POSITIONS, x[: 2 * w], good[: 2 * w], w, 0, 0, False),
+    "history_records, new": lambda x, good, w: history_records(POSITIONS, good[: 2 * w], x[: 2 * w], w, 0, 0, False),
     "scan, old": lambda x, good, w: scan(x, good, w),
     "scan, new": lambda x, good, w: scan(good, x, w),
     "gather, elements": lambda x, good, w: gather(x, w, POSITIONS, 0),
@@ -115,11 +115,11 @@ def test_a_part_of_an_element_is_refused(width: int) -> None:
 @pytest.mark.parametrize(
     ("past", "words"),
     [
-        ([(np.zeros(2, np.uint8), 1)], "three bytes"),
-        ([PAST[0], (np.zeros(4, np.uint8), 1)], "three bytes"),
-        ([(np.zeros(3, np.uint8), 0)], "span is out of range"),
-        ([(np.zeros(3, np.uint8), (1 << 20) + 1)], "span is out of range"),
-        (PAST * 257, "too many stretches"),
+        ([(np.zeros(2, np.uint8), 1)], "four bytes"),
+        ([PAST[0], (np.zeros(7, np.uint8), 1)], "four bytes"),
+        ([(np.zeros(4, np.uint8), 0)], "span is out of range"),
+        ([(np.zeros(4, np.uint8), (1 << 20) + 1)], "span is out of range"),
+        (PAST * 65, "too many stretches"),
     ],
 )
 def test_stretches_out_of_range_are_refused(past: list[tuple[Array, int]], words: str) -> None:
@@ -137,9 +137,9 @@ def test_records_and_runs_out_of_range_are_refused() -> None:
     two = np.zeros(2, np.uint8)
     for positions in ([2, 2], [2, 0]):
         with pytest.raises(ValueError, match="do not ascend"):
-            history_records(np.uint32(positions), two, two, 1, False)
+            history_records(np.uint32(positions), two, two, 1, 0, 0, False)
     with pytest.raises(ValueError, match="positions is not aligned"):
-        history_records(misaligned(POSITIONS), two, two, 1, False)
+        history_records(misaligned(POSITIONS), two, two, 1, 0, 0, False)
     with pytest.raises(ValueError, match="too many elements"):
         history_merged(PAST, (1 << 24) + 1)
     payload = history_payload_of(elements(1))
@@ -183,8 +183,8 @@ def test_arrays_of_unequal_length_are_refused() -> None:
         lambda: scan(two, three, 2),
         lambda: context_encode(two, three, 2, 0, 0, False, [(2, 2, 0)]),
         lambda: history_encode(PAST, two, three, 2, 0, 0, False, [(2, 2, 0)]),
-        lambda: history_records(POSITIONS, two, three, 2, False),
-        lambda: history_records(POSITIONS, three, three, 2, False),
+        lambda: history_records(POSITIONS, two, three, 2, 0, 0, False),
+        lambda: history_records(POSITIONS, three, three, 2, 0, 0, False),
         lambda: scatter(three, 2, POSITIONS, 0, three),
     ):
         with pytest.raises(ValueError, match="differ"):
@@ -214,7 +214,7 @@ def test_an_array_is_never_converted() -> None:
         lambda: sparse_outer_step(four, four, four, 1.0, four, *rest, counts[:1], rounding, (1, 1), raw[:8:2]),
         lambda: gather(raw, 1, np.int64([0]), 0),
         lambda: scan(raw[::2], raw[::2], 1),
-        lambda: history_records(one, raw[::2], raw[::2], 1, False),
+        lambda: history_records(one, raw[::2], raw[::2], 1, 0, 0, False),
         lambda: history_encode(PAST, raw[::2], raw[::2], 1, *KIND),
     ]
     for call in calls:

@@ -90,8 +90,8 @@ def test_payloads(dtype: str, density: float, classes: str, rng: np.random.Gener
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "I32", "U16", "F8_E4M3", "I8"])
 @pytest.mark.parametrize("density", [0.003, 0.05, 0.5])
 def test_payloads_with_a_past(dtype: str, density: float, rng: np.random.Generator) -> None:
-    """Elements that are remembered weigh what their group and class say, all others what their class does."""
-    width, _, _, floating = element_kind(DTYPES[dtype])
+    """Elements that are remembered weigh nothing, all others what their class does."""
+    kind = element_kind(DTYPES[dtype])
     start = elements_of(rng, dtype, ELEMENTS, "few")
     mobile = rng.random(ELEMENTS) < density
     states = [start]
@@ -100,7 +100,7 @@ def test_payloads_with_a_past(dtype: str, density: float, rng: np.random.Generat
     past = []
     for before, after in pairwise(states[:4]):
         at = np.flatnonzero(before != after).astype(np.uint32)
-        past.append((history_records(at, before[at].view(np.uint8), after[at].view(np.uint8), width, floating), 1))
+        past.append((history_records(at, before[at].view(np.uint8), after[at].view(np.uint8), *kind), 1))
     layout, history = Layout(DTYPES[dtype], RUNS, tuple(past)), codec.by_name("history")
     encoded = []
     for use in (False, True):

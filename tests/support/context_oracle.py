@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -224,27 +224,42 @@ def row_ends(runs: list[tuple[int, int, int]]) -> Iterator[int]:
 
 
 def encode(
-    old: list[int], new: list[int], kind: Kind, runs: list[tuple[int, int, int]], boost: int, levels: list[int]
+    old: list[int],
+    new: list[int],
+    kind: Kind,
+    runs: list[tuple[int, int, int]],
+    boost: int,
+    levels: list[int],
+    marked: Collection[int] = (),
+    front: Callable[[Writer], None] | None = None,
 ) -> bytes:
-    """The payload with the given boost and levels (256 of them, `ABSENT` where a class has no change)."""
-    count = sum(a != b for a, b in zip(old, new, strict=True))
+    """The payload with the given boost and levels (256 of them, `ABSENT` where a class has no change). What is
+    ``marked`` has no weight and is left as it is; ``front`` codes what stands in front of the levels."""
+    count = sum(a != b and p not in marked for p, (a, b) in enumerate(zip(old, new, strict=True)))
     out = bytearray()
     left = count
     while left >= 128:
         out.append(left & 127 | 128)
         left >>= 7
     out.append(left)
+    side, m, waiting = Writer(), Models(), Waiting()
     if not count:
-        return bytes(out)
+        if front is None:
+            return bytes(out)
+        front(side)
+        return bytes(out) + side.finish()
     present = [c for c, level in enumerate(levels) if level != ABSENT]
     first, span = present[0], present[-1] - present[0] + 1
     out += bytes([boost, first, span - 1])
-    side, m, waiting = Writer(), Models(), Waiting()
+    if front is not None:
+        front(side)
     code_levels(side, levels, first, span)
     m.single = [Bit(64512, 6) if h >= 12 else Bit() for h in levels]
     plain, live_weights = weights(levels, boost)
     passed, live_until, tally, row = 0, 0, 0, -1
     for p, (a, b, end) in enumerate(zip(old, new, row_ends(runs), strict=True)):
+        if p in marked:
+            continue
         cls = (a >> kind.shift) & kind.mask
         w = (live_weights if p < live_until else plain)[cls]
         if a == b:
@@ -265,8 +280,16 @@ def encode(
     return bytes(out) + side.finish()
 
 
-def decode(data: bytes, old: list[int], kind: Kind, runs: list[tuple[int, int, int]]) -> list[int]:
-    """The new elements."""
+def decode(
+    data: bytes,
+    old: list[int],
+    kind: Kind,
+    runs: list[tuple[int, int, int]],
+    marked: Collection[int] = (),
+    front: Callable[[Reader], None] | None = None,
+    chosen: list[object] | None = None,
+) -> list[int]:
+    """The new elements; what is ``marked`` is left as it is. ``chosen`` gets the boost and the levels."""
     count = at = 0
     while True:
         byte = data[at]
@@ -275,11 +298,20 @@ def decode(data: bytes, old: list[int], kind: Kind, runs: list[tuple[int, int, i
         if byte < 128:
             break
     new = list(old)
+    levels = [ABSENT] * 256
     if not count:
+        if front is not None:
+            front(Reader(data[at:]))
+        if chosen is not None:
+            chosen[:] = [0, levels]
         return new
     boost, first, span = data[at], data[at + 1], data[at + 2] + 1
-    side, m, waiting, levels = Reader(data[at + 3 :]), Models(), Waiting(), [ABSENT] * 256
+    side, m, waiting = Reader(data[at + 3 :]), Models(), Waiting()
+    if front is not None:
+        front(side)
     code_levels(side, levels, first, span)
+    if chosen is not None:
+        chosen[:] = [boost, levels]
     m.single = [Bit(64512, 6) if h >= 12 else Bit() for h in levels]
     plain, live_weights = weights(levels, boost)
     passed, live_until, tally, row, place = 0, 0, 0, -1, None
@@ -293,6 +325,8 @@ def decode(data: bytes, old: list[int], kind: Kind, runs: list[tuple[int, int, i
                 side.interval(0, S[512])
                 passed -= waiting.half
                 waiting.set(waiting.beta + (waiting.beta >> 1))
+        if p in marked:
+            continue
         cls = (a >> kind.shift) & kind.mask
         w = (live_weights if p < live_until else plain)[cls]
         if passed + w <= 0 or waiting.f(passed + w) > place:

@@ -9,6 +9,7 @@ from pulse_rl._native import use_rans_vectors
 from pulse_rl.codec import Layout
 from pulse_rl.codec.base import element_kind
 from pulse_rl.codec.groups import GroupsCodec
+from pulse_rl.codec.history import encode_few
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray
 from tests.support.context_oracle import Kind
@@ -68,8 +69,8 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
         use_rans_vectors(use)
         made = GROUPS.encode(old, new, layout)
         assert made is not None
-        payload, by_groups, found = GROUPS.encode_or_context(old, new, layout)
-        assert (payload, by_groups, len(found.positions)) == (made[0], True, made[1])
+        payload, name, found = encode_few(old, new, layout)
+        assert (payload, name, len(found.positions)) == (made[0], "groups", made[1])
         assert found.positions.tolist() == np.flatnonzero(old != new).tolist()
         assert found.values.tolist() == new[found.positions].tolist()
         payloads.append(made[0])

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class Near:
     def code(self, side: Writer | Reader, value: int, expected: int, least: int, most: int) -> int:
         away = value - expected
         if side.bit(self.as_expected, int(away == 0)):
-            return expected
+            return min(max(expected, least), most)
         down = side.bit(self.lower, int(away < 0))
         k = 0
         while k < 44 and not side.bit(self.further[min(k, 7)], int(abs(away) - 1 == k)):
@@ -221,7 +221,7 @@ class StateWriter:
 
 
 class Chances:
-    def __init__(self, head: Head, old: list[int], kind: Kind, runs: Runs) -> None:
+    def __init__(self, head: Head, old: list[int], kind: Kind, runs: Runs, marked: Collection[int] = ()) -> None:
         self.old, self.kind, self.head, self.size = old, kind, head, len(old)
         ascending = iter(head.longer)
         self.longer = [LEVELS if r is None else next(ascending) for r in head.rarities]
@@ -232,6 +232,8 @@ class Chances:
                 above = r - self.least
                 of_class[c] = max(1, Q[above % 4] >> above // 4)
         self.weights = [of_class[(x >> kind.shift) & kind.mask] for x in old] + [0] * GROUP
+        for p in marked:
+            self.weights[p] = 0
         self.shift_of_batch = list(self._shifts(runs))
 
     def _shifts(self, runs: Runs) -> Iterator[int]:
@@ -323,9 +325,27 @@ def code_changes(
     return found
 
 
-def plain_bytes(sizes: dict[int, int], found: dict[int, Step]) -> bytes:
+class Front(Protocol):
+    """What stands in front of the first tile, and the elements that it is about: these have no weight."""
+
+    marked: Collection[int]
+
+    def code(self, side: StateWriter | StateReader) -> None: ...
+    def plain(self) -> list[tuple[int, int]]:
+        """The plain bits that an encoder has in front of the others': numbers, and how many bits of each."""
+        ...
+
+    def take_plain(self, bits: int) -> int:
+        """Takes its plain bits from the lowest ones of a decoder's; how many these are."""
+        ...
+
+
+def plain_bytes(sizes: dict[int, int], found: dict[int, Step], front: Sequence[tuple[int, int]] = ()) -> bytes:
     """At least those that are in the states."""
     bits = used = 0
+    for number, count in front:
+        bits |= number << used
+        used += count
     for at, step in found.items():
         assert sizes[at] >> step.plain == step.size >> step.plain
         bits |= (sizes[at] - step.size) << used
@@ -338,34 +358,43 @@ def states_of(plain: bytes) -> list[int]:
     return [LOW | int.from_bytes(plain[2 * i : 2 * i + 2], "little") for i in range(STATES)]
 
 
-def encode(old: list[int], new: list[int], kind: Kind, runs: Runs, head: Head) -> bytes:
+def encode(old: list[int], new: list[int], kind: Kind, runs: Runs, head: Head, front: Front | None = None) -> bytes:
     modulus = 1 << 8 * kind.width
+    marked = front.marked if front else ()
     wanted = {}
     for at, (a, b) in enumerate(zip(old, new, strict=True)):
-        if a != b:
+        if a != b and at not in marked:
             up = (kind.ordered(b) - kind.ordered(a)) % modulus
             wanted[at] = up - modulus if 2 * up >= modulus else up
     side = StateWriter()
-    found = code_changes(side, Chances(head, old, kind, runs), list(row_ends(list(runs))), wanted)
-    plain = plain_bytes({at: abs(step) for at, step in wanted.items()}, found)
+    if front:
+        front.code(side)
+    found = code_changes(side, Chances(head, old, kind, runs, marked), list(row_ends(list(runs))), wanted)
+    plain = plain_bytes({at: abs(step) for at, step in wanted.items()}, found, front.plain() if front else ())
     states = states_of(plain)
     words = side.finish(states)
     classes = len(head.rarities)
     return joined(Parts(len(wanted), head.first, classes, head_bytes(head, runs), plain[IN_STATES:], states, words))
 
 
-def decode(data: bytes, old: list[int], kind: Kind, runs: Runs) -> list[int]:
-    """The new elements."""
+def decode(data: bytes, old: list[int], kind: Kind, runs: Runs, front: Front | None = None) -> list[int]:
+    """The new elements, but for those that ``front`` is about."""
     parts, head = cut(data), read_head(data, runs)
     side = StateReader(list(parts.states), parts.words)
-    found = code_changes(side, Chances(head, old, kind, runs), list(row_ends(list(runs))), {})
-    assert len(found) == parts.changed > 0
+    if front:
+        front.code(side)
+    chances = Chances(head, old, kind, runs, front.marked if front else ())
+    found = code_changes(side, chances, list(row_ends(list(runs))), {})
+    assert len(found) == parts.changed
+    assert found or front
     assert side.at == len(parts.words)
     assert all(x >> 16 == 1 for x in side.states)
     plain = b"".join((x - LOW).to_bytes(2, "little") for x in side.states) + parts.plain
-    needed = sum(step.plain for step in found.values())
-    assert len(plain) == max((needed + 7) // 8, IN_STATES)
     bits, new, modulus = int.from_bytes(plain, "little"), list(old), 1 << 8 * kind.width
+    needed = front.take_plain(bits) if front else 0
+    bits >>= needed
+    needed += sum(step.plain for step in found.values())
+    assert len(plain) == max((needed + 7) // 8, IN_STATES)
     for at, step in sorted(found.items()):
         size = step.size | bits % (1 << step.plain)
         bits >>= step.plain

@@ -6,31 +6,17 @@ A stretch is a dict from positions to net steps. `encode` chooses nothing by its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tests.support.context_oracle import (
-    ABSENT,
-    Bit,
-    Kind,
-    Reader,
-    S,
-    Waiting,
-    Writer,
-    code_levels,
-    code_rest,
-    code_size,
-    code_step,
-    row_ends,
-    weights,
-)
-from tests.support.context_oracle import Models as StepModels
+from tests.support import context_oracle, groups_oracle
+from tests.support.context_oracle import ABSENT, Bit, Kind, Reader, Writer, code_rest
+from tests.support.groups_oracle import Near
 
 Steps = dict[int, int]
 Past = Sequence[tuple[Steps, int]]
 GROUPS = 1 + 8 * 7 * 2
-L = dict(zip(range(-4, 11), [8, 7, 7, 6, 5, 4, 4, 3, 3, 2, 2, 1, 1, 1, 0], strict=True))
 
 
 def signed(x: int, bits: int) -> int:
@@ -90,160 +76,229 @@ def what_is_known(past: Past) -> dict[int, Known]:
 
 @dataclass
 class Choices:
-    """What an encoder may choose: ``levels`` of the 256 classes for group 0, ``odds`` by place, ``groups`` the odds of
-    those that are not absent, ``cells`` the levels by group and place."""
+    """What an encoder may choose: ``odds`` by place, ``groups`` the odds of those that are not absent, ``cells`` the levels
+    by group and place; how the others are coded: ``boost`` and ``levels`` for `context`, or by ``others``. Then
+    ``steps`` has levels, by the name of the bit and what it depends on, of which ``sizes`` and ``distances``."""
 
-    used: int = 0
-    boost: int = 0
+    used: int = 1
     first: int = 0
-    count: int = 0
-    levels: list[int] = field(default_factory=lambda: [ABSENT] * 256)
+    count: int = 1
     odds: dict[int, int] = field(default_factory=dict)
     groups: dict[int, int] = field(default_factory=dict)
     cells: dict[tuple[int, int], int] = field(default_factory=dict)
+    boost: int = 0
+    levels: list[int] = field(default_factory=lambda: [ABSENT] * 256)
+    others: groups_oracle.Head | None = None
+    steps: dict[tuple[str, int], int] = field(default_factory=dict)
+    sizes: int = 0
+    distances: int = 0
 
 
-class Near:
-    """A number near an expected one."""
-
-    def __init__(self, least: int, most: int) -> None:
-        self.least, self.most = least, most
-        self.as_expected, self.lower, self.further = Bit(), Bit(), [Bit() for _ in range(8)]
-
-    def code(self, side: Writer | Reader, value: int, expected: int) -> int:
-        away = value - expected
-        if side.bit(self.as_expected, int(away == 0)):
-            away = 0
-        else:
-            down = side.bit(self.lower, int(away < 0))
-            k = 0
-            while k < 44 and not side.bit(self.further[min(k, 7)], int(abs(away) - 1 == k)):
-                k += 1
-            away = -(k + 1) if down else k + 1
-        return min(max(expected + away, self.least), self.most)
-
-
-def expected_level(x: int) -> int:
-    return min(4 - x, 44) if x < -4 else 0 if x > 10 else L[x]
-
-
-def code_table(side: Writer | Reader, chosen: Choices, there: dict[tuple[int, int], int]) -> None:
-    """``there``: the number of elements by group and place."""
-    near_class, near_group, near_cell, absent = Near(-21, 21), Near(-21, 21), Near(0, 44), Bit()
+def code_table(side: Writer | Reader, chosen: Choices, there: set[tuple[int, int]]) -> None:
+    """``there``: the cells, (group, place), that have elements."""
+    near_class, near_group, near_cell, absent = Near(), Near(), Near(), Bit()
     expected = 0
     for place in sorted({place for _, place in there}):
-        chosen.odds[place] = near_class.code(side, chosen.odds.get(place, 0), expected)
+        chosen.odds[place] = near_class.code(side, chosen.odds.get(place, 0), expected, -21, 21)
         expected = chosen.odds[place] - 2
     expected = 0
     for group in sorted({group for group, _ in there}):
         if side.bit(absent, int(group not in chosen.groups)):
             continue
-        expected = chosen.groups[group] = near_group.code(side, chosen.groups.get(group, 0), expected)
+        expected = chosen.groups[group] = near_group.code(side, chosen.groups.get(group, 0), expected, -21, 21)
         for place in sorted(place for g, place in there if g == group):
-            level = expected_level(chosen.groups[group] + chosen.odds[place])
-            chosen.cells[group, place] = near_cell.code(side, chosen.cells.get((group, place), 0), level)
+            level = min(max(24 - chosen.groups[group] - chosen.odds[place], 0), 48)
+            chosen.cells[group, place] = near_cell.code(side, chosen.cells.get((group, place), 0), level, 0, 49)
 
 
-class Models:
-    def __init__(self, levels: list[int]) -> None:
-        single = [[Bit(64512, 6) if h >= 12 else Bit() for h in levels] for _ in range(2)]
-        self.unknown = StepModels(single=single[0])
-        self.known = StepModels(single=single[1])
-        self.turned_of_group = [Bit() for _ in range(GROUPS)]
-        self.turned_of_class = [Bit() for _ in range(256)]
-        self.same = [Bit() for _ in range(256)]
-        self.less = [Bit() for _ in range(256)]
-        self.apart = [Bit() for _ in range(288)]
+def code_head(side: Writer | Reader, chosen: Choices, there: set[tuple[int, int]], large: bool) -> None:
+    code_table(side, chosen, there)
+    models = {name: Near() for name in ("turned", "longer", "further", "second", "differs", "less", "apart")}
+    classes = range(chosen.first, chosen.first + chosen.count)
 
-    def turned(self, side: Writer | Reader, group: int, cls: int, value: int) -> int:
-        models = self.turned_of_group[group], self.turned_of_class[cls]
-        value = side.bit(Bit(sum(model.p for model in models) // 2), value)
-        for model in models:
-            model.adapt(value)
-        return value
+    def code(name: str, of: int, expected: int) -> int:
+        level = models[name].code(side, chosen.steps.get((name, of), 49), expected, 0, 49)
+        chosen.steps[name, of] = level
+        return level
 
-    def like_last(self, side: Writer | Reader, cls: int, step: int, last: int) -> int:
-        """A step where |last| > 1. Not reduced modulo 2^width."""
-        sign, expected = -1 if last < 0 else 1, abs(last)
-        step *= sign
-        if side.bit(self.same[cls], int(step == expected)):
-            return sign * expected
-        less = side.bit(self.less[cls], int(step < expected))
-        away = abs(step - expected)
-        n = away.bit_length() - 1
-        k = 0
-        while k < 31 and not side.bit(self.apart[cls + k], int(n == k)):
-            k += 1
-        read = code_rest(side, away, 1, k)
-        return sign * (expected - read if less else expected + read)
-
-    def step(self, side: Writer | Reader, known: Known | None, cls: int, tally: int, step: int) -> int:
-        if known is None:
-            return code_step(side, self.unknown, cls, tally, step)
-        if abs(known.last) > 1:
-            return self.like_last(side, cls, step, known.last)
-        down = self.turned(side, known.group, cls, int((step < 0) != (known.last < 0))) != (known.last < 0)
-        size = code_size(side, self.known, cls, abs(step))
-        return -size if down else size
+    expected = 24
+    for c in classes:
+        for a in (0, 256):
+            expected = code("turned", a + c, expected)
+    expected = 49
+    for c in classes:
+        expected = min(code("longer", c, expected) + 2, 49)
+    chosen.sizes = min(side.plain(chosen.sizes, 9), chosen.count + 31)
+    expected, before = 24, 24
+    for u in range(chosen.first, chosen.first + chosen.sizes):
+        expected = min(code("further", u, expected) + 2, 49)
+        before = code("second", u, before)
+    if not large:
+        return
+    expected, before = 24, 24
+    for c in classes:
+        level = code("differs", c, expected)
+        expected = min(level + 2, 49)
+        if level != 49:
+            before = code("less", c, before)
+    chosen.distances = min(side.plain(chosen.distances, 9), chosen.count + 31)
+    expected = 24
+    for u in range(chosen.first, chosen.first + chosen.distances):
+        expected = min(code("apart", u, expected) + 2, 49)
 
 
-class Coder:
-    """What both directions share: the position, the step, and what they leave for the next change."""
+class Said(NamedTuple):
+    """Of a size that is not as expected: the number, how many of its bits are plain, and whether the size is less than
+    expected by it, more, or (0) the number itself."""
 
-    def __init__(self, side: Writer | Reader, chosen: Choices, old: Sequence[int], kind: Kind, past: Past) -> None:
-        self.side, self.old, self.kind, self.chosen = side, old, kind, chosen
-        self.known = what_is_known(past[len(past) - chosen.used :])
-        there: dict[tuple[int, int], int] = {}
-        for p, known in self.known.items():
-            place = self.cls(p) - chosen.first
-            if p < len(old) and 0 <= place < chosen.count:
-                there[known.group, place] = there.get((known.group, place), 0) + 1
-        code_levels(side, chosen.levels, chosen.first, chosen.count)
-        code_table(side, chosen, there)
-        self.models, self.waiting = Models(chosen.levels), Waiting()
-        self.of_class = weights(chosen.levels, chosen.boost)
-        self.passed, self.live_until, self.tally, self.row = 0, 0, 0, -1
-        self.place: int | None = None
+    number: int
+    plain: int
+    sign: int
+
+
+class Recall:
+    """What is said of the remembered elements. ``wanted``: the steps by position, empty for a reader; ``found`` gets
+    them."""
+
+    def __init__(self, old: Sequence[int], kind: Kind, past: Past, chosen: Choices, wanted: Steps) -> None:
+        self.old, self.kind, self.chosen = old, kind, chosen
+        known = {p: k for p, k in sorted(what_is_known(past[-chosen.used :]).items()) if p < len(old)}
+        self.known = {p: k for p, k in known.items() if 0 <= self.place(p) < chosen.count}
+        self.marked = set(self.known)
+        self.there = {(k.group, self.place(p)) for p, k in self.known.items()}
+        self.large = any(abs(k.last) > 1 for k in self.known.values())
+        self.wanted = {p: step for p, step in wanted.items() if p in self.known}
+        self.models: dict[tuple[str, int], Bit] = {}
+        self.found: Steps = {}
+        self.said: dict[int, Said] = {}
 
     def cls(self, p: int) -> int:
         return (self.old[p] >> self.kind.shift) & self.kind.mask
 
-    def weight(self, p: int) -> int:
-        known = self.known.get(p)
-        if known is None:
-            return self.of_class[p < self.live_until][self.cls(p)]
-        level = self.chosen.cells.get((known.group, self.cls(p) - self.chosen.first), ABSENT)
-        return weights([level], 0)[0][0]
+    def place(self, p: int) -> int:
+        return self.cls(p) - self.chosen.first
 
-    def change(self, p: int, end: int, step: int) -> int:
-        """The change at ``p``, in a row that ends at ``end``; the step as it is read, modulo 2^width."""
-        w, waiting = self.weight(p), self.waiting
-        while isinstance(self.side, Writer) and self.passed >= waiting.half:
-            self.escape()
-        self.side.interval(waiting.f(self.passed + w), waiting.f(self.passed))
-        waiting.set(waiting.beta - (waiting.beta >> 4) + self.passed + (w >> 2))
-        self.passed, self.place = 0, None
-        self.tally = self.tally if end == self.row else 0
-        self.row, self.live_until = end, end
-        step = self.models.step(self.side, self.known.get(p), self.cls(p), self.tally, step)
-        self.tally += 1 if step > 0 else -1
-        return step % (1 << 8 * self.kind.width)
+    def chance(self, p: int) -> int:
+        known = self.known[p]
+        if known.group not in self.chosen.groups:
+            return 0
+        return groups_oracle.C[self.chosen.cells.get((known.group, self.place(p)), 49)]
 
-    def escape(self) -> None:
-        self.side.interval(0, S[512])
-        self.passed -= self.waiting.half
-        self.waiting.set(self.waiting.beta + (self.waiting.beta >> 1))
+    def turned_of(self, p: int) -> tuple[str, int]:
+        return "turned", self.cls(p) + (256 if self.known[p].age else 0)
 
-    def changes_next(self, p: int) -> bool:
-        """Whether a decoder finds the next change at ``p``."""
-        assert isinstance(self.side, Reader)
-        while self.place is None:
-            if self.side.place() >= S[512]:
-                self.place = self.side.place()
+    def is_turned(self, p: int) -> int:
+        return int((self.wanted[p] < 0) != (self.known[p].last < 0)) if p in self.wanted else 0
+
+    def expected(self, p: int, turned: int) -> int:
+        last = abs(self.known[p].last)
+        return 0 if turned or last == 1 else last
+
+    def is_unlikely(self, p: int, expected: int) -> int:
+        return int(p in self.wanted and abs(self.wanted[p]) != max(expected, 1))
+
+    def say(self, bit: Callable[[str, int, int], int], p: int, expected: int) -> Said:
+        """All but the plain bits; ``bit`` codes by name and what it depends on."""
+        c, size = self.cls(p), abs(self.wanted.get(p, 0))
+        if not expected:
+            n = 1
+            while n < 31 and bit("further", c + n, int(size.bit_length() - 1 > n)):
+                n += 1
+            return Said((2 | bit("second", c + n, (size >> n - 1) & 1)) << n - 1, n - 1, 0)
+        sign = -1 if bit("less", c, int(size < expected)) else 1
+        n, away = 0, abs(size - expected)
+        while n < 31 and bit("apart", c + n, int(away.bit_length() - 1 > n)):
+            n += 1
+        return Said(1 << n, n, sign)
+
+    def plain_of(self, p: int, expected: int) -> int:
+        """The plain bits of a wanted step."""
+        said, size = self.said[p], abs(self.wanted[p])
+        return (abs(size - expected) if expected else size) - said.number
+
+    def finish(self, p: int, turned: int, unlikely: int, plain: int) -> None:
+        expected = self.expected(p, turned)
+        size = max(expected, 1)
+        if unlikely:
+            said = self.said[p]
+            number = said.number | plain
+            size = expected + said.sign * number if said.sign else number
+        assert 0 < size < 1 << 8 * self.kind.width
+        self.found[p] = -size if bool(turned) != (self.known[p].last < 0) else size
+
+    def code_adaptive(self, side: Writer | Reader) -> None:
+        code_table(side, self.chosen, self.there)
+        changing = []
+        for p in self.known:
+            f = self.chance(p)
+            if f and fixed(side, f, int(p in self.wanted)):
+                changing.append(p)
+
+        def bit(name: str, of: int, value: int) -> int:
+            return side.bit(self.models.setdefault((name, of), Bit()), value)
+
+        for p in changing:
+            turned = bit(*self.turned_of(p), self.is_turned(p))
+            expected = self.expected(p, turned)
+            unlikely = bit("differs" if expected else "longer", self.cls(p), self.is_unlikely(p, expected))
+            plain = 0
+            if unlikely:
+                said = self.said[p] = self.say(bit, p, expected)
+                plain = code_rest(side, self.plain_of(p, expected) if p in self.wanted else 0, 0, said.plain)
+            self.finish(p, turned, unlikely, plain)
+
+    def code(self, side: groups_oracle.StateWriter | groups_oracle.StateReader) -> None:
+        def level(name: str, of: int) -> int:
+            return groups_oracle.C[self.chosen.steps.get((name, of), 49)]
+
+        changing = [
+            p for i, p in enumerate(self.known) if side.bit(i % 64, self.chance(p), int(p in self.wanted))
+        ]
+        turned = {
+            p: side.bit(i % 64, level(*self.turned_of(p)), self.is_turned(p)) for i, p in enumerate(changing)
+        }
+        unlikely = []
+        for i, p in enumerate(changing):
+            expected = self.expected(p, turned[p])
+            f = level("differs" if expected else "longer", self.cls(p))
+            if side.bit(i % 64, f, self.is_unlikely(p, expected)):
+                unlikely.append(p)
             else:
-                self.escape()
-        reached = self.passed + self.weight(p)
-        return reached > 0 and self.waiting.f(reached) <= self.place
+                self.finish(p, turned[p], 0, 0)
+        for i, p in enumerate(unlikely):
+
+            def bit(name: str, of: int, value: int, state: int = i % 64) -> int:
+                return side.bit(state, level(name, of), value)
+
+            self.said[p] = self.say(bit, p, self.expected(p, turned[p]))
+        self.turned = turned
+
+    def plain(self) -> list[tuple[int, int]]:
+        return [(self.plain_of(p, self.expected(p, self.turned[p])), s.plain) for p, s in self.said.items()]
+
+    def take_plain(self, bits: int) -> int:
+        used = 0
+        for p, said in self.said.items():
+            self.finish(p, self.turned[p], 1, (bits >> used) % (1 << said.plain))
+            used += said.plain
+        return used
+
+
+def fixed(side: Writer | Reader, f: int, value: int) -> int:
+    """A bit of chance f / 4096 that nothing is learnt from."""
+    r = (side.range >> 12) * f
+    if isinstance(side, Reader):
+        value = int(side.code < r)
+    if value:
+        side.range = r
+    else:
+        side.range -= r
+        if isinstance(side, Reader):
+            side.code -= r
+        else:
+            side.low += r
+    side._settle()
+    return value
 
 
 def varint(value: int) -> bytes:
@@ -254,53 +309,60 @@ def varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
+def steps_between(old: Sequence[int], new: Sequence[int], kind: Kind) -> Steps:
+    changed = (p for p, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
+    return {p: signed(kind.ordered(new[p]) - kind.ordered(old[p]), 8 * kind.width) for p in changed}
+
+
 def encode(
-    old: Sequence[int], new: Sequence[int], kind: Kind, runs: list[tuple[int, int, int]], past: Past, chosen: Choices
+    old: list[int], new: list[int], kind: Kind, runs: list[tuple[int, int, int]], past: Past, chosen: Choices
 ) -> bytes:
-    """The payload with these choices. Something changes."""
+    """The payload with these choices. A remembered element changes."""
+    recall = Recall(old, kind, past, chosen, steps_between(old, new, kind))
+    if chosen.others is None:
+        front = bytes([chosen.used, chosen.first, chosen.count - 1])
+        return front + context_oracle.encode(
+            old, new, kind, runs, chosen.boost, chosen.levels, recall.marked, recall.code_adaptive
+        )
     side = Writer()
-    coder = Coder(side, chosen, old, kind, past)
-    count = 0
-    for p, (a, b, end) in enumerate(zip(old, new, row_ends(runs), strict=True)):
-        if a == b:
-            coder.passed += coder.weight(p)
-            continue
-        coder.change(p, end, signed(kind.ordered(b) - kind.ordered(a), 8 * kind.width))
-        count += 1
-    head = [chosen.used, chosen.boost, chosen.first, chosen.count - 1]
-    return varint(count) + bytes(head) + side.finish()
+    code_head(side, chosen, recall.there, recall.large)
+    head = side.finish()
+    front = bytes([chosen.used | 128, chosen.first, chosen.count - 1]) + varint(len(head)) + head
+    return front + groups_oracle.encode(old, new, kind, runs, chosen.others, recall)
 
 
 def decode(
-    data: bytes, old: Sequence[int], kind: Kind, runs: list[tuple[int, int, int]], past: Past
+    data: bytes, old: list[int], kind: Kind, runs: list[tuple[int, int, int]], past: Past
 ) -> tuple[list[int], Choices]:
     """The new elements, and what the encoder chose."""
-    at = next(k for k, byte in enumerate(data) if byte < 128) + 1
-    count = sum((byte & 127) << 7 * k for k, byte in enumerate(data[:at]))
-    chosen = Choices(data[at], data[at + 1], data[at + 2], data[at + 3] + 1)
-    coder = Coder(Reader(data[at + 4 :]), chosen, old, kind, past)
-    new = list(old)
-    for p, end in enumerate(row_ends(runs)):
-        if not count:
-            break
-        if not coder.changes_next(p):
-            coder.passed += coder.weight(p)
-            continue
-        step = coder.change(p, end, 0)
+    chosen = Choices(data[0] & 127, data[1], data[2] + 1)
+    recall = Recall(old, kind, past, chosen, {})
+    if data[0] < 128:
+        levels: list[object] = []
+        new = context_oracle.decode(data[3:], old, kind, runs, recall.marked, recall.code_adaptive, levels)
+        chosen.boost, chosen.levels = levels  # type: ignore[assignment]
+    else:
+        end = next(k for k, byte in enumerate(data[3:], 3) if byte < 128) + 1
+        size = sum((byte & 127) << 7 * k for k, byte in enumerate(data[3:end]))
+        code_head(Reader(data[end : end + size]), chosen, recall.there, recall.large)
+        rest = data[end + size :]
+        chosen.others = groups_oracle.read_head(rest, runs)
+        new = groups_oracle.decode(rest, old, kind, runs, recall)
+    assert recall.found
+    for p, step in recall.found.items():
         new[p] = kind.unordered((kind.ordered(old[p]) + step) % (1 << 8 * kind.width))
-        count -= 1
-    assert not count
     return new, chosen
 
 
-def records(steps: Steps) -> bytes:
-    """The kernels' own form of a stretch: three bytes each, the u16 number of elements since the one before and its net
-    step; 65535 and 0 skip so many elements."""
+def records(steps: Steps, classes: Mapping[int, int] | None = None) -> bytes:
+    """The kernels' own form of a stretch: four bytes each, the u16 number of elements since the one before, its net
+    step, 0 where only its class is to be known, and its class at the end (0 without ``classes``); 65535, 0 and 0 skip so
+    many elements."""
     out, at = bytearray(), 0
     for p in sorted(steps):
-        while p - at > 65535:
-            out += b"\xff\xff\0"
+        while p - at >= 65535:
+            out += b"\xff\xff\0\0"
             at += 65535
-        out += (p - at).to_bytes(2, "little") + bytes([steps[p] % 256])
+        out += (p - at).to_bytes(2, "little") + bytes([steps[p] % 256, classes[p] if classes else 0])
         at = p + 1
     return bytes(out)

@@ -1,4 +1,4 @@
-"""A history on disk, beside the checkpoint of the state at which it ends (docs/format.md, section 3.10.4)."""
+"""A history on disk, beside the checkpoint of the state at which it ends (not a format that is exchanged)."""
 
 from __future__ import annotations
 

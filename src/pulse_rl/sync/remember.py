@@ -14,7 +14,7 @@ from ..state.tensors import TensorSpec
 
 _STRETCH = 8
 _LONGEST = 16
-_SHARE = 16
+_SHARE = 12
 """What is remembered takes at most one part in this many of the state's bytes."""
 
 
