@@ -14,6 +14,7 @@ namespace {
 
 constexpr size_t kMostRemembered = 3;  // elements for each change: more cost time and save little
 constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed before, too
+constexpr size_t kFewChanges = 8192;   // below that 64 states and a head of chances cost more than `context`, which learns
 constexpr uint8_t kByGroups = 128;     // beside the number of stretches
 
 // How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each
@@ -110,13 +111,13 @@ EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* 
     for (const Run& run : runs) elements += run.elements;
     const ClassOf cls{kind.shift, kind.mask};
     BlockChanges<U> changes = compare_block(old, now, elements, runs, cls);
-    const bool by_context = suits_context(changes.statistics);
-    const auto coded = [&](const BlockChanges<U>& which, RecallWriter* recall) {
+    const bool suits = suits_context(changes.statistics);
+    const auto coded = [&](bool by_context, const BlockChanges<U>& which, RecallWriter* recall) {
         return by_context ? encode_changes(old, which, kind, runs, recall)
                           : encode_by_groups(old, which, kind, runs, recall);
     };
     EncodedByAny result;
-    result.codec = by_context ? BlockCodec::context : BlockCodec::groups;
+    result.codec = suits ? BlockCodec::context : BlockCodec::groups;
     const size_t used = worthwhile(history, changes.positions, elements);
     if (used) {
         Recollection known = recollect(history, used, elements);
@@ -127,14 +128,15 @@ EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* 
             count_others(changes.statistics, known, cls, runs, parts.others);
             result.codec = BlockCodec::history;
             std::vector<uint8_t>& payload = result.encoded.payload;
+            const bool by_context = suits || changes.positions.size() < kFewChanges;
             const int stretches = int(used) | (by_context ? 0 : kByGroups);
             for (int x : {stretches, known.first, known.count - 1}) payload.push_back(uint8_t(x));
             RecallWriter recall(known, parts.recalled);
-            const std::vector<uint8_t> rest = coded(parts.others, &recall).payload;
+            const std::vector<uint8_t> rest = coded(by_context, parts.others, &recall).payload;
             payload.insert(payload.end(), rest.begin(), rest.end());
         }
     }
-    if (result.codec != BlockCodec::history) result.encoded = coded(changes, nullptr);
+    if (result.codec != BlockCodec::history) result.encoded = coded(suits, changes, nullptr);
     result.encoded.changed = changes.positions.size();
     const auto* const values = reinterpret_cast<const uint8_t*>(changes.values.data());
     result.values.assign(values, values + changes.values.size() * sizeof(U));

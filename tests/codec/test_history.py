@@ -123,7 +123,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes_by_groups(
 
 def test_blocks_without_other_changes(rng: np.random.Generator) -> None:
     """All that changes is remembered: by either codec for the others, which has nothing to say."""
-    for elements in (3000, 100_000):
+    for elements in (3000, 160_000):
         now = rng.integers(0x3A00, 0x3C00, elements).astype(np.uint16)
         hit = rng.random(elements) < 0.055
         states = [now, now + hit]
@@ -139,7 +139,10 @@ def test_blocks_without_other_changes(rng: np.random.Generator) -> None:
 
 
 @given(
-    st.sampled_from(NAMES), st.integers(0, 1 << 32), st.sampled_from([0.1, 0.3, 0.5, 0.7]), st.sampled_from([None, 0.05, 0.4])
+    st.sampled_from(NAMES),
+    st.integers(0, 1 << 32),
+    st.sampled_from([0.1, 0.3, 0.5, 0.7]),
+    st.sampled_from([None, 0.05, 0.4]),
 )
 def test_any_head_and_any_changes_are_understood(name: str, seed: int, in_head: float, in_code: float | None) -> None:
     """By groups; bits by chance, of the heads and of the code."""
@@ -148,7 +151,9 @@ def test_any_head_and_any_changes_are_understood(name: str, seed: int, in_head: 
     old, kind, runs = block.old.tolist(), block.kind, list(block.layout.runs)
     classes = classes_of(block.old, kind)
     first = int(rng.integers(max(max(classes) - 62, 0), max(classes) + 1))
-    chosen = oracle.Choices(int(rng.integers(1, len(block.spans) + 1)), first, int(rng.integers(1, min(63, 256 - first) + 1)))
+    chosen = oracle.Choices(
+        int(rng.integers(1, len(block.spans) + 1)), first, int(rng.integers(1, min(63, 256 - first) + 1))
+    )
     recall = oracle.Recall(old, kind, block.past, chosen, {})
     mine, theirs = AnyHead(rng, in_head), AnyHead(rng, in_head)
     oracle.code_head(mine, chosen, recall.there, recall.large)
@@ -205,7 +210,7 @@ def test_nothing_is_coded_where_the_past_does_not_help() -> None:
 
 def test_remembered_elements_of_classes_that_are_not_listed_are_others(rng: np.random.Generator) -> None:
     """63 classes are listed, those of most changes; here by either codec for the others."""
-    for each in (20, 400):
+    for each in (20, 700):
         old = rng.permutation((np.arange(256, dtype=np.uint32) << 23 | 5).repeat(each))
         before = np.where(rng.random(len(old)) < 0.05, old - 1, old).astype(np.uint32)
         new = np.where((before != old) | (rng.random(len(old)) < 0.005), old + 1, old).astype(np.uint32)
@@ -215,7 +220,7 @@ def test_remembered_elements_of_classes_that_are_not_listed_are_others(rng: np.r
         block = Block(layout, (1,), [before, old], new, steps)
         payload = encoded(block)
         assert payload is not None
-        assert (payload[0] & 128 > 0, payload[2] + 1) == (each == 400, 63)
+        assert (payload[0] & 128 > 0, payload[2] + 1) == (each == 700, 63)
         check_decoded(payload, block)
         again, chosen = oracle.decode(payload, old.tolist(), kind, list(layout.runs), block.past)
         assert again == new.tolist()

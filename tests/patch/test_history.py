@@ -171,8 +171,9 @@ def test_a_failure_leaves_the_state_as_it_was(rng: Rng) -> None:
     assert snapshot(state) == before
 
 
-def test_a_block_may_name_stretches_that_remember_nothing_of_it(rng: Rng) -> None:
-    """As any writer may have it: what is remembered of a block is empty, but U counts the history's stretches."""
+def test_a_block_by_stretches_that_remember_nothing_of_it_is_refused(rng: Rng) -> None:
+    """U counts the history's stretches, also those without records of the block; then nothing is remembered that could
+    change, which is refused before anything is."""
     states = chain(rng, 3)
     patches, _ = followed(states)
     history = followed(states[:2])[1]
@@ -185,6 +186,7 @@ def test_a_block_may_name_stretches_that_remember_nothing_of_it(rng: Rng) -> Non
     new[[3, 40]] += 1
     chosen = oracle.Choices(used=1, count=1)
     chosen.levels[0] = 20
+    before = snapshot(state)
     kind, runs = Kind(*element_kind(blocks[index].dtype)), list(blocks[index].layout.runs)
     payload = oracle.encode(old.tolist(), new.tolist(), kind, runs, [({}, 1)], chosen)
     entries, bodies = list(patches[1].header.blocks), list(patches[1].chunks[1:])
@@ -194,8 +196,9 @@ def test_a_block_may_name_stretches_that_remember_nothing_of_it(rng: Rng) -> Non
     target = states[2].copy()
     blocks[index].read(target)[:] = new
     header = replace(patches[1].header, blocks=tuple(entries), target_root=state_digest(target).root)
-    apply_patch(Patch.parse(header.to_bytes() + b"".join(bodies)), state, digest, history=history)
-    assert snapshot(state) == snapshot(target)
+    with pytest.raises(CorruptPatch, match="no element that is remembered changes"):
+        apply_patch(Patch.parse(header.to_bytes() + b"".join(bodies)), state, digest, history=history)
+    assert snapshot(state) == before
 
 
 def records(*steps: int) -> np.ndarray:
@@ -238,10 +241,10 @@ def test_the_past_of_a_block_and_what_it_takes() -> None:
     assert [(r.tolist(), span) for r, span in history.past(1)] == [([], 2), (records(7).tolist(), 1)]
     assert [(r.tolist(), span) for r, span in history.past(5)] == [([], 2), ([], 1)]
     assert History().past(0) == ()
-    assert history.nbytes == 3 * 5
+    assert history.nbytes == 4 * 5
     assert History().nbytes == 0
     longer = history.then(Stretch(1, ROOTS[7], {0: records(1)}))
-    assert (longer.spans, history.spans, longer.nbytes) == ((2, 1, 1), (2, 1), 18)
+    assert (longer.spans, history.spans, longer.nbytes) == ((2, 1, 1), (2, 1), 24)
 
 
 @pytest.mark.parametrize(
@@ -283,10 +286,12 @@ def test_stretches_are_not_split() -> None:
     assert history.regrouped((4, 3), specs).spans == (4, 3)
 
 
-def test_changes_that_cancel_each_other_leave_no_records() -> None:
+def test_of_changes_that_cancel_each_other_only_the_class_is_kept() -> None:
     specs = State.of({"w": Bits(np.zeros(9, np.uint8), "U8")}).specs
     both = History((Stretch(1, ROOTS[0], {0: records(1, -3)}), Stretch(1, ROOTS[1], {0: records(-1, 3)})))
-    assert both.regrouped((2,), specs).stretches == (Stretch(2, ROOTS[0], {}),)
+    (merged,) = both.regrouped((2,), specs).stretches
+    assert (merged.span, merged.base_root, list(merged.records)) == (2, ROOTS[0], [0])
+    assert merged.records[0].tolist() == records(0, 0).tolist()
 
 
 def plain_of(header: PatchHeader) -> bytes:

@@ -127,10 +127,10 @@ def refused(payload: bytes, block: Block) -> None:
 def large_block(rng: np.random.Generator, name: str, large: float) -> Block:
     """A block that is coded by groups: many elements, a twentieth of which changes, mostly again."""
     dtype, kind = DTYPES[name], Kind(*element_kind(DTYPES[name]))
-    runs = (Run(60_001, 500, 33), Run(7, 3, 1), Run(40_300, 512, 0))
+    runs = (Run(100_001, 500, 33), Run(7, 3, 1), Run(70_300, 512, 0))
     count = sum(run.elements for run in runs)
     now = weights(rng, name, count)
-    mobile, drift = rng.random(count) < 0.08, rng.choice([-1, 1], count)
+    mobile, drift = rng.random(count) < 0.09, rng.choice([-1, 1], count)
     states, stretches = [now], []
     for _ in range(4):
         hit = np.where(mobile, rng.random(count) < 0.5, rng.random(count) < 0.01)

@@ -251,12 +251,8 @@ class Recall:
         def level(name: str, of: int) -> int:
             return groups_oracle.C[self.chosen.steps.get((name, of), 49)]
 
-        changing = [
-            p for i, p in enumerate(self.known) if side.bit(i % 64, self.chance(p), int(p in self.wanted))
-        ]
-        turned = {
-            p: side.bit(i % 64, level(*self.turned_of(p)), self.is_turned(p)) for i, p in enumerate(changing)
-        }
+        changing = [p for i, p in enumerate(self.known) if side.bit(i % 64, self.chance(p), int(p in self.wanted))]
+        turned = {p: side.bit(i % 64, level(*self.turned_of(p)), self.is_turned(p)) for i, p in enumerate(changing)}
         unlikely = []
         for i, p in enumerate(changing):
             expected = self.expected(p, turned[p])

@@ -259,7 +259,7 @@ def test_a_dense_stream_remembers_no_more_than_its_share(density: float) -> None
     made.states = momentum(density=density)
     for _ in range(12):
         made.publish()
-        assert made.publisher._baseline.history.nbytes <= ROWS * COLUMNS * 2 / 16
+        assert made.publisher._baseline.history.nbytes <= ROWS * COLUMNS * 2 / 12
     newcomer, seen = made.subscriber()
     newcomer.sync()
     assert (newcomer.root, detours(seen)) == (made.roots[-1], [])
