@@ -12,7 +12,7 @@ from pulse_rl import LocalStore, MemoryStore, Subscriber, codec, patch
 from pulse_rl.patch import Patch
 from pulse_rl.state.checkpoint import load
 from pulse_rl.state.digest import state_digest
-from tests.golden import make_groups
+from tests.golden import make_groups, make_history
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
 IDENTITY = "37e9b03dc6af78ee4e1a0c15c3a021fc"
@@ -97,3 +97,33 @@ def test_a_stream_of_three_ranks_is_followed() -> None:
         assert update is not None
         assert (update.root, update.metadata) == (root, {"step": version})
         assert version == 0 or update.changed == 243
+
+
+def test_a_patch_with_a_history_decodes() -> None:
+    """A block whose other changes are by groups, and one by context."""
+    old, history, new = make_history.last_patch()
+    parsed = Patch.parse((GOLDEN.parent / "history-1" / "history.patch").read_bytes())
+    payloads = parsed.payloads()
+    assert {entry.codec_id for entry in parsed.header.blocks} == {codec.by_name("history").id}
+    assert [payloads[k][0] for k in range(2)] == [3 | 128, 3]
+    assert parsed.header.history == history.name
+    assert parsed.header.base_root == state_digest(old).root
+    assert parsed.header.target_root == "b89cae6024cfb92417ce62fc9a7f55e25e929e3dce57e23cce3984b3067f1391"
+    patch.apply_patch(parsed, old, state_digest(old), history=history)
+    for spec in new.specs:
+        np.testing.assert_array_equal(old.read(spec.name), new.read(spec.name))
+
+
+def test_a_stream_that_remembers_is_followed() -> None:
+    """Manifests of format 4 and patches of format 3, by single patches, and by a fold into the middle."""
+    store = LocalStore(GOLDEN.parent / "history-1" / "store")
+    roots = [state_digest(state).root for state in make_history.states(make_history.SMALL, make_history.VERSIONS, 40)]
+    follower, late = Subscriber(store, stream="golden"), Subscriber(store, stream="golden")
+    for version, root in enumerate(roots):
+        follower.sync(version)
+        assert follower.root == root
+    assert roots[-1] == "ce635cb9a27fcff93c6509da1cb9efbe5b4d46b7c125854b28e93536a7a68967"
+    late.sync(0)
+    for version in (8, 11):
+        late.sync(version)
+        assert late.root == roots[version]

@@ -10,7 +10,7 @@
 
 namespace pulse {
 
-constexpr int kNoChance = 49;   // levels of chances: half octaves of odds, 24 being even ones
+constexpr int kNoChance = 49;  // levels of chances: half octaves of odds, 24 being even ones
 
 // 2^12 / (1 + 2^((i - 24) / 2)), at most 2^12 - 1; 0 for what never happens.
 inline constexpr std::array<uint16_t, kNoChance + 1> kChances = {

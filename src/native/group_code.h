@@ -58,7 +58,9 @@ uint32_t code_long(Side& side, const GroupHead& head, int cls, uint32_t size) {
     return (2 | uint32_t(second)) << (n - 1);
 }
 
-inline MarkWords marks_of_batch(MarkWords marks, size_t batch) { return marks ? marks + batch * (kBatch / 64) : nullptr; }
+inline MarkWords marks_of_batch(MarkWords marks, size_t batch) {
+    return marks ? marks + batch * (kBatch / 64) : nullptr;
+}
 
 inline size_t majority_of(int balance) { return size_t(std::min(std::abs(balance), kMajorities - 1)); }
 

@@ -87,8 +87,8 @@ void choose_rarities(GroupHead& head, const BlockStatistics& s) {
 
 // How much more often each run changes than its weights say, by a sample of its batches.
 template <class U>
-void choose_shifts(GroupHead& head, const Batches& batches, const U* old, size_t elements, ClassOf cls,
-                   MarkWords marks, const std::vector<uint32_t>& positions) {
+void choose_shifts(GroupHead& head, const Batches& batches, const U* old, size_t elements, ClassOf cls, MarkWords marks,
+                   const std::vector<uint32_t>& positions) {
     constexpr size_t kStride = 8, kFewHits = 8;
     const GroupWeights weights(head.rarities);
     size_t batch = 0, i = 0;

@@ -327,7 +327,7 @@ bool vector_open_frequencies(const OpenGroups&, size_t, const GroupWeights&, uin
 
 namespace pulse {
 
-#define PULSE_GROUPS_OF(U)                                                                                      \
+#define PULSE_GROUPS_OF(U)                                                                                     \
     template bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MarkWords, uint16_t*); \
     template bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MarkWords, const uint32_t*);
 PULSE_GROUPS_OF(uint8_t)

@@ -58,7 +58,7 @@ void OpenGroups::passed(size_t k, uint64_t changed) {
     seen |= changed;
 }
 
-#define PULSE_FOR(U)                                                                                             \
+#define PULSE_FOR(U)                                                                                            \
     template void group_frequencies(const U*, size_t, ClassOf, const GroupWeights&, int, MarkWords, uint16_t*); \
     template void OpenGroups::open(const U*, size_t, ClassOf, const GroupWeights&, MarkWords, const uint32_t*, size_t);
 PULSE_FOR(uint8_t)

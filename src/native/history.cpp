@@ -14,8 +14,9 @@ namespace {
 
 constexpr size_t kMostRemembered = 3;  // elements for each change: more cost time and save little
 constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed before, too
-constexpr size_t kFewChanges = 8192;   // below that 64 states and a head of chances cost more than `context`, which learns
-constexpr uint8_t kByGroups = 128;     // beside the number of stretches
+constexpr size_t kFewChanges =
+    8192;                           // below that 64 states and a head of chances cost more than `context`, which learns
+constexpr uint8_t kByGroups = 128;  // beside the number of stretches
 
 // How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each
 // change, and none where few of the changes are remembered. Looks at the start of the block.
@@ -186,7 +187,7 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
     known.list(first, count);
     RecallReader recall(known);
     Decoded others = stretches & kByGroups ? decode_groups(data + at, size - at, old, kind, runs, &recall)
-                                                 : decode_block(data + at, size - at, old, kind, runs, &recall);
+                                           : decode_block(data + at, size - at, old, kind, runs, &recall);
     const RecalledSteps& steps = recall.steps;
     if (steps.which.empty()) throw Malformed("no element that is remembered changes");
 

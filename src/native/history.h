@@ -22,7 +22,7 @@ struct EncodedByAny {
     std::vector<uint8_t> values;      // the new elements there, `width` bytes each
 };
 
-// As `encode_block` and `decode_block`; `history` ends at the old elements.
+// As `encode_block` and `decode_block`; `history`, of at most kMostStretches, ends at the old elements.
 EncodedByAny encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
                                  const ElementKind& kind, const std::vector<Run>& runs);
 Decoded decode_with_history(const std::vector<Stretch>& history, const uint8_t* payload, size_t size, const void* old,

@@ -69,7 +69,8 @@ void plan_table(const ByCell<uint32_t>& there, const ByCell<uint32_t>& changed, 
     std::vector<Cell> cells;
     for (size_t g = 1; g < kGroups; g++) {
         for (size_t k = 0; k < size_t(count); k++) {
-            if (there[cell_of(g, k)]) cells.push_back({g, k, double(there[cell_of(g, k)]), double(changed[cell_of(g, k)])});
+            if (there[cell_of(g, k)])
+                cells.push_back({g, k, double(there[cell_of(g, k)]), double(changed[cell_of(g, k)])});
             table.changes[g] = table.changes[g] || changed[cell_of(g, k)];
         }
     }
@@ -77,7 +78,8 @@ void plan_table(const ByCell<uint32_t>& there, const ByCell<uint32_t>& changed, 
     int expected = 0;
     for (size_t k = 0; k < size_t(count); k++) {  // a class of which nothing changed is as expected
         bool any = false, changes = false;
-        for (size_t g = 1; g < kGroups; g++) any = any || there[cell_of(g, k)], changes = changes || changed[cell_of(g, k)];
+        for (size_t g = 1; g < kGroups; g++)
+            any = any || there[cell_of(g, k)], changes = changes || changed[cell_of(g, k)];
         if (!any) continue;
         if (!changes) table.of_class[k] = std::max(expected, -kMostOdds);
         expected = table.of_class[k] - 2;

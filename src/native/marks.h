@@ -14,7 +14,9 @@ public:
 
     // For whole tiles of so many words, which are to be written all; what is behind the last one is 0.
     Marks() = default;
-    explicit Marks(size_t words) : words_(new uint64_t[words + kBehind]) { std::fill_n(words_.get() + words, kBehind, 0); }
+    explicit Marks(size_t words) : words_(new uint64_t[words + kBehind]) {
+        std::fill_n(words_.get() + words, kBehind, 0);
+    }
 
     uint64_t* words() { return words_.get(); }
     const uint64_t* words() const { return words_.get(); }

@@ -8,10 +8,9 @@ namespace {
 
 using StretchTuple = std::tuple<Bytes, uint32_t>;
 constexpr uint32_t kMostSpan = 1 << 20;
-constexpr size_t kMostStretches = 64;
 
 std::vector<pulse::Stretch> checked_stretches(const std::vector<StretchTuple>& stretches) {
-    if (stretches.size() > kMostStretches) throw nb::value_error("too many stretches");
+    if (stretches.size() > pulse::kMostStretches) throw nb::value_error("too many stretches");
     std::vector<pulse::Stretch> result;
     for (const auto& [records, span] : stretches) {
         if (span == 0 || span > kMostSpan) throw nb::value_error("a span is out of range");

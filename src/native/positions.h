@@ -84,7 +84,12 @@ class PositionReader {
 public:
     PositionReader(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs,
                    MarkWords marks = nullptr)
-        : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()), end_(run_ + runs.size()), marks_(marks) {
+        : elements_(elements),
+          cls_(cls),
+          weights_(weights),
+          run_(runs.data()),
+          end_(run_ + runs.size()),
+          marks_(marks) {
         for (const Run& run : runs) most_ += run.elements * kMostWeight;
     }
 
@@ -111,9 +116,7 @@ public:
             size_t at = at_ + weight_skip(elements + at_, limit - at_, cls_, weights_, live_, waited, target, marks_,
                                           base_ + at_);
             const uint64_t marked = marks_ ? marks_from(marks_, base_ + at) : 0;  // those that are looked at below
-            const auto weight_at = [&](size_t k) {
-                return marked >> k & 1 ? 0 : weight_of[cls_(elements[at + k])];
-            };
+            const auto weight_at = [&](size_t k) { return marked >> k & 1 ? 0 : weight_of[cls_(elements[at + k])]; };
             if (at + 8 <= limit) {  // in these eight; counted without branches, which could not be predicted
                 const uint64_t rest = target - waited;
                 uint64_t sum = 0, passed = 0;

@@ -61,7 +61,8 @@ void code_recall_head(Side& side, RecallHead& head, const ByCell<T>& there, bool
     NearModels turned, longer, further, second, differs, less, apart;
     int expected = kEven;
     for (int c = first; c < first + count; c++) {
-        for (size_t k : {size_t(c), size_t(kClasses + c)}) expected = code(turned, levels.turned, tallies.turned, k, expected);
+        for (size_t k : {size_t(c), size_t(kClasses + c)})
+            expected = code(turned, levels.turned, tallies.turned, k, expected);
     }
     expected = kNoChance;
     for (int c = first; c < first + count; c++) {

@@ -15,9 +15,10 @@ namespace pulse {
 // What a bit depends on; the class is that of the old element. The last three also by the length of a number.
 template <class T>
 struct RecallModels {
-    std::array<T, 2 * kClasses> turned;        // does it change in the other direction? By whether it changed in the last version
-    std::array<T, kClasses> longer;            // is a size above 1?
-    std::array<T, kClasses> differs, less;     // is it other than the last one; is it less?
+    std::array<T, 2 * kClasses>
+        turned;                      // does it change in the other direction? By whether it changed in the last version
+    std::array<T, kClasses> longer;  // is a size above 1?
+    std::array<T, kClasses> differs, less;  // is it other than the last one; is it less?
     std::array<T, kClasses + kMostLength> further, second, apart;
 };
 

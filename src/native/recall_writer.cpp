@@ -42,7 +42,8 @@ Step step_at(const Recollection& known, const RecalledSteps& steps, size_t i) {
     const State state = known.state(steps.which[i]);
     const bool turned = bool(steps.downs[i]) != (state.last() < 0);
     const uint32_t expected = expected_size(state, turned), size = steps.sizes[i];
-    return {state.cls(), turn_of(state), turned, size != std::max(expected, 1u), expected, Unlikely::of(expected, size)};
+    return {
+        state.cls(), turn_of(state), turned, size != std::max(expected, 1u), expected, Unlikely::of(expected, size)};
 }
 
 }  // namespace
@@ -87,7 +88,7 @@ void RecallWriter::put_head(std::vector<uint8_t>& out) {
         tally.bit(unlikely_model(*tallies, step.cls, step.expected), step.is_unlikely);
         if (step.is_unlikely) code_unlikely(tally, *tallies, step.cls, step.expected, step.unlikely);
     }
-    head_.sizes = behind_last(tallies->further, known_.first);
+    head_.sizes = std::max(behind_last(tallies->further, known_.first), behind_last(tallies->second, known_.first));
     head_.distances = behind_last(tallies->apart, known_.first);
     Writer side;
     code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, *tallies);

@@ -14,6 +14,7 @@ namespace pulse {
 // The net steps of a block in `span` versions, modulo 256: for each element that changed a record of four bytes, which has its class at
 // the end, too. Where the step is 0 modulo 256, nothing is remembered but that class.
 constexpr size_t kRecordBytes = 4;
+constexpr size_t kMostStretches = 64;  // of a history
 struct Stretch {
     const uint8_t* records;
     size_t bytes;

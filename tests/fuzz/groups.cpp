@@ -9,6 +9,8 @@
 // seed of the round.
 #include "../../src/native/groups.h"
 
+#include "../../src/native/history.h"
+
 #include "../../src/native/rans.h"
 #include "harness.h"
 
@@ -16,11 +18,6 @@ using namespace fuzz;
 using namespace pulse;
 
 namespace {
-
-void use_all_vectors(bool use) {
-    use_vectors(use);
-    rans_vectors = use && has_rans_vectors();
-}
 
 uint32_t random_step(Random& r, uint64_t kind, int width) {
     const uint64_t bits = 8 * uint64_t(width);
@@ -116,7 +113,7 @@ std::vector<uint8_t> decoded_both_ways(const std::vector<uint8_t>& payload, cons
     const Exact exact(payload);
     std::vector<uint8_t> made[2];
     for (bool use : {false, true}) {
-        use_all_vectors(use);
+        use_vectors(use);
         made[use] = decoded(exact, b, seed);
     }
     if (made[0] != made[1]) fail("vectors decode something else", seed);
@@ -125,17 +122,17 @@ std::vector<uint8_t> decoded_both_ways(const std::vector<uint8_t>& payload, cons
 
 // The payload, empty where `context` suits better; the same with and without vectors.
 std::vector<uint8_t> encoded_both_ways(const Block& b, uint64_t seed) {
-    EncodedEither made[2];
+    EncodedByAny made[2];
     for (bool use : {false, true}) {
-        use_all_vectors(use);
-        made[use] = encode_groups(b.old.data(), b.now.data(), b.kind, b.runs);
+        use_vectors(use);
+        made[use] = encode_with_history({}, b.old.data(), b.now.data(), b.kind, b.runs);
     }
-    if (made[0].by_groups != made[1].by_groups) fail("vectors choose another codec", seed);
+    if (made[0].codec != made[1].codec) fail("vectors choose another codec", seed);
     const Encoded &plain = made[0].encoded, &by_vectors = made[1].encoded;
     if (plain.payload != by_vectors.payload || plain.changed != by_vectors.changed) {
         fail("vectors make other bytes", seed);
     }
-    return made[0].by_groups ? plain.payload : std::vector<uint8_t>();
+    return made[0].codec == BlockCodec::groups ? plain.payload : std::vector<uint8_t>();
 }
 
 }  // namespace

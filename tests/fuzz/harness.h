@@ -15,6 +15,7 @@
 
 #include "../../src/native/context.h"
 #include "../../src/native/positions.h"
+#include "../../src/native/rans.h"
 #include "../../src/native/scan.h"
 #include "../../src/native/weight_sum.h"
 
@@ -188,6 +189,7 @@ inline std::vector<uint8_t> changed(const Block& b, const pulse::Decoded& d, uin
 inline void use_vectors(bool use) {
     pulse::scan_vectors = use && pulse::has_scan_vectors();
     pulse::weight_vectors = use && pulse::has_weight_vectors();
+    pulse::rans_vectors = use && pulse::has_rans_vectors();
 }
 
 // `more`: what else is to be said of the blocks.

@@ -2,8 +2,8 @@
 //
 //   fuzz_history SECONDS [SEED]
 //
-// Each round makes a random block and stretches of a random past, some of whose changes the block repeats; or records of
-// random bytes. Checks that stretches merge into the sums of their steps, that the block comes back whole, and then feeds
+// Each round makes a random block, now and then one that is large enough to be coded by groups, and stretches of a random past, some
+// of whose changes the block repeats; or records of random bytes. Checks that stretches merge into the sums of their steps, that the block comes back whole, and then feeds
 // the decoder damaged payloads and other records: each must end in Malformed or in changes that are in range and in order.
 // Prints counts; any finding aborts with the seed of the round.
 #include "../../src/native/history.h"
@@ -31,7 +31,7 @@ uint32_t random_span(Random& r) {
     return uint32_t(kind < 6 ? 1 : 1 + below(r, kind < 9 ? 64 : 1 << 20));
 }
 
-size_t random_length(Random& r) { return below(r, below(r, 20) ? 8 : 257); }
+size_t random_length(Random& r) { return below(r, below(r, 20) ? 8 : kMostStretches + 1); }
 
 // Steps as one-byte integers that go up from 0: what `records_of` makes records of.
 std::vector<uint8_t> records_of_steps(const std::vector<uint8_t>& steps) {
@@ -40,7 +40,33 @@ std::vector<uint8_t> records_of_steps(const std::vector<uint8_t>& steps) {
     for (size_t i = 0; i < steps.size(); i++) {
         if (steps[i]) positions.push_back(uint32_t(i)), zeros.push_back(0), values.push_back(steps[i]);
     }
-    return records_of(positions.data(), positions.size(), zeros.data(), values.data(), 1, false);
+    return records_of(positions.data(), positions.size(), zeros.data(), values.data(), {1, 0, 0, false});
+}
+
+// The net steps of records, by element.
+std::vector<uint8_t> steps_of(const std::vector<uint8_t>& records, uint64_t elements) {
+    std::vector<uint8_t> steps(elements);
+    uint64_t at = 0;
+    for (size_t i = 0; i + kRecordBytes <= records.size(); i += kRecordBytes) {
+        const uint32_t gap = uint32_t(records[i]) | uint32_t(records[i + 1]) << 8;
+        at += gap;
+        if (gap == 65535 && records[i + 2] == 0) continue;
+        if (at < elements) steps[at] = records[i + 2];
+        at++;
+    }
+    return steps;
+}
+
+// The records with the classes that the elements have.
+std::vector<uint8_t> with_classes(std::vector<uint8_t> records, const Block& b) {
+    uint64_t at = 0;
+    for (size_t i = 0; i + kRecordBytes <= records.size(); i += kRecordBytes) {
+        at += uint32_t(records[i]) | uint32_t(records[i + 1]) << 8;
+        if (!records[i + 2]) continue;
+        const uint32_t x = element(b.before, at++, b.kind.width);
+        records[i + 3] = uint8_t((x >> b.kind.shift) & b.kind.mask);
+    }
+    return records;
 }
 
 // Stretches of which some elements are part again and again; these go on in `now`, often by the same step.
@@ -60,9 +86,10 @@ Past random_past(Random& r, const Block& b, std::vector<uint8_t>& now, uint64_t 
             if (below(r, 500) == 0) steps[i] = uint8_t(r());
             total[i] = uint8_t(total[i] + steps[i]);
         }
-        past.add(records_of_steps(steps), random_span(r));
+        const std::vector<uint8_t> records = records_of_steps(steps);
+        past.add(below(r, 8) ? with_classes(records, b) : records, random_span(r));
     }
-    if (merged_records(past.stretches, b.elements) != records_of_steps(total)) fail("the merged stretches", seed);
+    if (steps_of(merged_records(past.stretches, b.elements), b.elements) != total) fail("the merged stretches", seed);
     now.clear();
     for (size_t i = 0; i < b.elements; i++) {
         const uint32_t x = element(b.before, i, b.kind.width), y = element(b.after, i, b.kind.width);
@@ -78,8 +105,46 @@ Past hostile_past(Random& r) {
     for (size_t n = random_length(r); n; n--) {
         std::vector<uint8_t> bytes(below(r, 3000));
         const bool any = below(r, 4) == 0;
-        for (size_t i = 0; i < bytes.size(); i++) bytes[i] = uint8_t(any || i % 3 == 2 ? r() : below(r, 40) ? 0 : r());
+        for (size_t i = 0; i < bytes.size(); i++) bytes[i] = uint8_t(any || i % 4 >= 2 ? r() : below(r, 40) ? 0 : r());
         past.add(bytes, random_span(r));
+    }
+    return past;
+}
+
+// Many elements of few classes, of which a twentieth moves.
+Block large_block(Random& r) {
+    const uint64_t elements = (1 << 17) + below(r, 1 << 17);
+    const int width = below(r, 4) ? 2 : below(r, 2) ? 1 : 4;
+    const ElementKind kind = width == 2 ? ElementKind{2, 7, 255, true} : ElementKind{width, 0, 0, false};
+    std::vector<uint8_t> before, after;
+    const uint32_t top = uint32_t(0x3a00 + below(r, 0x400)), span = uint32_t(1 + below(r, 1 << (7 + below(r, 6))));
+    const double changes = 0.01 * unit(r);
+    for (uint64_t i = 0; i < elements; i++) {
+        const uint32_t x = top - uint32_t(below(r, span));
+        append(before, x, width);
+        append(after, unit(r) < changes ? x + uint32_t(1 + below(r, 3)) : x, width);
+    }
+    const uint64_t row = 1 + below(r, 3000), first = 1 + below(r, elements - 1);
+    return Block(kind, {{first, row, below(r, row)}, {elements - first, 512, 0}}, before, after);
+}
+
+// Of a block that is large: few elements move, and most of these go on.
+Past large_past(Random& r, const Block& b, std::vector<uint8_t>& now) {
+    Past past;
+    std::vector<uint8_t> drift(b.elements);
+    const uint64_t most = below(r, 2) ? 1 : 1 + below(r, 60);
+    for (uint8_t& step : drift) {
+        if (below(r, 12) == 0) step = uint8_t((1 + below(r, most)) * (below(r, 2) ? 1 : 255));
+    }
+    for (size_t n = 1 + below(r, 3); n; n--) {
+        std::vector<uint8_t> steps(b.elements);
+        for (size_t i = 0; i < b.elements; i++) steps[i] = drift[i] && below(r, 3) ? drift[i] : 0;
+        past.add(with_classes(records_of_steps(steps), b), n > 2 ? 8 : 1);
+    }
+    now.clear();
+    for (size_t i = 0; i < b.elements; i++) {
+        const uint32_t x = element(b.before, i, b.kind.width), y = element(b.after, i, b.kind.width);
+        append(now, drift[i] && below(r, 2) ? x + uint32_t(int8_t(drift[i])) : y, b.kind.width);
     }
     return past;
 }
@@ -87,32 +152,44 @@ Past hostile_past(Random& r) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    uint64_t bad_ones = 0, refused = 0, coded = 0;
+    uint64_t bad_ones = 0, refused = 0, coded = 0, by_groups = 0;
     Rounds rounds(argc, argv);
     while (rounds.next()) {
         const uint64_t seed = rounds.seed;
         Random r(seed);
-        const Block made = random_block(r);
+        const bool large = below(r, 60) == 0;
+        const Block made = large ? large_block(r) : random_block(r);
         std::vector<uint8_t> after = made.after;
-        const bool hostile = below(r, 4) == 0;
-        const Past past = hostile ? hostile_past(r) : random_past(r, made, after, seed);
+        const bool hostile = !large && below(r, 4) == 0;
+        const Past past = hostile ? hostile_past(r)
+                          : large ? large_past(r, made, after)
+                                  : random_past(r, made, after, seed);
         const Block b(made.kind, made.runs, made.before, after);
         const std::vector<Stretch>& stretches = past.stretches;
         use_vectors(false);
-        const auto encoded = encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs);
+        const EncodedByAny encoded = encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs);
         use_vectors(true);
-        const auto again = encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs);
-        if (encoded.has_value() != again.has_value() || (encoded && encoded->payload != again->payload)) {
+        const EncodedByAny again = encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs);
+        if (encoded.codec != again.codec || encoded.encoded.payload != again.encoded.payload) {
             fail("vectors make other bytes", seed);
         }
-        use_vectors(below(r, 2));
         std::vector<uint8_t> payload;
-        if (encoded) {
+        if (encoded.codec == BlockCodec::history) {
             coded++;
-            payload = encoded->payload;
+            payload = encoded.encoded.payload;
+            by_groups += payload[0] >> 7;
             const Exact exact(payload);
-            const Decoded d = decode_with_history(stretches, exact.data(), exact.size, b.old.data(), b.kind, b.runs);
-            if (changed(b, d, seed) != b.after || d.positions.size() != encoded->changed) fail("round trip", seed);
+            for (bool use : {false, true}) {
+                use_vectors(use);
+                try {
+                    const Decoded d =
+                        decode_with_history(stretches, exact.data(), exact.size, b.old.data(), b.kind, b.runs);
+                    if (changed(b, d, seed) == b.after && d.positions.size() == encoded.encoded.changed) continue;
+                } catch (const Malformed& error) {
+                    std::fprintf(stderr, "%s\n", error.what());
+                }
+                fail("round trip", seed);
+            }
         }
         const Past other = hostile_past(r);
         for (int k = 0; k < 8; k++, bad_ones++) {
@@ -125,8 +202,9 @@ int main(int argc, char** argv) {
             }
         }
     }
-    char more[64];
-    std::snprintf(more, sizeof more, ", %llu of them by their history", (unsigned long long)coded);
+    char more[96];
+    std::snprintf(more, sizeof more, ", %llu of them by their history, %llu with groups", (unsigned long long)coded,
+                  (unsigned long long)by_groups);
     print_counts(rounds, more, bad_ones, refused);
     return 0;
 }

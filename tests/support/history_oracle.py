@@ -76,8 +76,8 @@ def what_is_known(past: Past) -> dict[int, Known]:
 
 @dataclass
 class Choices:
-    """What an encoder may choose: ``odds`` by place, ``groups`` the odds of those that are not absent, ``cells`` the levels
-    by group and place; how the others are coded: ``boost`` and ``levels`` for `context`, or by ``others``. Then
+    """What an encoder may choose: ``odds`` by place, ``groups`` the odds of those that are not absent, ``cells`` the
+    levels by group and place; how the others are coded: ``boost`` and ``levels`` for `context`, or by ``others``. Then
     ``steps`` has levels, by the name of the bit and what it depends on, of which ``sizes`` and ``distances``."""
 
     used: int = 1
@@ -352,8 +352,8 @@ def decode(
 
 def records(steps: Steps, classes: Mapping[int, int] | None = None) -> bytes:
     """The kernels' own form of a stretch: four bytes each, the u16 number of elements since the one before, its net
-    step, 0 where only its class is to be known, and its class at the end (0 without ``classes``); 65535, 0 and 0 skip so
-    many elements."""
+    step, 0 where only its class is to be known, and its class at the end (0 without ``classes``); 65535, 0 and 0 skip
+    so many elements."""
     out, at = bytearray(), 0
     for p in sorted(steps):
         while p - at >= 65535:

@@ -100,7 +100,7 @@ COSTS = {
     "full": Costs(0, 0, 0, 0),
     "zstd": Costs(0.5, 20, 0.25, 16),
     "context": Costs(0.8, 98, 0.4, 64),
-    "history": Costs(1.25, 130, 0.7, 80),
+    "history": Costs(1.05, 150, 0.6, 95),
 }
 """On an idle core of an AMD EPYC (Zen 5); "history" behind FP32 masters, where most is remembered: what
 docs/benchmarks.md measures beside "context", on top of its costs."""
