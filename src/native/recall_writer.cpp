@@ -135,9 +135,10 @@ void RecallWriter::put_plain(BitWriter& bits) const {
 
 size_t RecallWriter::most_plain() const { return sizeof(uint32_t) * steps_.which.size(); }
 
+// Bits take 2 bytes at most. A size of 1 where another was expected, at most 128, has up to 8 bits, others up to 2 for each of theirs.
 size_t RecallWriter::most_bytes() const {
     size_t bits = known_.size() + 2 * steps_.which.size() + 3 * kRansStates;
-    for (uint32_t size : steps_.sizes) bits += size > 1 ? 2 * kMostLength + 2 : 0;
+    for (uint32_t size : steps_.sizes) bits += size > 1 ? 2 * kMostLength + 2 : 8;
     return 2 * bits;
 }
 
