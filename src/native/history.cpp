@@ -14,8 +14,8 @@ namespace {
 
 constexpr size_t kMostRemembered = 3;  // elements for each change: more cost time and save little
 constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed before, too
-constexpr size_t kFewChanges =
-    8192;                           // below that 64 states and a head of chances cost more than `context`, which learns
+// Below so many changes, 64 states and a head of chances cost more than `context`, which learns.
+constexpr size_t kFewChanges = 8192;
 constexpr uint8_t kByGroups = 128;  // beside the number of stretches
 
 // How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each
@@ -118,7 +118,7 @@ EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* 
                           : encode_by_groups(old, which, kind, runs, recall);
     };
     EncodedByAny result;
-    result.codec = suits ? BlockCodec::context : BlockCodec::groups;
+    result.codec = suits ? BlockCodec::context : BlockCodec::groups;  // without a history
     const size_t used = worthwhile(history, changes.positions, elements);
     if (used) {
         Recollection known = recollect(history, used, elements);

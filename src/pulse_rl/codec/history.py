@@ -1,5 +1,5 @@
-"""The codec with memory: as `context`, but elements that changed lately are known by when and how (docs/format.md,
-section 3.10).
+"""The codec with memory: elements that changed lately are said first, by when and how they did; all others as `context`
+or `groups` have them (docs/format.md, section 3.10).
 
 Momentum lasts for several steps: who has just changed will often change again, in the same direction.
 """
