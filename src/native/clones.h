@@ -7,3 +7,10 @@
 #else
 #define PULSE_CLONES
 #endif
+
+// Of what is compiled for the instructions of the function that it stands in.
+#if defined(__GNUC__)
+#define PULSE_INLINE inline __attribute__((always_inline))
+#else
+#define PULSE_INLINE inline
+#endif

@@ -16,6 +16,7 @@ constexpr size_t kMostRemembered = 3;  // elements for each change: more cost ti
 constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed before, too
 // Below so many changes, 64 states and a head of chances cost more than `context`, which learns.
 constexpr size_t kFewChanges = 8192;
+constexpr size_t kAhead = 24;       // elements that are fetched before they are needed
 constexpr uint8_t kByGroups = 128;  // beside the number of stretches
 
 // How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each
@@ -52,20 +53,19 @@ PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered,
     BlockChanges<U>& others = parts.others;
     for (auto* list : {&recalled.which, &recalled.sizes, &others.positions}) list->resize(n);
     recalled.downs.resize(n), others.before.resize(n), others.values.resize(n);
-    const uint64_t* const words = remembered.marks.words();
+    const Marks& marks = remembered.marks;
     size_t mine = 0, theirs = 0;  // both are written, without branches, which nobody could foresee
     for (size_t i = 0; i < n; i++) {
-        const uint32_t at = all.positions[i], bit = at % 64;
-        const uint64_t word = words[at / 64], below = word & ((uint64_t(1) << bit) - 1);
+        const uint32_t at = all.positions[i];
         const U step = U(to_ordered(all.values[i], floating) - to_ordered(all.before[i], floating));
         const bool down = step >> (8 * sizeof(U) - 1);
-        recalled.which[mine] = remembered.before[at / 64] + uint32_t(__builtin_popcountll(below));
+        recalled.which[mine] = uint32_t(marks.before(at));
         recalled.sizes[mine] = std::max<U>(down ? U(-step) : step, 1);  // 0 if the element was written meanwhile
         recalled.downs[mine] = down;
         others.positions[theirs] = at;
         others.before[theirs] = all.before[i];
         others.values[theirs] = all.values[i];
-        const size_t is_mine = word >> bit & 1;
+        const size_t is_mine = marks.has(at);
         mine += is_mine, theirs += 1 - is_mine;
     }
     for (auto* list : {&recalled.which, &recalled.sizes}) list->resize(mine);
@@ -75,13 +75,13 @@ PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered,
 
 // What is known of the others. What is remembered has no weight there.
 template <class U>
-void count_others(const BlockStatistics& all, const Recollection& known, ClassOf cls, const std::vector<Run>& runs,
+void count_others(const BlockStatistics& all, const RecallWriter& recall, ClassOf cls, const std::vector<Run>& runs,
                   BlockChanges<U>& others) {
     others.statistics = all;
     others.statistics.changes.fill(0);
     others.statistics.live_elements = others.statistics.live_changes = 0;
     for (U x : others.before) others.statistics.changes[cls(x)]++;
-    for (size_t i = 0; i < known.size(); i++) others.statistics.marked[known.state(i).cls()]++;
+    others.statistics.marked = recall.marked();
     others.statistics.count_live(others.positions, runs);
 }
 
@@ -89,10 +89,8 @@ void count_others(const BlockStatistics& all, const Recollection& known, ClassOf
 template <class U>
 void list_classes(Recollection& known, const BlockChanges<U>& changes, ClassOf cls) {
     std::array<uint32_t, kClasses> of_class{};
-    const uint64_t* const words = known.remembered.marks.words();
     for (size_t i = 0; i < changes.positions.size(); i++) {
-        const uint32_t at = changes.positions[i];
-        of_class[cls(changes.before[i])] += words[at / 64] >> (at % 64) & 1;
+        of_class[cls(changes.before[i])] += known.remembered.marks.has(changes.positions[i]);
     }
     uint32_t within = 0, most = 0;
     int best = 0;
@@ -126,13 +124,13 @@ EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* 
         Parted<U> parts;
         part(changes, known.remembered, kind.floating, parts);
         if (double(parts.recalled.which.size()) > kWorthwhile * double(changes.positions.size())) {
-            count_others(changes.statistics, known, cls, runs, parts.others);
             result.codec = BlockCodec::history;
             std::vector<uint8_t>& payload = result.encoded.payload;
             const bool by_context = suits || changes.positions.size() < kFewChanges;
             const int stretches = int(used) | (by_context ? 0 : kByGroups);
             for (int x : {stretches, known.first, known.count - 1}) payload.push_back(uint8_t(x));
             RecallWriter recall(known, parts.recalled);
+            count_others(changes.statistics, recall, cls, runs, parts.others);
             const std::vector<uint8_t> rest = coded(by_context, parts.others, &recall).payload;
             payload.insert(payload.end(), rest.begin(), rest.end());
         }
@@ -197,6 +195,7 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
     U* const values = reinterpret_cast<U*>(mine.values.data());  // memory of its own, aligned for every type
     U* const before = reinterpret_cast<U*>(mine.before.data());
     for (size_t i = 0; i < n; i++) {
+        __builtin_prefetch(old + known.remembered.positions[steps.which[std::min(i + kAhead, n - 1)]]);
         const uint32_t place = known.remembered.positions[steps.which[i]];
         const U size = U(steps.sizes[i]), step = steps.downs[i] ? U(-size) : size;
         if (step == 0 || size != steps.sizes[i]) throw Malformed("a step is out of range");

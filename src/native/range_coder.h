@@ -8,11 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__GNUC__)
-#define PULSE_INLINE inline __attribute__((always_inline))
-#else
-#define PULSE_INLINE inline
-#endif
+#include "clones.h"
 
 namespace pulse {
 

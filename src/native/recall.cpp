@@ -26,28 +26,35 @@ PULSE_CLONES Listed find_cells(const State* states, size_t n, int first, int cou
     return {listed, most};
 }
 
+PULSE_CLONES void count_all(Marks& marks, size_t end) { marks.count(0, end, 0); }
+
 }  // namespace
 
 void Recollection::list(int first_class, int classes_listed) {
     first = first_class, count = classes_listed;
     cells.resize(size());
-    const Listed listed = find_cells(remembered.states.get(), size(), first, count, cells.data());
+    uint32_t* const positions = remembered.positions.get();
+    State* const states = remembered.states.get();
+    const Listed listed = find_cells(states, size(), first, count, cells.data());
     large = listed.most > 1;
     if (listed.count == size()) return;
-    size_t kept = 0;
-    for (size_t i = 0; i < size(); i++) {
-        const uint32_t at = remembered.positions[i];
-        if (((int(state(i).cls()) - first) & 255) >= count) {
-            remembered.marks.words()[at / 64] &= ~(uint64_t(1) << (at % 64));
-            continue;
-        }
-        remembered.positions[kept] = at;
-        remembered.states[kept] = state(i);
-        cells[kept++] = cells[i];
+    const size_t all = size(), end = positions[all - 1] + size_t(1);
+    size_t kept = 0, from = 0;  // most are kept, so they move many at a time
+    const auto keep_up_to = [&](size_t i) {
+        std::copy(positions + from, positions + i, positions + kept);
+        std::copy(states + from, states + i, states + kept);
+        std::copy(cells.data() + from, cells.data() + i, cells.data() + kept);
+        kept += i - from, from = i + 1;
+    };
+    for (size_t i = 0; i < all; i++) {
+        if (((int(states[i].cls()) - first) & 255) < count) continue;
+        remembered.marks.remove(positions[i]);
+        keep_up_to(i);
     }
+    keep_up_to(all);
     remembered.count = kept;
     cells.resize(kept);
-    for (size_t i = kept; i-- > 0;) remembered.before[remembered.positions[i] / 64] = uint32_t(i);
+    count_all(remembered.marks, end);
 }
 
 }  // namespace pulse

@@ -2,6 +2,7 @@
 // (docs/format.md, section 3.10.5).
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -40,21 +41,35 @@ public:
     RecallWriter(const Recollection& known, const RecalledSteps& steps);
 
     MarkWords marks() const { return known_.marks(); }
+    // How many elements of each class are remembered.
+    std::array<uint32_t, kClasses> marked() const;
     // All of it, by adaptive bits.
     void put(Writer& side);
     // By 64 states and the chances of a head, which is put first; and how many bytes the code takes at most.
     void put_head(std::vector<uint8_t>& out);
     void put(RansWriter& coder);
     size_t most_bytes() const;
-    // Bits of steps that stand beside that code; and how many bytes they take at most.
+    // Behind the head: bits of steps that stand beside that code; and how many bytes they take at most.
     void put_plain(BitWriter& bits) const;
     size_t most_plain() const;
 
 private:
+    // What is said of a step by two bits.
+    struct StepBits {
+        uint16_t turn;
+        bool expected, turned, unlikely;
+    };
+    struct UnlikelyStep {
+        uint8_t cls;
+        uint32_t expected;
+        Unlikely value;
+    };
     const Recollection& known_;
     const RecalledSteps& steps_;
-    ByCell<uint8_t> there_{};
+    ByCell<uint32_t> there_{};  // so many elements of each cell
     RecallHead head_;
+    std::vector<StepBits> bits_;
+    std::vector<UnlikelyStep> unlikely_;
 };
 
 class RecallReader {

@@ -22,12 +22,15 @@ void RecallReader::take(Reader& side) {
     TableModels table;
     code_table(side, table, there_, known_.count, head_.table);
     const auto of_cells = head_.table.frequencies();
+    steps.which.resize(known_.size() + 1);
+    size_t n = 0;
     for (size_t i = 0; i < known_.size(); i++) {
         const uint16_t frequency = of_cells[known_.cells[i]];
         if (i % 64 == 0) side.next_symbol();
-        if (frequency && side.coder.bit(frequency, kRansBits)) steps.which.push_back(uint32_t(i));
+        steps.which[n] = uint32_t(i);
+        if (frequency) n += side.coder.bit(frequency, kRansBits);
     }
-    const size_t n = steps.which.size();
+    steps.which.resize(n);
     steps.sizes.resize(n), steps.downs.resize(n);
     const auto models = std::make_unique<RecallModels<AdaptiveBit>>();
     for (size_t i = 0; i < n; i++) {

@@ -49,11 +49,18 @@ Step step_at(const Recollection& known, const RecalledSteps& steps, size_t i) {
 }  // namespace
 
 RecallWriter::RecallWriter(const Recollection& known, const RecalledSteps& steps) : known_(known), steps_(steps) {
-    const auto there = std::make_unique<ByCell<uint32_t>>(), changed = std::make_unique<ByCell<uint32_t>>();
-    for (uint16_t cell : known.cells) (*there)[cell]++;
+    const auto changed = std::make_unique<ByCell<uint32_t>>();
+    for (uint16_t cell : known.cells) there_[cell]++;
     for (uint32_t i : steps.which) (*changed)[known.cells[i]]++;
-    plan_table(*there, *changed, known.count, head_.table);
-    for (size_t cell = 0; cell < kCells; cell++) there_[cell] = (*there)[cell] > 0;
+    plan_table(there_, *changed, known.count, head_.table);
+}
+
+std::array<uint32_t, kClasses> RecallWriter::marked() const {
+    std::array<uint32_t, kClasses> of_class{};
+    for (size_t g = 1; g < kGroups; g++) {
+        for (size_t k = 0; k < size_t(known_.count); k++) of_class[size_t(known_.first) + k] += there_[cell_of(g, k)];
+    }
+    return of_class;
 }
 
 void RecallWriter::put(Writer& side) {
@@ -82,11 +89,15 @@ void RecallWriter::put(Writer& side) {
 void RecallWriter::put_head(std::vector<uint8_t>& out) {
     const auto tallies = std::make_unique<RecallModels<Tally>>();
     TallySide tally;
+    bits_.resize(steps_.which.size());
     for (size_t i = 0; i < steps_.which.size(); i++) {
         const Step step = step_at(known_, steps_, i);
+        bits_[i] = {uint16_t(step.turn), step.expected > 0, step.turned, step.is_unlikely};
         tally.bit(tallies->turned[step.turn], step.turned);
         tally.bit(unlikely_model(*tallies, step.cls, step.expected), step.is_unlikely);
-        if (step.is_unlikely) code_unlikely(tally, *tallies, step.cls, step.expected, step.unlikely);
+        if (!step.is_unlikely) continue;
+        code_unlikely(tally, *tallies, step.cls, step.expected, step.unlikely);
+        unlikely_.push_back({uint8_t(step.cls), step.expected, step.unlikely});
     }
     head_.sizes = std::max(behind_last(tallies->further, known_.first), behind_last(tallies->second, known_.first));
     head_.distances = behind_last(tallies->apart, known_.first);
@@ -98,22 +109,23 @@ void RecallWriter::put_head(std::vector<uint8_t>& out) {
 }
 
 void RecallWriter::put(RansWriter& coder) {
-    const size_t n = steps_.which.size(), batches = (n + kRansStates - 1) / kRansStates;
-    std::vector<uint16_t> turned_of(batches * kRansStates), unlikely_of(batches * kRansStates);
-    std::vector<uint64_t> turned(batches), unlikely(batches);
+    const size_t n = bits_.size(), batches = (n + kRansStates - 1) / kRansStates;
     std::vector<StatePiece> pieces;
     LevelWriter side{{pieces}};
-    for (size_t i = 0; i < n; i++) {
-        const Step step = step_at(known_, steps_, i);
-        turned_of[i] = chance(head_.levels.turned[step.turn]);
-        unlikely_of[i] = chance(unlikely_model(head_.levels, step.cls, step.expected));
-        turned[i / kRansStates] |= uint64_t(step.turned) << (i % kRansStates);
-        unlikely[i / kRansStates] |= uint64_t(step.is_unlikely) << (i % kRansStates);
-        if (!step.is_unlikely) continue;
-        code_unlikely(side, head_.levels, step.cls, step.expected, step.unlikely);
+    for (const UnlikelyStep& step : unlikely_) {
+        code_unlikely(side, head_.levels, step.cls, step.expected, step.value);
         side.pieces.next_state();
     }
     put_pieces(coder, pieces);
+    std::vector<uint16_t> turned_of(batches * kRansStates), unlikely_of(batches * kRansStates);
+    std::vector<uint64_t> turned(batches), unlikely(batches);
+    for (size_t i = 0; i < n; i++) {
+        const StepBits step = bits_[i];
+        turned_of[i] = chance(head_.levels.turned[step.turn]);
+        unlikely_of[i] = chance(unlikely_model(head_.levels, step.turn % kClasses, step.expected));
+        turned[i / kRansStates] |= uint64_t(step.turned) << (i % kRansStates);
+        unlikely[i / kRansStates] |= uint64_t(step.unlikely) << (i % kRansStates);
+    }
     put_bits(coder, unlikely_of.data(), unlikely.data(), batches);
     put_bits(coder, turned_of.data(), turned.data(), batches);
 
@@ -127,10 +139,7 @@ void RecallWriter::put(RansWriter& coder) {
 }
 
 void RecallWriter::put_plain(BitWriter& bits) const {
-    for (size_t i = 0; i < steps_.which.size(); i++) {
-        const Step step = step_at(known_, steps_, i);
-        if (step.is_unlikely) bits.put(step.unlikely.plain_bits(), step.unlikely.plain);
-    }
+    for (const UnlikelyStep& step : unlikely_) bits.put(step.value.plain_bits(), step.value.plain);
 }
 
 size_t RecallWriter::most_plain() const { return sizeof(uint32_t) * steps_.which.size(); }

@@ -6,13 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "clones.h"
 #include "sha256.h"
-
-#if defined(__GNUC__)
-#define PULSE_INLINE inline __attribute__((always_inline))
-#else
-#define PULSE_INLINE inline
-#endif
 
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector) && defined(__x86_64__)

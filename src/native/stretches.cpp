@@ -13,7 +13,7 @@ namespace pulse {
 namespace {
 
 constexpr uint32_t kLongestGap = 65535;
-constexpr size_t kTile = 1 << 13;  // elements that are worked on in the first-level cache
+constexpr size_t kTile = 1 << 16;  // elements whose marks and states stay in the first-level cache
 
 class RecordWriter {
 public:
@@ -42,139 +42,166 @@ private:
     uint32_t next_ = 0;
 };
 
-// Walks over records, which have positions below `elements`. A record of the longest gap and no step only leads on; any other without
-// a step says what class an element has, of which nothing else is to be remembered.
+struct Record {
+    uint32_t bits;
+
+    static PULSE_INLINE Record at(const uint8_t* p) {
+        return {uint32_t(p[0]) | uint32_t(p[1]) << 8 | uint32_t(p[2]) << 16 | uint32_t(p[3]) << 24};
+    }
+    uint32_t gap() const { return bits & kLongestGap; }
+    uint8_t step() const { return uint8_t(bits >> 16); }
+    uint8_t cls() const { return uint8_t(bits >> 24); }
+    // One that says nothing of an element, but leads on to the next ones.
+    bool leads_on() const { return (bits & 0xffffff) == kLongestGap; }
+};
+
+// Walks over records. Those without a step say what class an element has, of which nothing else is to be remembered.
 class RecordReader {
 public:
-    RecordReader(const Stretch& stretch, uint64_t elements)
-        : at_(stretch.records), end_(at_ + stretch.bytes / kRecordBytes * kRecordBytes), elements_(elements) {}
+    explicit RecordReader(const Stretch& stretch)
+        : at_(stretch.records), end_(at_ + stretch.bytes / kRecordBytes * kRecordBytes) {}
 
-    // Calls `found(position, step, class)` for those below `limit` that are left.
+    // Calls `found(position, record)` for those below `limit` that are left.
     template <class Found>
     PULSE_INLINE void read(uint64_t limit, Found found) {
-        const uint64_t behind = std::min(limit, elements_);
         const uint8_t* at = at_;
         uint64_t next = next_;
         for (; at != end_; at += kRecordBytes) {
-            const uint64_t gap = uint64_t(at[0]) | uint64_t(at[1]) << 8, position = next + gap;
-            if (position >= behind) break;
-            const uint8_t step = at[2];
-            const bool leads_on = gap == kLongestGap && step == 0;
+            const Record record = Record::at(at);
+            const uint64_t position = next + record.gap();
+            if (position >= limit) break;
+            const bool leads_on = record.leads_on();
             next = position + !leads_on;
-            if (!leads_on) found(position, step, at[3]);
+            if (!leads_on) found(size_t(position), record);
         }
         at_ = at;
         next_ = next;
     }
-    size_t left() const { return size_t(end_ - at_) / kRecordBytes; }
 
 private:
-    const uint8_t *at_, *const end_;
-    const uint64_t elements_;
+    const uint8_t *at_, *end_;
     uint64_t next_ = 0;
 };
 
-// What the stretches say of the elements of a tile, and which ones they are: others have any value.
-struct Tile {
-    alignas(64) uint32_t values[kTile];
-    alignas(64) uint64_t touched[kTile / 64];
+// Goes through a block by tiles: marks the elements of a tile of which records speak, so that each has a number, and has the readers
+// in front of them once more.
+class TileWalk {
+public:
+    std::vector<RecordReader> readers;
+    uint64_t limit = 0;            // of the elements of the tile
+    size_t first = 0, behind = 0;  // the numbers of those that are marked
 
-    // The value of an element, 0 at first.
-    PULSE_INLINE uint32_t& at(size_t place) {
-        uint64_t& word = touched[place / 64];
-        values[place] &= 0u - uint32_t(word >> (place % 64) & 1);
-        word |= uint64_t(1) << (place % 64);
-        return values[place];
+    TileWalk(const std::vector<Stretch>& stretches, uint64_t elements, Marks& marks)
+        : elements_(elements), marks_(marks) {
+        for (const Stretch& stretch : stretches) ahead_.emplace_back(stretch);
     }
-    // Of the value of a State, where there is one.
-    void set_class(size_t place, uint8_t cls) {
-        if (touched[place / 64] >> (place % 64) & 1) values[place] = (values[place] & 0xffff) | uint32_t(cls) << 16;
+    // The next tile, marked where `counts(record)` holds for any record of an element; false behind the last one.
+    template <class Counts>
+    PULSE_INLINE bool next(Counts counts) {
+        if (limit == elements_) return false;
+        const uint64_t begin = limit;
+        limit = std::min(begin + kTile, elements_);
+        readers = ahead_;
+        for (RecordReader& reader : ahead_) {
+            reader.read(limit, [&](size_t element, Record record) { marks_.add(element, counts(record)); });
+        }
+        first = behind;
+        behind = marks_.count(size_t(begin), size_t(limit), first);
+        return true;
     }
+
+private:
+    const uint64_t elements_;
+    Marks& marks_;
+    std::vector<RecordReader> ahead_;
 };
 
-// Goes through the block by tiles: `read(reader, stretch, first, tile)` for each stretch, which is to note the records of the tile, then
-// `found(first, tile, records)`, how many these were.
-template <class Read, class Found>
-PULSE_INLINE void walk(const std::vector<Stretch>& stretches, uint64_t elements, Read read, Found found) {
-    std::vector<RecordReader> readers;
-    for (const Stretch& stretch : stretches) readers.emplace_back(stretch, elements);
-    const auto tile = std::make_unique<Tile>();
-    for (uint64_t begin = 0; begin < elements; begin += kTile) {
-        std::memset(tile->touched, 0, sizeof tile->touched);
-        size_t records = 0;
-        for (size_t k = 0; k < readers.size(); k++) {
-            const size_t left = readers[k].left();
-            read(readers[k], k, begin, *tile);
-            records += left - readers[k].left();
-        }
-        found(uint32_t(begin), *tile, records);
-    }
-}
-
-// Calls `found(number, place)` for each bit in order, for the first two, whether they are set or not, without branches, which nobody
-// could foresee; what is found for a bit that is not set is to be overwritten. How many are set.
-template <class Found>
-PULSE_INLINE size_t ones_of(uint64_t bits, Found found) {
-    const size_t count = size_t(__builtin_popcountll(bits));
-    const auto place = [](uint64_t left) { return size_t(__builtin_ctzll(left | uint64_t(1) << 63)); };
-    found(0, place(bits));
-    bits &= bits - 1;
-    found(1, place(bits));
-    for (size_t k = 2; k < count; k++) {
-        bits &= bits - 1;
-        found(k, size_t(__builtin_ctzll(bits)));
-    }
-    return count;
+// How many elements the stretches remember at most.
+size_t most_remembered(const std::vector<Stretch>& stretches, uint64_t elements) {
+    size_t most = 0;
+    for (const Stretch& stretch : stretches) most += stretch.bytes / kRecordBytes;
+    return size_t(std::min<uint64_t>(most, elements));
 }
 
 constexpr int kLarge = 5;  // the vigour of an element whose last step had a size above 1, at least
 
 int group_of(int age, int vigour, bool turned) { return 1 + (age * kVigours + vigour) * 2 + turned; }
 
-// What a step of a stretch of one version makes of the group of an element.
+// The value of a State, but for its class.
+uint32_t known(int group, int last) { return uint32_t(group | (last < 0) << 7 | uint8_t(last) << 8); }
+
+// What a record of a stretch of one version makes of a State.
 class Transition {
 public:
     // `later`: the versions after the stretch; `longer`: those since the middle of the last stretch of several versions.
     Transition(int later, int longer) {
         const int since = later + 1, age = std::min(since, kAges - 1) - 1;
-        for (int large = 0; large < 2; large++) {
-            for (int turned = 0; turned < 2; turned++) {
-                for (int before = 0; before < kGroups; before++) {
-                    int vigour = 0;
-                    if (before) {
-                        const int was = (before - 1) / 2, last = was / kVigours;
-                        const int rest = (last == kAges - 1 ? longer : last + 1) - since;
-                        vigour = std::clamp(was % kVigours + (rest <= 2) - (rest > 4), 0, kVigours - 1);
-                    }
-                    if (large) vigour = std::max(vigour, kLarge);
-                    next_[size_t(2 * large + turned)][size_t(before)] =
-                        uint8_t(group_of(age, vigour, before && turned));
-                }
+        for (int before = 0; before < kGroups; before++) {
+            int vigour = 0;
+            if (before) {
+                const int was = (before - 1) / 2, last = was / kVigours;
+                const int rest = (last == kAges - 1 ? longer : last + 1) - since;
+                vigour = std::clamp(was % kVigours + (rest <= 2) - (rest > 4), 0, kVigours - 1);
+            }
+            for (int k = 0; k < 8; k++) {
+                const bool large = k & 4, down = k & 2, was_down = k & 1;
+                const int group = group_of(age, large ? std::max(vigour, kLarge) : vigour, before && down != was_down);
+                next_[2 * large + down][before + 128 * was_down] = uint8_t(known(group, down ? -1 : 1));
             }
         }
     }
-
-    // As the value of a State; 0 where nothing is known.
-    PULSE_INLINE uint32_t of(uint32_t before, uint8_t step, uint8_t cls) const {
-        const size_t large = uint8_t(step + 1) > 2, turned = ((before >> 15) ^ (step >> 7)) & 1;
-        return next_[2 * large + turned][before & 255] | uint32_t(step) << 8 | uint32_t(cls) << 16;
+    PULSE_INLINE uint32_t of(uint32_t before, Record record) const {
+        const size_t large = uint8_t(record.step() + 1) > 2, down = record.step() >> 7;
+        return next_[2 * large + down][before & 255] | (record.bits >> 8 & 0xffff00);
     }
 
 private:
-    std::array<std::array<uint8_t, 256>, 4> next_{};  // by whether it is large, whether it turned, and the group before
+    std::array<std::array<uint8_t, 256>, 4> next_{};  // of step and state, the lowest byte of the next one
 };
 
-// What the net step of a stretch of several versions says of an element, whatever was known of it.
-std::array<uint16_t, 256> given_by(uint32_t span) {
-    std::array<uint16_t, 256> given{};
-    for (int step = 0; step < 256; step++) {
-        const int net = int8_t(step), size = std::abs(net), n = int(span), each = std::max(1, (2 * size + n) / (2 * n));
-        const int vigour = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
-        const int last = net < 0 ? -each : each;
-        given[size_t(step)] = uint16_t(group_of(kAges - 1, vigour, false) | uint8_t(last) << 8);
+// What the record of a stretch of several versions makes of it: the same of any.
+class Given {
+public:
+    explicit Given(uint32_t span) {
+        for (int step = 0; step < 256; step++) {
+            const int net = int8_t(step), size = std::abs(net), n = int(span);
+            const int each = std::max(1, (2 * size + n) / (2 * n));
+            const int vigour = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
+            next_[size_t(step)] = uint16_t(known(group_of(kAges - 1, vigour, false), net < 0 ? -each : each));
+        }
     }
-    return given;
-}
+    PULSE_INLINE uint32_t of(uint32_t, Record record) const {
+        return next_[record.step()] | (record.bits >> 8 & 0xff0000);
+    }
+
+private:
+    std::array<uint16_t, 256> next_;
+};
+
+// What is known of the elements that are marked, in their order.
+struct Places {
+    const Marks& marks;
+    uint32_t* positions;
+    State* states;
+
+    // Takes in what a stretch says of those below `limit`.
+    template <class Says>
+    PULSE_INLINE void take(RecordReader& reader, uint64_t limit, const Says& says) {
+        reader.read(limit, [&](size_t element, Record record) {
+            if (record.step() == 0) return take_class(element, record.cls());
+            const size_t at = marks.before(element);
+            positions[at] = uint32_t(element);
+            states[at].value = says.of(states[at].value, record);
+        });
+    }
+
+private:
+    void take_class(size_t element, uint8_t cls) {
+        if (!marks.has(element)) return;
+        uint32_t& value = states[marks.before(element)].value;
+        value = (value & 0xffff) | uint32_t(cls) << 16;
+    }
+};
 
 template <class U>
 std::vector<uint8_t> records(const uint32_t* positions, size_t count, const U* old, const U* now,
@@ -199,26 +226,26 @@ std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const v
     return kind.width == 1 ? of(uint8_t()) : kind.width == 2 ? of(uint16_t()) : of(uint32_t());
 }
 
-std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements) {
-    size_t most = 0;
-    for (const Stretch& stretch : stretches) most += stretch.bytes / kRecordBytes;
-    RecordWriter writer(size_t(std::min<uint64_t>(most, elements)), elements);
-    walk(
-        stretches, elements,
-        [](RecordReader& reader, size_t, uint64_t first, Tile& tile) {
-            reader.read(first + kTile, [&](uint64_t position, uint8_t step, uint8_t cls) {
-                uint32_t& value = tile.at(size_t(position - first));
-                value = uint8_t(value + step) | uint32_t(cls) << 8;
+PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements) {
+    struct Net {
+        uint32_t position;
+        uint8_t step, cls;
+    };
+    const std::unique_ptr<Net[]> nets(new Net[most_remembered(stretches, elements)]);
+    Marks marks(elements);
+    TileWalk walk(stretches, elements, marks);
+    while (walk.next([](Record) { return true; })) {
+        std::fill(nets.get() + walk.first, nets.get() + walk.behind, Net{});
+        for (RecordReader& reader : walk.readers) {
+            reader.read(walk.limit, [&](size_t element, Record record) {
+                Net& net = nets[marks.before(element)];
+                net = {uint32_t(element), uint8_t(net.step + record.step()), record.cls()};
             });
-        },
-        [&](uint32_t first, const Tile& tile, size_t records) {
-            for (uint32_t word = 0; records && word < kTile / 64; word++) {
-                for (uint64_t bits = tile.touched[word]; bits; bits &= bits - 1) {
-                    const uint32_t at = 64 * word + uint32_t(__builtin_ctzll(bits)), value = tile.values[at];
-                    writer.put(first + at, uint8_t(value), uint8_t(value >> 8));
-                }
-            }
-        });
+        }
+    }
+    const size_t count = walk.behind;
+    RecordWriter writer(count, elements);
+    for (size_t i = 0; i < count; i++) writer.put(nets[i].position, nets[i].step, nets[i].cls);
     return writer.finish();
 }
 
@@ -229,9 +256,9 @@ RememberedCount count_remembered(const std::vector<Stretch>& stretches, uint64_t
     std::vector<size_t>& counts = found.by_last;
     for (size_t k = stretches.size(); k-- > 0;) {
         size_t count = counts.back();
-        RecordReader(stretches[k], end).read(end, [&](uint64_t position, uint8_t step, uint8_t) {
-            uint64_t& word = seen[size_t(position / 64)];
-            const uint64_t bit = uint64_t(step != 0) << (position & 63);
+        RecordReader(stretches[k]).read(end, [&](size_t element, Record record) {
+            uint64_t& word = seen[element / 64];
+            const uint64_t bit = uint64_t(record.step() != 0) << (element % 64);
             count += (word & bit) < bit;
             word |= bit;
         });
@@ -243,64 +270,33 @@ RememberedCount count_remembered(const std::vector<Stretch>& stretches, uint64_t
 
 PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
     std::vector<Transition> transitions;
-    std::vector<std::array<uint16_t, 256>> given;
-    size_t most = 0;
+    std::vector<Given> given;
     int later = 0, longer = 0;
-    for (const Stretch& stretch : stretches) {
-        later += int(stretch.span);
-        most += stretch.bytes / kRecordBytes;
-    }
+    for (const Stretch& stretch : stretches) later += int(stretch.span);
     for (const Stretch& stretch : stretches) {
         later -= int(stretch.span);
         if (stretch.span > 1) longer = later + int(stretch.span) / 2;
         transitions.emplace_back(later, longer);
-        given.push_back(given_by(stretch.span));
+        given.emplace_back(stretch.span);
     }
-    most = size_t(std::min<uint64_t>(most, elements)) + 2;  // two more, which `ones_of` may write
-    const size_t words = size_t((elements + kTile - 1) / kTile * (kTile / 64));
+    const size_t most = most_remembered(stretches, elements);
     Remembered remembered;
+    remembered.marks = Marks(elements);
     remembered.positions.reset(new uint32_t[most]);
     remembered.states.reset(new State[most]);
-    remembered.marks = Marks(words);
-    remembered.before.reset(new uint32_t[words]());
-    uint32_t *const positions = remembered.positions.get(), *const before = remembered.before.get();
-    State* const states = remembered.states.get();
-    uint64_t* const marks = remembered.marks.words();
-    size_t count = 0;
-    walk(
-        stretches, elements,
-        [&](RecordReader& reader, size_t k, uint64_t first, Tile& tile) {
+    Places places{remembered.marks, remembered.positions.get(), remembered.states.get()};
+    TileWalk walk(stretches, elements, remembered.marks);
+    while (walk.next([](Record record) { return record.step() != 0; })) {
+        std::fill(places.states + walk.first, places.states + walk.behind, State{0});
+        for (size_t k = 0; k < stretches.size(); k++) {
             if (stretches[k].span > 1) {
-                reader.read(first + kTile, [&](uint64_t position, uint8_t step, uint8_t cls) {
-                    if (step == 0) return tile.set_class(size_t(position - first), cls);
-                    tile.at(size_t(position - first)) = given[k][step] | uint32_t(cls) << 16;
-                });
+                places.take(walk.readers[k], walk.limit, given[k]);
             } else {
-                const Transition& transition = transitions[k];
-                reader.read(first + kTile, [&](uint64_t position, uint8_t step, uint8_t cls) {
-                    if (step == 0) return tile.set_class(size_t(position - first), cls);
-                    uint32_t& value = tile.at(size_t(position - first));
-                    value = transition.of(value, step, cls);
-                });
+                places.take(walk.readers[k], walk.limit, transitions[k]);
             }
-        },
-        [&](uint32_t first, const Tile& tile, size_t records) {
-            std::copy_n(tile.touched, kTile / 64, marks + first / 64);
-            if (!records) return;
-            size_t n = count;
-            const bool few = records < kTile / 256;  // then most words are empty, and a branch can be foreseen
-            for (uint32_t word = 0; word < kTile / 64; word++) {
-                if (few && !tile.touched[word]) continue;
-                const uint32_t *const values = tile.values + 64 * word, from = first + 64 * word;
-                before[first / 64 + word] = uint32_t(n);
-                n += ones_of(tile.touched[word], [=](size_t k, size_t place) {
-                    positions[n + k] = from + uint32_t(place);
-                    states[n + k] = {values[place]};
-                });
-            }
-            count = n;
-        });
-    remembered.count = count;
+        }
+    }
+    remembered.count = walk.behind;
     return remembered;
 }
 

@@ -26,23 +26,22 @@ struct Stretch {
 constexpr int kAges = 8, kVigours = 7, kGroups = 1 + kAges * kVigours * 2;
 constexpr int kLastVersion = kVigours * 2;  // the last group of what changed in the last version
 
-// What is known of an element that changed lately: its group, above 0, the step to expect, and its class, from the lowest byte on.
+// What is known of an element that changed lately: its group, above 0, the sign of the step to expect, that step, and its class, from
+// the lowest bit on: 7, 1, 8, 8 of them.
 struct State {
     uint32_t value;
 
-    uint8_t group() const { return uint8_t(value); }
+    uint8_t group() const { return uint8_t(value & 127); }
     int8_t last() const { return int8_t(value >> 8); }
     uint8_t cls() const { return uint8_t(value >> 16); }
 };
 
-// The elements of a block that changed lately, ascending; a bit for each element of the block, and how many such bits there are in
-// front of each word that has some.
+// The elements of a block that changed lately, ascending, and marked.
 struct Remembered {
     std::unique_ptr<uint32_t[]> positions;
     std::unique_ptr<State[]> states;
     size_t count = 0;
     Marks marks;
-    std::unique_ptr<uint32_t[]> before;
 };
 
 // The records of what changed. `old` and `now` are the elements at the positions.
