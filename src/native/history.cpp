@@ -121,6 +121,7 @@ EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* 
     if (used) {
         Recollection known = recollect(history, used, elements);
         list_classes(known, changes, cls);
+        known.number();
         Parted<U> parts;
         part(changes, known.remembered, kind.floating, parts);
         if (double(parts.recalled.which.size()) > kWorthwhile * double(changes.positions.size())) {

@@ -26,8 +26,6 @@ PULSE_CLONES Listed find_cells(const State* states, size_t n, int first, int cou
     return {listed, most};
 }
 
-PULSE_CLONES void count_all(Marks& marks, size_t end) { marks.count(0, end, 0); }
-
 }  // namespace
 
 void Recollection::list(int first_class, int classes_listed) {
@@ -38,7 +36,7 @@ void Recollection::list(int first_class, int classes_listed) {
     const Listed listed = find_cells(states, size(), first, count, cells.data());
     large = listed.most > 1;
     if (listed.count == size()) return;
-    const size_t all = size(), end = positions[all - 1] + size_t(1);
+    const size_t all = size();
     size_t kept = 0, from = 0;  // most are kept, so they move many at a time
     const auto keep_up_to = [&](size_t i) {
         std::copy(positions + from, positions + i, positions + kept);
@@ -54,7 +52,10 @@ void Recollection::list(int first_class, int classes_listed) {
     keep_up_to(all);
     remembered.count = kept;
     cells.resize(kept);
-    count_all(remembered.marks, end);
+}
+
+PULSE_CLONES void Recollection::number() {
+    remembered.marks.count(0, size() ? remembered.positions[size() - 1] + size_t(1) : 0, 0);
 }
 
 }  // namespace pulse

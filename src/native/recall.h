@@ -25,8 +25,10 @@ struct Recollection {
     size_t size() const { return remembered.count; }
     const State& state(size_t i) const { return remembered.states[i]; }
     MarkWords marks() const { return remembered.marks.words(); }
-    // Lists so many classes from the first one on. Elements of others are forgotten.
+    // Lists so many classes from the first one on. Elements of others are forgotten, and are no longer marked.
     void list(int first_class, int classes_listed);
+    // Makes `marks.before` an element its number.
+    void number();
 };
 
 // The steps of those that change: their numbers, ascending, the size of each step, and whether it is down.
