@@ -82,7 +82,7 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
         assert built.header.history == history.name
         assert (HISTORY in {entry.codec_id for entry in built.header.blocks}) == (k > 0)
         root = digest.root
-        applied = apply_patch(parsed, state, digest, history=history, remember=True)
+        applied = apply_patch(parsed, state, digest, history=history, most_records=1 << 20)
         assert snapshot(state) == snapshot(states[k + 1])
         assert applied.records is not None
         history = history.then(Stretch(1, root, applied.records))

@@ -89,7 +89,7 @@ def links(seen: list[Event]) -> list[str]:
 
 
 def detours(seen: list[Event]) -> list[str]:
-    return [event.message for event in seen if isinstance(event, PathFailed)]
+    return [event.reason for event in seen if isinstance(event, PathFailed)]
 
 
 def test_patches_become_smaller_and_every_root_is_right() -> None:

@@ -30,7 +30,7 @@ from ..store import Store, open_store
 from ..stream.chain import Link
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest, Payload
-from ..stream.names import PATCH, SHARD, StreamNames
+from ..stream.names import PATCH, SHARD
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.trees import copy_trees, has_trees
@@ -38,6 +38,7 @@ from ..sync.newest import check_identity
 from ..sync.pause import LONGEST_POLL, Pause
 from ..sync.route import BROKEN_LINK, Route
 from .gc import gc_stream
+from .known import knows_after, knows_history
 from .payloads import chunks_of, holds_whole
 
 _TRIES = 2
@@ -92,6 +93,7 @@ class Relay:
         self.source = Stream(open_store(source), stream, trusted, identity=identity, on_refused=weakly(self._refused))
         self._target = Stream(open_store(target), stream, trusted, identity=identity)
         self._have: int | None = None
+        self._knows: bool | None = None  # what the target's readers at that version do, once it was looked up
         self._anchor: _AnchorCopy | None = None
         self._searched = False
         self._selectable: bool | None = None
@@ -159,8 +161,10 @@ class Relay:
             self._identify(found.identity)
         else:
             self._anchor = None
-        self._have = found.version if found else None
-        return self._have
+        have = found.version if found else None
+        if have != self._have:
+            self._have, self._knows = have, None
+        return have
 
     def _identify(self, identity: str) -> None:
         self.source.identity = self._target.identity = self.source.identity or identity or None
@@ -188,14 +192,16 @@ class Relay:
 
     def _reach(self, version: int) -> None:
         """Copies the cheapest working path of links to ``version``, link by link; avoids one that cannot be used."""
-        route, at, anchored = Route(self.source, version), self._have, False
+        if self._knows is None:
+            self._knows = self._have is None or knows_history(self._target, self._have)
+        route, at, knows, anchored = Route(self.source, version), self._have, self._knows is True, False
         while self._have != version:
             try:
-                path = route.plan(at)
+                path = route.plan(at, knows=knows, tries=False)
             except ChainGap:
                 if at == self._have:
                     raise
-                at = self._have  # a path from an anchor broke
+                at, knows = self._have, self._knows is True  # a path from an anchor broke
                 continue
             for planned in path:
                 link = planned
@@ -209,11 +215,11 @@ class Relay:
                     route.avoid(planned, link, error)
                     self._tell(link, error)
                     break
-                at = link.version
+                at, knows = link.version, knows_after(link, manifest, before=knows)
                 anchored = anchored or link.base is None
                 self._links.append(link)
                 if self._have is None or at > self._have:
-                    self._have = at
+                    self._have, self._knows = at, knows
         if anchored:
             self._collect()
 
@@ -376,13 +382,13 @@ class Relay:
         """Empties the target's copy, in the order of garbage collection, and forgets whose stream it was."""
         self._require_no_publisher()
         names = self._target.names
-        for folder in _folders(names):
+        for folder in (names.links, names.versions, names.payloads, names.trees):
             found = [info.name for info in self._target.store.list(folder) if names.parse(info.name)]
             for name in reversed(found):
                 self._target.store.delete(name)
         self.source.forget()
         self._target.forget()
-        self._have, self._anchor, self._selectable = None, None, None
+        self._have, self._knows, self._anchor, self._selectable = None, None, None, None
 
     def _refused(self, version: int, error: PulseError) -> None:
         self._tell(f"version {version}", error)
@@ -393,7 +399,3 @@ class Relay:
 
 
 _ANOTHER_TARGET = "Give the relay a target, or a stream's name, to which nobody else writes versions."
-
-
-def _folders(names: StreamNames) -> tuple[str, ...]:
-    return names.links, names.versions, names.payloads, names.trees

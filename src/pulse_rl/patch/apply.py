@@ -21,7 +21,7 @@ from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, pieces_of
 from .build import BuiltPatch
 from .changes import Piece, StateChanges, TensorChanges
 from .header import FORMAT_OF_PARTS, BlockEntry, PatchHeader, format_of, parse_header
-from .history import History, Records, records_of
+from .history import History, Recorder, Records
 from .part import PartPatch
 from .parts import PartsHeader, PartsPatch
 from .tree import TreeUpdate, block_leaves, hashed_together, rehashed
@@ -69,7 +69,8 @@ def parse_patch(payloads: Sequence[bytes], specs: Sequence[TensorSpec] | None = 
 @dataclass(frozen=True, slots=True)
 class AppliedPatch:
     """What `apply_patch` did: the changes per tensor name, the digest tree of the state now, the old bits by index of
-    the patch's block, and what a history is to remember of it, None where that was not asked for or cannot be had."""
+    the patch's block, and what a history is to remember of it: None where that was not asked for, cannot be had, or is
+    too much."""
 
     changes: StateChanges
     digest: StateDigest
@@ -109,15 +110,16 @@ def apply_patch(
     digest: StateDigest,
     *,
     history: History | None = None,
-    remember: bool = False,
+    most_records: int = 0,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AppliedPatch:
     """Turns ``state`` (host memory, with tree ``digest``) into the patch's target, or leaves it exactly as it was.
 
     The state's root must be the patch's base root (WrongBase), so that applying twice is refused rather than harmful.
-    ``history``: what changed up to ``state``; a patch that names another one is refused (WrongHistory).
-    ``remember``: keep records of it, for a history; not of a patch in parts or in blocks of another size.
+    ``history``: what changed up to ``state``; a patch that needs another one is refused (WrongHistory).
+    ``most_records``: the bytes of records of it that may be kept, for a history; none of a patch in parts or in blocks
+    of another size.
     Every block's bytes are checked against the header, every changed leaf is hashed again and the root compared with
     the target root (DigestMismatch). On any failure, cancellation included, what was written is undone first.
     """
@@ -125,17 +127,19 @@ def apply_patch(
     if header.base_root != digest.root:
         raise WrongBase(f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…")
     patch.require(state, digest)
-    known = (history or History()).named(header.history)
     blocks, payloads = header.cut(), patch.payloads()
+    needed = header.history if any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads) else None
+    known = (history or History()).named(needed)
     sliced = isinstance(header, PartsHeader)  # blocks begin and end within leaves, which are hashed at the end
-    remember = remember and not sliced and header.block_elements == DEFAULT_BLOCK_ELEMENTS
+    recorder = None
+    if most_records and not sliced and header.block_elements == DEFAULT_BLOCK_ELEMENTS:
+        recorder = Recorder(most_records)
     indices = list(payloads)
     if sliced:
         groups = [[index] for index in indices]
     else:
         groups = [[indices[k] for k in group] for group in hashed_together([blocks[k] for k in indices], threads)]
     journal: dict[int, Changes] = {}
-    records: dict[int, Records] = {}
 
     def change(index: int) -> Changes:
         block, entry = blocks[index], header.blocks[index]
@@ -145,10 +149,8 @@ def apply_patch(
             return changes
         # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
         journal[index] = Changes(changes.positions, changes.replaced(before))
-        if remember:
-            found = records_of(block.dtype, changes.positions, journal[index].values, changes.values)
-            if found is not None:
-                records[index] = found
+        if recorder:
+            recorder.add(index, block.dtype, changes._replace(before=journal[index].values), before)
         scatter(block, state, changes)
         return changes
 
@@ -183,7 +185,7 @@ def apply_patch(
         for index, undo in journal.items():
             scatter(blocks[index], state, undo)
         raise
-    return AppliedPatch(joined, target, journal, records if remember else None)
+    return AppliedPatch(joined, target, journal, recorder.records if recorder else None)
 
 
 def decode_block(

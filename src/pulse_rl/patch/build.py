@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
-from types import MappingProxyType
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from ..state.memory import Allocate, SpareMemory
 from ..state.tensors import State, UIntArray
 from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
 from .header import BlockEntry, PatchHeader, check_block_elements
-from .history import History, HistoryName, Records, records_of
+from .history import History, HistoryName, Recorder, Records
 from .tree import TreeUpdate, changed_leaves, hashed_together
 from .undo import UndoLog
 
@@ -32,13 +31,14 @@ _STRIDE, _FEW = 16, 4096  # of the trainer's tensors, one change in so many is l
 class BuiltPatch:
     """A patch as chunks of bytes in file order (header, then a payload a block), and the digest tree of the state that
     it produces. ``changes`` holds the decoded blocks, for `advance_state`; None where nothing changed. ``records``:
-    what the codec that needs a history is to remember of it, by index of the block."""
+    what the codec that needs a history is to remember of it, by index of the block; None for other codecs, and where
+    that is too much."""
 
     header: PatchHeader
     chunks: tuple[bytes, ...]
     target: StateDigest
     changes: tuple[Changes | None, ...]
-    records: Mapping[int, Records]
+    records: Mapping[int, Records] | None
 
     @property
     def nbytes(self) -> int:
@@ -50,12 +50,11 @@ class BuiltPatch:
 
 @dataclass(slots=True)
 class _Built:
-    """A block: how it is coded, what changed, what is to be remembered, and its leaves; None where nothing changed."""
+    """A block: how it is coded, what changed, and its leaves; None where nothing changed."""
 
     index: int
     encoded: codecs.Encoded
     changes: Changes | None
-    records: Records | None
     leaves: list[bytes] | None = None
 
 
@@ -66,6 +65,7 @@ def build_patch(
     *,
     codec: str = codecs.DEFAULT,
     history: History | None = None,
+    most_records: int | None = None,
     block_elements: int = DEFAULT_BLOCK_ELEMENTS,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
@@ -75,8 +75,9 @@ def build_patch(
     One walk over both: each block is compared, coded, decoded again to prove it, and hashed. Blocks without changes are
     not hashed again. Raises StateMismatch unless both hold the same tensors, and IntegrityError where a block does not
     decode to the new elements, which means that they changed during the call. ``history``: what changed up to ``old``,
-    for the codec that needs it; only with blocks of the default size. ``progress`` is called with the bytes of
-    model that were worked through since its last call.
+    for the codec that needs it; only with blocks of the default size. ``most_records``: the bytes of the records that
+    are to be kept for the next one, at most. ``progress`` is called with the bytes of model that were worked through
+    since its last call.
     """
     new.require_specs(old.specs, "the base state")
     check_block_elements(block_elements)
@@ -84,6 +85,7 @@ def build_patch(
     remembers = codec == "history" and block_elements == DEFAULT_BLOCK_ELEMENTS
     known = history if history and remembers else History()
     blocks = cut(old.specs, block_elements)
+    recorder = Recorder(most_records) if remembers else None
 
     def run(group: range, copies: Allocate) -> list[_Built]:
         built, elements, made = [], [], []
@@ -94,15 +96,14 @@ def build_patch(
                 chosen, block, before, after, known.past(index), stride=1 if copied else _STRIDE
             )
             if changes is None:
-                built.append(_Built(index, encoded, None, None))
+                built.append(_Built(index, encoded, None))
                 continue
-            found = None
-            if remembers:
-                found = records_of(block.dtype, changes.positions, changes.replaced(before), changes.values)
+            if recorder:
+                recorder.add(index, block.dtype, changes, before)
             # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
             elements.append(after if copied else before)
             made.append(None if copied else changes)
-            built.append(_Built(index, encoded, to_keep(changes, block), found))
+            built.append(_Built(index, encoded, to_keep(changes, block)))
         changed = [b for b in built if b.changes is not None]
         hashed = changed_leaves([blocks[b.index] for b in changed], elements, made)
         for b, leaves in zip(changed, hashed, strict=True):
@@ -116,17 +117,16 @@ def build_patch(
             return run(group, copies)
 
     tree = TreeUpdate(old_digest)
-    coded, kept, records = [], [], {}
+    coded, kept = [], []
     for built in chain.from_iterable(ordered_map(run_with_memory, hashed_together(blocks, threads), threads)):
         coded.append(built.encoded)
         kept.append(built.changes)
         tree.add(blocks[built.index], built.leaves)
-        if built.records is not None:
-            records[built.index] = built.records
         if progress:
             progress(blocks[built.index].nbytes)
     used = any(encoded.codec_id == codecs.HISTORY for encoded in coded)
     named = known.name if used else None
+    records = recorder.records if recorder else None
     return _assemble(old_digest.root, tree.finish(), block_elements, coded, kept, named, records)
 
 
@@ -195,7 +195,7 @@ def _assemble(
     coded: list[codecs.Encoded],
     kept: list[Changes | None],
     history: HistoryName | None = None,
-    records: Mapping[int, Records] = MappingProxyType({}),
+    records: Mapping[int, Records] | None = None,
 ) -> BuiltPatch:
     entries = tuple(map(entry_of, coded))
     header = PatchHeader(base_root, target.root, block_elements, target.specs, entries, history)

@@ -6,6 +6,7 @@ publisher has the same one.
 
 from __future__ import annotations
 
+from _thread import allocate_lock
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from .._native import history_merged, history_records
 from .._util.threads import ordered_map
-from ..codec import Past
+from ..codec import Changes, Past
 from ..codec.base import element_kind
 from ..errors import WrongHistory
 from ..state.tensors import DType, TensorSpec, UIntArray
@@ -25,6 +26,8 @@ from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
 
 MAX_STRETCHES = 64
 MAX_SPAN = 64
+
+RECORD_BYTES = 4
 
 Records = npt.NDArray[np.uint8]
 
@@ -122,10 +125,34 @@ def records_of(dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, 
     return records if len(records) else None
 
 
+class Recorder:
+    """Collects the records of a stretch by block, of any number of threads, while they take at most ``most`` bytes
+    (None: any number of them); beyond that there are none."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self.records: dict[int, Records] | None = {}
+        self._left = most
+        self._lock = allocate_lock()
+
+    def add(self, index: int, dtype: DType, changes: Changes, before: UIntArray) -> None:
+        """The ``changes`` of a block whose elements were ``before``."""
+        with self._lock:
+            if self._left is not None:
+                self._left -= RECORD_BYTES * len(changes.positions)
+                if self._left < 0:
+                    self.records = None
+        if self.records is None:
+            return
+        found = records_of(dtype, changes.positions, changes.replaced(before), changes.values)
+        with self._lock:
+            if self.records is not None and found is not None:
+                self.records[index] = found
+
+
 def _merged(group: Sequence[Stretch], blocks: Sequence[Block], threads: int | None) -> Stretch:
     if len(group) == 1:
         return group[0]
-    indices = sorted({index for stretch in group for index in stretch.records})
+    indices = sorted({index for stretch in group for index in stretch.records if index < len(blocks)})
 
     def run(index: int) -> Records:
         parts = [(s.records[index], s.span) for s in group if index in s.records]

@@ -11,10 +11,11 @@ from pathlib import Path
 from ..errors import PulseError
 from ..state.checkpoint import load, save
 from ..state.tensors import Bits, State
-from .history import MAX_SPAN, MAX_STRETCHES, History, Records, Stretch
+from .header import MAX_BLOCKS
+from .history import MAX_SPAN, MAX_STRETCHES, RECORD_BYTES, History, Records, Stretch
 
 FILE_NAME = "pulse.history"
-_FORMAT = "pulse.history.1"
+_FORMAT = "pulse.history.2"
 _ROOT = re.compile(r"[0-9a-f]{64}")
 
 
@@ -55,6 +56,8 @@ def load_history(path: Path, root: str) -> History | None:
         found: list[dict[int, Records]] = [{} for _ in spans]
         for name, data in records.items():
             stretch, index = map(int, name.split("."))
+            if stretch < 0 or not 0 <= index < MAX_BLOCKS or len(data) % RECORD_BYTES:
+                return None
             found[stretch][index] = data
     except (PulseError, OSError, ValueError, KeyError, IndexError, RecursionError):
         return None

@@ -76,9 +76,9 @@ def cheapest_path(
 ) -> list[Link]:
     """The links to follow, in order, from version ``have`` (None: from nothing) to ``target``; fewest bytes in all.
 
-    ``knows``: whether the history at ``have`` is known; then no patch that ``needs`` it is taken from where it is not.
-    ``keeps`` says of a fold whether it is known after it. None: histories do not matter. Raises ChainGap that names
-    both sides of the gap.
+    ``knows``: whether the history at ``have`` is known; no patch that ``needs`` it is taken from where it is not, and
+    where it is, it is to be known at ``target``, too, if there is such a path. ``keeps`` says of a fold whether it is
+    known after it. None: histories do not matter. Raises ChainGap that names both sides of the gap.
     """
     # Of each version, with its history and without, the cheapest way there: bytes in all, the last link, its base.
     start: _Place = (None, True)
@@ -103,7 +103,7 @@ def cheapest_path(
         lower = "nothing below it is reachable" if reached is None else f"the chain reaches version {reached}"
         raise ChainGap(f"no path leads to version {target}: {lower}")
     path: list[Link] = []
-    found = best[min(ends, key=lambda end: best[end][0])]
+    found = best[ends[0] if knows else min(ends, key=lambda end: best[end][0])]
     while found[1] is not None:
         path.append(found[1])
         found = best[found[2]]

@@ -44,7 +44,7 @@ class Remembered:
     """The history by a publisher's own rule, with folds of 8 and 64 and the states numbered from 0 as versions.
 
     ``before`` ends one state before ``now``. Where only a part of the state's blocks is worked on, its cap is a share
-    of their bytes. Memory: at most a sixteenth of those bytes, and the changes of one version.
+    of their bytes. Memory: at most a twelfth of those bytes, and the changes of one version.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...], blocks: Mapping[int, Block]) -> None:
@@ -58,7 +58,7 @@ class Remembered:
         self.before = self.now
         stretch = Stretch(1, _ROOT, records)
         nbytes = sum(self._nbytes.values())
-        self.now = self._rule.after(self.now, stretch, version, self._specs, nbytes, threads=threads)
+        self.now = self._rule.after(self.now, stretch, version - 1, version, self._specs, nbytes, threads=threads)
 
     def keep(self, indices: Collection[int]) -> None:
         """Lets go of all other blocks."""

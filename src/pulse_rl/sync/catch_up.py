@@ -71,11 +71,13 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                 timer.end("fetch")
                 if item.manifest and route.forgets(item.link, item.manifest):
                     break
+                knew = follower.knows
                 try:
                     passed.append(_follow(follower, stream, item))
                     route.followed(item.link, knows=follower.knows)
                 except BROKEN_LINK as error:
-                    wanting = isinstance(error, WrongHistory) and not follower.knows  # nothing is wrong with the link
+                    # Where the history was wanting, or is forgotten since it may be wrong, the link may be good.
+                    wanting = isinstance(error, WrongHistory) or (knew and not follower.knows)
                     if not (wanting and route.lacks_history(item.planned, item.link)):
                         route.avoid(item.planned, item.link, error)
                     if host.listener:

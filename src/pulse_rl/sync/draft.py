@@ -13,19 +13,17 @@ from ..state.tensors import State
 from ..stream.manifest import Manifest
 from .host_state import HostState
 from .mode import ModeSelector
-from .remember import Memory
+from .remember import Memory, most_remembered
 
 
 @dataclass(frozen=True, slots=True)
 class PatchDraft:
-    """A patch from version ``base`` to ``state``, the trainer's own memory. ``reason``: see `Published`.
-    ``remembers``: whether the next one may be coded by its changes."""
+    """A patch from version ``base`` to ``state``, the trainer's own memory. ``reason``: see `Published`."""
 
     state: State
     base: int
     built: BuiltPatch
     reason: str
-    remembers: bool = False
 
     @property
     def target(self) -> StateDigest:
@@ -37,11 +35,11 @@ class PatchDraft:
 
     def history(self, baseline: HostState, version: int, memory: Memory) -> History:
         """What is remembered at ``version``, which this is to become."""
-        if not self.remembers:
-            return History()
-        stretch = Stretch(1, baseline.digest.root, self.built.records)
-        state, threads = baseline.state, baseline.threads
-        return memory.after(baseline.history, stretch, version, state.specs, state.nbytes, threads=threads)
+        state, records = baseline.state, self.built.records
+        stretch = None if records is None else Stretch(1, baseline.digest.root, records)
+        return memory.after(
+            baseline.history, stretch, self.base, version, state.specs, state.nbytes, threads=baseline.threads
+        )
 
     def take_effect(self, baseline: HostState, manifest: Manifest, history: History) -> None:
         """Moves the baseline to the version, which is committed."""
@@ -93,11 +91,12 @@ def make_draft(
                 baseline.digest,
                 codec=codec,
                 history=baseline.history,
+                most_records=most_remembered(state.nbytes),
                 threads=baseline.threads,
                 progress=progress_to(baseline.listener, "diff", state.nbytes),
             )
             timer.end("build")
-            return PatchDraft(state, baseline.version, built, reason, remembers=codec == "history")
+            return PatchDraft(state, baseline.version, built, reason)
     own = state if owned else State.empty(state.specs, state.aliases)
     target = state_digest(
         own,

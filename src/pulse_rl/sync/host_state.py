@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from .._util.serial import unstoppable
 from .._util.threads import Stopped
 from ..codec import Changes
-from ..errors import FormatError, IntegrityError, StateMismatch
+from ..errors import CorruptPatch, DigestMismatch, FormatError, IntegrityError, StateMismatch, WrongHistory
 from ..events import Listener, progress_to
-from ..patch import DEFAULT_BLOCK_ELEMENTS, BuiltPatch, PartsPatch, Patch, advance_state, apply_patch
+from ..patch import DEFAULT_BLOCK_ELEMENTS, AppliedPatch, BuiltPatch, PartsPatch, Patch, advance_state, apply_patch
 from ..patch.history import History, Stretch
 from ..patch.part import PartPatch
 from ..patch.undo import by_whole_blocks
@@ -43,7 +44,7 @@ class Watcher(Protocol):
 
 _NOTHING = History()
 _LARGEST_SHARE = 8
-"""Of the state bytes at most one part in this many is remembered, whatever manifests say: twice what publishers do."""
+"""Of the whole state's bytes at most one part in so many is remembered, whatever manifests say: publishers do less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class HostState:
         if self._watcher:
             self._watcher.replaced()
         delivery, knows = Delivery.complete(version, state), history.spans == tuple(remembers)
-        self._at = _Position(version, state, digest, delivery, history, knows)
+        self._at = _Position(version, state, digest, delivery, history if knows else _NOTHING, knows)
         self.poisoned = False
 
     def recover(self) -> None:
@@ -153,7 +154,8 @@ class HostState:
         """Moves along ``link``, whose payload is ``patch``, or stays as it is, to the last bit. ``remembers``: the
         spans of what is remembered at the version it leads to.
 
-        Raises what `apply_patch` raises.
+        Raises what `apply_patch` raises. A patch that fails where it needed the history may show that this is wrong:
+        then it is forgotten, and not known.
         """
         at = self._position
         if self._watcher:
@@ -168,30 +170,39 @@ class HostState:
                 at.state,
                 at.digest,
                 history=at.history,
-                remember=bool(remembers),
+                most_records=_most_records(patch) if remembers else 0,
                 threads=self.threads,
                 progress=progress_to(self.listener, "apply", at.state.nbytes),
             )
-        except (FormatError, IntegrityError, StateMismatch, Stopped):
+        except (FormatError, IntegrityError, StateMismatch, Stopped) as error:
+            if patch.header.history and isinstance(error, WrongHistory | CorruptPatch | DigestMismatch):
+                self._at = replace(at, history=_NOTHING, knows=False)
             self.poisoned = False  # refused, or undone to the last bit
             raise
-        delivery = at.delivery.after_patch(link, applied.changes, at.state)
-        state, digest = at.state.with_aliases(aliases), applied.digest
-        self._at = _Position(link.version, state, digest, delivery, knows=not remembers)
-        self.poisoned = False
-        if remembers and applied.records is not None:
-            assert link.base is not None
-            span = link.version - link.base if link.is_fold else 1
-            longer = at.history.then(Stretch(span, at.digest.root, applied.records))
-            history = longer.regrouped(remembers, patch.header.specs, threads=self.threads)
-            history = history.within(state.nbytes // _LARGEST_SHARE)
-            self._at = _Position(link.version, state, digest, delivery, history, history.spans == tuple(remembers))
-        if self._watcher:
-            if patch.header.block_elements == DEFAULT_BLOCK_ELEMENTS:
+        with unstoppable():
+            delivery = at.delivery.after_patch(link, applied.changes, at.state)
+            history = self._remembered(link, patch, applied, remembers)
+            knows = history.spans == tuple(remembers)
+            self._at = _Position(link.version, at.state.with_aliases(aliases), applied.digest, delivery, history, knows)
+            self.poisoned = False
+            if self._watcher and patch.header.block_elements == DEFAULT_BLOCK_ELEMENTS:
                 undo = by_whole_blocks(patch.header, applied.undo)
                 self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
-            else:
+            elif self._watcher:
                 self._watcher.replaced()
+
+    def _remembered(
+        self, link: Link, patch: Patch | PartPatch | PartsPatch, applied: AppliedPatch, remembers: Sequence[int]
+    ) -> History:
+        """The history after a patch that was applied: as far as it can be had, that of these spans."""
+        at, specs = self._position, patch.header.specs
+        if not remembers or applied.records is None:
+            return _NOTHING
+        assert link.base is not None
+        span = link.version - link.base if link.is_fold else 1
+        longer = at.history.then(Stretch(span, at.digest.root, applied.records))
+        history = longer.regrouped(remembers, specs, threads=self.threads)
+        return history.within(_most_records(patch))
 
     def replace(
         self, links: Sequence[Link], state: State, digest: StateDigest, history: History, *, knows: bool = True
@@ -231,3 +242,7 @@ class HostState:
     def _position(self) -> _Position:
         assert self._at is not None, "no version yet"
         return self._at
+
+
+def _most_records(patch: Patch | PartPatch | PartsPatch) -> int:
+    return sum(spec.nbytes for spec in patch.header.specs) // _LARGEST_SHARE

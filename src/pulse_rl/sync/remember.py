@@ -36,19 +36,28 @@ class Memory(NamedTuple):
     def after(
         self,
         history: History,
-        patch: Stretch,
+        patch: Stretch | None,
+        base: int,
         version: int,
         specs: tuple[TensorSpec, ...],
         nbytes: int,
         *,
         threads: int | None,
     ) -> History:
-        """What is remembered at ``version``, to which ``patch`` leads from where ``history`` ends, of a state of
-        ``specs`` and ``nbytes``."""
-        if version % self.anew == 0:
+        """What is remembered at ``version``, to which ``patch`` leads from version ``base``, where ``history`` ends, of
+        a state of ``specs`` and ``nbytes``. None: the patch changes more than can be remembered.
+
+        Versions may be left out: a multiple that is passed by counts as well.
+        """
+        if patch is None or version // self.anew > base // self.anew:
             return History()
         longer = history.then(patch)
         single = [span for span in longer.spans if span == 1]
         merged = (self.stretch,) if len(single) == self.stretch else ()
-        spans = longer.spans if version % self.stretch else merged
-        return longer.regrouped(spans, specs, threads=threads).within(nbytes // _SHARE)
+        spans = merged if version // self.stretch > base // self.stretch else longer.spans
+        return longer.regrouped(spans, specs, threads=threads).within(most_remembered(nbytes))
+
+
+def most_remembered(nbytes: int) -> int:
+    """The bytes of what is remembered of a state of ``nbytes``, at most."""
+    return nbytes // _SHARE

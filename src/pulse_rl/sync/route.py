@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch
@@ -63,9 +63,11 @@ class Route:
         self._minds_histories = True
         return not known
 
-    def plan(self, have: int | None, *, knows: bool = True) -> list[Link]:
+    def plan(self, have: int | None, *, knows: bool = True, tries: bool = True) -> list[Link]:
         """The cheapest path by bytes from version ``have`` (None: from nothing) that is not known to be broken.
-        ``knows``: whether all is remembered there that a patch may need.
+        ``knows``: whether all is remembered there that a patch may need. ``tries``: where it is not, a patch is taken
+        all the same until `lacks_history` says that it needs it: another way may cost a whole state. Who does not
+        decode cannot try, and takes such a path where there is no other.
 
         Raises ChainGap, with the reasons why links were avoided.
         """
@@ -73,16 +75,19 @@ class Route:
             self._listed = self._from_listings(have)
         reasons: list[str] = []
         known = knows if self._minds_histories else None
+
+        def cheapest(needs: Callable[[Link], bool]) -> list[Link]:
+            return cheapest_path(usable, have, self._target, knows=known, keeps=self._keeps_history, needs=needs)
+
         for links in self._candidates(self._listed, have, reasons):
             usable = [link for link in links if self._usable(link)]
             try:
-                return cheapest_path(usable, have, self._target, knows=known, keeps=self._keeps_history)
+                return cheapest(self._needs_history if tries else lambda patch: True)
             except ChainGap as error:
                 gap = error
-        with suppress(ChainGap):  # with patches that may need no history
-            return cheapest_path(
-                usable, have, self._target, knows=known, keeps=self._keeps_history, needs=self._needs_history
-            )
+        if not tries:
+            with suppress(ChainGap):
+                return cheapest(self._needs_history)
         broken = dict.fromkeys([*self._avoided.values(), *reasons])
         raise ChainGap("; ".join([f"{self._stream.name}: {gap}", *broken]), hint=gap.hint)
 
