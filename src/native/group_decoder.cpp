@@ -197,8 +197,9 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     result.positions = std::move(tiles.positions);
     result.values.resize(changed * sizeof(U));
     result.before.resize(changed * sizeof(U));
-    std::memcpy(result.before.data(), tiles.before.data(), result.before.size());
     U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
+    std::copy(tiles.before.begin(), tiles.before.begin() + std::ptrdiff_t(changed),
+              reinterpret_cast<U*>(result.before.data()));
     for (size_t i = 0; i < changed; i++) {
         const U step = tiles.downs[i] ? U(-tiles.sizes[i]) : tiles.sizes[i];
         values[i] = from_ordered(U(to_ordered(tiles.before[i], kind.floating) + step), kind.floating);

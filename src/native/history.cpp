@@ -14,10 +14,8 @@ namespace {
 
 constexpr size_t kMostRemembered = 3;  // elements for each change: more cost time and save little
 constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed before, too
-// Below so many changes, 64 states and a head of chances cost more than `context`, which learns.
-constexpr size_t kFewChanges = 8192;
-constexpr size_t kAhead = 24;       // elements that are fetched before they are needed
-constexpr uint8_t kByGroups = 128;  // beside the number of stretches
+constexpr size_t kAhead = 24;          // elements that are fetched before they are needed
+constexpr uint8_t kByGroups = 128;     // beside the number of stretches
 
 // How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each
 // change, and none where few of the changes are remembered. Looks at the start of the block.
@@ -105,7 +103,7 @@ void list_classes(Recollection& known, const BlockChanges<U>& changes, ClassOf c
 
 template <class U>
 EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* now, const ElementKind& kind,
-                    const std::vector<Run>& runs) {
+                    const std::vector<Run>& runs, size_t few) {
     uint64_t elements = 0;
     for (const Run& run : runs) elements += run.elements;
     const ClassOf cls{kind.shift, kind.mask};
@@ -127,7 +125,7 @@ EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* 
         if (double(parts.recalled.which.size()) > kWorthwhile * double(changes.positions.size())) {
             result.codec = BlockCodec::history;
             std::vector<uint8_t>& payload = result.encoded.payload;
-            const bool by_context = suits || changes.positions.size() < kFewChanges;
+            const bool by_context = few && (suits || changes.positions.size() < few);
             const int stretches = int(used) | (by_context ? 0 : kByGroups);
             for (int x : {stretches, known.first, known.count - 1}) payload.push_back(uint8_t(x));
             RecallWriter recall(known, parts.recalled);
@@ -198,8 +196,8 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
     for (size_t i = 0; i < n; i++) {
         __builtin_prefetch(old + known.remembered.positions[steps.which[std::min(i + kAhead, n - 1)]]);
         const uint32_t place = known.remembered.positions[steps.which[i]];
-        const U size = U(steps.sizes[i]), step = steps.downs[i] ? U(-size) : size;
-        if (step == 0 || size != steps.sizes[i]) throw Malformed("a step is out of range");
+        const U by = U(steps.sizes[i]), step = steps.downs[i] ? U(-by) : by;
+        if (step == 0 || by != steps.sizes[i]) throw Malformed("a step is out of range");
         mine.positions[i] = place;
         before[i] = old[place];
         values[i] = from_ordered(U(to_ordered(old[place], kind.floating) + step), kind.floating);
@@ -210,14 +208,12 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
 }  // namespace
 
 EncodedByAny encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
-                                 const ElementKind& kind, const std::vector<Run>& runs) {
-    switch (kind.width) {
-        case 1: return encode(history, static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now), kind, runs);
-        case 2:
-            return encode(history, static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now), kind, runs);
-        default:
-            return encode(history, static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now), kind, runs);
-    }
+                                 const ElementKind& kind, const std::vector<Run>& runs, size_t few) {
+    const auto of = [&](auto zero) {
+        using U = decltype(zero);
+        return encode(history, static_cast<const U*>(old), static_cast<const U*>(now), kind, runs, few);
+    };
+    return kind.width == 1 ? of(uint8_t()) : kind.width == 2 ? of(uint16_t()) : of(uint32_t());
 }
 
 Decoded decode_with_history(const std::vector<Stretch>& history, const uint8_t* payload, size_t size, const void* old,

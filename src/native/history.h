@@ -22,9 +22,13 @@ struct EncodedByAny {
     std::vector<uint8_t> values;      // the new elements there, `width` bytes each
 };
 
-// As `encode_block` and `decode_block`; `history`, of at most kMostStretches, ends at the old elements.
+// Below so many changes, 64 states and a head of chances cost more than `context`, which learns.
+constexpr size_t kFewForGroups = 8192;
+
+// As `encode_block` and `decode_block`; `history`, of at most kMostStretches, ends at the old elements. Behind what is remembered,
+// `few` changes and more are coded by `groups`, where the block suits it; 0: any.
 EncodedByAny encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
-                                 const ElementKind& kind, const std::vector<Run>& runs);
+                                 const ElementKind& kind, const std::vector<Run>& runs, size_t few = kFewForGroups);
 Decoded decode_with_history(const std::vector<Stretch>& history, const uint8_t* payload, size_t size, const void* old,
                             const ElementKind& kind, const std::vector<Run>& runs);
 

@@ -1,7 +1,6 @@
 // A bit for each element of a block: those that are left out of the weights of all others (docs/format.md, section 3.10.3).
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>

@@ -1,4 +1,4 @@
-// What the payloads of both codecs are made of: a head of bytes and varints, and a code of adaptive and plain bits.
+// What the payloads of the codecs are made of: a head of bytes and varints, and a code of adaptive and plain bits.
 #pragma once
 
 #include <algorithm>
@@ -64,9 +64,9 @@ inline uint64_t take_count(const uint8_t* data, size_t size, size_t& at) {
     uint64_t count = 0;
     for (int shift = 0;; shift += 7) {
         const uint8_t byte = take_byte(data, size, at);
-        if (shift > 28) throw Malformed("the number of changes is too long");
+        if (shift > 28) throw Malformed("a number in the head is too long");
         count |= uint64_t(byte & 127) << shift;
-        if (byte == 0 && shift > 0) throw Malformed("the number of changes is padded");
+        if (byte == 0 && shift > 0) throw Malformed("a number in the head is padded");
         if (byte < 128) return count;
     }
 }

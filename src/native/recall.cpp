@@ -39,9 +39,11 @@ void Recollection::list(int first_class, int classes_listed) {
     const size_t all = size();
     size_t kept = 0, from = 0;  // most are kept, so they move many at a time
     const auto keep_up_to = [&](size_t i) {
-        std::copy(positions + from, positions + i, positions + kept);
-        std::copy(states + from, states + i, states + kept);
-        std::copy(cells.data() + from, cells.data() + i, cells.data() + kept);
+        if (from > kept) {
+            std::copy(positions + from, positions + i, positions + kept);
+            std::copy(states + from, states + i, states + kept);
+            std::copy(cells.data() + from, cells.data() + i, cells.data() + kept);
+        }
         kept += i - from, from = i + 1;
     };
     for (size_t i = 0; i < all; i++) {

@@ -5,7 +5,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "plain_bits.h"
@@ -91,7 +90,11 @@ private:
     const Recollection& known_;
     ByCell<uint8_t> there_{};
     RecallHead head_;
-    std::vector<std::pair<uint32_t, Unlikely>> unlikely_;  // whose plain bits are still to come
+    struct UnlikelyStep {
+        uint32_t which, expected;
+        Unlikely value;
+    };
+    std::vector<UnlikelyStep> unlikely_;  // whose plain bits are still to come
 };
 
 }  // namespace pulse

@@ -52,6 +52,7 @@ struct Unlikely {
     // Throws Malformed.
     uint32_t size_near(uint32_t expected) const {
         if (kind == less && number >= expected) throw Malformed("a change by nothing");
+        if (kind == more && number > UINT32_MAX - expected) throw Malformed("a step is out of range");
         return kind == less ? expected - number : expected + number;
     }
 };

@@ -91,20 +91,19 @@ void RecallReader::take(RansReader& coder) {
         }
         std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
         for (uint64_t bits = take_bits(coder, frequencies); bits; bits &= bits - 1) {
-            unlikely_.push_back({uint32_t(i + size_t(__builtin_ctzll(bits))), {}});
+            const size_t k = i + size_t(__builtin_ctzll(bits));
+            unlikely_.push_back({uint32_t(k), steps.sizes[k] > 1 ? steps.sizes[k] : 0, {}});
         }
     }
     LevelReader side{{coder}};
-    for (auto& [i, value] : unlikely_) {
-        const uint32_t expected = steps.sizes[i] > 1 ? steps.sizes[i] : 0;
+    for (auto& [i, expected, value] : unlikely_) {
         value = code_unlikely(side, head_.levels, known_.state(steps.which[i]).cls(), expected, {});
         side.pieces.next_state();
     }
 }
 
 void RecallReader::take_plain(BitReader& bits) {
-    for (auto& [i, value] : unlikely_) {
-        const uint32_t expected = steps.sizes[i] > 1 ? steps.sizes[i] : 0;
+    for (auto& [i, expected, value] : unlikely_) {
         value.number |= bits.take(value.plain);
         steps.sizes[i] = value.size_near(expected);
     }

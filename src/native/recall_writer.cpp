@@ -1,4 +1,3 @@
-#include <cmath>
 #include <memory>
 
 #include "group_bits.h"
@@ -35,7 +34,7 @@ struct Step {
     size_t cls, turn;
     bool turned, is_unlikely;
     uint32_t expected;
-    Unlikely unlikely;
+    Unlikely value;
 };
 
 Step step_at(const Recollection& known, const RecalledSteps& steps, size_t i) {
@@ -81,8 +80,8 @@ void RecallWriter::put(Writer& side) {
         side.bit(models->turned[step.turn], step.turned);
         side.bit(unlikely_model(*models, step.cls, step.expected), step.is_unlikely);
         if (!step.is_unlikely) continue;
-        code_unlikely(side, *models, step.cls, step.expected, step.unlikely);
-        code_plain(side, step.unlikely.plain_bits(), step.unlikely.plain);
+        code_unlikely(side, *models, step.cls, step.expected, step.value);
+        code_plain(side, step.value.plain_bits(), step.value.plain);
     }
 }
 
@@ -96,8 +95,8 @@ void RecallWriter::put_head(std::vector<uint8_t>& out) {
         tally.bit(tallies->turned[step.turn], step.turned);
         tally.bit(unlikely_model(*tallies, step.cls, step.expected), step.is_unlikely);
         if (!step.is_unlikely) continue;
-        code_unlikely(tally, *tallies, step.cls, step.expected, step.unlikely);
-        unlikely_.push_back({uint8_t(step.cls), step.expected, step.unlikely});
+        code_unlikely(tally, *tallies, step.cls, step.expected, step.value);
+        unlikely_.push_back({uint8_t(step.cls), step.expected, step.value});
     }
     head_.sizes = std::max(behind_last(tallies->further, known_.first), behind_last(tallies->second, known_.first));
     head_.distances = behind_last(tallies->apart, known_.first);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <cstring>
 
 #include "clones.h"
 #include "range_coder.h"
@@ -13,7 +12,7 @@ namespace pulse {
 namespace {
 
 constexpr uint32_t kLongestGap = 65535;
-constexpr size_t kTile = 1 << 16;  // elements whose marks and states stay in the first-level cache
+constexpr size_t kAtOnce = 1 << 16;  // elements whose marks stay in the first-level cache
 
 class RecordWriter {
 public:
@@ -100,7 +99,7 @@ public:
     PULSE_INLINE bool next(Counts counts) {
         if (limit == elements_) return false;
         const uint64_t begin = limit;
-        limit = std::min(begin + kTile, elements_);
+        limit = std::min(begin + kAtOnce, elements_);
         readers = ahead_;
         for (RecordReader& reader : ahead_) {
             reader.read(limit, [&](size_t element, Record record) { marks_.add(element, counts(record)); });

@@ -378,3 +378,21 @@ def test_a_small_block_takes_its_past_only_where_that_is_smaller() -> None:
             assert len(found.payload) <= len(without.payload)
             chosen.add(found.codec_id)
     assert chosen == {codec.by_name("context").id, HISTORY.id}
+
+
+@pytest.mark.parametrize("name", ["U16", "I32", "I8"])
+@pytest.mark.parametrize("over", [1 << 32, 0])
+def test_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, name: str, over: int) -> None:
+    """Not even as a distance that would wrap to a small one."""
+    dtype = DTYPES[name]
+    kind, old = Kind(*element_kind(dtype)), np.full(40, 7, dtype.uint)
+    records = {p: 2 for p in range(20)}
+    layout = Layout(dtype, (Run(40, 40, 0),), ((np.frombuffer(oracle.records(records), np.uint8), 1),))
+    size = (over or 1 << 8 * dtype.width) + 1
+    monkeypatch.setattr(oracle, "steps_between", lambda *_: {3: size})
+    monkeypatch.setattr(oracle.Recall, "finish", lambda *_: None)
+    group, _ = next(iter({(k.group, 0) for k in oracle.what_is_known([(records, 1)]).values()}))
+    chosen = oracle.Choices(1, 0, 1, odds={0: 0}, groups={group: 0}, cells={(group, 0): 24})
+    payload = oracle.encode(old.tolist(), old.tolist(), kind, list(layout.runs), [(records, 1)], chosen)
+    with pytest.raises(CorruptPatch, match="out of range"):
+        HISTORY.decode(memoryview(payload), old, layout)

@@ -57,21 +57,22 @@ std::vector<uint8_t> steps_of(const std::vector<uint8_t>& records, uint64_t elem
     return steps;
 }
 
-// The records with the classes that the elements have.
-std::vector<uint8_t> with_classes(std::vector<uint8_t> records, const Block& b) {
+// The records with the classes that the elements have; of some, the class is all that is left.
+std::vector<uint8_t> with_classes(Random& r, std::vector<uint8_t> records, const Block& b) {
     uint64_t at = 0;
     for (size_t i = 0; i + kRecordBytes <= records.size(); i += kRecordBytes) {
         at += uint32_t(records[i]) | uint32_t(records[i + 1]) << 8;
         if (!records[i + 2]) continue;
         const uint32_t x = element(b.before, at++, b.kind.width);
         records[i + 3] = uint8_t((x >> b.kind.shift) & b.kind.mask);
+        if (below(r, 50) == 0 && records[i] != 255) records[i + 2] = 0;
     }
     return records;
 }
 
 // Stretches of which some elements are part again and again; these go on in `now`, often by the same step.
 Past random_past(Random& r, const Block& b, std::vector<uint8_t>& now, uint64_t seed) {
-    Past past;
+    Past past, plain;
     const double mobile = unit(r) * unit(r), again = unit(r);
     const uint64_t most = below(r, 2) ? 1 : 1 + below(r, 127);
     std::vector<int> drift(b.elements);
@@ -87,9 +88,10 @@ Past random_past(Random& r, const Block& b, std::vector<uint8_t>& now, uint64_t 
             total[i] = uint8_t(total[i] + steps[i]);
         }
         const std::vector<uint8_t> records = records_of_steps(steps);
-        past.add(below(r, 8) ? with_classes(records, b) : records, random_span(r));
+        plain.add(records, 1);
+        past.add(below(r, 8) ? with_classes(r, records, b) : records, random_span(r));
     }
-    if (steps_of(merged_records(past.stretches, b.elements), b.elements) != total) fail("the merged stretches", seed);
+    if (steps_of(merged_records(plain.stretches, b.elements), b.elements) != total) fail("the merged stretches", seed);
     now.clear();
     for (size_t i = 0; i < b.elements; i++) {
         const uint32_t x = element(b.before, i, b.kind.width), y = element(b.after, i, b.kind.width);
@@ -139,7 +141,7 @@ Past large_past(Random& r, const Block& b, std::vector<uint8_t>& now) {
     for (size_t n = 1 + below(r, 3); n; n--) {
         std::vector<uint8_t> steps(b.elements);
         for (size_t i = 0; i < b.elements; i++) steps[i] = drift[i] && below(r, 3) ? drift[i] : 0;
-        past.add(with_classes(records_of_steps(steps), b), n > 2 ? 8 : 1);
+        past.add(with_classes(r, records_of_steps(steps), b), n > 2 ? 8 : 1);
     }
     now.clear();
     for (size_t i = 0; i < b.elements; i++) {
@@ -166,10 +168,11 @@ int main(int argc, char** argv) {
                                   : random_past(r, made, after, seed);
         const Block b(made.kind, made.runs, made.before, after);
         const std::vector<Stretch>& stretches = past.stretches;
+        const size_t few = below(r, 2) ? kFewForGroups : 0;
         use_vectors(false);
-        const EncodedByAny encoded = encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs);
+        const EncodedByAny encoded = encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs, few);
         use_vectors(true);
-        const EncodedByAny again = encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs);
+        const EncodedByAny again = encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs, few);
         if (encoded.codec != again.codec || encoded.encoded.payload != again.encoded.payload) {
             fail("vectors make other bytes", seed);
         }
@@ -195,11 +198,17 @@ int main(int argc, char** argv) {
         for (int k = 0; k < 8; k++, bad_ones++) {
             const Exact bad(below(r, 4) ? damaged(payload, r) : payload);
             const std::vector<Stretch>& known = below(r, 2) ? stretches : other.stretches;
-            try {
-                changed(b, decode_with_history(known, bad.data(), bad.size, b.old.data(), b.kind, b.runs), seed);
-            } catch (const Malformed&) {
-                refused++;
+            std::vector<uint8_t> found[2];  // nothing where it is refused
+            for (bool use : {false, true}) {
+                use_vectors(use);
+                try {
+                    found[use] = changed(
+                        b, decode_with_history(known, bad.data(), bad.size, b.old.data(), b.kind, b.runs), seed);
+                } catch (const Malformed&) {
+                }
             }
+            if (found[0] != found[1]) fail("vectors decode otherwise", seed);
+            refused += found[0].empty();
         }
     }
     char more[96];

@@ -131,7 +131,8 @@ class Reader:
 
     def _settle(self) -> None:
         while self.range < 1 << 56:
-            self.code = self.code << 8 | (self.data[self.at] if self.at < len(self.data) else 0)
+            following = self.data[self.at] if self.at < len(self.data) else 0
+            self.code = (self.code << 8 | following) % (1 << 64)
             self.range <<= 8
             self.at += 1
 
@@ -306,6 +307,8 @@ def decode(
             chosen[:] = [0, levels]
         return new
     boost, first, span = data[at], data[at + 1], data[at + 2] + 1
+    assert boost <= 7
+    assert first + span - 1 <= kind.mask
     side, m, waiting = Reader(data[at + 3 :]), Models(), Waiting()
     if front is not None:
         front(side)
