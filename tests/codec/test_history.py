@@ -386,7 +386,7 @@ def test_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, name: str, over:
     """Not even as a distance that would wrap to a small one."""
     dtype = DTYPES[name]
     kind, old = Kind(*element_kind(dtype)), np.full(40, 7, dtype.uint)
-    records = {p: 2 for p in range(20)}
+    records = dict.fromkeys(range(20), 2)
     layout = Layout(dtype, (Run(40, 40, 0),), ((np.frombuffer(oracle.records(records), np.uint8), 1),))
     size = (over or 1 << 8 * dtype.width) + 1
     monkeypatch.setattr(oracle, "steps_between", lambda *_: {3: size})

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
+
 from ..errors import PulseError
 from ..state.checkpoint import load, save
 from ..state.tensors import Bits, State
@@ -56,9 +58,9 @@ def load_history(path: Path, root: str) -> History | None:
         found: list[dict[int, Records]] = [{} for _ in spans]
         for name, data in records.items():
             stretch, index = map(int, name.split("."))
-            if stretch < 0 or not 0 <= index < MAX_BLOCKS or len(data) % RECORD_BYTES:
+            if stretch < 0 or not 0 <= index < MAX_BLOCKS or data.dtype != np.uint8 or data.size % RECORD_BYTES:
                 return None
-            found[stretch][index] = data
+            found[stretch][index] = data.reshape(-1)
     except (PulseError, OSError, ValueError, KeyError, IndexError, RecursionError):
         return None
     return History(tuple(Stretch(*each) for each in zip(spans, roots, found, strict=True)))

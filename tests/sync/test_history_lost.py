@@ -1,0 +1,239 @@
+"""Where what is remembered is lost, wrong, or not to be had: everybody finds a way, and nobody shows a wrong weight."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, state_root
+from pulse_rl._util.threads import running
+from pulse_rl.events import Event, PathFailed, Synced
+from pulse_rl.maintenance.fold import fold_stream
+from pulse_rl.maintenance.relay import Relay
+from pulse_rl.patch.history import History, Stretch
+from pulse_rl.patch.history_file import load_history, save_history
+from pulse_rl.stream.stream import Stream
+from tests.sync.test_history import Made, momentum
+
+Stretches = dict[int, np.ndarray]
+
+
+def hot(seed: int = 0, elements: int = 400_000, changes: int = 2000) -> Iterator[State]:
+    """States of which half of the same few elements change in each version."""
+    rng = np.random.default_rng(seed)
+    flat = (rng.normal(0, 0.02, elements).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    moving = rng.choice(elements, 2 * changes, replace=False)
+    while True:
+        yield State.of({"w": Bits(flat.copy(), "BF16")})
+        at = rng.choice(moving, changes, replace=False)
+        flat[at] += (rng.choice([-1, 1], changes) % 65536).astype(np.uint16)
+
+
+def publisher(store: MemoryStore, **options: object) -> Publisher:
+    return Publisher(store, stream="s", codec="history", threads=1, **options)  # type: ignore[arg-type]
+
+
+def reader(store: MemoryStore, **options: object) -> tuple[Subscriber, list[Event]]:
+    seen: list[Event] = []
+    return Subscriber(store, stream="s", threads=1, on_event=seen.append, **options), seen  # type: ignore[arg-type]
+
+
+def fetched(seen: list[Event]) -> int:
+    return sum(event.fetched_bytes for event in seen if isinstance(event, Synced))
+
+
+@pytest.mark.parametrize("codec", ["history"])
+def test_a_part_that_changes_more_than_the_whole_remembers(codec: str) -> None:
+    """A part of its own codec, of which all changes: more than an eighth of itself is to be remembered."""
+    store, states = MemoryStore(), momentum()
+    made = Publisher(store, stream="s", codec=codec, selectable=True, threads=1, folds=(8, 64))
+    part, seen = reader(store, select=["norm.weight"])
+    other, others = reader(store, select=["w"])
+    norm = np.random.default_rng(0).normal(1, 0.1, 16).astype(np.float32)
+    for _ in range(20):
+        norm = (norm * 1.0001).astype(np.float32)
+        w = next(states).read("w").copy()
+        made.publish(State.of({"w": Bits(w, "BF16"), "norm.weight": Bits(norm.view(np.uint32).copy(), "F32")}))
+        made.wait()
+        part.sync(), other.sync()
+        np.testing.assert_array_equal(part.state.read("norm.weight"), norm.view(np.uint32))
+        np.testing.assert_array_equal(other.state.read("w").reshape(-1), w.reshape(-1))
+    assert not [event for event in seen + others if isinstance(event, PathFailed)]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("before, spans", [(8, (8,)), (19, (4,))])
+def test_a_relays_readers_go_on_after_folds_of_other_spans(before: int, spans: tuple[int, ...], restarts: bool) -> None:
+    store, target, states = MemoryStore(), MemoryStore(), hot()
+    made = publisher(store, folds=(4, 16) if before == 8 else (8, 64))
+    for _ in range(1 if before == 8 else 9):
+        made.publish(next(states)), made.wait()
+    relay = Relay(store, target, stream="s", threads=1)
+    relay.sync()
+    for _ in range(before):
+        made.publish(next(states)), made.wait()
+    list(fold_stream(store, "s", spans, threads=1))
+    relay.sync()
+    newest = None
+    for _ in range(20):
+        if restarts:
+            relay = Relay(store, target, stream="s", threads=1)
+        made.publish(next(states)), made.wait()
+        relay.sync()
+        newest, _ = reader(target)
+        newest.sync()
+    assert newest is not None
+    source, _ = reader(store)
+    source.sync()
+    assert (newest.version, newest.root) == (source.version, source.root)
+
+
+def test_a_base_that_is_a_later_version_too(tmp_path: Path) -> None:
+    """The trainer went back to it: what came before it then is not what is remembered now."""
+    made = Made(70, folds=(8, 64))
+    first, _ = made.subscriber()
+    first.sync(6)
+    first.save(tmp_path / "model.safetensors")
+    back = first.state
+    made.states = iter(
+        [State.of({name: Bits(back.read(name).copy(), back.spec(name).dtype.name) for name in back.names})]
+    )
+    made.publish()
+    flat = back.read("w").copy()
+    at = np.random.default_rng(3).choice(flat.size, 800, replace=False)
+    for _ in range(3):
+        flat.reshape(-1)[at] += 1
+        made.states = iter([State.of({"w": Bits(flat.copy(), "BF16"), "step": Bits(back.read("step").copy(), "U64")})])
+        made.publish()
+    again, _ = made.subscriber(base=tmp_path / "model.safetensors")
+    again.sync()
+    assert (again.version, again.root) == (73, made.roots[-1])
+
+
+def flipped(records: Stretches) -> Stretches:
+    found = {index: data.copy() for index, data in records.items()}
+    for data in found.values():
+        data[2::4] = 256 - data[2::4].astype(int)
+    return found
+
+
+WRONG = {
+    "other steps": flipped,
+    "nothing": lambda records: {},
+    "other classes": lambda records: {
+        i: (d.reshape(-1, 4) ^ np.uint8([0, 0, 0, 255])).reshape(-1) for i, d in records.items()
+    },
+    "other blocks": lambda records: {i + 99: d for i, d in records.items()},
+    "fewer": lambda records: {i: d[: d.size // 8 * 4] for i, d in records.items()},
+}
+
+
+@pytest.mark.parametrize("wrong", sorted(WRONG))
+@pytest.mark.parametrize("version", [6, 15])
+def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) -> None:
+    """A bit that flipped in memory, say, and was saved: never a wrong weight, and the stream goes on."""
+    made = Made(version + 1)
+    first, _ = made.subscriber()
+    first.sync()
+    first.save(tmp_path / "model.safetensors")
+    file = tmp_path / "pulse.history"
+    history = load_history(file, first.root)
+    assert history and history.stretches
+    stretches = [Stretch(s.span, s.base_root, WRONG[wrong](dict(s.records))) for s in history.stretches]
+    save_history(file, History(tuple(stretches)), first.root)
+    again, _ = made.subscriber(base=tmp_path)
+    for _ in range(4):
+        made.publish()
+        again.sync()
+        assert again.root == made.roots[-1]
+
+
+@pytest.mark.parametrize("bytes_of_a_record", [3, 5])
+def test_records_of_another_kind_are_none(tmp_path: Path, bytes_of_a_record: int) -> None:
+    root = "0" * 64
+    file = tmp_path / "pulse.history"
+    save_history(file, History((Stretch(1, root, {0: np.zeros(2 * bytes_of_a_record, np.uint8)}),)), root)
+    assert load_history(file, root) is None
+
+
+def test_junk_in_the_place_of_versions_does_not_stop_the_publisher() -> None:
+    store, states = MemoryStore(), momentum()
+    made = publisher(store)
+    following, seen = reader(store)
+    made.publish(next(states))
+    for version in range(8, 300, 8):
+        store.put(Stream(store, "s").names.version(version), b"junk")
+    for _ in range(150):
+        state = next(states)
+        done = made.publish(state)
+        assert made._baseline.history.spans == Stream(store, "s").manifest(done.version).remembers
+        assert len(made._baseline.history.stretches) <= 9
+    following.sync()
+    assert following.root == state_root(state)
+    made = publisher(store)
+    made.publish(next(states))
+
+
+def test_an_interrupt_while_stretches_are_merged_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(8, folds=(8, 64))
+    following, seen = made.subscriber()
+    following.sync()
+    regrouped = History.regrouped
+
+    def interrupted(self: History, *args: object, **options: object) -> History:
+        operation = getattr(running, "operation", None)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        while operation is not None and not operation.stopping:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        return regrouped(self, *args, **options)  # type: ignore[arg-type]
+
+    made.publish()
+    monkeypatch.setattr(History, "regrouped", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        following.sync()
+    monkeypatch.undo()
+    seen.clear()
+    for _ in range(2):
+        made.publish()
+        following.sync()
+        assert following.root == made.roots[-1]
+    assert not [event for event in seen if isinstance(event, PathFailed)]
+    assert fetched(seen) < sum(done.patch_bytes for done in made.done[8:]) + 20_000
+
+
+def test_who_lacks_a_history_that_no_patch_needs_pays_for_patches_only() -> None:
+    store, states = MemoryStore(), momentum(chance=0)
+    made = publisher(store)
+    for _ in range(12):
+        state = next(states)
+        made.publish(state)
+    assert Stream(store, "s").manifest(11).remembers
+    late, seen = reader(store, base=state)
+    done = made.publish(next(states))
+    late.sync()
+    assert late.root == done.root
+    assert fetched(seen) < done.patch_bytes + 20_000
+
+
+@pytest.mark.parametrize("density", [0.05, 0.4])
+def test_records_stop_where_they_are_too_many(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(1)
+    made.states = momentum(density=density)
+    next(made.states)
+    kept: list[int] = []
+    then = History.then
+    monkeypatch.setattr(History, "then", lambda self, stretch: kept.append(1) or then(self, stretch))
+    following, _ = made.subscriber()
+    following.sync()
+    for _ in range(3):
+        made.publish()
+        following.sync()
+        assert following.root == made.roots[-1]
+    assert not kept
