@@ -95,7 +95,7 @@ def test_a_relays_readers_go_on_after_folds_of_other_spans(before: int, spans: t
 
 def test_a_base_that_is_a_later_version_too(tmp_path: Path) -> None:
     """The trainer went back to it: what came before it then is not what is remembered now."""
-    store, states = MemoryStore(), momentum()
+    store, states = MemoryStore(), momentum(chance=0.7)
     made = publisher(store)
     flat = step = np.empty(0)
     for version in range(70):
