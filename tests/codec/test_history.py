@@ -368,18 +368,6 @@ def test_a_history_saves_bytes_where_changes_come_again() -> None:
     assert len(payload) < 0.8 * len(context)
 
 
-def test_a_small_block_takes_its_past_only_where_that_is_smaller() -> None:
-    larger = [random_block(np.random.default_rng(seed), "BF16", (1, 1, 1), 6000, large=0) for seed in range(8)]
-    chosen = set()
-    for block in [*blocks("BF16"), *larger]:
-        without = codec.encode_block(codec.by_name("context"), block.old, block.new, block.layout)
-        found = codec.encode_block(HISTORY, block.old, block.new, block.layout)
-        if found.changed < 1024:
-            assert len(found.payload) <= len(without.payload)
-            chosen.add(found.codec_id)
-    assert chosen == {codec.by_name("context").id, HISTORY.id}
-
-
 @pytest.mark.parametrize("name", ["U16", "I32", "I8"])
 @pytest.mark.parametrize("over", [1 << 32, 0])
 def test_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, name: str, over: int) -> None:

@@ -368,3 +368,25 @@ def test_histories_that_cannot_be_read_are_not_written(rng: Rng) -> None:
         replace(header, block_elements=MIB).to_bytes()
     most = HistoryName((MAX_SPAN,) * MAX_STRETCHES, bytes(32))
     assert parse_header(memoryview(replace(header, history=most).to_bytes()), header.specs)[0].history == most
+
+
+@pytest.mark.parametrize("recurs", [0.1, 0.3, 1.0])
+def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs: float) -> None:
+    flat, history = weights(rng, 20_000).array.copy(), History()
+    moving, old = rng.choice(flat.size, 100, replace=False), State.of({"w": Bits(flat.copy(), "BF16")})
+    named = []
+    for _ in range(6):
+        keeps = rng.random(100) < recurs
+        moving = np.where(keeps, moving, rng.choice(flat.size, 100, replace=False))
+        flat[moving] += 1
+        new, digest = State.of({"w": Bits(flat.copy(), "BF16")}), state_digest(old)
+        built = build_patch(old, new, digest, codec="history", history=history)
+        assert built.nbytes <= build_patch(old, new, digest).nbytes
+        parsed = Patch.parse(built.to_bytes(), old.specs)
+        assert parsed.header.history in (None, history.name)
+        state, known = digested(old)
+        assert apply_patch(parsed, state, known, history=history).digest.root == state_digest(new).root
+        named.append(built.header.history is not None)
+        assert built.records is not None
+        history, old = history.then(Stretch(1, digest.root, built.records)), new
+    assert any(named) == (recurs == 1)

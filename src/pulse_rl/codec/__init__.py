@@ -56,10 +56,6 @@ _MANY, _EVEN, _LARGE = 0.03, 0.8, 1 << 19
 # byte planes save at most about a third of trained weights.
 _TRY_DENSE = 0.5
 
-# Blocks of so few elements and changes are also tried without their past: its chances take some ten bytes to say, and
-# trying costs little.
-_SMALL, _VERY_FEW = 1 << 18, 1024
-
 
 class Encoded(NamedTuple):
     """A block as a patch has it. ``found``: what was seen to have changed, where the encoder kept it."""
@@ -106,9 +102,6 @@ def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -
         past = layout.past if codec.name == "history" else ()
         payload, name, found = encode_few(old, new, layout._replace(past=past))
         changed = len(found.positions)
-        if name == "history" and old.size <= _SMALL and changed < _VERY_FEW:
-            without = encode_few(old, new, layout._replace(past=()))
-            payload, name, found = min(without, (payload, name, found), key=lambda tried: len(tried[0]))
         codec = by_name(name)
     else:
         encoded = codec.encode(old, new, layout)

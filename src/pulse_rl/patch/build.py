@@ -24,6 +24,7 @@ from .tree import TreeUpdate, changed_leaves, hashed_together
 from .undo import UndoLog
 
 _DENSE = 4  # where more than one element in so many changes, what old bits take weighs more than looking them up
+_SMALL = 4096  # bytes: a patch up to that is made without a history, too, which takes some hundred bytes to say
 _STRIDE, _FEW = 16, 4096  # of the trainer's tensors, one change in so many is looked at again, from so many on
 
 
@@ -126,8 +127,26 @@ def build_patch(
             progress(blocks[built.index].nbytes)
     used = any(encoded.codec_id == codecs.HISTORY for encoded in coded)
     named = known.name if used else None
-    records = recorder.records if recorder else None
-    return _assemble(old_digest.root, tree.finish(), block_elements, coded, kept, named, records)
+    records, target = recorder.records if recorder else None, tree.finish()
+    made = _assemble(old_digest.root, target, block_elements, coded, kept, named, records)
+    if named is None or made.nbytes > _SMALL:
+        return made
+
+    def without(index: int) -> codecs.Encoded:
+        encoded, changes = coded[index], kept[index]
+        if encoded.codec_id != codecs.HISTORY or changes is None:
+            return encoded
+        before = blocks[index].read(old)
+        after = before.copy()
+        after[changes.positions] = changes.values
+        return encode_proved(chosen, blocks[index], before, after)[0]
+
+    plain = list(ordered_map(without, range(len(coded)), threads))
+    return min(made, _assemble(old_digest.root, target, block_elements, plain, kept, None, records), key=_nbytes)
+
+
+def _nbytes(built: BuiltPatch) -> int:
+    return built.nbytes
 
 
 def build_fold(

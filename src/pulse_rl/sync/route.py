@@ -116,12 +116,16 @@ class Route:
             return links_of(manifest)
         if manifest.patch.base == have:
             return links_of(manifest)
-        guess = sum(p.bytes for p in manifest.patch.parts)
+        guess = _nbytes(manifest)
         if have is not None and self._target - have < _FAR:
             return [Link(v - 1, v, guess) for v in range(have + 1, self._target + 1)]
         links = [link for link in self._stream.links(have) if link.version <= self._target]
         starts = [have] if have is not None else [link.version for link in links if link.base is None]
         versions = [v for v in self._stream.versions(min(starts)) if v <= self._target] if starts else []
+        if manifest.remembers and have is not None and versions:
+            # The first patches after a history began anew are larger than the target's.
+            with suppress(*BROKEN_LINK):
+                guess = (guess + _nbytes(self._stream.manifest(versions[0]))) // 2
         return [*links, *(Link(v - 1, v, guess) for v in versions)]
 
     def _from_manifests(self, have: int | None, reasons: list[str]) -> list[Link]:
@@ -152,3 +156,7 @@ class Route:
 
     def _usable(self, link: Link) -> bool:
         return link.key not in self._avoided
+
+
+def _nbytes(manifest: Manifest) -> int:
+    return sum(part.bytes for part in manifest.patch.parts) if manifest.patch else 0
