@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 
 from pulse_rl import Bits, CorruptPatch, DigestMismatch, InputError, State, WrongBase
-from pulse_rl.codec import HISTORY, SAME
+from pulse_rl.codec import HISTORY, SAME, Changes
 from pulse_rl.codec.base import element_kind
 from pulse_rl.errors import WrongHistory
 from pulse_rl.patch import BuiltPatch, Patch, apply_patch, build_patch
 from pulse_rl.patch.blocks import DEFAULT_BLOCK_ELEMENTS, cut
 from pulse_rl.patch.header import BlockEntry, PatchHeader, closed_header, format_of, open_header, parse_header
-from pulse_rl.patch.history import MAX_SPAN, MAX_STRETCHES, History, HistoryName, Stretch
+from pulse_rl.patch.history import MAX_SPAN, MAX_STRETCHES, History, HistoryName, Recorder, Stretch
 from pulse_rl.patch.parts import parse_part_header
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.state.digest import StateDigest, state_digest
+from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 from tests.support import history_oracle as oracle
 from tests.support.context_oracle import Kind
 from tests.support.parts import part, slices_of
@@ -390,3 +391,21 @@ def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs
         assert built.records is not None
         history, old = history.then(Stretch(1, digest.root, built.records)), new
     assert any(named) == (recurs == 1)
+
+
+def test_a_recorder_keeps_all_or_none() -> None:
+    def changes(count: int, dtype: str) -> tuple[DType, Changes, UIntArray]:
+        kind = DTYPES[dtype]
+        before = np.zeros(count, kind.uint)
+        return kind, Changes(np.arange(count, dtype=np.uint32), before + kind.uint(1)), before
+
+    kept = Recorder(40)
+    kept.add(0, *changes(6, "BF16"))
+    kept.add(1, *changes(50, "F64"))  # of which nothing is remembered
+    kept.add(2, *changes(4, "U8"))
+    assert kept.records is not None
+    assert {index: len(found) for index, found in kept.records.items()} == {0: 24, 2: 16}
+    kept.add(3, *changes(1, "F32"))
+    assert kept.records is None
+    kept.add(4, *changes(1, "F32"))
+    assert kept.records is None

@@ -136,6 +136,8 @@ class Recorder:
 
     def add(self, index: int, dtype: DType, changes: Changes, before: UIntArray) -> None:
         """The ``changes`` of a block whose elements were ``before``."""
+        if dtype.width > 4:
+            return
         with self._lock:
             if self._left is not None:
                 self._left -= RECORD_BYTES * len(changes.positions)
