@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 
 from pulse_rl import Bits, CorruptPatch, DigestMismatch, InputError, State, WrongBase
-from pulse_rl.codec import HISTORY, SAME, Changes
+from pulse_rl.codec import HISTORY, SAME
 from pulse_rl.codec.base import element_kind
 from pulse_rl.errors import WrongHistory
 from pulse_rl.patch import BuiltPatch, Patch, apply_patch, build_patch
 from pulse_rl.patch.blocks import DEFAULT_BLOCK_ELEMENTS, cut
 from pulse_rl.patch.header import BlockEntry, PatchHeader, closed_header, format_of, open_header, parse_header
-from pulse_rl.patch.history import MAX_SPAN, MAX_STRETCHES, History, HistoryName, Recorder, Stretch
+from pulse_rl.patch.history import MAX_SPAN, MAX_STRETCHES, History, HistoryName, Stretch
 from pulse_rl.patch.parts import parse_part_header
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.state.digest import StateDigest, state_digest
-from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 from tests.support import history_oracle as oracle
 from tests.support.context_oracle import Kind
 from tests.support.parts import part, slices_of
@@ -369,43 +368,3 @@ def test_histories_that_cannot_be_read_are_not_written(rng: Rng) -> None:
         replace(header, block_elements=MIB).to_bytes()
     most = HistoryName((MAX_SPAN,) * MAX_STRETCHES, bytes(32))
     assert parse_header(memoryview(replace(header, history=most).to_bytes()), header.specs)[0].history == most
-
-
-@pytest.mark.parametrize("recurs", [0.1, 0.3, 1.0])
-def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs: float) -> None:
-    flat, history = weights(rng, 20_000).array.copy(), History()
-    moving, old = rng.choice(flat.size, 100, replace=False), State.of({"w": Bits(flat.copy(), "BF16")})
-    named = []
-    for _ in range(6):
-        keeps = rng.random(100) < recurs
-        moving = np.where(keeps, moving, rng.choice(flat.size, 100, replace=False))
-        flat[moving] += 1
-        new, digest = State.of({"w": Bits(flat.copy(), "BF16")}), state_digest(old)
-        built = build_patch(old, new, digest, codec="history", history=history)
-        assert built.nbytes <= build_patch(old, new, digest).nbytes
-        parsed = Patch.parse(built.to_bytes(), old.specs)
-        assert parsed.header.history in (None, history.name)
-        state, known = digested(old)
-        assert apply_patch(parsed, state, known, history=history).digest.root == state_digest(new).root
-        named.append(built.header.history is not None)
-        assert built.records is not None
-        history, old = history.then(Stretch(1, digest.root, built.records)), new
-    assert any(named) == (recurs == 1)
-
-
-def test_a_recorder_keeps_all_or_none() -> None:
-    def changes(count: int, dtype: str) -> tuple[DType, Changes, UIntArray]:
-        kind = DTYPES[dtype]
-        before = np.zeros(count, kind.uint)
-        return kind, Changes(np.arange(count, dtype=np.uint32), before + kind.uint(1)), before
-
-    kept = Recorder(40)
-    kept.add(0, *changes(6, "BF16"))
-    kept.add(1, *changes(50, "F64"))  # of which nothing is remembered
-    kept.add(2, *changes(4, "U8"))
-    assert kept.records is not None
-    assert {index: len(found) for index, found in kept.records.items()} == {0: 24, 2: 16}
-    kept.add(3, *changes(1, "F32"))
-    assert kept.records is None
-    kept.add(4, *changes(1, "F32"))
-    assert kept.records is None
