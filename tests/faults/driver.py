@@ -17,6 +17,7 @@ from pulse_rl._util import serial
 from pulse_rl.integrations.fsdp import head
 from pulse_rl.patch import part
 from pulse_rl.sync import catch_up, commit, folds, publisher, route, slices
+from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 
 from .hostile_world import HostileWorld
@@ -83,6 +84,7 @@ def repeatable(rng: Random) -> Iterator[None]:
         yield
 
 
+@named_in_small_patches()
 def run(seed: int, *, concurrent: bool = False) -> Outcome:
     """One sequence of 4 to 40 steps. ``concurrent`` keeps the library's threads: then a seed does not repeat exactly.
 

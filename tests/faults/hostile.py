@@ -29,6 +29,7 @@ import numpy as np
 from pulse_rl import Bits, LocalStore, Publisher, PublisherConflict, PulseError, Subscriber, state_root
 from pulse_rl.maintenance.gc import gc_stream
 from pulse_rl.stream.manifest import parse
+from tests.support.histories import named_in_small_patches
 
 from .cowriter import KINDS, CoWriter
 from .interrupts import NumpyModel, changed
@@ -141,6 +142,7 @@ def rage(place: Place, seed: int) -> None:
         time.sleep(rng.random() * 2 / _ACTS_A_SECOND)
 
 
+@named_in_small_patches()
 def publish(place: Place, seed: int) -> None:
     """The publisher's process: a version whenever it can. Its record has each root before it is published, and each
     version once it is said to be committed."""

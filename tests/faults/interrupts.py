@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, Store, Subscriber, Update, state_root
+from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import Boom
 
 R = TypeVar("R")
@@ -110,6 +111,7 @@ def changed(numbers: np.random.Generator, state: Mapping[str, Bits]) -> dict[str
     return following
 
 
+@named_in_small_patches()
 def run(store: Store, *, count: int, model: str, seed: int, tell: Callable[[str], None] = print) -> dict[str, int]:
     """Rounds of publish and sync until ``count`` calls were interrupted. Raises AssertionError for a wrong bit or a
     lost update; ends the process where a round hangs."""

@@ -270,8 +270,8 @@ TRUST = [
     one(
         "what was remembered stays where a fold was followed",
         "sync.host_state",
-        "            span = link.version - link.base if link.is_fold else 1\n",
-        "            span = 1\n",
+        "        span = link.version - link.base if link.is_fold else 1\n",
+        "        span = 1\n",
     ),
     one(
         "an anchor does not begin anew",

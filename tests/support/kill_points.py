@@ -33,6 +33,7 @@ from pulse_rl.state.checkpoint import load, save
 from pulse_rl.stream.names import PATCH
 from pulse_rl.stream.stream import Stream
 from tests.support.fuse import Fuse, FusedStore, die, forked
+from tests.support.histories import named_in_small_patches
 
 STREAM = "policy"
 MODES = ("before", "after", "midst")
@@ -51,6 +52,7 @@ def policy(step: int) -> dict[str, Bits]:
     return state
 
 
+@named_in_small_patches()
 def publish(store: FusedStore, acknowledged: Path, steps: int, again: bool) -> None:
     """A trainer's program: goes on after the head's step, up to ``steps``; ``again`` publishes the head's first."""
     publisher = Publisher(
