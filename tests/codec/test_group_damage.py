@@ -14,6 +14,7 @@ from pulse_rl.state.tensors import DTYPES, UIntArray
 from tests.support import groups_oracle as oracle
 from tests.support.context_oracle import Writer, row_ends
 from tests.support.group_blocks import GROUPS, changed, check_decoded, encoded, kind_of, refused, weights
+from tests.support.groups_payload import Parts, cut, joined
 from tests.support.rans_oracle import varint
 
 
@@ -53,27 +54,27 @@ def test_whatever_is_cut_off_is_missed() -> None:
 def test_whatever_is_added_is_noticed() -> None:
     for steps in ("one", "any"):
         payload = small_payload(steps)
-        parts = oracle.cut(payload)
+        parts = cut(payload)
         for more in (bytes(1), bytes(2), b"\xff\xff", bytes(64), bytes(1000)):
             refused(payload + more, OLD, SMALL, "longer or shorter")
-            refused(oracle.joined(parts._replace(plain=parts.plain + more)), OLD, SMALL, "plain|behind")
+            refused(joined(parts._replace(plain=parts.plain + more)), OLD, SMALL, "plain|behind")
             longer = parts._replace(head=parts.head + bytes(8) + more)
-            refused(oracle.joined(longer), OLD, SMALL, "the head is longer or shorter")
+            refused(joined(longer), OLD, SMALL, "the head is longer or shorter")
 
 
 def test_other_plain_bits() -> None:
     new, head = small("any")
     payload = oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head)
-    parts = oracle.cut(payload)
+    parts = cut(payload)
     assert len(parts.plain) > 10
     for less in (1, 2, len(parts.plain)):
-        refused(oracle.joined(parts._replace(plain=parts.plain[:-less])), OLD, SMALL, "plain bits end too early")
+        refused(joined(parts._replace(plain=parts.plain[:-less])), OLD, SMALL, "plain bits end too early")
 
 
 def with_end(change: Callable[[list[int]], None], steps: str, seed: int = 1) -> bytes:
     """A payload whose decoder comes to other states at its end."""
     new, head = small(steps, seed=seed)
-    parts = oracle.cut(oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head))
+    parts = cut(oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head))
     side = oracle.StateWriter()
     ordered = [kind_of("BF16").ordered(x) for x in (*OLD.tolist(), *new.tolist())]
     ups = [(b - a + 32768) % 65536 - 32768 for a, b in zip(ordered[:1600], ordered[1600:], strict=True)]
@@ -83,7 +84,7 @@ def with_end(change: Callable[[list[int]], None], steps: str, seed: int = 1) -> 
     states = oracle.states_of(oracle.plain_bytes({at: abs(up) for at, up in wanted.items()}, found))
     change(states)
     words = side.finish(states)
-    return oracle.joined(parts._replace(states=states, words=words))
+    return joined(parts._replace(states=states, words=words))
 
 
 def test_states_at_the_end() -> None:
@@ -106,7 +107,7 @@ def test_bits_behind_the_last_plain_one_and_behind_the_last_state() -> None:
     checked = [0, 0]
     for seed in range(5):
         payload = small_payload("any", seed)
-        parts = oracle.cut(payload)
+        parts = cut(payload)
         if sum(x.bit_length() + 3 for x in parts.states) % 8:
             at = len(payload) - len(parts.words) - 1
             refused(
@@ -114,15 +115,15 @@ def test_bits_behind_the_last_plain_one_and_behind_the_last_state() -> None:
             )
             checked[0] += 1
         if plain_bits(parts) % 8:
-            bad = oracle.joined(parts._replace(plain=parts.plain[:-1] + bytes([parts.plain[-1] | 128])))
+            bad = joined(parts._replace(plain=parts.plain[:-1] + bytes([parts.plain[-1] | 128])))
             refused(bad, OLD, SMALL, "bits behind the last size")
             checked[1] += 1
     assert min(checked) > 1
 
 
-def plain_bits(parts: oracle.Parts) -> int:
+def plain_bits(parts: Parts) -> int:
     """How many there are, those of the states included."""
-    head, kind = oracle.read_head(oracle.joined(parts), SMALL_RUNS), kind_of("BF16")
+    head, kind = oracle.read_head(joined(parts), SMALL_RUNS), kind_of("BF16")
     side = oracle.StateReader(list(parts.states), parts.words)
     chances = oracle.Chances(head, OLD.tolist(), kind, SMALL_RUNS)
     found = oracle.code_changes(side, chances, list(row_ends(list(SMALL_RUNS))), {})
@@ -130,7 +131,7 @@ def plain_bits(parts: oracle.Parts) -> int:
 
 
 def test_wrong_numbers_of_changes() -> None:
-    parts = oracle.cut(small_payload("one"))
+    parts = cut(small_payload("one"))
     for count, match in (
         (0, "number of changes"),
         (1, "more changes"),
@@ -141,14 +142,14 @@ def test_wrong_numbers_of_changes() -> None:
         (1 << 32, "number"),
         (1 << 62, "number"),
     ):
-        refused(oracle.joined(parts._replace(changed=count)), OLD, SMALL, match)
+        refused(joined(parts._replace(changed=count)), OLD, SMALL, match)
     refused(b"\x80" * 20, OLD, SMALL)
 
 
 def test_heads_that_cannot_be() -> None:
     payload = small_payload("one")
-    parts = oracle.cut(payload)
-    refused(oracle.joined(parts._replace(first=1)), OLD, SMALL, "out of range")
+    parts = cut(payload)
+    refused(joined(parts._replace(first=1)), OLD, SMALL, "out of range")
     integers = Layout(DTYPES["U16"], SMALL_RUNS)
     refused(payload, OLD, integers, "out of range")
     for huge in (b"\xff\xff\x03", b"\xff" * 4 + b"\x7f"):
@@ -156,7 +157,7 @@ def test_heads_that_cannot_be() -> None:
         behind = payload[: 4 + len(varint(len(parts.head))) + len(parts.head)]
         refused(behind + huge + payload[len(behind) + 1 :], OLD, SMALL, "inside its plain bits")
     never = oracle.Head(0, [None] * 256, [], [], [24] * 4, [0, 0])
-    refused(oracle.joined(parts._replace(head=oracle.head_bytes(never, SMALL_RUNS))), OLD, SMALL, "fewer changes")
+    refused(joined(parts._replace(head=oracle.head_bytes(never, SMALL_RUNS))), OLD, SMALL, "fewer changes")
 
 
 def test_more_lengths_than_there_can_be() -> None:
@@ -170,7 +171,7 @@ def test_more_lengths_than_there_can_be() -> None:
     side = Boaster()
     assert oracle.code_head(side, head, head.first, len(head.rarities), SMALL_RUNS) == head
     payload = oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head)
-    boasting = oracle.joined(oracle.cut(payload)._replace(head=side.finish()))
+    boasting = joined(cut(payload)._replace(head=side.finish()))
     assert boasting != payload
     check_decoded(boasting, OLD, new, SMALL)
 

@@ -31,6 +31,7 @@ from tests.support.group_blocks import (
     stepped,
     weights,
 )
+from tests.support.groups_payload import Parts, joined
 from tests.support.rans_oracle import SCALE
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "U16", "I32", "I8"]
@@ -227,8 +228,8 @@ def test_any_head_and_any_changes_are_understood(
     plain = oracle.plain_bytes(sizes, found)
     states = oracle.states_of(plain)
     words = side.finish(states)
-    payload = oracle.joined(
-        oracle.Parts(len(found), first, len(head.rarities), wide.finish(), plain[oracle.IN_STATES :], states, words)
+    payload = joined(
+        Parts(len(found), first, len(head.rarities), wide.finish(), plain[oracle.IN_STATES :], states, words)
     )
     layout = Layout(DTYPES[name], runs)
     if not found:

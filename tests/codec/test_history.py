@@ -19,6 +19,7 @@ from tests.codec.test_groups import AnyChanges, AnyHead
 from tests.support import groups_oracle
 from tests.support import history_oracle as oracle
 from tests.support.context_oracle import Kind, row_ends
+from tests.support.groups_payload import Parts, joined
 from tests.support.history_blocks import (
     HISTORY,
     NAMES,
@@ -173,11 +174,11 @@ def test_any_head_and_any_changes_are_understood(name: str, seed: int, in_head: 
         right = False
     states = groups_oracle.states_of(plain)
     words = side.finish(states)
-    parts = groups_oracle.Parts(
+    parts = Parts(
         len(found), min(classes), len(head.rarities), theirs.finish(), plain[groups_oracle.IN_STATES :], states, words
     )
     top = bytes([chosen.used | 128, chosen.first, chosen.count - 1])
-    payload = top + oracle.varint(len(mine.finish())) + mine.finish() + groups_oracle.joined(parts)
+    payload = top + oracle.varint(len(mine.finish())) + mine.finish() + joined(parts)
     modulus = 1 << 8 * kind.width
     if not right or any(size >= modulus for size in sizes.values()):
         refused(payload, block)

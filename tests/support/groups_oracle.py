@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tests.support.context_oracle import Bit, Kind, Reader, Writer, row_ends
-from tests.support.rans_oracle import LOW, SCALE, STATES, varint
+from tests.support.groups_payload import Parts, cut, joined
+from tests.support.rans_oracle import LOW, SCALE, STATES
 
 GROUP, BATCH, TILE = 8, 512, 1 << 18
 RARITIES, LEVELS, EVEN, SHIFTS, HAZARDS = 88, 49, 24, 12, 63
@@ -40,65 +41,6 @@ class Head(NamedTuple):
     lengths: list[tuple[int, int]]  # (further, second) of first + 1, first + 2, …
     against: list[int]
     shifts: list[int]  # of the runs that `shifted` names
-
-
-class Parts(NamedTuple):
-    """A payload cut into its fields."""
-
-    changed: int
-    first: int
-    classes: int
-    head: bytes
-    plain: bytes
-    states: list[int]
-    words: bytes
-
-
-def cut(data: bytes) -> Parts:
-    at = 0
-
-    def number() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    def field_of_bytes() -> bytes:
-        nonlocal at
-        size = number()
-        at += size
-        assert at <= len(data)
-        return data[at - size : at]
-
-    changed = number()
-    first, classes = data[at], data[at + 1] + 1
-    at += 2
-    head, plain = field_of_bytes(), field_of_bytes()
-    bits, used, states = int.from_bytes(data[at : at + 4 * STATES + STATES // 2], "little"), 0, []
-    for _ in range(STATES):
-        more = 16 + (bits >> used) % 16
-        states.append(1 << more | (bits >> used + 4) % (1 << more))
-        used += 4 + more
-    packed = (used + 7) // 8
-    assert at + packed <= len(data)
-    assert (bits % (1 << 8 * packed)) >> used == 0
-    return Parts(changed, first, classes, head, plain, states, data[at + packed :])
-
-
-def joined(parts: Parts) -> bytes:
-    bits = used = 0
-    for x in parts.states:
-        more = x.bit_length() - 1
-        bits |= (more - 16 | (x - (1 << more)) << 4) << used
-        used += 4 + more
-    packed = bits.to_bytes((used + 7) // 8, "little")
-    out = varint(parts.changed) + bytes([parts.first, parts.classes - 1]) + varint(len(parts.head)) + parts.head
-    return out + varint(len(parts.plain)) + parts.plain + packed + parts.words
 
 
 @dataclass

@@ -44,6 +44,7 @@ from .payloads import chunks_of, holds_whole
 _TRIES = 2
 _SEARCHED_ANCHORS = 16
 _MOST_GIVEN_UP = 2
+_ANOTHER_TARGET = "Give the relay a target, or a stream's name, to which nobody else writes versions."
 
 
 class _AnchorCopy(NamedTuple):
@@ -396,6 +397,3 @@ class Relay:
     def _tell(self, link: Link | str, error: PulseError) -> None:
         if self._listener:
             self._listener(PathFailed(self.source.name, str(link), str(error), error.kind))
-
-
-_ANOTHER_TARGET = "Give the relay a target, or a stream's name, to which nobody else writes versions."
