@@ -79,6 +79,29 @@ def test_reply_of_the_create_is_lost(rng: Rng) -> None:
     assert [r.root for r in verify_stream(store, "policy")] == roots(states)
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_reply_of_a_second_claim_is_lost(comes_back: bool, rng: Rng) -> None:
+    """A listing that is behind hides the head, so the stream is claimed again: that claim is the publisher's own."""
+    states = history(rng, 3)
+    store = FaultyStore(MemoryStore())
+    publisher = Publisher(store, stream="policy")
+    for state in states[:2]:
+        publisher.publish(state)
+    (head,) = names(store.inner, "policy/versions")[1:]
+    content = store.inner.get(head)
+    store.inner.delete(head)
+    store.fail_on("put_new", "epochs", after=True)
+    with pytest.raises(StoreUnavailable):
+        publisher.publish(states[2])
+    assert len(names(store.inner, "policy/epochs")) == 2
+    if comes_back:
+        store.inner.put(head, content)
+    done = publisher.publish(states[2])
+    newcomer = Subscriber(store, stream="policy")
+    newcomer.sync()
+    assert (newcomer.version, newcomer.root) == (done.version, state_root(states[2]))
+
+
 def test_reply_of_a_payloads_put_is_lost(rng: Rng) -> None:
     """The object is there without a manifest: it does not exist, and storing it again is harmless."""
     states = history(rng, 2)

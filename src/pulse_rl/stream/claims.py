@@ -50,12 +50,15 @@ class Claims:
 
     def after(self, epoch: int, publisher: str, identity: str) -> int | None:
         """An epoch after ``epoch`` that another publisher has claimed. One listing where there is none.
+        ``publisher``'s own are none: the reply to one was lost.
 
         A claim to another stream of the name counts only if it says that it follows ``publisher``'s: it may be an old
         one of that stream, or be made by somebody who could not read this one's manifests any more.
         """
         listed = self._listed(epoch)
         found = self._first(sorted(listed), listed, identity, publisher)
+        while found and found.publisher == publisher:
+            found = self._first([e for e in sorted(listed) if e > found.epoch], listed, identity, publisher)
         return found.epoch if found else None
 
     def _listed(self, after: int) -> dict[int, int]:
