@@ -37,7 +37,7 @@ Recollection recollect(const std::vector<Stretch>& history, size_t used, uint64_
     return known;
 }
 
-// The changes of a block: those of remembered elements, and all others.
+// The changes of a block: those of remembered elements, `count` of them, and all others.
 template <class U>
 struct Parted {
     RecalledSteps recalled;
@@ -45,12 +45,16 @@ struct Parted {
 };
 
 template <class U>
-PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered, bool floating, Parted<U>& parts) {
+PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered, size_t count, bool floating,
+                       Parted<U>& parts) {
     const size_t n = all.positions.size();
     RecalledSteps& recalled = parts.recalled;
     BlockChanges<U>& others = parts.others;
-    for (auto* list : {&recalled.which, &recalled.sizes, &others.positions}) list->resize(n);
-    recalled.downs.resize(n), others.before.resize(n), others.values.resize(n);
+    const auto resize = [&](size_t of_mine, size_t of_theirs) {
+        recalled.which.resize(of_mine), recalled.sizes.resize(of_mine), recalled.downs.resize(of_mine);
+        others.positions.resize(of_theirs), others.before.resize(of_theirs), others.values.resize(of_theirs);
+    };
+    resize(count + 1, n - count + 1);
     const Marks& marks = remembered.marks;
     size_t mine = 0, theirs = 0;  // both are written, without branches, which nobody could foresee
     for (size_t i = 0; i < n; i++) {
@@ -66,9 +70,7 @@ PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered,
         const size_t is_mine = marks.has(at);
         mine += is_mine, theirs += 1 - is_mine;
     }
-    for (auto* list : {&recalled.which, &recalled.sizes}) list->resize(mine);
-    recalled.downs.resize(mine);
-    others.positions.resize(theirs), others.before.resize(theirs), others.values.resize(theirs);
+    resize(mine, theirs);
 }
 
 // What is known of the others. What is remembered has no weight there.
@@ -101,90 +103,58 @@ void list_classes(Recollection& known, const BlockChanges<U>& changes, ClassOf c
     known.list(first, last - first + 1);
 }
 
+// Changes as they are read or written one by one.
 template <class U>
-EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* now, const ElementKind& kind,
-                    const std::vector<Run>& runs, size_t few) {
-    uint64_t elements = 0;
-    for (const Run& run : runs) elements += run.elements;
-    const ClassOf cls{kind.shift, kind.mask};
-    BlockChanges<U> changes = compare_block(old, now, elements, runs, cls);
-    const bool suits = suits_context(changes.statistics);
-    const auto coded = [&](bool by_context, const BlockChanges<U>& which, RecallWriter* recall) {
-        return by_context ? encode_changes(old, which, kind, runs, recall)
-                          : encode_by_groups(old, which, kind, runs, recall);
-    };
-    EncodedByAny result;
-    result.codec = suits ? BlockCodec::context : BlockCodec::groups;  // without a history
-    const size_t used = worthwhile(history, changes.positions, elements);
-    if (used) {
-        Recollection known = recollect(history, used, elements);
-        list_classes(known, changes, cls);
-        known.number();
-        Parted<U> parts;
-        part(changes, known.remembered, kind.floating, parts);
-        if (double(parts.recalled.which.size()) > kWorthwhile * double(changes.positions.size())) {
-            result.codec = BlockCodec::history;
-            std::vector<uint8_t>& payload = result.encoded.payload;
-            const bool by_context = few && (suits || changes.positions.size() < few);
-            const int stretches = int(used) | (by_context ? 0 : kByGroups);
-            for (int x : {stretches, known.first, known.count - 1}) payload.push_back(uint8_t(x));
-            RecallWriter recall(known, parts.recalled);
-            count_others(changes.statistics, recall, cls, runs, parts.others);
-            const std::vector<uint8_t> rest = coded(by_context, parts.others, &recall).payload;
-            payload.insert(payload.end(), rest.begin(), rest.end());
-        }
-    }
-    if (result.codec != BlockCodec::history) result.encoded = coded(suits, changes, nullptr);
-    result.encoded.changed = changes.positions.size();
-    const auto* const values = reinterpret_cast<const uint8_t*>(changes.values.data());
-    result.values.assign(values, values + changes.values.size() * sizeof(U));
-    result.positions = std::move(changes.positions);
-    return result;
-}
+struct ChangeLists {
+    uint32_t* positions;
+    U *values, *before;  // in memory of its own, aligned for every type
 
-// Two lists of changes of different elements as one. Without branches: nobody could foresee whose turn it is.
+    explicit ChangeLists(Decoded& of)
+        : positions(of.positions.data()),
+          values(reinterpret_cast<U*>(of.values.data())),
+          before(reinterpret_cast<U*>(of.before.data())) {}
+
+    void copy(const ChangeLists& from, size_t begin, size_t end, size_t to) {
+        std::copy(from.positions + begin, from.positions + end, positions + to);
+        std::copy(from.values + begin, from.values + end, values + to);
+        std::copy(from.before + begin, from.before + end, before + to);
+    }
+};
+
+// Two lists of changes of different elements as one. Both values are read and one is kept by a mask: nobody could foresee whose
+// turn it is, and of a choice a compiler makes a branch.
 template <class U>
 Decoded merged(Decoded first, Decoded second) {
-    const size_t all = first.positions.size() + second.positions.size();
+    const size_t n_first = first.positions.size(), n_second = second.positions.size(), all = n_first + n_second;
     Decoded result;
     result.positions.resize(all);
     result.values.resize(all * sizeof(U));
     result.before.resize(all * sizeof(U));
-    first.positions.push_back(~0u), second.positions.push_back(~0u);
-    U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
-    U* const before = reinterpret_cast<U*>(result.before.data());
-    const auto* const values_1 = reinterpret_cast<const U*>(first.values.data());
-    const auto* const values_2 = reinterpret_cast<const U*>(second.values.data());
-    const auto* const before_1 = reinterpret_cast<const U*>(first.before.data());
-    const auto* const before_2 = reinterpret_cast<const U*>(second.before.data());
-    for (size_t n = 0, i = 0; n < all; n++) {
-        const uint32_t a = first.positions[i], b = second.positions[n - i];
-        const bool is_first = a < b;
-        result.positions[n] = is_first ? a : b;
-        values[n] = *(is_first ? values_1 + i : values_2 + (n - i));
-        before[n] = *(is_first ? before_1 + i : before_2 + (n - i));
-        i += is_first;
+    const ChangeLists<U> a(first), b(second);
+    ChangeLists<U> to(result);
+    size_t i = 0, j = 0;
+    while (i < n_first && j < n_second) {
+        const size_t n = i + j;
+        const uint32_t at = a.positions[i], other = b.positions[j];
+        const size_t is_first = at < other;
+        const U mask = U(-U(is_first));
+        to.positions[n] = std::min(at, other);
+        to.values[n] = U((a.values[i] & mask) | (b.values[j] & U(~mask)));
+        to.before[n] = U((a.before[i] & mask) | (b.before[j] & U(~mask)));
+        i += is_first, j += 1 - is_first;
     }
+    to.copy(a, i, n_first, i + j);
+    to.copy(b, j, n_second, n_first + j);
     return result;
 }
 
+// The changes that a payload behind its first three bytes says, by what is known of the elements that changed lately.
 template <class U>
-Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t size, const U* old,
-               const ElementKind& kind, const std::vector<Run>& runs) {
-    uint64_t elements = 0;
-    for (const Run& run : runs) elements += run.elements;
-    size_t at = 0;
-    const uint8_t stretches = take_byte(data, size, at);
-    const size_t used = stretches & (kByGroups - 1);
-    const int first = take_byte(data, size, at), count = take_byte(data, size, at) + 1;
-    if (used == 0 || used > history.size() || count > kMostClasses || first + count > kClasses) {
-        throw Malformed("the block's head is out of range");
-    }
-    Recollection known = recollect(history, used, elements);
-    known.list(first, count);
+Decoded decode_known(const Recollection& known, bool by_groups, const uint8_t* payload, size_t size, const U* old,
+                     const ElementKind& kind, const std::vector<Run>& runs) {
     RecallReader recall(known);
-    Decoded others = stretches & kByGroups ? decode_groups(data + at, size - at, old, kind, runs, &recall)
-                                           : decode_block(data + at, size - at, old, kind, runs, &recall);
+    Decoded others = by_groups ? decode_groups(payload, size, old, kind, runs, &recall)
+                               : decode_block(payload, size, old, kind, runs, &recall);
     const RecalledSteps& steps = recall.steps;
     if (steps.which.empty()) throw Malformed("no element that is remembered changes");
 
@@ -205,13 +175,76 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
     return merged<U>(std::move(mine), std::move(others));
 }
 
+template <class U>
+EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* now, const ElementKind& kind,
+                    const std::vector<Run>& runs, bool prove, size_t few) {
+    uint64_t elements = 0;
+    for (const Run& run : runs) elements += run.elements;
+    const ClassOf cls{kind.shift, kind.mask};
+    BlockChanges<U> changes = compare_block(old, now, elements, runs, cls);
+    const bool suits = suits_context(changes.statistics);
+    const auto coded = [&](bool by_context, const BlockChanges<U>& which, RecallWriter* recall) {
+        return by_context ? encode_changes(old, which, kind, runs, recall)
+                          : encode_by_groups(old, which, kind, runs, recall);
+    };
+    EncodedByAny result;
+    result.codec = suits ? BlockCodec::context : BlockCodec::groups;  // without a history
+    const size_t used = worthwhile(history, changes.positions, elements);
+    if (used) {
+        Recollection known = recollect(history, used, elements);
+        list_classes(known, changes, cls);
+        const size_t recalled = known.remembered.marks.count_of(changes.positions);
+        if (double(recalled) > kWorthwhile * double(changes.positions.size())) {
+            result.codec = BlockCodec::history;
+            known.number();
+            Parted<U> parts;
+            part(changes, known.remembered, recalled, kind.floating, parts);
+            std::vector<uint8_t>& payload = result.encoded.payload;
+            const bool by_context = few && (suits || changes.positions.size() < few);
+            const int stretches = int(used) | (by_context ? 0 : kByGroups);
+            for (int x : {stretches, known.first, known.count - 1}) payload.push_back(uint8_t(x));
+            RecallWriter recall(known, parts.recalled);
+            count_others(changes.statistics, recall, cls, runs, parts.others);
+            const std::vector<uint8_t> rest = coded(by_context, parts.others, &recall).payload;
+            payload.insert(payload.end(), rest.begin(), rest.end());
+            if (prove) {
+                result.decoded =
+                    decode_known(known, !by_context, payload.data() + 3, payload.size() - 3, old, kind, runs);
+            }
+        }
+    }
+    if (result.codec != BlockCodec::history) result.encoded = coded(suits, changes, nullptr);
+    result.encoded.changed = changes.positions.size();
+    const auto* const values = reinterpret_cast<const uint8_t*>(changes.values.data());
+    result.values.assign(values, values + changes.values.size() * sizeof(U));
+    result.positions = std::move(changes.positions);
+    return result;
+}
+
+template <class U>
+Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t size, const U* old,
+               const ElementKind& kind, const std::vector<Run>& runs) {
+    uint64_t elements = 0;
+    for (const Run& run : runs) elements += run.elements;
+    size_t at = 0;
+    const uint8_t stretches = take_byte(data, size, at);
+    const size_t used = stretches & (kByGroups - 1);
+    const int first = take_byte(data, size, at), count = take_byte(data, size, at) + 1;
+    if (used == 0 || used > history.size() || count > kMostClasses || first + count > kClasses) {
+        throw Malformed("the block's head is out of range");
+    }
+    Recollection known = recollect(history, used, elements);
+    known.list(first, count);
+    return decode_known(known, stretches & kByGroups, data + at, size - at, old, kind, runs);
+}
+
 }  // namespace
 
 EncodedByAny encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
-                                 const ElementKind& kind, const std::vector<Run>& runs, size_t few) {
+                                 const ElementKind& kind, const std::vector<Run>& runs, bool prove, size_t few) {
     const auto of = [&](auto zero) {
         using U = decltype(zero);
-        return encode(history, static_cast<const U*>(old), static_cast<const U*>(now), kind, runs, few);
+        return encode(history, static_cast<const U*>(old), static_cast<const U*>(now), kind, runs, prove, few);
     };
     return kind.width == 1 ? of(uint8_t()) : kind.width == 2 ? of(uint16_t()) : of(uint32_t());
 }

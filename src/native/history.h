@@ -20,15 +20,18 @@ struct EncodedByAny {
     BlockCodec codec;
     std::vector<uint32_t> positions;  // what changed, as it was found: ascending
     std::vector<uint8_t> values;      // the new elements there, `width` bytes each
+    Decoded decoded;                  // of the codec `history`, where it is to be proved: what the payload says
 };
 
 // Below so many changes, 64 states and a head of chances cost more than `context`, which learns.
 constexpr size_t kFewForGroups = 8192;
 
 // As `encode_block` and `decode_block`; `history`, of at most kMostStretches, ends at the old elements. Behind what is remembered,
-// `few` changes and more are coded by `groups`, where the block suits it; 0: any.
+// `few` changes and more are coded by `groups`, where the block suits it; 0: any. To `prove` a payload it is decoded, by the
+// history as it was put together to code it: that takes as long as much of the rest.
 EncodedByAny encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
-                                 const ElementKind& kind, const std::vector<Run>& runs, size_t few = kFewForGroups);
+                                 const ElementKind& kind, const std::vector<Run>& runs, bool prove,
+                                 size_t few = kFewForGroups);
 Decoded decode_with_history(const std::vector<Stretch>& history, const uint8_t* payload, size_t size, const void* old,
                             const ElementKind& kind, const std::vector<Run>& runs);
 

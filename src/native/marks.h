@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "clones.h"
 
@@ -27,6 +28,12 @@ public:
     PULSE_INLINE void add(size_t element, bool is) { words_[element / 64] |= uint64_t(is) << (element % 64); }
     void remove(size_t element) { words_[element / 64] &= ~(uint64_t(1) << (element % 64)); }
 
+    // How many of these elements have a bit.
+    size_t count_of(const std::vector<uint32_t>& elements) const {
+        size_t count = 0;
+        for (uint32_t element : elements) count += has(element);
+        return count;
+    }
     // Of all elements below `end`, how many have a bit. What is in front of `counted`, as many as that, is taken for counted.
     PULSE_INLINE size_t count(size_t begin, size_t end, size_t counted) {
         for (size_t word = begin / 64; word < (end + 63) / 64; word++) {

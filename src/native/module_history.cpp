@@ -64,7 +64,7 @@ void bind_history(nb::module_& m) {
     m.def(
         "history_encode",
         [](const std::vector<StretchTuple>& history, Bytes old, Bytes now, int width, int shift, uint32_t mask,
-           bool floating, const std::vector<RunTuple>& runs) {
+           bool floating, const std::vector<RunTuple>& runs, bool prove) {
             const pulse::ElementKind kind{width, shift, mask, floating};
             const auto stretches = checked_stretches(history);
             const auto covered = checked_block(runs, kind, old);
@@ -73,16 +73,20 @@ void bind_history(nb::module_& m) {
             pulse::EncodedByAny found;
             {
                 nb::gil_scoped_release release;
-                found = pulse::encode_with_history(stretches, old.data(), now.data(), kind, covered);
+                found = pulse::encode_with_history(stretches, old.data(), now.data(), kind, covered, prove);
             }
             constexpr const char* kNames[] = {"context", "groups", "history"};
             const std::vector<uint8_t>& payload = found.encoded.payload;
+            nb::object decoded = nb::none();
+            if (prove && found.codec == pulse::BlockCodec::history) decoded = decoded_tuple(std::move(found.decoded));
             return nb::make_tuple(nb::bytes(payload.data(), payload.size()), kNames[size_t(found.codec)],
-                                  to_numpy(std::move(found.positions)), to_numpy(std::move(found.values)));
+                                  to_numpy(std::move(found.positions)), to_numpy(std::move(found.values)), decoded);
         },
         "history"_a, array("old"), array("new"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
+        "prove"_a = false,
         "(payload, the name of its codec, uint32 positions and uint8 bytes of the new elements, as they were found) of one "
-        "block: of the codecs context, groups or, where it saves enough, history.");
+        "block: of the codecs context, groups or, where it saves enough, history. To prove a payload of that one, it is "
+        "decoded: the last item is what history_decode would return; else None.");
 
     m.def(
         "history_decode",

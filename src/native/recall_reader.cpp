@@ -61,13 +61,19 @@ void RecallReader::take_head(const uint8_t* data, size_t size, size_t& at) {
 void RecallReader::take(RansReader& coder) {
     uint16_t frequencies[kRansStates];
     const auto of_cells = head_.table.frequencies();
-    steps.which.resize(known_.size() + kRansStates);
+    std::vector<uint64_t> changes((known_.size() + kRansStates - 1) / kRansStates);
     size_t n = 0;
-    for (size_t i = 0; i < known_.size(); i += kRansStates) {
-        const size_t here = std::min(kRansStates, known_.size() - i);
+    for (size_t batch = 0; batch < changes.size(); batch++) {
+        const size_t i = batch * kRansStates, here = std::min(kRansStates, known_.size() - i);
         for (size_t k = 0; k < here; k++) frequencies[k] = of_cells[known_.cells[i + k]];
         std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
-        n += put_ones(take_bits(coder, frequencies), uint32_t(i), &steps.which[n]);
+        changes[batch] = take_bits(coder, frequencies);
+        n += size_t(__builtin_popcountll(changes[batch]));
+    }
+    steps.which.resize(n + kRansStates);
+    n = 0;
+    for (size_t batch = 0; batch < changes.size(); batch++) {
+        n += put_ones(changes[batch], uint32_t(batch * kRansStates), &steps.which[n]);
     }
     steps.which.resize(n);
     steps.sizes.resize(n), steps.downs.resize(n);

@@ -7,6 +7,8 @@
 namespace pulse {
 namespace {
 
+constexpr size_t kBatchesAtOnce = 64;  // whose chances stay in the first-level cache
+
 // Counts bits in place of coding them.
 struct TallySide {
     bool bit(Tally& tally, bool value) {
@@ -128,13 +130,21 @@ void RecallWriter::put(RansWriter& coder) {
     put_bits(coder, unlikely_of.data(), unlikely.data(), batches);
     put_bits(coder, turned_of.data(), turned.data(), batches);
 
-    const size_t all = (known_.size() + kRansStates - 1) / kRansStates;
-    std::vector<uint16_t> frequencies(all * kRansStates);
-    std::vector<uint64_t> changes(all);
     const auto of_cells = head_.table.frequencies();
-    for (size_t i = 0; i < known_.size(); i++) frequencies[i] = of_cells[known_.cells[i]];
-    for (uint32_t i : steps_.which) changes[i / kRansStates] |= uint64_t(1) << (i % kRansStates);
-    put_bits(coder, frequencies.data(), changes.data(), all);
+    std::array<uint16_t, kBatchesAtOnce * kRansStates> frequencies;
+    for (size_t end = known_.size(), next = n; end > 0;) {
+        const size_t begin = (end - 1) / frequencies.size() * frequencies.size();
+        std::array<uint64_t, kBatchesAtOnce> changes{};
+        for (; next > 0 && steps_.which[next - 1] >= begin; next--) {
+            const size_t i = steps_.which[next - 1] - begin;
+            changes[i / kRansStates] |= uint64_t(1) << (i % kRansStates);
+        }
+        for (size_t i = begin; i < end; i++) frequencies[i - begin] = of_cells[known_.cells[i]];
+        const size_t batches = (end - begin + kRansStates - 1) / kRansStates;
+        std::fill(frequencies.data() + (end - begin), frequencies.data() + batches * kRansStates, uint16_t(0));
+        put_bits(coder, frequencies.data(), changes.data(), batches);
+        end = begin;
+    }
 }
 
 void RecallWriter::put_plain(BitWriter& bits) const {

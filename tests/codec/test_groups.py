@@ -168,7 +168,7 @@ def test_few_changes_many_and_rows_that_differ_are_left_to_context(rng: np.rando
     for name, after in new.items():
         after = after.astype(old.dtype)
         assert GROUPS.encode(old, after, layout) is None, name
-        payload, by, found = encode_few(old, after, layout)
+        payload, by, found, _ = encode_few(old, after, layout)
         assert (payload, len(found.positions)) == context.encode(old, after, layout)
         assert by == "context"
     assert GROUPS.encode(old[:0], old[:0], Layout.flat(DTYPES["BF16"], 0)) is None
@@ -273,7 +273,7 @@ def test_elements_that_change_while_they_are_read(rng: np.random.Generator) -> N
     try:
         layout = Layout.flat(DTYPES["BF16"], len(old))
         for _ in range(60):
-            payload, name, _ = encode_few(old, new, layout)
+            payload, name, *_ = encode_few(old, new, layout)
             with suppress(CorruptPatch):
                 codec.by_name(name).decode(memoryview(payload), old, layout)
     finally:

@@ -170,9 +170,11 @@ int main(int argc, char** argv) {
         const std::vector<Stretch>& stretches = past.stretches;
         const size_t few = below(r, 2) ? kFewForGroups : 0;
         use_vectors(false);
-        const EncodedByAny encoded = encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs, few);
+        const EncodedByAny encoded =
+            encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs, true, few);
         use_vectors(true);
-        const EncodedByAny again = encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs, few);
+        const EncodedByAny again =
+            encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs, false, few);
         if (encoded.codec != again.codec || encoded.encoded.payload != again.encoded.payload) {
             fail("vectors make other bytes", seed);
         }
@@ -181,6 +183,7 @@ int main(int argc, char** argv) {
             coded++;
             payload = encoded.encoded.payload;
             by_groups += payload[0] >> 7;
+            if (changed(b, encoded.decoded, seed) != b.after) fail("proof", seed);
             const Exact exact(payload);
             for (bool use : {false, true}) {
                 use_vectors(use);

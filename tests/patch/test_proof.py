@@ -9,6 +9,7 @@ from pulse_rl import IntegrityError, State, codec
 from pulse_rl.codec import Changes, Encoded
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.patch.build import encode_proved
+from pulse_rl.patch.history import records_of
 from pulse_rl.state.tensors import UIntArray
 from tests.support.states import Rng, mutated, weights
 
@@ -22,18 +23,27 @@ def changed_block(rng: Rng, elements: int) -> tuple[Block, UIntArray, UIntArray]
     return block, block.read(State.of(old)), block.read(State.of(mutated(rng, old, 0.03))).copy()
 
 
+def there_and_back(block: Block, before: UIntArray, after: UIntArray) -> codec.Past:
+    """What is remembered if the version before changed the same elements."""
+    at = np.flatnonzero(before != after).astype(np.uint32)
+    records = records_of(block.dtype, at, after[at], before[at])
+    assert records is not None
+    return ((records, 1),)
+
+
 @pytest.mark.parametrize("elements", [5000, MANY])
-@pytest.mark.parametrize("name", ["context", "zstd"])
+@pytest.mark.parametrize("name", ["context", "history", "zstd"])
 @pytest.mark.parametrize("what", ["value", "position", "count", "tensor"])
 def test_what_differs_is_refused(
     what: str, name: str, elements: int, rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An encoder that saw something else, and a trainer that wrote after it was looked at."""
     block, before, after = changed_block(rng, elements)
+    past = there_and_back(block, before, after)
     honest = codec.encode_block
 
-    def lying(*arguments: object) -> Encoded:
-        found = honest(*arguments)  # type: ignore[arg-type]
+    def lying(*arguments: object, prove: bool) -> Encoded:
+        found = honest(*arguments, prove=prove)  # type: ignore[arg-type]
         if what == "tensor":
             after[:] ^= 1
         if what == "count":
@@ -44,13 +54,35 @@ def test_what_differs_is_refused(
         (values if what == "value" else positions)[7] ^= 1
         return found._replace(found=Changes(positions, values))
 
-    encode_proved(codec.by_name(name), block, before, after, stride=16)
+    def prove() -> str:
+        encoded, _ = encode_proved(codec.by_name(name), block, before, after, past, stride=16)
+        by = codec.by_id(encoded.codec_id).name
+        return "context" if by == "groups" else by
+
+    assert prove() == name
     monkeypatch.setattr("pulse_rl.codec.encode_block", lying)
     if name == "zstd" and what in ("value", "position"):
-        encode_proved(codec.by_name(name), block, before, after, stride=16)  # it keeps nothing that could differ
+        assert prove() == name  # it keeps nothing that could differ
         return
     with pytest.raises(IntegrityError, match="does not decode"):
-        encode_proved(codec.by_name(name), block, before, after, stride=16)
+        prove()
+
+
+def test_a_payload_that_decodes_to_something_else_is_refused(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the encoder has decoded it."""
+    block, before, after = changed_block(rng, MANY)
+    past = there_and_back(block, before, after)
+    honest = codec.encode_block
+
+    def decoding_wrongly(*arguments: object, prove: bool) -> Encoded:
+        found = honest(*arguments, prove=prove)  # type: ignore[arg-type]
+        assert found.decoded is not None
+        found.decoded.values[-1] ^= 1
+        return found
+
+    monkeypatch.setattr("pulse_rl.codec.encode_block", decoding_wrongly)
+    with pytest.raises(IntegrityError, match="does not decode"):
+        encode_proved(codec.by_name("history"), block, before, after, past, stride=16)
 
 
 def test_a_copy_is_looked_at_everywhere(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +90,8 @@ def test_a_copy_is_looked_at_everywhere(rng: Rng, monkeypatch: pytest.MonkeyPatc
     block, before, after = changed_block(rng, MANY)
     honest = codec.encode_block
 
-    def then_written(*arguments: object) -> Encoded:
-        found = honest(*arguments)  # type: ignore[arg-type]
+    def then_written(*arguments: object, prove: bool) -> Encoded:
+        found = honest(*arguments, prove=prove)  # type: ignore[arg-type]
         after[np.flatnonzero(before != after)[1]] ^= 2
         return found
 

@@ -42,7 +42,14 @@ def history_encode(
     mask: int,
     floating: bool,
     runs: list[tuple[int, int, int]],
-) -> tuple[bytes, str, npt.NDArray[np.uint32], npt.NDArray[np.uint8]]: ...
+    prove: bool = False,
+) -> tuple[
+    bytes,
+    str,
+    npt.NDArray[np.uint32],
+    npt.NDArray[np.uint8],
+    tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]] | None,
+]: ...
 def history_decode(
     history: list[tuple[npt.NDArray[np.uint8], int]],
     payload: npt.NDArray[np.uint8],

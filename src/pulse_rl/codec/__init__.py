@@ -58,12 +58,14 @@ _TRY_DENSE = 0.5
 
 
 class Encoded(NamedTuple):
-    """A block as a patch has it. ``found``: what was seen to have changed, where the encoder kept it."""
+    """A block as a patch has it. ``found``: what was seen to have changed, where the encoder kept it; ``decoded``: what
+    the payload decodes to, where the encoder has proved it."""
 
     codec_id: int
     payload: bytes
     changed: int
     found: Changes | None = None
+    decoded: Changes | None = None
 
 
 def names() -> list[str]:
@@ -87,20 +89,20 @@ def by_id(codec_id: int) -> Codec:
     raise CorruptPatch(f"codec {codec_id} is unknown", hint="The patch may come from a newer pulse-rl: upgrade.")
 
 
-def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -> Encoded:
+def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout, *, prove: bool = False) -> Encoded:
     """Encodes the change of one block from ``old`` to ``new``, described by ``layout``: with ``codec``, with the dense
     codec if that is smaller, or as `SAME` if nothing changed. Where many elements changed, ``rans`` stands in for
     ``context`` and ``history``; ``context`` for ``history`` where the past does not help; ``groups`` for ``context`` in
-    large blocks.
+    large blocks. To ``prove`` a block whose proof is cheaper beside its coding, it is decoded at once.
     """
     if not codec.supports(layout.dtype):
         codec = by_name("zstd")
     if codec.name in ("context", "history") and _many_changes(old, new):
         codec = by_name("rans")
-    found = None
+    found = decoded = None
     if codec.name in ("context", "history"):
         past = layout.past if codec.name == "history" else ()
-        payload, name, found = encode_few(old, new, layout._replace(past=past))
+        payload, name, found, decoded = encode_few(old, new, layout._replace(past=past), prove=prove)
         changed = len(found.positions)
         codec = by_name(name)
     else:
@@ -114,7 +116,7 @@ def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout) -
         whole = dense.encode(old, new, layout)
         if whole and len(whole[0]) < len(payload):
             return Encoded(dense.id, whole[0], changed)
-    return Encoded(codec.id, payload, changed, found)
+    return Encoded(codec.id, payload, changed, found, decoded)
 
 
 def _many_changes(old: UIntArray, new: UIntArray) -> bool:

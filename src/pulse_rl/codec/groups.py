@@ -21,8 +21,8 @@ class GroupsCodec:
         return dtype.width <= 4
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int] | None:
-        payload, name, changes = encode_few(old, new, layout._replace(past=()))
-        return (payload, len(changes.positions)) if name == self.name else None
+        few = encode_few(old, new, layout._replace(past=()))
+        return (few.payload, len(few.found.positions)) if few.codec == self.name else None
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)

@@ -6,6 +6,8 @@ Momentum lasts for several steps: who has just changed will often change again, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .._native import Malformed, history_decode, history_encode
@@ -22,8 +24,8 @@ class HistoryCodec:
         return dtype.width <= 4
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int] | None:
-        payload, name, changes = encode_few(old, new, layout)
-        return (payload, len(changes.positions)) if name == self.name else None
+        few = encode_few(old, new, layout)
+        return (few.payload, len(few.found.positions)) if few.codec == self.name else None
 
     def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
         data = np.frombuffer(payload, np.uint8)
@@ -35,11 +37,24 @@ class HistoryCodec:
         return as_changes(found, layout.dtype)
 
 
-def encode_few(old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, str, Changes]:
-    """(payload, the name of its codec, what was found to have changed): ``history`` where the past helps; else
-    ``groups`` in large blocks of which few elements change, and ``context``."""
+class Few(NamedTuple):
+    """A block of which few elements changed: its ``payload``, the name of its ``codec``, what was ``found`` to have
+    changed, and the changes that the payload was ``decoded`` to, where the encoder has done that."""
+
+    payload: bytes
+    codec: str
+    found: Changes
+    decoded: Changes | None
+
+
+def encode_few(old: UIntArray, new: UIntArray, layout: Layout, *, prove: bool = False) -> Few:
+    """By ``history`` where the past helps; else by ``groups`` in large blocks of which few elements change, and by
+    ``context``. To ``prove`` a payload of ``history``, it is decoded, too: what is remembered is put together once for
+    both.
+    """
     kind = element_kind(layout.dtype)
-    payload, name, positions, values = history_encode(
-        list(layout.past), old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs)
+    payload, name, positions, values, decoded = history_encode(
+        list(layout.past), old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs), prove
     )
-    return payload, name, Changes(positions, values.view(layout.dtype.uint))
+    found = Changes(positions, values.view(layout.dtype.uint))
+    return Few(payload, name, found, as_changes(decoded, layout.dtype) if decoded else None)

@@ -179,15 +179,17 @@ def encode_proved(
     many changes at one in ``stride``, since ``after`` is in no cache any more.
     """
     layout = block.layout._replace(past=past)
-    encoded = codecs.encode_block(chosen, before, after, layout)
+    encoded = codecs.encode_block(chosen, before, after, layout, prove=True)
     if encoded.codec_id == codecs.SAME:
         return encoded, None
-    changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, layout)
+    changes = encoded.decoded
+    if changes is None:
+        changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, layout)
     if not _is_proved(encoded, changes, after, stride):
         raise IntegrityError(
             f"{block} does not decode to what was encoded", hint="Do not modify tensors during publish()."
         )
-    return encoded._replace(found=None), changes
+    return encoded._replace(found=None, decoded=None), changes
 
 
 def to_keep(changes: Changes, block: Block) -> Changes:
