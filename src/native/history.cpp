@@ -114,7 +114,7 @@ struct ChangeLists {
           values(reinterpret_cast<U*>(of.values.data())),
           before(reinterpret_cast<U*>(of.before.data())) {}
 
-    void copy(const ChangeLists& from, size_t begin, size_t end, size_t to) {
+    void copy(const ChangeLists& from, size_t begin, size_t end, size_t to) const {
         std::copy(from.positions + begin, from.positions + end, positions + to);
         std::copy(from.values + begin, from.values + end, values + to);
         std::copy(from.before + begin, from.before + end, before + to);
@@ -124,27 +124,47 @@ struct ChangeLists {
 // Two lists of changes of different elements as one. Both values are read and one is kept by a mask: nobody could foresee whose
 // turn it is, and of a choice a compiler makes a branch.
 template <class U>
-Decoded merged(Decoded first, Decoded second) {
+PULSE_CLONES Decoded merged(Decoded first, Decoded second) {
     const size_t n_first = first.positions.size(), n_second = second.positions.size(), all = n_first + n_second;
     Decoded result;
     result.positions.resize(all);
     result.values.resize(all * sizeof(U));
     result.before.resize(all * sizeof(U));
-    const ChangeLists<U> a(first), b(second);
-    ChangeLists<U> to(result);
+    const ChangeLists<U> a(first), b(second), to(result);
     size_t i = 0, j = 0;
     while (i < n_first && j < n_second) {
-        const size_t n = i + j;
         const uint32_t at = a.positions[i], other = b.positions[j];
         const size_t is_first = at < other;
-        const U mask = U(-U(is_first));
-        to.positions[n] = std::min(at, other);
-        to.values[n] = U((a.values[i] & mask) | (b.values[j] & U(~mask)));
-        to.before[n] = U((a.before[i] & mask) | (b.before[j] & U(~mask)));
+        const U mask = U(0 - is_first);
+        to.positions[i + j] = std::min(at, other);
+        to.values[i + j] = U(b.values[j] ^ ((a.values[i] ^ b.values[j]) & mask));
+        to.before[i + j] = U(b.before[j] ^ ((a.before[i] ^ b.before[j]) & mask));
         i += is_first, j += 1 - is_first;
     }
     to.copy(a, i, n_first, i + j);
     to.copy(b, j, n_second, n_first + j);
+    return result;
+}
+
+// The changes that are the steps of remembered elements.
+template <class U>
+PULSE_CLONES Decoded changes_of(const Recollection& known, const RecalledSteps& steps, const U* old, bool floating) {
+    Decoded result;
+    const size_t n = steps.which.size();
+    result.positions.resize(n), result.values.resize(n * sizeof(U)), result.before.resize(n * sizeof(U));
+    const ChangeLists<U> to(result);
+    const uint32_t* const positions = known.remembered.positions.get();
+    bool sane = true;
+    for (size_t i = 0; i < n; i++) {
+        __builtin_prefetch(old + positions[steps.which[std::min(i + kAhead, n - 1)]]);
+        const uint32_t place = positions[steps.which[i]];
+        const U by = U(steps.sizes[i]), step = steps.downs[i] ? U(-by) : by;
+        sane &= step != 0 && by == steps.sizes[i];
+        to.positions[i] = place;
+        to.before[i] = old[place];
+        to.values[i] = from_ordered(U(to_ordered(old[place], floating) + step), floating);
+    }
+    if (!sane) throw Malformed("a step is out of range");
     return result;
 }
 
@@ -158,21 +178,7 @@ Decoded decode_known(const Recollection& known, bool by_groups, const uint8_t* p
     const RecalledSteps& steps = recall.steps;
     if (steps.which.empty()) throw Malformed("no element that is remembered changes");
 
-    Decoded mine;
-    const size_t n = steps.which.size();
-    mine.positions.resize(n), mine.values.resize(n * sizeof(U)), mine.before.resize(n * sizeof(U));
-    U* const values = reinterpret_cast<U*>(mine.values.data());  // memory of its own, aligned for every type
-    U* const before = reinterpret_cast<U*>(mine.before.data());
-    for (size_t i = 0; i < n; i++) {
-        __builtin_prefetch(old + known.remembered.positions[steps.which[std::min(i + kAhead, n - 1)]]);
-        const uint32_t place = known.remembered.positions[steps.which[i]];
-        const U by = U(steps.sizes[i]), step = steps.downs[i] ? U(-by) : by;
-        if (step == 0 || by != steps.sizes[i]) throw Malformed("a step is out of range");
-        mine.positions[i] = place;
-        before[i] = old[place];
-        values[i] = from_ordered(U(to_ordered(old[place], kind.floating) + step), kind.floating);
-    }
-    return merged<U>(std::move(mine), std::move(others));
+    return merged<U>(changes_of(known, steps, old, kind.floating), std::move(others));
 }
 
 template <class U>

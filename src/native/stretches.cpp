@@ -50,6 +50,7 @@ struct Record {
     uint32_t gap() const { return bits & kLongestGap; }
     uint8_t step() const { return uint8_t(bits >> 16); }
     uint8_t cls() const { return uint8_t(bits >> 24); }
+    Record at_place(uint32_t place) const { return {(bits & 0xffff0000) | place}; }
     // One that says nothing of an element, but leads on to the next ones.
     bool leads_on() const { return (bits & 0xffffff) == kLongestGap; }
 };
@@ -82,37 +83,55 @@ private:
     uint64_t next_ = 0;
 };
 
-// Goes through a block by tiles: marks the elements of a tile of which records speak, so that each has a number, and has the readers
-// in front of them once more.
+// Goes through a block by tiles: marks the elements of a tile of which records speak, so that each has a number, and has what they say
+// at hand once more.
 class TileWalk {
 public:
-    std::vector<RecordReader> readers;
-    uint64_t limit = 0;            // of the elements of the tile
-    size_t first = 0, behind = 0;  // the numbers of those that are marked
+    size_t first = 0, behind = 0;  // the numbers of the elements of the tile that are marked
 
     TileWalk(const std::vector<Stretch>& stretches, uint64_t elements, Marks& marks)
-        : elements_(elements), marks_(marks) {
-        for (const Stretch& stretch : stretches) ahead_.emplace_back(stretch);
+        : elements_(elements), marks_(marks), ends_(stretches.size()) {
+        size_t most = 0;
+        for (const Stretch& stretch : stretches) {
+            ahead_.emplace_back(stretch);
+            most += std::min(stretch.bytes / kRecordBytes, kAtOnce);
+        }
+        records_.reset(new Record[most + 1]);
     }
     // The next tile, marked where `counts(record)` holds for any record of an element; false behind the last one.
     template <class Counts>
     PULSE_INLINE bool next(Counts counts) {
-        if (limit == elements_) return false;
-        const uint64_t begin = limit;
-        limit = std::min(begin + kAtOnce, elements_);
-        readers = ahead_;
-        for (RecordReader& reader : ahead_) {
-            reader.read(limit, [&](size_t element, Record record) { marks_.add(element, counts(record)); });
+        if (end_ == elements_) return false;
+        begin_ = end_;
+        end_ = std::min(begin_ + kAtOnce, elements_);
+        Record* to = records_.get();
+        for (size_t k = 0; k < ahead_.size(); k++) {
+            ahead_[k].read(end_, [&](size_t element, Record record) {
+                marks_.add(element, counts(record));
+                *to++ = record.at_place(uint32_t(element - begin_));
+            });
+            ends_[k] = to;
         }
         first = behind;
-        behind = marks_.count(size_t(begin), size_t(limit), first);
+        behind = marks_.count(size_t(begin_), size_t(end_), first);
         return true;
+    }
+    // Calls `found(element, record)` for those of a stretch in the tile.
+    template <class Found>
+    PULSE_INLINE void each(size_t stretch, Found found) const {
+        const Record* const end = ends_[stretch];
+        for (const Record* at = stretch ? ends_[stretch - 1] : records_.get(); at != end; at++) {
+            found(size_t(begin_) + at->gap(), *at);
+        }
     }
 
 private:
     const uint64_t elements_;
+    uint64_t begin_ = 0, end_ = 0;  // of the tile
     Marks& marks_;
     std::vector<RecordReader> ahead_;
+    std::unique_ptr<Record[]> records_;  // of the tile, with their places in it in place of gaps
+    std::vector<const Record*> ends_;    // behind those of each stretch
 };
 
 // How many elements the stretches remember at most.
@@ -183,10 +202,10 @@ struct Places {
     uint32_t* positions;
     State* states;
 
-    // Takes in what a stretch says of those below `limit`.
+    // Takes in what a stretch says of a tile.
     template <class Says>
-    PULSE_INLINE void take(RecordReader& reader, uint64_t limit, const Says& says) {
-        reader.read(limit, [&](size_t element, Record record) {
+    PULSE_INLINE void take(const TileWalk& walk, size_t stretch, const Says& says) const {
+        walk.each(stretch, [&](size_t element, Record record) {
             if (record.step() == 0) return take_class(element, record.cls());
             const size_t at = marks.before(element);
             positions[at] = uint32_t(element);
@@ -195,7 +214,7 @@ struct Places {
     }
 
 private:
-    void take_class(size_t element, uint8_t cls) {
+    void take_class(size_t element, uint8_t cls) const {
         if (!marks.has(element)) return;
         uint32_t& value = states[marks.before(element)].value;
         value = (value & 0xffff) | uint32_t(cls) << 16;
@@ -235,8 +254,8 @@ PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Stretch>& str
     TileWalk walk(stretches, elements, marks);
     while (walk.next([](Record) { return true; })) {
         std::fill(nets.get() + walk.first, nets.get() + walk.behind, Net{});
-        for (RecordReader& reader : walk.readers) {
-            reader.read(walk.limit, [&](size_t element, Record record) {
+        for (size_t k = 0; k < stretches.size(); k++) {
+            walk.each(k, [&](size_t element, Record record) {
                 Net& net = nets[marks.before(element)];
                 net = {uint32_t(element), uint8_t(net.step + record.step()), record.cls()};
             });
@@ -289,9 +308,9 @@ PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t
         std::fill(places.states + walk.first, places.states + walk.behind, State{0});
         for (size_t k = 0; k < stretches.size(); k++) {
             if (stretches[k].span > 1) {
-                places.take(walk.readers[k], walk.limit, given[k]);
+                places.take(walk, k, given[k]);
             } else {
-                places.take(walk.readers[k], walk.limit, transitions[k]);
+                places.take(walk, k, transitions[k]);
             }
         }
     }

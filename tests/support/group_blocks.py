@@ -69,7 +69,7 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
         use_rans_vectors(use)
         made = GROUPS.encode(old, new, layout)
         assert made is not None
-        payload, name, found = encode_few(old, new, layout)
+        payload, name, found, _ = encode_few(old, new, layout)
         assert (payload, name, len(found.positions)) == (made[0], "groups", made[1])
         assert found.positions.tolist() == np.flatnonzero(old != new).tolist()
         assert found.values.tolist() == new[found.positions].tolist()
