@@ -17,6 +17,7 @@ from pulse_rl._native import use_rans_vectors
 from pulse_rl.codec import Layout, Run
 from pulse_rl.codec.history import encode_few
 from pulse_rl.errors import CorruptPatch
+from pulse_rl.patch.history import records_of
 from pulse_rl.state.tensors import DTYPES
 from tests.support import groups_oracle as oracle
 from tests.support.context_oracle import Bit, Writer, row_ends
@@ -258,7 +259,8 @@ def test_all_states_in_step(phase: int) -> None:
         check_round_trip(old, new, Layout.flat(DTYPES["BF16"], len(old)))
 
 
-def test_elements_that_change_while_they_are_read(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("remembered", [False, True])
+def test_elements_that_change_while_they_are_read(remembered: bool, rng: np.random.Generator) -> None:
     """As a trainer's may: what is made of them need not be right, since a publisher proves it."""
     old = weights(rng, "BF16", 1 << 19)
     new = old.copy()
@@ -272,10 +274,20 @@ def test_elements_that_change_while_they_are_read(rng: np.random.Generator) -> N
     writer.start()
     try:
         layout = Layout.flat(DTYPES["BF16"], len(old))
-        for _ in range(60):
-            payload, name, *_ = encode_few(old, new, layout)
+        if remembered:
+            at = np.arange(0, len(old), 40, np.uint32)
+            records = records_of(layout.dtype, at, old[at] ^ 1, old[at])
+            assert records is not None
+            layout = layout._replace(past=((records, 1),))
+        names = set()
+        for k in range(600):
+            if k >= 60 and ("history" in names or not remembered):
+                break
             with suppress(CorruptPatch):
-                codec.by_name(name).decode(memoryview(payload), old, layout)
+                few = encode_few(old, new, layout, prove=True)
+                names.add(few.codec)
+                codec.by_name(few.codec).decode(memoryview(few.payload), old, layout)
+        assert ("history" in names) == remembered
     finally:
         done.set()
         writer.join()

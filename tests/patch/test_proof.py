@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pulse_rl import IntegrityError, State, codec
+from pulse_rl import CorruptPatch, IntegrityError, State, codec
 from pulse_rl.codec import Changes, Encoded
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.patch.build import encode_proved
@@ -83,6 +83,24 @@ def test_a_payload_that_decodes_to_something_else_is_refused(rng: Rng, monkeypat
     monkeypatch.setattr("pulse_rl.codec.encode_block", decoding_wrongly)
     with pytest.raises(IntegrityError, match="does not decode"):
         encode_proved(codec.by_name("history"), block, before, after, past, stride=16)
+
+
+@pytest.mark.parametrize("name", ["context", "history"])
+def test_a_payload_that_does_not_decode_is_refused(name: str, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the encoder may make one of elements that are written to meanwhile."""
+    block, before, after = changed_block(rng, 5000)
+    past = there_and_back(block, before, after)
+    honest = codec.encode_block
+
+    def damaging(*arguments: object, prove: bool) -> Encoded:
+        found = honest(*arguments, prove=prove)  # type: ignore[arg-type]
+        if found.decoded is not None:
+            raise CorruptPatch("the block ends inside its head")
+        return found._replace(payload=found.payload[:2])
+
+    monkeypatch.setattr("pulse_rl.codec.encode_block", damaging)
+    with pytest.raises(IntegrityError, match="does not decode"):
+        encode_proved(codec.by_name(name), block, before, after, past)
 
 
 def test_a_copy_is_looked_at_everywhere(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:

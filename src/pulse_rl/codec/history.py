@@ -50,11 +50,14 @@ class Few(NamedTuple):
 def encode_few(old: UIntArray, new: UIntArray, layout: Layout, *, prove: bool = False) -> Few:
     """By ``history`` where the past helps; else by ``groups`` in large blocks of which few elements change, and by
     ``context``. To ``prove`` a payload of ``history``, it is decoded, too: what is remembered is put together once for
-    both.
+    both; raises CorruptPatch where it cannot be, since the elements were written to.
     """
     kind = element_kind(layout.dtype)
-    payload, name, positions, values, decoded = history_encode(
-        list(layout.past), old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs), prove
-    )
+    try:
+        payload, name, positions, values, decoded = history_encode(
+            list(layout.past), old.view(np.uint8), new.view(np.uint8), *kind, list(layout.runs), prove
+        )
+    except Malformed as error:
+        raise CorruptPatch(str(error)) from None
     found = Changes(positions, values.view(layout.dtype.uint))
     return Few(payload, name, found, as_changes(decoded, layout.dtype) if decoded else None)

@@ -12,7 +12,7 @@ import numpy as np
 from .. import codec as codecs
 from .._util.threads import ordered_map
 from ..codec import Changes
-from ..errors import IntegrityError
+from ..errors import CorruptPatch, IntegrityError
 from ..state import bits
 from ..state.digest import StateDigest
 from ..state.memory import Allocate, SpareMemory
@@ -179,13 +179,17 @@ def encode_proved(
     many changes at one in ``stride``, since ``after`` is in no cache any more.
     """
     layout = block.layout._replace(past=past)
-    encoded = codecs.encode_block(chosen, before, after, layout, prove=True)
-    if encoded.codec_id == codecs.SAME:
-        return encoded, None
-    changes = encoded.decoded
-    if changes is None:
-        changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, layout)
-    if not _is_proved(encoded, changes, after, stride):
+    try:
+        encoded = codecs.encode_block(chosen, before, after, layout, prove=True)
+        if encoded.codec_id == codecs.SAME:
+            return encoded, None
+        changes = encoded.decoded
+        if changes is None:
+            changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, layout)
+        proved = _is_proved(encoded, changes, after, stride)
+    except CorruptPatch:
+        proved = False
+    if not proved:
         raise IntegrityError(
             f"{block} does not decode to what was encoded", hint="Do not modify tensors during publish()."
         )
