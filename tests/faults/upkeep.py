@@ -67,7 +67,9 @@ class Upkeep:
             name = max(names, key=lambda name: self.disk.head(name).modified)  # what may be about to be named
         data = self.disk.peek(name) or b""
         how = rng.choice(("delete", "truncate", "flip"))
-        if not data or (how == "delete" and name != version_name(self.model.head or 0)):
+        if not data or how == "delete":
+            how = "truncate" if data and name == version_name(self.model.head or 0) else "delete"
+        if how == "delete":
             self.disk.delete(name)
         elif how == "flip":
             at = rng.randrange(len(data))

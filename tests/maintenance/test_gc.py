@@ -13,12 +13,14 @@ from pulse_rl import (
     MemoryStore,
     Publisher,
     Store,
+    StoreUnavailable,
     Subscriber,
     state_root,
     verify_stream,
 )
 from pulse_rl.maintenance.gc import gc_stream
 from tests.support.states import TinyTrainer
+from tests.support.stores import FaultyStore, names
 
 
 def stream_with_anchors(store: Store, versions: int = 30) -> tuple[Publisher, TinyTrainer, list[str]]:
@@ -67,6 +69,28 @@ def test_the_publisher_and_an_old_reader_go_on() -> None:
     publisher.publish(trainer.state)
     reader.sync()
     assert reader.root == state_root(trainer.state)
+
+
+def test_no_number_is_used_again_where_gc_was_cut_short_and_the_head_is_damaged() -> None:
+    """What gc took leaves a hole below the head, which the next publisher cannot read."""
+    store, trainer = FaultyStore(MemoryStore()), TinyTrainer()
+    publisher = Publisher(store, stream="s", anchor_ratio=0.0, threads=1)
+    for _ in range(10):
+        trainer.step()
+        publisher.publish(trainer.state)
+    reader = Subscriber(store, stream="s", threads=1)
+    reader.sync()
+    store.fail_on("delete", "versions", after=True)
+    with pytest.raises(StoreUnavailable):
+        gc_stream(store, "s", keep=1)
+    assert names(store, "s/versions")[-2:] == [f"s/versions/{version:012d}.json" for version in (7, 9)]
+    store.put("s/versions/000000000009.json", b"{")
+    again = Publisher(store, stream="s", threads=1)
+    for version in (10, 11):
+        trainer.step()
+        assert again.publish(trainer.state).version == version
+        reader.sync()
+        assert reader.root == state_root(trainer.state)
 
 
 def test_a_payload_whose_manifest_is_on_its_way_stays() -> None:

@@ -142,15 +142,18 @@ class Committer:
         return True
 
     def _find_head(self) -> None:
+        begins = self.head is None
         found = self._stream.newest(self.version)
-        if found.listed and not found.manifest and self.head is None:  # before a stream is begun anew, a second look
+        if found.listed and not found.manifest and begins:  # before a stream is begun anew, a second look
             found = self._stream.newest()
         if found.manifest:
             self.head = found.manifest
             self._stream.identity = self._stream.identity or found.manifest.identity or None
-        elif found.listed and self.head is None:  # all are damaged, or a stranger's: no number is used again
+        elif found.listed and begins:  # all are damaged, or a stranger's
             self._minted = self._stream.claims.identity() or self._minted
-        last = max(in_reach(found.listed, -1), default=-1) if self.version is None else self.version
+        last = -1 if self.version is None else self.version
+        if begins:  # what cannot be read may have been versions, and no number is used again
+            last = max(in_reach((version for version in found.listed if version > last), last), default=last)
         self.next = first_free(found.listed, last)
 
     def _claim(self) -> None:
