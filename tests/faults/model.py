@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import dataclass
 from hashlib import sha256
+from math import prod
 from typing import Any, NamedTuple
 
 from pulse_rl import Bits, PulseError, State, Update, state_root
@@ -47,10 +48,23 @@ def check(held: bool, what: str) -> None:
         raise Violation(what)
 
 
-def _ends(data: bytes) -> tuple[str, str]:
-    """The roots that a patch, or a part of one, leads from and to. Raises FormatError."""
-    header = Patch.parse(data).header if format_of(data) == FORMAT else parse_part_header(memoryview(data))[0]
-    return header.base_root, header.target_root
+class _Said(NamedTuple):
+    """What a patch, or a part of one, says: the roots that it leads from and to; and ``slices``, (tensor, start, stop)
+    of what the part is of."""
+
+    base_root: str
+    target_root: str
+    slices: tuple[tuple[str, int, int], ...] | None = None
+
+
+def _said_by(data: bytes) -> _Said:
+    """Raises FormatError."""
+    if format_of(data) == FORMAT:
+        whole = Patch.parse(data).header
+        return _Said(whole.base_root, whole.target_root)
+    part, _ = parse_part_header(memoryview(data))
+    segments = [segment for block in part.cuts for segment in block.segments]
+    return _Said(part.base_root, part.target_root, tuple((s.spec.name, s.start, s.stop) for s in segments))
 
 
 def version_name(version: int) -> str:
@@ -116,7 +130,7 @@ class Model:
         self.versions: dict[int, Committed] = {}
         self.states: dict[str, Snapshot] = {}
         self._offered: dict[str, list[dict[str, str]]] = {}
-        self._ends: dict[str, tuple[str, str] | None] = {}
+        self._heads: dict[str, _Said | None] = {}
         self._needs: dict[str, Spans] = {}
         self._said: dict[bytes, dict[str, Any]] = {}
         self._hashed: dict[str, tuple[bytes, str]] = {}
@@ -260,7 +274,7 @@ class Model:
             files = [(match[4], nbytes)]
             if match[5]:
                 files = self._listed(disk.peek(name) or b"", match[4], nbytes)
-            if files and all(self._folds(disk, base, version, *file) for file in files):
+            if files and self._is_whole(version, [self._leads(disk, base, version, *file) for file in files]):
                 edges.append(_Edge(base, version, (), version - base))
         return sorted(edges, key=lambda e: e.version), grade
 
@@ -318,19 +332,34 @@ class Model:
         whole = len(files) == len(lines) > 1 and sum(length for _, length in files) == nbytes
         return files if whole and sha256(listed).hexdigest() == digest else []
 
-    def _folds(self, disk: Disk, base: int, version: int, digest: str, nbytes: int) -> bool:
-        """Whether a stored patch, or part of one, leads from one version's root to the other's."""
+    def _leads(self, disk: Disk, base: int, version: int, digest: str, nbytes: int) -> _Said | None:
+        """What a stored patch, or part of one, says that leads from one version's root to the other's; None where it
+        does not."""
         name = f"{STREAM}/payloads/{digest}.patch"
         data = disk.peek(name)
         if data is None or len(data) != nbytes or version - base < 2 or self._digest(name, data) != digest:
-            return False
-        if digest in self.lies:
-            return False
-        if digest not in self._ends:
+            return None
+        if digest in self.lies or base not in self.versions or version not in self.versions:
+            return None
+        if digest not in self._heads:
             try:
-                self._ends[digest] = _ends(data)
+                self._heads[digest] = _said_by(data)
             except PulseError:
-                self._ends[digest] = None
-        if base not in self.versions or version not in self.versions:
-            return False
-        return self._ends[digest] == (self.versions[base].root, self.versions[version].root)
+                self._heads[digest] = None
+        said = self._heads[digest]
+        roots = (self.versions[base].root, self.versions[version].root)
+        return said if said and (said.base_root, said.target_root) == roots else None
+
+    def _is_whole(self, version: int, parts: list[_Said | None]) -> bool:
+        """Whether these are one patch to ``version``: alone, or with each element of its state in one part."""
+        slices: dict[str, list[tuple[int, int]]] = {}
+        for part in parts:
+            if part is None or part.slices is None:
+                return part is not None and len(parts) == 1
+            for tensor, start, stop in part.slices:
+                slices.setdefault(tensor, []).append((start, stop))
+        for tensor, (_, shape, _) in self.states[self.versions[version].root].items():
+            starts, stops = zip(*sorted(slices.get(tensor, [(0, 0)])), strict=True)
+            if (0, *stops) != (*starts, prod(shape)):
+                return False
+        return True
