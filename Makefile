@@ -2,7 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := $(wildcard CMakeLists.txt src/native/*.cpp src/native/*.h)
+NATIVE_CPP := $(wildcard src/native/*/*.cpp src/native/*/*/*.cpp)
+NATIVE_H := $(wildcard src/native/*/*.h src/native/*/*/*.h)
+NATIVE := CMakeLists.txt $(NATIVE_CPP) $(NATIVE_H)
 
 .PHONY: demo demo-vllm demo-trl demo-loco demo-fleet test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet simulate-fleet bench-loco study faults mutants fuzz dist clean
 
@@ -138,7 +140,7 @@ docs: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror src/native/*.cpp src/native/*.h tests/fuzz/*.cpp tests/fuzz/*.h
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE_CPP) $(NATIVE_H) tests/fuzz/*.cpp tests/fuzz/*.h
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/zizmor --quiet --offline .github
 
@@ -231,7 +233,7 @@ fuzz: build/fuzz_context build/fuzz_entries build/fuzz_groups build/fuzz_history
 	./build/fuzz_groups $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_sha256 $(FUZZ_SECONDS) $(SEED)
 
-build/fuzz_%: tests/fuzz/%.cpp tests/fuzz/harness.h $(wildcard src/native/*.cpp src/native/*.h)
+build/fuzz_%: tests/fuzz/%.cpp tests/fuzz/harness.h $(NATIVE)
 	mkdir -p build
 	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off \
-	  -DPULSE_NO_CLONES $< $(filter-out src/native/module%, $(wildcard src/native/*.cpp)) -o $@
+	  -DPULSE_NO_CLONES -Isrc/native $< $(filter-out src/native/bindings/%, $(NATIVE_CPP)) -o $@

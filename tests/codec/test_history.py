@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import codec
-from pulse_rl._native import history_merged, use_rans_vectors
+from pulse_rl._native import history_merged
+from pulse_rl._native._testing import use_rans_vectors
 from pulse_rl.codec import Layout, Past, Run
 from pulse_rl.codec.base import element_kind
 from pulse_rl.errors import CorruptPatch

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from pulse_rl import codec
-from pulse_rl._native import history_records, scan, use_vectors
+from pulse_rl._native import history_records, scan
+from pulse_rl._native._testing import use_vectors
 from pulse_rl.codec import Layout, Run
 from pulse_rl.codec.base import element_kind
 from pulse_rl.state.tensors import DTYPES, UIntArray

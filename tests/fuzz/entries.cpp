@@ -7,12 +7,12 @@
 // payloads: each must end in Malformed or in finite entries that are in range and in order, the same with vectors and
 // without. Then it takes the outer step along several sums, sparsely in segments and densely, and compares the bits. Prints
 // counts; any finding aborts with the seed of the round.
-#include "../../src/native/entries.h"
+#include "loco/entries.h"
 
-#include "../../src/native/gate.h"
-#include "../../src/native/outer_step.h"
-#include "../../src/native/rans.h"
+#include "codecs/table/table.h"
 #include "harness.h"
+#include "loco/gate.h"
+#include "loco/outer_step.h"
 
 using namespace fuzz;
 using namespace pulse;

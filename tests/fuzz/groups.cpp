@@ -7,11 +7,11 @@
 // same bytes, and then feeds the decoder damaged, truncated, extended, renumbered and random payloads: each must end in
 // Malformed or in changes that are in range and in order, the same both ways. Prints counts; any finding aborts with the
 // seed of the round.
-#include "../../src/native/groups.h"
+#include "codecs/sparse/sparse.h"
 
-#include "../../src/native/history.h"
+#include "codecs/history/history.h"
 
-#include "../../src/native/rans.h"
+#include "codecs/table/table.h"
 #include "harness.h"
 
 using namespace fuzz;
@@ -125,7 +125,7 @@ std::vector<uint8_t> encoded_both_ways(const Block& b, uint64_t seed) {
     EncodedByAny made[2];
     for (bool use : {false, true}) {
         use_vectors(use);
-        made[use] = encode_with_history({}, b.old.data(), b.now.data(), b.kind, b.runs);
+        made[use] = encode_with_history({}, b.old.data(), b.now.data(), b.kind, b.runs, false);
     }
     if (made[0].codec != made[1].codec) fail("vectors choose another codec", seed);
     const Encoded &plain = made[0].encoded, &by_vectors = made[1].encoded;

@@ -13,11 +13,12 @@
 #include <random>
 #include <vector>
 
-#include "../../src/native/context.h"
-#include "../../src/native/positions.h"
-#include "../../src/native/rans.h"
-#include "../../src/native/scan.h"
-#include "../../src/native/weight_sum.h"
+#include "codecs/context/context.h"
+#include "codecs/context/positions.h"
+#include "codecs/context/weight_sum.h"
+#include "codecs/table/table.h"
+#include "common/scan.h"
+#include "entropy/rans_states.h"
 
 namespace fuzz {
 

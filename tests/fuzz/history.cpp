@@ -6,9 +6,9 @@
 // of whose changes the block repeats; or records of random bytes. Checks that stretches merge into the sums of their steps, that the block comes back whole, and then feeds
 // the decoder damaged payloads and other records: each must end in Malformed or in changes that are in range and in order.
 // Prints counts; any finding aborts with the seed of the round.
-#include "../../src/native/history.h"
+#include "codecs/history/history.h"
 
-#include "../../src/native/step.h"
+#include "common/step.h"
 #include "harness.h"
 
 using namespace fuzz;

@@ -12,7 +12,7 @@
 #include <memory>
 #include <random>
 
-#include "../../src/native/leaves.h"
+#include "hash/leaves.h"
 
 using namespace pulse;
 using Random = std::mt19937_64;

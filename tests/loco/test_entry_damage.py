@@ -9,7 +9,8 @@ from typing import Self
 import numpy as np
 import pytest
 
-from pulse_rl._native import Malformed, use_rans_vectors
+from pulse_rl._native import Malformed
+from pulse_rl._native._testing import use_rans_vectors
 from pulse_rl.errors import CorruptMessage
 from pulse_rl.loco.gate import ROUNDINGS
 from pulse_rl.loco.wire import Wire

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pulse_rl._native import use_rans_vectors
+from pulse_rl._native._testing import use_rans_vectors
 from pulse_rl.codec import Layout
 from pulse_rl.codec.base import element_kind
 from pulse_rl.codec.groups import GroupsCodec

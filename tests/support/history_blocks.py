@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import codec
-from pulse_rl._native import use_rans_vectors
+from pulse_rl._native._testing import use_rans_vectors
 from pulse_rl.codec import Layout, Past, Run
 from pulse_rl.codec.base import element_kind
 from pulse_rl.errors import CorruptPatch

@@ -19,7 +19,7 @@ INFO = "pulse_rl-1.2.3.dist-info"
 
 def sdist_members() -> Members:
     package = {"__init__.py": b'__version__ = "1.2.3"\n', "py.typed": b""}
-    needed = dict.fromkeys([*prove_dist.NEEDED, "src/native/scan.cpp"], b"x")
+    needed = dict.fromkeys([*prove_dist.NEEDED, "src/native/common/scan.cpp"], b"x")
     return needed | {f"src/pulse_rl/{name}": body for name, body in package.items()}
 
 
@@ -57,7 +57,7 @@ def test_a_good_pair_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("change", "reason"),
     [
         (lambda m: m.pop("CMakeLists.txt"), "lacks"),
-        (lambda m: m.pop("src/native/scan.cpp"), "no kernels"),
+        (lambda m: m.pop("src/native/common/scan.cpp"), "no kernels"),
         (lambda m: m.update({"tests/x.py": b"x"}), "holds .'tests'"),
         (lambda m: m.update({"docs/big.png": bytes(200_000)}), "above 102,400 bytes"),
         (lambda m: m.update({"src/pulse_rl/secret.key": b"x"}), "git does not track"),

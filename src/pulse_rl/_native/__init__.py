@@ -30,12 +30,9 @@ from ._kernels import (
     sha256_digests,
     sha256_leaves,
     sha256_messages,
-    sha256_paths,
     shared_octaves,
     sparse_outer_step,
     sum_entries,
-    use_rans_vectors,
-    use_vectors,
 )
 
 __all__ = [
@@ -66,10 +63,7 @@ __all__ = [
     "sha256_digests",
     "sha256_leaves",
     "sha256_messages",
-    "sha256_paths",
     "shared_octaves",
     "sparse_outer_step",
     "sum_entries",
-    "use_rans_vectors",
-    "use_vectors",
 ]

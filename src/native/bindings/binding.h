@@ -1,0 +1,111 @@
+// What both sets of Python bindings share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "common/rounding.h"
+#include "common/types.h"
+#include "entropy/payload.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace binding {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bits32 = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Positions = Bits32;
+using RoundingTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
+using RunTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
+constexpr uint64_t kMostElements = uint64_t(1) << 24;
+
+// An array as it is: a converted one would be a copy, and what is written into that is lost.
+inline auto array(const char* name) { return nb::arg(name).noconvert(); }
+
+// The kernels load and store whole elements, at addresses that are multiples of their width.
+template <class Array>
+void check_elements(const Array& array, int width, const char* name) {
+    const size_t bytes = array.size() * sizeof(typename Array::Scalar), w = size_t(width);
+    const auto refuse = [&](const char* what) {
+        throw nb::value_error((std::string(name) + what + std::to_string(w) + " bytes").c_str());
+    };
+    if (bytes % w != 0) refuse(" is no whole number of elements of ");
+    if (bytes != 0 && reinterpret_cast<uintptr_t>(array.data()) % w != 0) refuse(" is not aligned to ");
+}
+template <class Array>
+void check_elements(const Array& array, const char* name) {
+    check_elements(array, int(sizeof(typename Array::Scalar)), name);
+}
+
+inline pulse::Rounding checked_rounding(const RoundingTuple& rounding) {
+    const auto& [mantissa, least, most, beyond] = rounding;
+    if (mantissa < 1 || mantissa > 22 || least < 1 || least > 254 || most >= 0x7f800000u || beyond > 0x7f800000u) {
+        throw nb::value_error("the rounding is out of range");
+    }
+    return {mantissa, least, most, beyond};
+}
+
+// The runs, which must cover `elements`.
+inline std::vector<pulse::Run> checked_runs(const std::vector<RunTuple>& runs, uint64_t elements) {
+    std::vector<pulse::Run> result;
+    uint64_t total = 0;
+    for (const auto& [count, row, phase] : runs) {
+        if (count > kMostElements || row == 0 || row > (uint64_t(1) << 48) || phase >= row) {
+            throw nb::value_error("a run is out of range");
+        }
+        total += count;
+        result.push_back({count, row, phase});
+    }
+    if (total > kMostElements || total != elements) throw nb::value_error("the runs do not cover the array");
+    return result;
+}
+
+inline void check_kind(const pulse::ElementKind& kind) {
+    if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 ||
+        kind.mask > 255) {
+        throw nb::value_error("width, shift or mask is out of range");
+    }
+}
+
+// Runs that cover `old`, whose elements are of that kind.
+inline std::vector<pulse::Run> checked_block(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind,
+                                             const Bytes& old) {
+    check_kind(kind);
+    check_elements(old, kind.width, "old");
+    return checked_runs(runs, old.size() / size_t(kind.width));
+}
+
+template <class T>
+inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) {
+    auto owned = std::make_unique<std::vector<T>>(std::move(values));
+    T* data = owned->data();
+    const size_t size = owned->size();
+    nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner);
+}
+
+inline nb::tuple decoded_tuple(pulse::Decoded&& decoded) {
+    return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)),
+                          to_numpy(std::move(decoded.before)));
+}
+
+}  // namespace binding
+
+// The history codec (module_history.cpp), the rans codec (module_rans.cpp), the groups codec (module_groups.cpp),
+// the leaves' digests (module_sha256.cpp), PULSELoCo's kernels (module_loco.cpp).
+void bind_history(nb::module_& m);
+void bind_rans(nb::module_& m);
+void bind_groups(nb::module_& m);
+void bind_sha256(nb::module_& m);
+void bind_loco(nb::module_& m);

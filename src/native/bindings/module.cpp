@@ -1,0 +1,177 @@
+// Python bindings of the codec's kernels. Every function takes flat, contiguous arrays and releases the GIL while it works.
+#include "bindings/binding.h"
+#include "codecs/context/context.h"
+#include "codecs/context/weight_sum.h"
+#include "common/apply.h"
+#include "common/rounding.h"
+#include "common/scan.h"
+
+using namespace binding;
+
+namespace {
+
+// Calls `f` with a null pointer to the unsigned type of that width.
+template <class F>
+void for_width(int width, F&& f) {
+    switch (width) {
+        case 1: return f(static_cast<uint8_t*>(nullptr));
+        case 2: return f(static_cast<uint16_t*>(nullptr));
+        case 4: return f(static_cast<uint32_t*>(nullptr));
+        case 8: return f(static_cast<uint64_t*>(nullptr));
+        default: throw nb::value_error("width is out of range");
+    }
+}
+
+void check_positions(const Positions& positions, uint32_t base, size_t bytes, int width) {
+    if (!pulse::all_within(positions.data(), positions.size(), base, bytes / size_t(width))) {
+        throw nb::index_error("a position is outside the tensor");
+    }
+}
+
+// An array of elements, and values for some of them.
+template <class Array>
+void check_values(const Array& elements, int width, const Positions& positions, const Bytes& values) {
+    check_elements(elements, width, "elements");
+    check_elements(values, width, "values");
+    check_elements(positions, "positions");
+    if (values.size() != positions.size() * size_t(width)) throw nb::value_error("values and positions differ");
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+    nb::exception<pulse::Malformed>(m, "Malformed", PyExc_ValueError);
+
+    m.def(
+        "context_encode",
+        [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating,
+           const std::vector<RunTuple>& runs) {
+            const pulse::ElementKind kind{width, shift, mask, floating};
+            const auto covered = checked_block(runs, kind, old);
+            if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
+            check_elements(now, width, "new");
+            pulse::Encoded encoded;
+            {
+                nb::gil_scoped_release release;
+                encoded = pulse::encode_block(old.data(), now.data(), kind, covered);
+            }
+            return nb::make_tuple(nb::bytes(encoded.payload.data(), encoded.payload.size()), encoded.changed);
+        },
+        array("old"), array("new"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
+        "(payload, number of changes) of one block; runs are (elements, row, phase).");
+
+    m.def(
+        "context_decode",
+        [](Bytes payload, Bytes old, int width, int shift, uint32_t mask, bool floating,
+           const std::vector<RunTuple>& runs) {
+            const pulse::ElementKind kind{width, shift, mask, floating};
+            const auto covered = checked_block(runs, kind, old);
+            pulse::Decoded decoded;
+            {
+                nb::gil_scoped_release release;
+                decoded = pulse::decode_block(payload.data(), payload.size(), old.data(), kind, covered);
+            }
+            return decoded_tuple(std::move(decoded));
+        },
+        array("payload"), array("old"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
+        "(uint32 positions, uint8 bytes of the new elements, of the old ones) of one block; raises Malformed.");
+
+    m.def(
+        "scan",
+        [](Bytes old, Bytes now, int width) {
+            if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
+            if (old.size() / size_t(width < 1 ? 1 : width) > UINT32_MAX) throw nb::value_error("the array is too long");
+            std::vector<uint32_t> positions;
+            for_width(width, [&](auto*) {
+                check_elements(old, width, "old");
+                check_elements(now, width, "new");
+                nb::gil_scoped_release release;
+                pulse::differing(old.data(), now.data(), old.size(), width, 0, positions);
+            });
+            return to_numpy(std::move(positions));
+        },
+        array("old"), array("new"), "width"_a, "The uint32 positions at which the elements of two arrays differ.");
+
+    m.def(
+        "gather",
+        [](Bytes elements, int width, Positions positions, uint32_t base) {
+            std::vector<uint8_t> out;
+            for_width(width, [&](auto* type) {
+                using U = std::remove_pointer_t<decltype(type)>;
+                check_elements(elements, width, "elements");
+                check_elements(positions, "positions");
+                nb::gil_scoped_release release;
+                check_positions(positions, base, elements.size(), width);
+                out.resize(positions.size() * sizeof(U));
+                pulse::gather(reinterpret_cast<const U*>(elements.data()), positions.data(), positions.size(), base,
+                              reinterpret_cast<U*>(out.data()));
+            });
+            return to_numpy(std::move(out));
+        },
+        array("elements"), "width"_a, array("positions"), "base"_a, "The bytes of the elements at positions - base.");
+
+    m.def(
+        "holds",
+        [](Bytes elements, int width, Positions positions, uint32_t base, Bytes values) {
+            bool same = false;
+            for_width(width, [&](auto* type) {
+                using U = std::remove_pointer_t<decltype(type)>;
+                check_values(elements, width, positions, values);
+                nb::gil_scoped_release release;
+                check_positions(positions, base, elements.size(), width);
+                same = pulse::holds(reinterpret_cast<const U*>(elements.data()), positions.data(), positions.size(),
+                                    base, reinterpret_cast<const U*>(values.data()));
+            });
+            return same;
+        },
+        array("elements"), "width"_a, array("positions"), "base"_a, array("values"),
+        "Whether the elements at positions - base are the values.");
+
+    m.def(
+        "scatter",
+        [](MutableBytes elements, int width, Positions positions, uint32_t base, Bytes values) {
+            for_width(width, [&](auto* type) {
+                using U = std::remove_pointer_t<decltype(type)>;
+                check_values(elements, width, positions, values);
+                nb::gil_scoped_release release;
+                check_positions(positions, base, elements.size(), width);
+                pulse::scatter(reinterpret_cast<U*>(elements.data()), positions.data(), positions.size(), base,
+                               reinterpret_cast<const U*>(values.data()));
+            });
+        },
+        array("elements"), "width"_a, array("positions"), "base"_a, array("values"),
+        "Writes values at positions - base, in place.");
+
+    m.def(
+        "round_values",
+        [](Bits32 bits, const RoundingTuple& rounding, uint32_t nan, int width, MutableBytes out) {
+            const auto checked = checked_rounding(rounding);
+            if (width != 1 && width != 2) throw nb::value_error("width is out of range");
+            if (std::max(pulse::Rounder(checked).beyond(), nan) >> (8 * width - 1)) {
+                throw nb::value_error("the numbers do not fit the width");
+            }
+            check_elements(bits, "bits");
+            check_elements(out, width, "out");
+            if (out.size() != bits.size() * size_t(width)) throw nb::value_error("bits and out differ in length");
+            nb::gil_scoped_release release;
+            if (width == 1) return pulse::round_values(bits.data(), bits.size(), checked, nan, out.data());
+            pulse::round_values(bits.data(), bits.size(), checked, nan, reinterpret_cast<uint16_t*>(out.data()));
+        },
+        array("bits"), "rounding"_a, "nan"_a, "width"_a, array("out"),
+        "FP32 numbers, given by their bits, rounded to a narrower float; a NaN gets the bits `nan` besides its own.");
+
+    m.def(
+        "use_vectors",
+        [](bool use) {
+            pulse::scan_vectors = use && pulse::has_scan_vectors();
+            pulse::weight_vectors = use && pulse::has_weight_vectors();
+            return nb::make_tuple(pulse::has_scan_vectors(), pulse::has_weight_vectors());
+        },
+        "use"_a, "For tests: whether comparing and weighing use AVX-512; whether this processor can.");
+
+    bind_history(m);
+    bind_rans(m);
+    bind_groups(m);
+    bind_sha256(m);
+    bind_loco(m);
+}

@@ -1,0 +1,29 @@
+// The `context` codec: the changes of one block, coded against its old elements (docs/format.md, section 3.6).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "common/types.h"
+
+namespace pulse {
+
+// The runs cover the arrays, which are aligned to `width` and have at most 2^24 elements.
+Encoded encode_block(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs);
+
+// The same, of what `compare_block` has found. `recall`, where there is one, is put in front; its elements are not among the
+// changes.
+template <class U>
+struct BlockChanges;
+class RecallReader;
+class RecallWriter;
+template <class U>
+Encoded encode_changes(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
+                       const std::vector<Run>& runs, RecallWriter* recall = nullptr);
+
+// Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
+Decoded decode_block(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
+                     const std::vector<Run>& runs, RecallReader* recall = nullptr);
+
+}  // namespace pulse

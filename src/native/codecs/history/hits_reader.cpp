@@ -1,0 +1,118 @@
+#include <memory>
+
+#include "codecs/history/hits.h"
+#include "entropy/rans_bits.h"
+#include "entropy/rans_pieces.h"
+
+namespace pulse {
+namespace {
+
+struct LevelReader {
+    PieceReader pieces;
+    bool bit(uint8_t level, bool value) { return pieces.bit(chance(level), value); }
+};
+
+}  // namespace
+
+RecallReader::RecallReader(const Recollection& known) : known_(known) {
+    for (uint16_t cell : known.cells) there_[cell] = 1;
+}
+
+void RecallReader::take(Reader& side) {
+    TableModels table;
+    code_table(side, table, there_, known_.count, head_.table);
+    const auto of_cells = head_.table.frequencies();
+    steps.which.resize(known_.size() + 1);
+    size_t n = 0;
+    for (size_t i = 0; i < known_.size(); i++) {
+        const uint16_t frequency = of_cells[known_.cells[i]];
+        if (i % 64 == 0) side.next_symbol();
+        steps.which[n] = uint32_t(i);
+        if (frequency) n += side.coder.bit(frequency, kRansBits);
+    }
+    steps.which.resize(n);
+    steps.sizes.resize(n), steps.downs.resize(n);
+    const auto models = std::make_unique<RecallModels<AdaptiveBit>>();
+    for (size_t i = 0; i < n; i++) {
+        const State state = known_.state(steps.which[i]);
+        const size_t cls = state.cls();
+        side.next_symbol();
+        const bool turned = side.bit(models->turned[turn_of(state)], false);
+        const uint32_t expected = expected_size(state, turned);
+        const bool unlikely = side.bit(unlikely_model(*models, cls, expected), false);
+        steps.downs[i] = turned != (state.last() < 0);
+        steps.sizes[i] = std::max(expected, 1u);
+        if (!unlikely) continue;
+        Unlikely value = code_unlikely(side, *models, cls, expected, {});
+        value.number |= code_plain(side, 0, value.plain);
+        steps.sizes[i] = value.size_near(expected);
+    }
+}
+
+void RecallReader::take_head(const uint8_t* data, size_t size, size_t& at) {
+    const uint64_t length = take_count(data, size, at);
+    if (length > size - at) throw Malformed("the block ends inside its head");
+    Reader side{RangeDecoder(data + at, size_t(length))};
+    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, {});
+    if (!side.coder.finished()) throw Malformed("the head is longer or shorter than announced");
+    at += size_t(length);
+}
+
+void RecallReader::take(RansReader& coder) {
+    uint16_t frequencies[kRansStates];
+    const auto of_cells = head_.table.frequencies();
+    std::vector<uint64_t> changes((known_.size() + kRansStates - 1) / kRansStates);
+    size_t n = 0;
+    for (size_t batch = 0; batch < changes.size(); batch++) {
+        const size_t i = batch * kRansStates, here = std::min(kRansStates, known_.size() - i);
+        for (size_t k = 0; k < here; k++) frequencies[k] = of_cells[known_.cells[i + k]];
+        std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
+        changes[batch] = take_bits(coder, frequencies);
+        n += size_t(__builtin_popcountll(changes[batch]));
+    }
+    steps.which.resize(n + kRansStates);
+    n = 0;
+    for (size_t batch = 0; batch < changes.size(); batch++) {
+        n += put_ones(changes[batch], uint32_t(batch * kRansStates), &steps.which[n]);
+    }
+    steps.which.resize(n);
+    steps.sizes.resize(n), steps.downs.resize(n);
+    for (size_t i = 0; i < n; i += kRansStates) {
+        const size_t here = std::min(kRansStates, n - i);
+        for (size_t k = 0; k < here; k++) {
+            frequencies[k] = chance(head_.levels.turned[turn_of(known_.state(steps.which[i + k]))]);
+        }
+        std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
+        const uint64_t turned = take_bits(coder, frequencies);
+        for (size_t k = 0; k < here; k++) steps.downs[i + k] = turned >> k & 1;
+    }
+    for (size_t i = 0; i < n; i += kRansStates) {
+        const size_t here = std::min(kRansStates, n - i);
+        for (size_t k = 0; k < here; k++) {
+            const State state = known_.state(steps.which[i + k]);
+            const uint32_t expected = expected_size(state, steps.downs[i + k]);
+            frequencies[k] = chance(unlikely_model(head_.levels, state.cls(), expected));
+            steps.sizes[i + k] = std::max(expected, 1u);
+            steps.downs[i + k] ^= state.last() < 0;
+        }
+        std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
+        for (uint64_t bits = take_bits(coder, frequencies); bits; bits &= bits - 1) {
+            const size_t k = i + size_t(__builtin_ctzll(bits));
+            unlikely_.push_back({uint32_t(k), steps.sizes[k] > 1 ? steps.sizes[k] : 0, {}});
+        }
+    }
+    LevelReader side{{coder}};
+    for (auto& [i, expected, value] : unlikely_) {
+        value = code_unlikely(side, head_.levels, known_.state(steps.which[i]).cls(), expected, {});
+        side.pieces.next_state();
+    }
+}
+
+void RecallReader::take_plain(BitReader& bits) {
+    for (auto& [i, expected, value] : unlikely_) {
+        value.number |= bits.take(value.plain);
+        steps.sizes[i] = value.size_near(expected);
+    }
+}
+
+}  // namespace pulse

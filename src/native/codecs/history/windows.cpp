@@ -1,0 +1,322 @@
+#include "codecs/history/windows.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+
+#include "common/clones.h"
+#include "common/step.h"
+#include "entropy/range_coder.h"
+#include "entropy/weights.h"
+
+namespace pulse {
+namespace {
+
+constexpr uint32_t kLongestGap = 65535;
+constexpr size_t kAtOnce = 1 << 16;  // elements whose marks stay in the first-level cache
+
+class RecordWriter {
+public:
+    // Room for so many changes of a block of so many elements.
+    RecordWriter(size_t changes, uint64_t elements)
+        : records_((changes + size_t(elements / kLongestGap) + 1) * kRecordBytes), at_(records_.data()) {}
+
+    void put(uint32_t position, uint8_t step, uint8_t cls) {
+        for (; position - next_ >= kLongestGap; next_ += kLongestGap) write(kLongestGap, 0, 0);
+        write(position - next_, step, cls);
+        next_ = position + 1;
+    }
+    std::vector<uint8_t> finish() {
+        records_.resize(size_t(at_ - records_.data()));
+        records_.shrink_to_fit();
+        return std::move(records_);
+    }
+
+private:
+    void write(uint32_t gap, uint8_t step, uint8_t cls) {
+        at_[0] = uint8_t(gap), at_[1] = uint8_t(gap >> 8), at_[2] = step, at_[3] = cls;
+        at_ += kRecordBytes;
+    }
+    std::vector<uint8_t> records_;
+    uint8_t* at_;
+    uint32_t next_ = 0;
+};
+
+struct Record {
+    uint32_t bits;
+
+    static PULSE_INLINE Record at(const uint8_t* p) {
+        return {uint32_t(p[0]) | uint32_t(p[1]) << 8 | uint32_t(p[2]) << 16 | uint32_t(p[3]) << 24};
+    }
+    uint32_t gap() const { return bits & kLongestGap; }
+    uint8_t step() const { return uint8_t(bits >> 16); }
+    uint8_t cls() const { return uint8_t(bits >> 24); }
+    Record at_place(uint32_t place) const { return {(bits & 0xffff0000) | place}; }
+    // One that says nothing of an element, but leads on to the next ones.
+    bool leads_on() const { return (bits & 0xffffff) == kLongestGap; }
+};
+
+// Walks over records. Those without a step say what class an element has, of which nothing else is to be remembered.
+class RecordReader {
+public:
+    explicit RecordReader(const Stretch& stretch)
+        : at_(stretch.records), end_(at_ + stretch.bytes / kRecordBytes * kRecordBytes) {}
+
+    // Calls `found(position, record)` for those below `limit` that are left.
+    template <class Found>
+    PULSE_INLINE void read(uint64_t limit, Found found) {
+        const uint8_t* at = at_;
+        uint64_t next = next_;
+        for (; at != end_; at += kRecordBytes) {
+            const Record record = Record::at(at);
+            const uint64_t position = next + record.gap();
+            if (position >= limit) break;
+            const bool leads_on = record.leads_on();
+            next = position + !leads_on;
+            if (!leads_on) found(size_t(position), record);
+        }
+        at_ = at;
+        next_ = next;
+    }
+
+private:
+    const uint8_t *at_, *end_;
+    uint64_t next_ = 0;
+};
+
+// Goes through a block by tiles: marks the elements of a tile of which records speak, so that each has a number, and has what they say
+// at hand once more.
+class TileWalk {
+public:
+    size_t first = 0, behind = 0;  // the numbers of the elements of the tile that are marked
+
+    TileWalk(const std::vector<Stretch>& stretches, uint64_t elements, Marks& marks)
+        : elements_(elements), marks_(marks), ends_(stretches.size()) {
+        size_t most = 0;
+        for (const Stretch& stretch : stretches) {
+            ahead_.emplace_back(stretch);
+            most += std::min(stretch.bytes / kRecordBytes, kAtOnce);
+        }
+        records_.reset(new Record[most + 1]);
+    }
+    // The next tile, marked where `counts(record)` holds for any record of an element; false behind the last one.
+    template <class Counts>
+    PULSE_INLINE bool next(Counts counts) {
+        if (end_ == elements_) return false;
+        begin_ = end_;
+        end_ = std::min(begin_ + kAtOnce, elements_);
+        Record* to = records_.get();
+        for (size_t k = 0; k < ahead_.size(); k++) {
+            ahead_[k].read(end_, [&](size_t element, Record record) {
+                marks_.add(element, counts(record));
+                *to++ = record.at_place(uint32_t(element - begin_));
+            });
+            ends_[k] = to;
+        }
+        first = behind;
+        behind = marks_.count(size_t(begin_), size_t(end_), first);
+        return true;
+    }
+    // Calls `found(element, record)` for those of a stretch in the tile.
+    template <class Found>
+    PULSE_INLINE void each(size_t stretch, Found found) const {
+        const Record* const end = ends_[stretch];
+        for (const Record* at = stretch ? ends_[stretch - 1] : records_.get(); at != end; at++) {
+            found(size_t(begin_) + at->gap(), *at);
+        }
+    }
+
+private:
+    const uint64_t elements_;
+    uint64_t begin_ = 0, end_ = 0;  // of the tile
+    Marks& marks_;
+    std::vector<RecordReader> ahead_;
+    std::unique_ptr<Record[]> records_;  // of the tile, with their places in it in place of gaps
+    std::vector<const Record*> ends_;    // behind those of each stretch
+};
+
+// How many elements the stretches remember at most.
+size_t most_remembered(const std::vector<Stretch>& stretches, uint64_t elements) {
+    size_t most = 0;
+    for (const Stretch& stretch : stretches) most += stretch.bytes / kRecordBytes;
+    return size_t(std::min<uint64_t>(most, elements));
+}
+
+constexpr int kLarge = 5;  // the vigour of an element whose last step had a size above 1, at least
+
+int group_of(int age, int vigour, bool turned) { return 1 + (age * kVigours + vigour) * 2 + turned; }
+
+// The value of a State, but for its class.
+uint32_t known(int group, int last) { return uint32_t(group | (last < 0) << 7 | uint8_t(last) << 8); }
+
+// What a record of a stretch of one version makes of a State.
+class Transition {
+public:
+    // `later`: the versions after the stretch; `longer`: those since the middle of the last stretch of several versions.
+    Transition(int later, int longer) {
+        const int since = later + 1, age = std::min(since, kAges - 1) - 1;
+        for (int before = 0; before < kGroups; before++) {
+            int vigour = 0;
+            if (before) {
+                const int was = (before - 1) / 2, last = was / kVigours;
+                const int rest = (last == kAges - 1 ? longer : last + 1) - since;
+                vigour = std::clamp(was % kVigours + (rest <= 2) - (rest > 4), 0, kVigours - 1);
+            }
+            for (int k = 0; k < 8; k++) {
+                const bool large = k & 4, down = k & 2, was_down = k & 1;
+                const int group = group_of(age, large ? std::max(vigour, kLarge) : vigour, before && down != was_down);
+                next_[2 * large + down][before + 128 * was_down] = uint8_t(known(group, down ? -1 : 1));
+            }
+        }
+    }
+    PULSE_INLINE uint32_t of(uint32_t before, Record record) const {
+        const size_t large = uint8_t(record.step() + 1) > 2, down = record.step() >> 7;
+        return next_[2 * large + down][before & 255] | (record.bits >> 8 & 0xffff00);
+    }
+
+private:
+    std::array<std::array<uint8_t, 256>, 4> next_{};  // of step and state, the lowest byte of the next one
+};
+
+// What the record of a stretch of several versions makes of it: the same of any.
+class Given {
+public:
+    explicit Given(uint32_t span) {
+        for (int step = 0; step < 256; step++) {
+            const int net = int8_t(step), size = std::abs(net), n = int(span);
+            const int each = std::max(1, (2 * size + n) / (2 * n));
+            const int vigour = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
+            next_[size_t(step)] = uint16_t(known(group_of(kAges - 1, vigour, false), net < 0 ? -each : each));
+        }
+    }
+    PULSE_INLINE uint32_t of(uint32_t, Record record) const {
+        return next_[record.step()] | (record.bits >> 8 & 0xff0000);
+    }
+
+private:
+    std::array<uint16_t, 256> next_;
+};
+
+// What is known of the elements that are marked, in their order.
+struct Places {
+    const Marks& marks;
+    uint32_t* positions;
+    State* states;
+
+    // Takes in what a stretch says of a tile.
+    template <class Says>
+    PULSE_INLINE void take(const TileWalk& walk, size_t stretch, const Says& says) const {
+        walk.each(stretch, [&](size_t element, Record record) {
+            if (record.step() == 0) return take_class(element, record.cls());
+            const size_t at = marks.before(element);
+            positions[at] = uint32_t(element);
+            states[at].value = says.of(states[at].value, record);
+        });
+    }
+
+private:
+    void take_class(size_t element, uint8_t cls) const {
+        if (!marks.has(element)) return;
+        uint32_t& value = states[marks.before(element)].value;
+        value = (value & 0xffff) | uint32_t(cls) << 16;
+    }
+};
+
+template <class U>
+std::vector<uint8_t> records(const uint32_t* positions, size_t count, const U* old, const U* now,
+                             const ElementKind& kind) {
+    const ClassOf cls{kind.shift, kind.mask};
+    RecordWriter writer(count, count ? positions[count - 1] : 0);
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t step = uint8_t(to_ordered(now[i], kind.floating) - to_ordered(old[i], kind.floating));
+        writer.put(positions[i], step, uint8_t(cls(now[i])));
+    }
+    return writer.finish();
+}
+
+}  // namespace
+
+std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now,
+                                const ElementKind& kind) {
+    const auto of = [&](auto zero) {
+        using U = decltype(zero);
+        return records(positions, count, static_cast<const U*>(old), static_cast<const U*>(now), kind);
+    };
+    return kind.width == 1 ? of(uint8_t()) : kind.width == 2 ? of(uint16_t()) : of(uint32_t());
+}
+
+PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements) {
+    struct Net {
+        uint32_t position;
+        uint8_t step, cls;
+    };
+    const std::unique_ptr<Net[]> nets(new Net[most_remembered(stretches, elements)]);
+    Marks marks(elements);
+    TileWalk walk(stretches, elements, marks);
+    while (walk.next([](Record) { return true; })) {
+        std::fill(nets.get() + walk.first, nets.get() + walk.behind, Net{});
+        for (size_t k = 0; k < stretches.size(); k++) {
+            walk.each(k, [&](size_t element, Record record) {
+                Net& net = nets[marks.before(element)];
+                net = {uint32_t(element), uint8_t(net.step + record.step()), record.cls()};
+            });
+        }
+    }
+    const size_t count = walk.behind;
+    RecordWriter writer(count, elements);
+    for (size_t i = 0; i < count; i++) writer.put(nets[i].position, nets[i].step, nets[i].cls);
+    return writer.finish();
+}
+
+RememberedCount count_remembered(const std::vector<Stretch>& stretches, uint64_t end, const uint32_t* positions,
+                                 size_t changed) {
+    std::vector<uint64_t> seen(size_t(end / 64 + 1));
+    RememberedCount found{{0}};
+    std::vector<size_t>& counts = found.by_last;
+    for (size_t k = stretches.size(); k-- > 0;) {
+        size_t count = counts.back();
+        RecordReader(stretches[k]).read(end, [&](size_t element, Record record) {
+            uint64_t& word = seen[element / 64];
+            const uint64_t bit = uint64_t(record.step() != 0) << (element % 64);
+            count += (word & bit) < bit;
+            word |= bit;
+        });
+        counts.push_back(count);
+    }
+    for (size_t i = 0; i < changed; i++) found.of_changed += seen[positions[i] / 64] >> (positions[i] % 64) & 1;
+    return found;
+}
+
+PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
+    std::vector<Transition> transitions;
+    std::vector<Given> given;
+    int later = 0, longer = 0;
+    for (const Stretch& stretch : stretches) later += int(stretch.span);
+    for (const Stretch& stretch : stretches) {
+        later -= int(stretch.span);
+        if (stretch.span > 1) longer = later + int(stretch.span) / 2;
+        transitions.emplace_back(later, longer);
+        given.emplace_back(stretch.span);
+    }
+    const size_t most = most_remembered(stretches, elements);
+    Remembered remembered;
+    remembered.marks = Marks(elements);
+    remembered.positions.reset(new uint32_t[most]);
+    remembered.states.reset(new State[most]);
+    Places places{remembered.marks, remembered.positions.get(), remembered.states.get()};
+    TileWalk walk(stretches, elements, remembered.marks);
+    while (walk.next([](Record record) { return record.step() != 0; })) {
+        std::fill(places.states + walk.first, places.states + walk.behind, State{0});
+        for (size_t k = 0; k < stretches.size(); k++) {
+            if (stretches[k].span > 1) {
+                places.take(walk, k, given[k]);
+            } else {
+                places.take(walk, k, transitions[k]);
+            }
+        }
+    }
+    remembered.count = walk.behind;
+    return remembered;
+}
+
+}  // namespace pulse

@@ -1,0 +1,66 @@
+// What changed in the last versions: kept in few bytes, merged, and looked up (docs/format.md, section 3.10.1).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "common/element_mask.h"
+#include "common/types.h"
+
+namespace pulse {
+
+// The net steps of a block in `span` versions, modulo 256: for each element that changed a record of four bytes, which has its class at
+// the end, too. Where the step is 0 modulo 256, nothing is remembered but that class.
+constexpr size_t kRecordBytes = 4;
+constexpr size_t kMostStretches = 64;  // of a history
+struct Stretch {
+    const uint8_t* records;
+    size_t bytes;
+    uint32_t span;
+};
+
+// A group is an age, a vigour, and whether the last step turned. The last of the ages is that of what is known by a stretch of
+// several versions only.
+constexpr int kAges = 8, kVigours = 7, kGroups = 1 + kAges * kVigours * 2;
+constexpr int kLastVersion = kVigours * 2;  // the last group of what changed in the last version
+
+// What is known of an element that changed lately: its group, above 0, the sign of the step to expect, that step, and its class, from
+// the lowest bit on: 7, 1, 8, 8 of them.
+struct State {
+    uint32_t value;
+
+    uint8_t group() const { return uint8_t(value & 127); }
+    int8_t last() const { return int8_t(value >> 8); }
+    uint8_t cls() const { return uint8_t(value >> 16); }
+};
+
+// The elements of a block that changed lately, ascending, and marked.
+struct Remembered {
+    std::unique_ptr<uint32_t[]> positions;
+    std::unique_ptr<State[]> states;
+    size_t count = 0;
+    Marks marks;
+};
+
+// The records of what changed. `old` and `now` are the elements at the positions.
+std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now,
+                                const ElementKind& kind);
+
+// One stretch in place of several that follow each other.
+std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements);
+
+// How many elements below `end` the last 0, 1, 2… of the stretches remember, and how many of the first `changed` of the positions, which
+// are below `end`, all of them do.
+struct RememberedCount {
+    std::vector<size_t> by_last;
+    size_t of_changed = 0;
+};
+RememberedCount count_remembered(const std::vector<Stretch>& stretches, uint64_t end, const uint32_t* positions,
+                                 size_t changed);
+
+// `stretches` are in order; the last one ends at the block's old elements.
+Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements);
+
+}  // namespace pulse
