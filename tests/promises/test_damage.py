@@ -1,0 +1,146 @@
+"""Whatever becomes of the objects in a store: a worker shows a verified state or says why not, never a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from pulse_rl import MemoryStore, Publisher, Store, verify_stream
+from pulse_rl.errors import ChainGap, PulseError
+
+from .oracle import STREAM, Trainer, Worker, copied, objects, publish
+
+
+def flip(data: bytes, chance: Random) -> bytes | None:
+    at = chance.randrange(len(data)) if data else 0
+    return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :] if data else b"x"
+
+
+def cut(data: bytes, chance: Random) -> bytes | None:
+    return data[: chance.randrange(len(data))] if data else None
+
+
+def delete(data: bytes, chance: Random) -> bytes | None:
+    return None
+
+
+def junk(data: bytes, chance: Random) -> bytes | None:
+    return chance.randbytes(chance.choice((1, 40, 5000)))
+
+
+Harm = Callable[[bytes, Random], bytes | None]
+HARMS: list[Harm] = [flip, cut, delete, junk]
+
+
+def stream(versions: int = 5) -> tuple[MemoryStore, list[str]]:
+    store, trainer = MemoryStore(), Trainer(elements=600)
+    with Publisher(store, stream=STREAM, folds=(2, 4), anchor_ratio=0.2, threads=1) as publisher:
+        return store, publish(publisher, trainer, versions)
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: str(harm.__name__))
+def test_any_object_may_be_harmed(harm: Harm) -> None:
+    """One after another: newcomers and followers of each version get its very bits or an error of the library's, and a
+    publisher goes on."""
+    store, roots = stream()
+    chance = Random(5)
+    for name, data in objects(store).items():
+        worker = Worker(store)
+        worker.sync(2)
+        harmed = copied(store, MemoryStore())
+        if (now := harm(data, chance)) is None:
+            harmed.delete(name)
+        else:
+            harmed.put(name, now)
+        worker.subscriber.close()
+        for target in (*range(len(roots)), None):
+            newcomer = Worker(harmed)
+            try:
+                newcomer.sync(target)
+            except PulseError:
+                continue
+            if newcomer.subscriber.version is not None:
+                assert newcomer.root == roots[newcomer.subscriber.version]
+        trainer = Trainer(seed=9, elements=600)
+        with Publisher(harmed, stream=STREAM, threads=1) as publisher:
+            publish(publisher, trainer)
+            publish(publisher, trainer, anchor=True)
+        late = Worker(harmed)
+        late.sync()
+        assert late.root == trainer.root
+
+
+def test_verification_says_what_is_damaged() -> None:
+    store, roots = stream()
+    for name, data in objects(store).items():
+        if "/payloads/" in name:
+            harmed = copied(store, MemoryStore())
+            harmed.put(name, flip(data, Random(1)) or b"")
+            reports = list(verify_stream(harmed, STREAM, threads=1))
+            assert len(reports) == len(roots)
+    for name in [name for name in objects(store) if "/payloads/" in name]:
+        store.delete(name)
+    assert all(report.problems for report in verify_stream(store, STREAM, threads=1))
+
+
+def test_a_lost_patch_is_a_gap_that_an_anchor_closes(store: Store) -> None:
+    trainer, worker = Trainer(), Worker(store)
+    with Publisher(store, stream=STREAM) as publisher:
+        publish(publisher, trainer)
+        worker.sync()
+        root = worker.root
+        before = set(objects(store))
+        publish(publisher, trainer)
+        for name in set(objects(store)) - before:
+            if "/payloads/" in name:
+                store.delete(name)
+        with pytest.raises(ChainGap):
+            worker.sync()
+        assert (worker.subscriber.version, worker.root) == (0, root), "it rests where it was"
+        publish(publisher, trainer, anchor=True)
+        worker.sync()
+    assert (worker.subscriber.version, worker.root) == (2, trainer.root)
+
+
+def test_a_link_that_is_damaged_is_fetched_again(store: Store) -> None:
+    """What arrives damaged once, as over a bad line, is asked for once more."""
+    trainer = Trainer()
+    with Publisher(store, stream=STREAM) as publisher:
+        publish(publisher, trainer, 3)
+
+    class BadLine(MemoryStore):
+        damaged = 0
+
+        def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+            data = super().get(name, start, stop)
+            if "/payloads/" in name and not self.damaged and data:
+                self.damaged += 1
+                return bytes(len(data))
+            return data
+
+    line = copied(store, BadLine())
+    worker = Worker(line)
+    worker.sync()
+    assert (worker.root, line.damaged) == (trainer.root, 1)
+
+
+def test_junk_in_every_folder_is_passed_over(store: Store) -> None:
+    trainer, worker, chance = Trainer(), Worker(store), Random(2)
+    with Publisher(store, stream=STREAM) as publisher:
+        publish(publisher, trainer, 3)
+        worker.sync()
+        for name in objects(store):
+            folder, _, last = name.rpartition("/")
+            store.put(f"{folder}/junk-{chance.getrandbits(32)}", b"junk")
+            stem, dot, end = last.partition(".")
+            store.put(f"{folder}/{int(stem) + 5:012d}{dot}{end}" if stem.isdigit() else f"{name}x", chance.randbytes(9))
+        publish(publisher, trainer)
+        worker.sync()
+        assert worker.root == trainer.root
+    with Publisher(store, stream=STREAM) as publisher:
+        publish(publisher, trainer)
+    for each in (worker, Worker(store)):
+        each.sync()
+        assert each.root == trainer.root

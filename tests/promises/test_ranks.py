@@ -1,0 +1,155 @@
+"""Ranks that hold slices publish the state that they are slices of; real processes over gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from pulse_rl import Bits, LocalStore, Publisher, verify_stream
+from pulse_rl.errors import PulseError, StoreUnavailable
+from pulse_rl.integrations.fsdp import ShardedPublisher
+from tests.support.trainers import Trainer as Rank
+from tests.support.trainers import together
+
+from .oracle import STREAM, Flaky, Worker, root_of
+
+pytestmark = pytest.mark.slow
+VERSIONS = 4
+
+
+def whole(step: int) -> dict[str, torch.Tensor]:
+    """The state after so many steps, the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    state = {
+        "a": torch.randn(37, 50, generator=generator).bfloat16(),
+        "b": torch.randn(1501, 70, generator=generator),
+        "c": torch.randn(9, generator=generator).bfloat16(),
+    }
+    for k in range(step):
+        generator = torch.Generator().manual_seed(100 + k)
+        for tensor in state.values():
+            tensor[torch.rand(tensor.shape, generator=generator) < 0.03] *= 1.01
+    return state
+
+
+def root(step: int) -> str:
+    kinds: dict[torch.dtype, Any] = {torch.bfloat16: (np.uint16, "BF16"), torch.float32: (np.uint32, "F32")}
+    return root_of(
+        {
+            name: Bits(
+                tensor.contiguous().view(torch.uint8).numpy().view(kinds[tensor.dtype][0]).reshape(tensor.shape),
+                kinds[tensor.dtype][1],
+            )
+            for name, tensor in whole(step).items()
+        }
+    )
+
+
+def sharded(step: int, mesh: Any) -> dict[str, Any]:
+    """Rows, columns, and the same on all."""
+    state = whole(step)
+    places = {"a": Shard(0), "b": Shard(1), "c": Replicate()}
+    return {name: distribute_tensor(state[name], mesh, [places[name]]) for name in state}
+
+
+def publishing(rank: Rank, folder: str, steps: range, **settings: Any) -> list[tuple[int, str]]:
+    rank.connect(f"world-{steps.start}")
+    mesh = init_device_mesh("cpu", (rank.size,))
+    done = []
+    with ShardedPublisher(LocalStore(folder), stream=STREAM, threads=1, **settings) as publisher:
+        for step in steps:
+            published = publisher.publish(sharded(step, mesh), metadata={"step": step})
+            done.append((published.version, published.root))
+    return done
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_publish_the_whole_state(size: int, tmp_path: Any) -> None:
+    results = together(publishing, size, str(tmp_path), range(VERSIONS))
+    expected = [(step, root(step)) for step in range(VERSIONS)]
+    assert results == [expected] * size
+    store = LocalStore(tmp_path)
+    for version, version_root in expected:
+        worker = Worker(store)
+        worker.sync(version)
+        assert worker.root == version_root
+    assert [report.problems for report in verify_stream(store, STREAM)] == [()] * VERSIONS
+
+
+def test_another_number_of_ranks_goes_on_and_so_does_one_process(tmp_path: Any) -> None:
+    store = LocalStore(tmp_path)
+    worker = Worker(store)
+    for size, steps in ((2, range(2)), (3, range(2, 4)), (1, range(4, 5))):
+        for done in together(publishing, size, str(tmp_path), steps):
+            assert done == [(step, root(step)) for step in steps]
+        worker.sync()
+        assert worker.root == root(steps[-1])
+    with Publisher(store, stream=STREAM) as publisher:
+        assert publisher.publish(whole(5)).root == root(5)
+    worker.sync()
+    assert (worker.subscriber.version, worker.root) == (5, root(5))
+    assert all(not report.problems for report in verify_stream(store, STREAM))
+
+
+def failing(rank: Rank, folder: str) -> list[str]:
+    """The store of one rank fails at one call after another: no rank goes on alone, and all go on together."""
+    rank.connect("world")
+    mesh = init_device_mesh("cpu", (rank.size,))
+    store = Flaky(LocalStore(folder))
+    roots = []
+    with ShardedPublisher(store, stream=STREAM, threads=1) as publisher:
+        publisher.publish(sharded(0, mesh))
+        for step in range(1, 6):
+            store.arm(step - 1 if rank.rank == step % rank.size else None)
+            try:
+                publisher.publish(sharded(step, mesh))
+            except PulseError:
+                store.arm(None)
+                publisher.publish(sharded(step, mesh))
+            store.arm(None)
+            head = publisher.head()
+            assert head is not None
+            roots.append(head.root)
+    return roots
+
+
+def test_a_rank_whose_store_fails_fails_on_all_and_the_next_try_is_of_all(tmp_path: Any) -> None:
+    results = together(failing, 2, str(tmp_path))
+    assert results == [[root(step) for step in range(1, 6)]] * 2
+    reports = list(verify_stream(LocalStore(tmp_path), STREAM))
+    assert all(not report.problems for report in reports)
+    assert {report.root for report in reports} == {root(step) for step in range(6)}
+
+
+def lost(rank: Rank, folder: str) -> str:
+    """Rank 1 is gone between two versions: the other says so, and its store shows no half version."""
+    rank.connect("world")
+    mesh = init_device_mesh("cpu", (rank.size,))
+    publisher = ShardedPublisher(LocalStore(folder), stream=STREAM, threads=1)
+    publisher.publish(sharded(0, mesh))
+    state = sharded(1, mesh)
+    rank.barrier("published", (0, 1))
+    if rank.rank == 1:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PulseError) as caught:
+        publisher.publish(state)
+    assert not isinstance(caught.value, StoreUnavailable)
+    return type(caught.value).__name__
+
+
+def test_a_rank_that_dies_commits_nothing_and_a_restart_goes_on(tmp_path: Any) -> None:
+    assert together(lost, 2, str(tmp_path), lost=(1,))[0]
+    worker = Worker(LocalStore(tmp_path))
+    worker.sync()
+    assert (worker.subscriber.version, worker.root) == (0, root(0))
+    assert together(publishing, 2, str(tmp_path), range(1, 2))[0] == [(1, root(1))]
+    worker.sync()
+    assert (worker.subscriber.version, worker.root) == (1, root(1))

@@ -1,0 +1,73 @@
+"""A worker of some tensors has their very bits, proved by the version's root, and fetches little else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pulse_rl import Bits, MemoryStore, Publisher, Subscriber
+from pulse_rl.errors import PulseError
+
+from .oracle import STREAM, Flaky, Trainer, copied, held, objects, publish, root_of, selectable
+
+
+def part(trainer: Trainer) -> dict[str, Bits]:
+    return {name: bits for name, bits in trainer.state.items() if name.startswith("layers.")}
+
+
+def selecting(store: Any, **settings: Any) -> Subscriber:
+    return Subscriber(store, stream=STREAM, select="layers.*", threads=1, **settings)
+
+
+def test_a_part_is_followed_with_the_bits_of_the_whole(store: Any) -> None:
+    trainer, worker = Trainer(), selecting(store)
+    with Publisher(store, stream=STREAM, anchor_ratio=0.2, **selectable()) as publisher:
+        for _ in range(6):
+            publish(publisher, trainer)
+            update = worker.sync()
+            assert update is not None
+            assert {tensor.spec.name for tensor in update.tensors} <= part(trainer).keys()
+            for reader in (worker, selecting(store)):
+                reader.sync()
+                assert root_of(held(reader)) == root_of(part(trainer))
+
+
+def test_a_part_costs_less_than_the_whole() -> None:
+    store, trainer = MemoryStore(), Trainer()
+    trainer.state = {
+        f"{'layers' if k == 3 else 'others'}.{k}": Bits(np.full(400_000, k, np.uint16), "BF16") for k in range(12)
+    }
+    with Publisher(store, stream=STREAM, shard_bytes=1_000_000, **selectable()) as publisher:
+        publish(publisher, trainer)
+        stores = [Flaky(store), Flaky(store)]
+        Subscriber(stores[0], stream=STREAM).sync()
+        selecting(stores[1]).sync()
+    assert 0 < stores[1].read < stores[0].read / 4
+
+
+def test_a_part_is_never_wrong() -> None:
+    store, trainer = MemoryStore(), Trainer(elements=600)
+    with Publisher(store, stream=STREAM, anchor_ratio=0.2, **selectable()) as publisher:
+        publish(publisher, trainer, 4)
+    shown = 0
+    for name, data in objects(store).items():
+        for at in {0, len(data) // 3, len(data) // 2, len(data) - 1} if data else ():
+            harmed = copied(store, MemoryStore())
+            harmed.put(name, data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
+            worker = selecting(harmed)
+            try:
+                worker.sync(3)
+            except PulseError:
+                continue
+            shown += 1
+            assert root_of(held(worker)) == root_of(part(trainer))
+    assert shown
+
+
+def test_a_part_that_is_not_there_is_refused(store: Any) -> None:
+    with Publisher(store, stream=STREAM, **selectable()) as publisher:
+        publish(publisher, Trainer())
+    with pytest.raises(PulseError):
+        Subscriber(store, stream=STREAM, select="nothing.*", threads=1).sync()
