@@ -28,6 +28,7 @@ def modules() -> Iterator[str]:
             yield info.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     ["pulse_rl", "pulse_rl.cli", "pulse_rl.state.checkpoint", "pulse_rl.maintenance.verify", "pulse_rl.testing"],
@@ -43,6 +44,7 @@ def test_importing_needs_neither_torch_nor_safetensors(module: str) -> None:
     assert {"numpy", "msgspec", "obstore"} <= loaded
 
 
+@pytest.mark.slow
 def test_all_is_sorted_complete_and_can_be_imported() -> None:
     assert pulse_rl.__all__ == sorted(set(pulse_rl.__all__))
     done = run_python("from pulse_rl import *; print(*sorted(set(dir()) - {'__annotations__'}))")

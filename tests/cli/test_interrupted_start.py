@@ -27,6 +27,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["pulse_rl", "pulse_rl._native", "numpy", "msgspec", "obstore", "pulse_rl.cli"])
 def test_an_interrupt_during_the_imports_is_one_line(module: str) -> None:
     code = PROGRAM.replace("HANDLER", "signal.default_int_handler")
@@ -34,6 +35,7 @@ def test_an_interrupt_during_the_imports_is_one_line(module: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "pulse: interrupted\n")
 
 
+@pytest.mark.slow
 def test_interrupts_that_the_shell_ignores_stay_ignored() -> None:
     done = run_python(PROGRAM.replace("HANDLER", "signal.SIG_IGN"), "numpy")
     assert done.returncode == 1

@@ -1,41 +1,86 @@
-"""Sequences of random steps, each a function of its seed."""
+"""The driver of all sequences of random steps: each is a function of its seed, and one that breaks a promise is shrunk.
+
+Programs that kill processes (`kills`), interrupt them (`interrupts`) or write into their store (`hostile`) in real time
+are started by the same command.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from random import Random
 from traceback import format_exc
 from types import SimpleNamespace
+from typing import Protocol
 from unittest.mock import patch
 
 from pulse_rl._util import serial
 from pulse_rl.integrations.fsdp import head
 from pulse_rl.patch import part
-from pulse_rl.sync import catch_up, commit, folds, publisher, route, slices
+from pulse_rl.sync import catch_up, commit, folds, group, publisher, route, slices
 from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 
+from .fleet import Fleet
+from .groups import World as GroupWorld
 from .hostile_world import HostileWorld
 from .modes import CONCURRENT, INLINE, STEADY
 from .store import CrashNow
-from .world import World
+from .world import World as StreamWorld
 
 _STEPS = ((4, 14), (15, 40))
 _HOSTILE = 0.2
+_CHUNK = 25
 _THREADED = 0.35  # of the sequences: a hand-over to a thread costs as much as the work on a small state
+
+
+class World(Protocol):
+    """Something to which things happen, by the methods that `rules` names with how often each comes: every one is a
+    step, and gets the chance that it has. Raises where a promise is broken."""
+
+    trace: list[str]
+    counts: Counter[str]
+
+    @property
+    def injected(self) -> Counter[str]:
+        """Faults by kind."""
+
+    def rules(self) -> dict[str, int]: ...
+
+    def settled(self, rng: Random) -> None:
+        """What must hold after every step."""
+
+    def finish(self, rng: Random) -> None:
+        """Faults end; what must hold then."""
+
+    def close(self) -> None: ...
+
+
+def _stream(rng: Random, threads: str, interrupter: Interrupter) -> World:
+    kind = HostileWorld if rng.random() < _HOSTILE else StreamWorld
+    return kind(rng, threads, interrupter)
+
+
+WORLDS: dict[str, Callable[[Random, str, Interrupter], World]] = {
+    "streams": _stream,
+    "fleet": lambda rng, *_: Fleet(rng, destructive=rng.random() < 0.5),
+    "groups": lambda rng, *_: GroupWorld(rng, calm=rng.random() < 0.25),
+}
 
 
 @dataclass
 class Outcome:
-    """What one sequence did; ``violation`` is empty unless a promise was broken."""
+    """What one sequence did, with the numbers of its ``steps``; ``violation`` is empty unless a promise was broken."""
 
     seed: int
-    steps: int = 0
+    kind: str
+    steps: list[int] = field(default_factory=list)
     injected: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     violation: str = ""
@@ -70,6 +115,7 @@ def repeatable(rng: Random) -> Iterator[None]:
             (publisher, "time", clock),
             (head, "time", clock),
             (commit, "secrets", SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())),
+            (group, "secrets", SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())),
             (serial, "Operation", GatedOperation),
             (GatedOperation, "begin_late", staticmethod(lambda: rng.random() < 0.5)),
             (os, "fsync", lambda _: None),
@@ -85,31 +131,87 @@ def repeatable(rng: Random) -> Iterator[None]:
 
 
 @named_in_small_patches()
-def run(seed: int, *, concurrent: bool = False) -> Outcome:
-    """One sequence of 4 to 40 steps. ``concurrent`` keeps the library's threads: then a seed does not repeat exactly.
+def run(seed: int, kind: str = "streams", *, concurrent: bool = False, only: Collection[int] | None = None) -> Outcome:
+    """One sequence in a world of the ``kind``, or ``only`` some of its steps: each has chance of its own, which is the
+    same whatever is left out. ``concurrent`` keeps the library's threads: a seed does not repeat exactly then.
 
     Any exception is a violation: the library promises typed errors, and a world that meets another one is at fault.
     """
-    rng, outcome = Random(seed), Outcome(seed)
+    rng, outcome = Random(seed), Outcome(seed, kind)
     with ExitStack() as stack:
         interrupter = stack.enter_context(Interrupter())
         threads = STEADY if rng.random() < _THREADED else INLINE
         if not concurrent:
             stack.enter_context(repeatable(Random(seed ^ 0x5EED)))
-        kind = HostileWorld if rng.random() < _HOSTILE else World
-        world = kind(rng, CONCURRENT if concurrent else threads, interrupter)
+        world = WORLDS[kind](rng, CONCURRENT if concurrent else threads, interrupter)
         stack.callback(world.close)
         rules = world.rules()
         try:
-            for _ in range(rng.randint(*rng.choice(_STEPS))):
-                rule = rng.choices(list(rules), weights=list(rules.values()))[0]
-                world.trace.append(f"{outcome.steps}: {rule}")
-                getattr(world, rule)(rng)
-                world.settled(rng)
-                outcome.steps += 1
-            world.finish(rng)
+            for number in range(rng.randint(*rng.choice(_STEPS))):
+                if only is not None and number not in only:
+                    continue
+                chance = Random(f"{seed}/{number}")
+                rule = chance.choices(list(rules), weights=list(rules.values()))[0]
+                world.trace.append(f"{number}: {rule}")
+                outcome.steps.append(number)
+                getattr(world, rule)(chance)
+                world.settled(chance)
+            world.trace.append("finish")
+            world.finish(Random(f"{seed}/finish"))
         except Exception as error:
             outcome.violation = f"{type(error).__name__}: {error}\n{format_exc(limit=-6)}"
-        outcome.injected, outcome.counts, outcome.trace = world.net.injected, world.counts, world.trace
-        outcome.counts["by_history"] = world.model.by_history
+        outcome.injected, outcome.counts, outcome.trace = world.injected, world.counts, world.trace
     return outcome
+
+
+def shrunk(found: Outcome, tries: int = 300) -> Outcome:
+    """A shorter sequence that breaks a promise, by leaving out ever smaller pieces of the one that was ``found``."""
+    size = max(len(found.steps) // 2, 1)
+    while size and tries > 0:
+        at = len(found.steps)
+        while at > 0 and tries > 0:
+            at, tries = at - size, tries - 1
+            rest = found.steps[: max(at, 0)] + found.steps[at + size :]
+            shorter = run(found.seed, found.kind, only=rest)
+            if shorter.violation and len(shorter.steps) < len(found.steps):
+                found = shorter
+                at = min(at, len(found.steps))
+        size //= 2
+    return found
+
+
+def run_chunk(kind: str, seeds: list[int], concurrent: bool) -> list[Outcome]:
+    """The outcomes of some sequences, up to the first that breaks a promise. Only that one keeps its trace."""
+    outcomes = []
+    for seed in seeds:
+        outcomes.append(run(seed, kind, concurrent=concurrent))
+        if outcomes[-1].violation:
+            break
+        outcomes[-1].trace.clear()
+    return outcomes
+
+
+def search(kind: str, seeds: list[int], *, jobs: int | None = None, concurrent: bool = False) -> Iterator[Outcome]:
+    """The outcomes of many sequences, run by processes of their own, up to the first that breaks a promise; that one
+    is shrunk."""
+    chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
+    with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn")) as pool:
+        for outcomes in pool.map(run_chunk, [kind] * len(chunks), chunks, [concurrent] * len(chunks)):
+            for outcome in outcomes:
+                if outcome.violation:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    yield outcome if concurrent else shrunk(outcome)
+                    return
+                yield outcome
+
+
+def described(outcome: Outcome) -> str:
+    """What a sequence that breaks a promise did, and how to see it again."""
+    steps = ",".join(map(str, outcome.steps))
+    return "\n".join(
+        [
+            *outcome.trace,
+            f"\nVIOLATION in sequence {outcome.seed} of {outcome.kind}: {outcome.violation}",
+            f"replay: python -m tests.faults {outcome.kind} --only {outcome.seed} --steps {steps}",
+        ]
+    )

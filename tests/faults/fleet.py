@@ -77,9 +77,11 @@ class Follower:
 
 
 class Fleet:
-    """All chance comes from the ``rng`` that a step is given."""
+    """All chance comes from the ``rng`` that a step is given. ``destructive``: objects may be lost for good."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, *, destructive: bool) -> None:
+        self.trace: list[str] = []
+        self._destructive = destructive
         self.disks = {place: Disk(lambda name, data: None) for place in (_PUBLISHED, _NEAR)}
         self.nets = {place: Net(disk) for place, disk in self.disks.items()}
         self.counts: Counter[str] = Counter()
@@ -92,6 +94,21 @@ class Fleet:
         self._publisher: Publisher | RankTrainer | None = None
         self._relay: tuple[list[Client], Relay] | None = None
         self.followers = [Follower(self, rng) for _ in range(3)]
+
+    @property
+    def injected(self) -> Counter[str]:
+        return sum((net.injected for net in self.nets.values()), Counter())
+
+    def rules(self) -> dict[str, int]:
+        steps = {"publish": 20, "burst": 6, "fold": 2, "gc": 3, "relay": 24, "follow": 40}
+        return steps | ({"destroy": 8} if self._destructive else {})
+
+    def settled(self, rng: Random) -> None:
+        """Each step looks at what it has touched."""
+
+    def close(self) -> None:
+        for follower in self.followers:
+            follower.subscriber.close()
 
     def publish(self, rng: Random) -> None:
         """Without faults: those of publishers are another world's."""
@@ -213,22 +230,6 @@ class Fleet:
             follower.inspect()
             version = follower.subscriber.version
             check(version == done.version, f"a follower of {follower._places} is at {version}, not {done.version}")
-
-
-STEPS = {"publish": 20, "burst": 6, "fold": 2, "gc": 3, "relay": 24, "follow": 40}
-
-
-def run(seed: int, *, destructive: bool) -> Counter[str]:
-    """One sequence of 10 to 40 steps. Raises Violation."""
-    rng = Random(seed)
-    fleet = Fleet(rng)
-    rules = STEPS | ({"destroy": 8} if destructive else {})
-    for _ in range(rng.randint(10, 40)):
-        getattr(fleet, rng.choices(list(rules), weights=list(rules.values()))[0])(rng)
-    fleet.finish(rng)
-    for net in fleet.nets.values():
-        fleet.counts += net.injected
-    return fleet.counts
 
 
 def _faults(rng: Random) -> list[Fault]:

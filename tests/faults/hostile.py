@@ -1,6 +1,6 @@
 """A hostile co-writer in real time: one publisher and three trusting workers, processes of their own, over a folder.
 
-    python -m tests.faults.hostile --minutes 60
+    python -m tests.faults hostile --minutes 60
 
 The co-writer writes, replaces, deletes and replays what it likes for some seconds, then rests and leaves everything as
 it is; the publisher and the workers never rest. The publisher keeps a record outside of the store. Checked: what a live
@@ -14,7 +14,6 @@ import argparse
 import multiprocessing as mp
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -339,16 +338,12 @@ def _look(judge: Judge, processes: list[Any]) -> None:
         raise RuntimeError(f"{', '.join(dead)} ended: an error that is not the library's, see above")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.hostile", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults hostile", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     result = run(args.minutes * 60, args.seed, tell=lambda text: print(text, flush=True))
     facts = ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in result.items())
     print(f"{facts}: nothing unsigned, nobody went back, everybody went on")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

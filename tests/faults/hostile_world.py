@@ -113,7 +113,6 @@ class HostileWorld(World):
     def finish(self, rng: Random) -> None:
         """The hostile one stops, and all that it wrote stays. The publisher goes on, and so does everybody once it has
         passed the versions that were taken away: nobody goes back to a number below their own."""
-        self.trace.append("finish")
         self.net.flush()
         self.publishers = [None, None]
         self.ratio = 0.0

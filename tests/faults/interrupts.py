@@ -1,6 +1,6 @@
 """Publishes and syncs interrupted at any moment by a timer's signal, and called again at once.
 
-    python -m tests.faults.interrupts --count 20000 [--store local] [--model torch] [--seed 1]
+    python -m tests.faults interrupts --count 20000 [--store local] [--model torch] [--seed 1]
 
 After each round the host state and the live model are compared with what was published, to the last bit. A round that
 does not end is shown with the stacks of all threads.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -165,13 +164,13 @@ def run(store: Store, *, count: int, model: str, seed: int, tell: Callable[[str]
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.interrupts", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults interrupts", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--count", type=int, default=20_000, help="interrupts")
     parser.add_argument("--store", choices=("memory", "local"), default="memory")
     parser.add_argument("--model", choices=("numpy", "torch"), default="numpy")
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="interrupts-") as folder:
         store = LocalStore(folder) if args.store == "local" else MemoryStore()
@@ -181,7 +180,3 @@ def main() -> int:
     facts = ", ".join(f"{number} {what}" for what, number in result.items())
     print(f"{facts}: no hang, no wrong bit, no lost update; {time.monotonic() - started:.0f} s")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
@@ -19,16 +16,14 @@ from pulse_rl import LocalStore, MemoryStore, Publisher, Subscriber
 from tests.support.interrupts import Interrupter
 
 from . import hostile, interrupts
-from .__main__ import run_chunk
-from .driver import repeatable, run
-from .model import Violation
+from .driver import WORLDS, described, repeatable, run, search, shrunk
+from .model import Violation, check
 from .modes import INLINE, STEADY
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 from .trainer import Trainer
 from .world import RULES, THREADED, World
 
 _SEED = 20260203
-_SEQUENCES = 400
 chance = st.integers(0, 2**32 - 1).map(Random)
 
 
@@ -78,29 +73,42 @@ def test_a_state_machine_of_faults() -> None:
     )
 
 
+def searched(kind: str, sequences: int) -> Counter[str]:
+    """What so many sequences came to, on all cores; fails with the first that breaks a promise, shrunk."""
+    counts: Counter[str] = Counter()
+    for outcome in search(kind, [_SEED * 10_000 + k for k in range(sequences)]):
+        assert not outcome.violation, described(outcome)
+        counts += outcome.counts + outcome.injected
+        counts["sequences"] += 1
+    assert counts["sequences"] == sequences
+    return counts
+
+
 @pytest.mark.slow
-def test_random_sequences_of_faults() -> None:
-    """On all cores: there are many."""
-    seeds = [_SEED * 10_000 + k for k in range(_SEQUENCES)]
-    chunks = [seeds[at : at + 50] for at in range(0, len(seeds), 50)]
-    done = 0
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        for outcomes in pool.map(run_chunk, chunks, [False] * len(chunks)):
-            last = outcomes[-1]
-            replay = f"python -m tests.faults --only {last.seed}"
-            assert not last.violation, "\n".join([*last.trace, last.violation, replay])
-            done += len(outcomes)
-    assert done == _SEQUENCES
+@pytest.mark.parametrize(("kind", "sequences"), [("streams", 400), ("fleet", 120), ("groups", 300)])
+def test_random_sequences(kind: str, sequences: int) -> None:
+    counts = searched(kind, sequences)
+    if kind != "groups":
+        assert set(FAULTS) <= set(counts), "each fault befell somebody"
 
 
-def test_a_sequence_is_a_function_of_its_seed() -> None:
-    """With threads or without, hostile or not."""
-    outcomes = [run(seed) for seed in range(40, 60)]
-    assert [run(seed) for seed in range(40, 60)] == outcomes
+@pytest.mark.parametrize("kind", WORLDS)
+def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
+    """With threads or without, hostile or not; and each is another."""
+    outcomes = [run(seed, kind) for seed in range(40, 52)]
+    assert [run(seed, kind) for seed in range(40, 52)] == outcomes
+    assert not [described(outcome) for outcome in outcomes if outcome.violation]
     assert len({tuple(outcome.trace) for outcome in outcomes}) == len(outcomes)
-    counts = sum((outcome.counts for outcome in outcomes), Counter[str]())
-    assert counts["interrupted"]
-    assert counts["committed"], "one of them is hostile"
+
+
+def test_what_breaks_a_promise_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A promise that two workers break by their mere being: what is left of a long sequence is that they join."""
+    monkeypatch.setattr(World, "settled", lambda world, _: check(len(world.workers) < 2, "two workers joined"))
+    found = next(outcome for seed in range(100) if (outcome := run(seed)).violation and len(outcome.steps) > 8)
+    shorter = shrunk(found)
+    assert [line.partition(": ")[2] for line in shorter.trace if line[0].isdigit()] == ["join", "join"]
+    assert run(found.seed, only=shorter.steps).violation
+    assert f"--only {found.seed} --steps {shorter.steps[0]},{shorter.steps[1]}" in described(shorter)
 
 
 @pytest.mark.slow

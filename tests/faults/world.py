@@ -65,6 +65,11 @@ class World(Disturbances, Upkeep):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    @property
+    def injected(self) -> Counter[str]:
+        self.counts["by_history"] = self.model.by_history
+        return self.net.injected
+
     def rules(self) -> dict[str, int]:
         """The steps of this world and how often they come."""
         return RULES if self.threads == INLINE else RULES | THREADED
@@ -142,7 +147,6 @@ class World(Disturbances, Upkeep):
 
     def finish(self, rng: Random) -> None:
         """Faults stop: everything that can be reached is; every worker reaches the head."""
-        self.trace.append("finish")
         self.net.flush()
         for worker in self.workers:
             worker.loses_at = None

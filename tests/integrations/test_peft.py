@@ -50,6 +50,7 @@ def test_a_version_of_a_whole_model_is_refused(tmp_path: Path) -> None:
         write_adapter(subscriber.state, tmp_path / "file", {ADAPTER_CONFIG: "{}"})
 
 
+@pytest.mark.slow
 def test_the_other_side_needs_no_torch() -> None:
     code = "import sys, pulse_rl.integrations.peft; sys.exit('torch' in sys.modules or 'peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

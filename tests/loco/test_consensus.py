@@ -181,6 +181,7 @@ def real_trainers(trainer: Trainer) -> bytes:
         return found.numpy().tobytes()
 
 
+@pytest.mark.slow
 def test_among_processes() -> None:
     assert len(set(together(real_trainers, 3))) == 1
 
@@ -204,5 +205,6 @@ def one_leaves(trainer: Trainer) -> str:
     return "lost"
 
 
+@pytest.mark.slow
 def test_a_trainer_that_has_left_is_named() -> None:
     assert together(one_leaves, 2) == ["lost", "closed"]

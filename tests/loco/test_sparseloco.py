@@ -68,6 +68,7 @@ def as_published(trainer: Trainer) -> list[Round]:
     return rounds
 
 
+@pytest.mark.slow
 def test_every_round_equals_the_plain_algorithm() -> None:
     for rounds in zip(*together(as_published, 3, seconds=60), strict=True):
         assert len({r.root for r in rounds}) == 1
@@ -101,6 +102,7 @@ def damaged(trainer: Trainer) -> None:
         assert loop.round == 1
 
 
+@pytest.mark.slow
 def test_what_cannot_be_added_changes_nothing() -> None:
     together(damaged, 2, seconds=60)
 
@@ -136,6 +138,7 @@ def missed(trainer: Trainer) -> None:
         assert loop.round == 3
 
 
+@pytest.mark.slow
 def test_a_message_that_counted_is_not_sent_again() -> None:
     together(missed, 2, seconds=60)
 

@@ -111,6 +111,7 @@ def test_an_idle_relay_makes_four_requests_a_minute(
     assert len(found) <= 8, found
 
 
+@pytest.mark.slow
 def test_a_command_that_waits_copies_each_stream_at_once(
     served: FolderServer, origin: LocalStore, tmp_path: Path, rng: Rng
 ) -> None:

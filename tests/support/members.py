@@ -13,7 +13,7 @@ from pulse_rl import (
     Subscriber,
 )
 from pulse_rl.store import memory
-from tests.support.groups import MEMBERS
+from tests.faults.groups import MEMBERS
 from tests.support.states import TinyTrainer
 
 

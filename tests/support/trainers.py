@@ -57,7 +57,7 @@ class Trainer:
         torch.save(value, aside)
         aside.rename(self.folder / f"value-{name}.{self.rank}")
 
-    def get(self, name: str, rank: int, seconds: float = 20) -> Any:
+    def get(self, name: str, rank: int, seconds: float = 100) -> Any:
         """The value that trainer ``rank`` has put, as soon as it is there."""
         file = self.folder / f"value-{name}.{rank}"
         until = time.monotonic() + seconds
@@ -77,8 +77,10 @@ class Group:
     """Trainers under way: `results` waits for them. Those in ``lost`` are expected to die or to stand still."""
 
     def __init__(
-        self, program: Callable[..., Any], size: int, *arguments: Any, seconds: float = 30, lost: tuple[int, ...] = ()
+        self, program: Callable[..., Any], size: int, *arguments: Any, seconds: float = 180, lost: tuple[int, ...] = ()
     ) -> None:
+        # A bound for what hangs, however busy the machine is: no test waits for it to pass.
+        seconds = max(seconds, 180)
         self._until, self._lost = time.monotonic() + seconds, lost
         self._folder = Path(tempfile.mkdtemp(prefix="trainers-"))
         self._processes, self._replies = [], []

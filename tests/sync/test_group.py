@@ -14,7 +14,7 @@ from pulse_rl import (
     gc_stream,
     state_root,
 )
-from tests.support.groups import MEMBERS
+from tests.faults.groups import MEMBERS
 from tests.support.members import Clock, Stream, member, note, rounds
 from tests.support.states import TinyTrainer
 from tests.support.stores import FaultyStore, names

@@ -24,7 +24,7 @@ from pulse_rl import (
 )
 from pulse_rl.store import Data
 from pulse_rl.stream.names import GroupNames, NoteName, StreamNames
-from tests.support.groups import MEMBERS, Client, ClockedStore, Stop, run
+from tests.faults.groups import MEMBERS, Client, ClockedStore, Stop
 from tests.support.members import Clock, KeepsAll, Stream, member, note, rounds
 from tests.support.states import Live
 from tests.support.stores import FaultyStore, names, s3_store
@@ -258,17 +258,6 @@ def test_an_update_whose_poll_failed_is_in_what_the_owner_syncs_by_itself(clock:
     for _ in range(2):
         live.apply(one.poll())
         assert (live.root, one.version) == (subscriber.root, synced)
-
-
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12))])
-def test_random_sequences(part: int) -> None:
-    for seed in range(part * 25, part * 25 + 25):
-        run(seed)
-
-
-def test_a_sequence_is_a_function_of_its_seed() -> None:
-    assert run(7).trace == run(7).trace
-    assert run(7).counts == run(7).counts
 
 
 def test_a_group_in_a_folder(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pulse_rl import (
     Update,
 )
 from pulse_rl.store import ObjectInfo
-from tests.support.groups import MEMBERS
+from tests.faults.groups import MEMBERS
 from tests.support.members import Clock, KeepsAll, Stream, member, rounds
 from tests.support.states import Live
 from tests.support.stores import FaultyStore, names

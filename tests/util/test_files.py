@@ -52,6 +52,7 @@ def test_a_local_store_can_be_read_without_posix(tmp_path: Path, monkeypatch: py
     assert [info.name for info in store.list("s")] == ["s/file"]
 
 
+@pytest.mark.slow
 def test_importing_needs_no_posix() -> None:
     done = run_python(
         "import os\n"

@@ -23,6 +23,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_killed_leader_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
     folder = tmp_path / f"{nodes._PREFIX}one"
     folder.mkdir()

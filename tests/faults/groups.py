@@ -1,18 +1,11 @@
-"""Random sequences of what befalls a group: restarts, garbage collection, lost replies, damage, lies, interrupts.
-
-Each is a function of its seed: ``python -m tests.support.groups --sequences 5000 --seed 1``.
-"""
+"""A group under faults: restarts, garbage collection, lost replies, damage, lies, interrupts."""
 
 from __future__ import annotations
 
-import argparse
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from random import Random
-from types import SimpleNamespace
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import numpy as np
 
@@ -27,7 +20,6 @@ from pulse_rl import (
     gc_stream,
 )
 from pulse_rl.store import Data, ObjectInfo
-from pulse_rl.sync import group
 from pulse_rl.sync.group import Member
 from tests.support.states import Live
 
@@ -145,42 +137,64 @@ class Worker:
         self.subscriber.close()
 
 
-@dataclass
 class World:
     """``calm``: nothing but publishing and polling, so that all members must switch to the same versions, together."""
 
-    seed: int
-    calm: bool
-    trace: list[str] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rng = Random(self.seed)
-        self.numpy = np.random.default_rng(self.seed)
+    def __init__(self, rng: Random, *, calm: bool) -> None:
+        self.calm = calm
+        self.trace: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
+        self.numpy = np.random.default_rng(rng.getrandbits(32))
         self.store = ClockedStore()
         self.roots: dict[int, str] = {}
         self.state = {"a": self.numpy.integers(0, 1 << 16, (8, 8), np.uint16), "b": np.zeros(4, np.uint16)}
-        self.publisher = Publisher(self.store, stream="s", threads=1, anchor_ratio=self.rng.choice((0.5, 50)))
-        self.names = [f"worker-{k}" for k in range(self.rng.randint(1, 4))]
-        self.workers = {name: self.started(name) for name in self.names}
+        self.publisher = Publisher(self.store, stream="s", threads=1, anchor_ratio=rng.choice((0.5, 50)))
+        self.names = [f"worker-{k}" for k in range(rng.randint(1, 4))]
+        self.workers = {name: self.started(rng, name) for name in self.names}
         self.twins: list[Worker] = []
+        if calm:
+            self.poll_all(rng)
 
-    def started(self, name: str, base: Live | None = None) -> Worker:
-        return Worker(self, name, silent=self.rng.random() < 0.3, base=base)
+    def close(self) -> None:
+        for worker in [*self.workers.values(), *self.twins]:
+            worker.ends()
+        self.publisher.close()
+
+    def rules(self) -> dict[str, int]:
+        if self.calm:
+            return {"publish": 1, "poll": 2, "poll_all": 1}
+        return {
+            "publish": 6, "poll": 12, "poll_all": 6, "restart": 3, "restart_all": 1, "ahead": 1, "newest_as_base": 1,
+            "fails": 4, "stale": 2, "time": 3, "gc": 2, "damage": 1, "let_go": 1, "lie": 4,
+        }  # fmt: skip
+
+    def settled(self, rng: Random) -> None:
+        """In a calm group all members switch to the same versions, together."""
+        for worker in self.workers.values() if self.calm else ():
+            for other in self.workers.values():
+                held = other.subscriber.version
+                assert other is worker or held is None or worker.held <= held, "switched alone"
+                short, long = sorted((worker.path, other.path), key=len)
+                assert short == long[: len(short)], f"members went {short} and {long}"
+                assert len(long) - len(short) <= 1, f"members went {short} and {long}"
+
+    def started(self, rng: Random, name: str, base: Live | None = None) -> Worker:
+        return Worker(self, name, silent=rng.random() < 0.3, base=base)
 
     # -- what may happen
 
-    def publish(self) -> None:
-        for _ in range(self.rng.choice((1, 1, 3))):
+    def publish(self, rng: Random) -> None:
+        for _ in range(rng.choice((1, 1, 3))):
             self.state["a"].reshape(-1)[self.numpy.integers(0, 64, 3)] ^= 1
             done = self.publisher.publish({n: Bits(a, "BF16") for n, a in self.state.items()})
             self.roots[done.version] = done.root
 
-    def poll(self) -> None:
-        self.polled(self.rng.choice([*self.workers.values(), *self.twins]))
+    def poll(self, rng: Random) -> None:
+        self.polled(rng.choice([*self.workers.values(), *self.twins]))
 
-    def poll_all(self) -> None:
-        for worker in self.rng.sample(list(self.workers.values()), len(self.workers)):
+    def poll_all(self, rng: Random) -> None:
+        for worker in rng.sample(list(self.workers.values()), len(self.workers)):
             self.polled(worker)
 
     def polled(self, worker: Worker) -> None:
@@ -189,32 +203,31 @@ class World:
         except (PulseError, Stop) as error:
             if self.calm:
                 raise
-            kind = type(error).__name__
-            self.counts[kind] = self.counts.get(kind, 0) + 1
+            self.counts[type(error).__name__] += 1
 
-    def restart(self) -> None:
+    def restart(self, rng: Random) -> None:
         """At once, or with what it had as a checkpoint, or beside the old process."""
-        name = self.rng.choice(self.names)
+        name = rng.choice(self.names)
         old = self.workers[name]
-        twin = self.rng.random() < 0.3
+        twin = rng.random() < 0.3
         base = None
-        if self.rng.random() < 0.3 and old.held >= 0 and not twin:
+        if rng.random() < 0.3 and old.held >= 0 and not twin:
             base = Live()
             base.tensors = {n: Bits(b.array.copy(), b.dtype) for n, b in old.live.tensors.items()}
-        self.workers[name] = self.started(name, base)
+        self.workers[name] = self.started(rng, name, base)
         if twin:
             self.twins.append(old)
         else:
             old.ends()
 
-    def restart_all(self) -> None:
+    def restart_all(self, rng: Random) -> None:
         for name in self.names:
             self.workers[name].ends()
-            self.workers[name] = self.started(name)
+            self.workers[name] = self.started(rng, name)
 
-    def ahead(self) -> None:
+    def ahead(self, rng: Random) -> None:
         """The owner syncs by itself, and scatters what it gets."""
-        worker = self.rng.choice(list(self.workers.values()))
+        worker = rng.choice(list(self.workers.values()))
         try:
             update = worker.subscriber.sync()
         except (PulseError, Stop):
@@ -222,51 +235,51 @@ class World:
         worker.apply(update)
         worker.held = update.version if update is not None else worker.held
 
-    def newest_as_base(self) -> None:
+    def newest_as_base(self, rng: Random) -> None:
         """A worker starts from a checkpoint of the newest version."""
         if not self.roots:
             return
         base = Live()
         base.tensors = {n: Bits(a.copy(), "BF16") for n, a in self.state.items()}
-        name = self.rng.choice(self.names)
+        name = rng.choice(self.names)
         self.workers[name].ends()
-        self.workers[name] = self.started(name, base)
+        self.workers[name] = self.started(rng, name, base)
 
-    def fails(self) -> None:
-        client = self.rng.choice(list(self.workers.values())).client
-        client.fail_at, client.after = self.rng.randrange(12), self.rng.random() < 0.5
-        client.error = self.rng.choice((Stop(), StoreUnavailable("the connection broke")))
+    def fails(self, rng: Random) -> None:
+        client = rng.choice(list(self.workers.values())).client
+        client.fail_at, client.after = rng.randrange(12), rng.random() < 0.5
+        client.error = rng.choice((Stop(), StoreUnavailable("the connection broke")))
 
-    def stale(self) -> None:
-        client = self.rng.choice(list(self.workers.values())).client
+    def stale(self, rng: Random) -> None:
+        client = rng.choice(list(self.workers.values())).client
         client.stale = not client.stale
 
-    def time(self) -> None:
-        self.store.now += self.rng.choice((1, 10, 30, 70, 1000))
+    def time(self, rng: Random) -> None:
+        self.store.now += rng.choice((1, 10, 30, 70, 1000))
 
-    def gc(self) -> None:
+    def gc(self, rng: Random) -> None:
         try:
-            gc_stream(self.store, "s", keep=self.rng.randint(1, 3), grace_seconds=0)
+            gc_stream(self.store, "s", keep=rng.randint(1, 3), grace_seconds=0)
         except PulseError:
             return
 
-    def damage(self) -> None:
+    def damage(self, rng: Random) -> None:
         found = [i.name for i in self.store.listed("s/payloads")]
         if found:
-            name = self.rng.choice(found)
-            if self.rng.random() < 0.5:
+            name = rng.choice(found)
+            if rng.random() < 0.5:
                 self.store.delete(name)
             else:
                 self.store.put(name, b"junk")
 
-    def close(self) -> None:
+    def let_go(self, rng: Random) -> None:
         """Unless the owner has taken an update past its member, which then would not know what the model holds."""
-        worker = self.rng.choice(list(self.workers.values()))
+        worker = rng.choice(list(self.workers.values()))
         if worker.held in (-1, worker.member.version):
             worker.subscriber.close()
 
-    def lie(self) -> None:
-        rng, store = self.rng, self.store
+    def lie(self, rng: Random) -> None:
+        store = self.store
         notes = [i.name for i in store.listed(MEMBERS)]
         kind = rng.randrange(5)
         if kind == 0 and notes:
@@ -292,22 +305,22 @@ class World:
             return False
         return update is not None and update.version == max(self.roots)
 
-    def finish(self) -> int:
+    def finish(self, rng: Random) -> None:
         """Faults end; unless the newest version can be restored, or at random, another is published, with an anchor.
-        Returns how many rounds of polls it takes until all members hold the newest."""
+        All members hold the newest after a few rounds of polls."""
         for worker in self.twins:
             worker.ends()
         self.twins.clear()
         for worker in self.workers.values():
             worker.client.fail_at, worker.client.stale = None, False
-        if self.rng.random() < 0.5 or not self.restorable():
+        if rng.random() < 0.5 or not self.restorable():
             self.publisher = Publisher(self.store, stream="s", threads=1, anchor_ratio=0)
-            self.publish()
+            self.publish(rng)
         newest = max(self.roots)
         rounds = 0
         while rounds < MOST_ROUNDS and any(worker.held != newest for worker in self.workers.values()):
             self.store.now += 15
-            self.poll_all()
+            self.poll_all(rng)
             rounds += 1
         held = {worker.name: worker.held for worker in self.workers.values()}
         assert set(held.values()) == {newest}, (
@@ -315,68 +328,3 @@ class World:
         )
         for worker in self.workers.values():
             assert worker.live.root == self.roots[newest]
-        return rounds
-
-
-RULES = {
-    "publish": 6, "poll": 12, "poll_all": 6, "restart": 3, "restart_all": 1, "ahead": 1, "newest_as_base": 1,
-    "fails": 4, "stale": 2, "time": 3, "gc": 2, "damage": 1, "close": 1, "lie": 4,
-}  # fmt: skip
-CALM = ("publish", "poll", "poll", "poll_all")
-
-
-def run(seed: int) -> World:
-    """One sequence of 20 to 50 steps; raises AssertionError with its trace where a promise was broken."""
-    rng = Random(seed)
-    words = SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())
-    with patch.object(group, "secrets", words):
-        world = World(seed, calm=seed % 4 == 0)
-        try:
-            if world.calm:
-                _calm(world, rng)
-            else:
-                for _ in range(rng.randint(20, 50)):
-                    rule = rng.choices(list(RULES), weights=list(RULES.values()))[0]
-                    world.trace.append(rule)
-                    getattr(world, rule)()
-            world.counts["rounds"] = world.finish()
-        except (PulseError, Stop, AssertionError) as error:
-            raise AssertionError(f"seed {seed}: {error}\n{' '.join(world.trace)}") from error
-        finally:
-            for worker in [*world.workers.values(), *world.twins]:
-                worker.ends()
-            world.publisher.close()
-    return world
-
-
-def _calm(world: World, rng: Random) -> None:
-    world.poll_all()
-    for _ in range(rng.randint(20, 50)):
-        getattr(world, rng.choice(CALM))()
-        for worker in world.workers.values():
-            others = [other for other in world.workers.values() if other is not worker]
-            for other in others:
-                assert other.subscriber.version is None or worker.held <= other.subscriber.version, "switched alone"
-                short, long = sorted((worker.path, other.path), key=len)
-                assert short == long[: len(short)], f"members went {short} and {long}"
-                assert len(long) - len(short) <= 1, f"members went {short} and {long}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sequences", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    counts: dict[str, int] = {}
-    rounds = 0
-    for seed in range(arguments.seed, arguments.seed + arguments.sequences):
-        world = run(seed)
-        rounds = max(rounds, world.counts.pop("rounds"))
-        for kind, count in world.counts.items():
-            counts[kind] = counts.get(kind, 0) + count
-    print(f"{arguments.sequences} sequences, at most {rounds} rounds at the end, {counts}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

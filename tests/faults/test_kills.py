@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(__file__).parents[2]
-PROGRAM = [sys.executable, "-m", "tests.support.kill_points"]
+PROGRAM = [sys.executable, "-m", "tests.faults", "kills"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Real processes that SIGKILL themselves at one store call after another, and what is left of the stream.
 
-    python -m tests.support.kill_points --all                             the long run of every role
-    python -m tests.support.kill_points publisher --versions 5 [--json]   every kill point of one role
+    python -m tests.faults kills --all                             the long run of every role
+    python -m tests.faults kills publisher --versions 5 [--json]   every kill point of one role
 
 A run is repeated with the kill at its call 1, 2, 3 … until it gets through: killed before the call has any effect,
 after it has all of it, and in its midst (a payload half written, a created object not yet linked). After each kill a
@@ -332,14 +332,16 @@ def run(role: str, versions: int, modes: Iterable[str]) -> Survived:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="kill real processes at every store call")
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults kills", description="kill real processes at every store call"
+    )
     parser.add_argument("role", nargs="?", choices=list(ROLES))
     parser.add_argument("--all", action="store_true", help="every role, long")
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     os.fsync = lambda fd: None  # what a killed process wrote is there without it; that is for power cuts
     if args.all == bool(args.role):
         parser.error("give a role or --all")
@@ -362,7 +364,4 @@ def main() -> None:
         )
     if not args.json:
         print(f"{total} kill points survived: every committed version verified, every restart at the head")
-
-
-if __name__ == "__main__":
-    main()
+    return 0
