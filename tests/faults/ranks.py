@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from pulse_rl import Bits, Published, PublisherConflict, PulseError, Signer, State
+from pulse_rl._util.collective import Bytes, RankGroup
 from pulse_rl.errors import RankLost
 from pulse_rl.integrations.fsdp.layout import Box, Held, Runs
 from pulse_rl.integrations.fsdp.order import Order
 from pulse_rl.integrations.fsdp.rank import RankPublisher
-from pulse_rl.integrations.fsdp.ranks import Bytes, Ranks
 from pulse_rl.state.tensors import TensorSpec
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
@@ -229,7 +229,7 @@ class RankTrainer:
                     signer=signer,
                     identity=identity,
                 ),
-                Ranks(_Group(wire, rank, clients)),
+                RankGroup(_Group(wire, rank, clients)),
                 codec="context",
                 anchor_ratio=anchor_ratio,
                 shard_bytes=shard_bytes,

@@ -11,7 +11,7 @@ import pytest
 from pulse_rl import InputError, LocalStore, MemoryStore, Publisher, Relay, StoreUnavailable, Subscriber
 from pulse_rl.store import Data
 from tests.support.relays import assert_whole, newest_root
-from tests.support.states import Rng, history, roots
+from tests.support.states import Rng, history, roots, weights
 from tests.support.stores import FaultyStore, names
 
 
@@ -81,10 +81,10 @@ def test_its_own_retention(tmp_path: Path, rng: Rng) -> None:
 
 def test_its_retention_where_versions_come_by_anchors(rng: Rng) -> None:
     source, target = MemoryStore(), MemoryStore()
-    publisher = Publisher(source, stream="policy", mode="anchor", threads=1)
+    publisher = Publisher(source, stream="policy", threads=1)
     relay = Relay(source, target, stream="policy", keep=1, threads=1)
-    for state in history(rng, 4):
-        publisher.publish(state)
+    for number, state in enumerate(history(rng, 4)):
+        publisher.publish({**state, f"another.{number}": weights(rng, 3)})  # other tensors each time: no patch
         relay.sync()
     assert names(target, "policy/versions") == ["policy/versions/000000000003.json"]
     assert_whole(target)

@@ -263,11 +263,10 @@ def test_submissions_that_are_replaced(cuda: Device) -> None:
 
 
 @pytest.mark.parametrize("codec", ["context", "history", "zstd", "dense"])
-def test_any_codec_and_mode(cuda: Device, codec: str) -> None:
+def test_any_codec(cuda: Device, codec: str) -> None:
     Stream.gate.set()
     weight, store = torch.randn(SIZE).bfloat16(), MemoryStore()
-    chosen: dict[str, Any] = {} if codec == "dense" else {"mode": "auto", "bandwidth": "1Gbit"}
-    with Publisher(store, stream="policy", codec=codec, folds=(2,), on_device="baseline", **chosen) as publisher:
+    with Publisher(store, stream="policy", codec=codec, folds=(2,), on_device="baseline") as publisher:
         for number in range(5):
             step(weight, every=(60, 60, 1, 60, 60)[number], first=number % 2)
             published = publisher.submit({"weight": on_device(weight)}).result(20)

@@ -34,9 +34,8 @@ NAN = float("nan")
         {"anchor_ratio": NAN}, {"anchor_ratio": -1}, {"anchor_ratio": "1"}, {"anchor_ratio": None},
         {"anchor_ratio": True}, {"shard_bytes": 0}, {"shard_bytes": NAN}, {"shard_bytes": "1GB"},
         {"shard_bytes": float("inf")}, {"threads": 0}, {"threads": 1.5}, {"signer": "key"}, {"trusted_keys": "key"},
-        {"trusted_keys": None}, {"on_event": "print"}, {"mode": "auto", "bandwidth": None},
-        {"mode": "auto", "bandwidth": True}, {"mode": "auto", "bandwidth": []}, {"mode": "auto", "bandwidth": NAN},
-        {"codec": None}, {"mode": []},
+        {"trusted_keys": None}, {"on_event": "print"},
+        {"codec": None}, {"codec": "groups"},
     ],
     ids=str,
 )  # fmt: skip

@@ -12,8 +12,9 @@ from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..stream.manifest import Manifest
 from .host_state import HostState
-from .mode import ModeSelector
 from .remember import Memory, most_remembered
+
+_SMALL = 1 << 16  # bytes: below that a request costs more than what it carries, and a patch needs no larger history
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,36 +68,33 @@ class FullDraft:
 Draft = PatchDraft | FullDraft
 
 
-def make_draft(
-    baseline: HostState, state: State, mode: ModeSelector, *, codec: str, timer: PhaseTimer, owned: bool = False
-) -> Draft:
+def make_draft(baseline: HostState, state: State, *, codec: str, timer: PhaseTimer, owned: bool = False) -> Draft:
     """Chooses and builds. Without a baseline, or with one of other tensors, no patch can be made.
 
-    A tied tensor keeps the name under which the baseline stores it, in whatever order its names come now. Ends the
-    phases "choose", where the mode measures, and "build". A state that is ``owned`` may become the baseline itself, any
-    other is copied then. Raises what `build_patch` raises.
+    A patch that is no smaller than the state is dropped for an anchor. A tied tensor keeps the name under which the
+    baseline stores it, in whatever order its names come now. Ends the phase "build". A state that is ``owned`` may
+    become the baseline itself, any other is copied then. Raises what `build_patch` raises.
     """
     reason = ""
     if baseline.version is not None:
         state = state.stored_as({spec.name for spec in baseline.state.specs})
         reason = _difference(baseline.state, state)
     if baseline.version is not None and not reason:
-        choice = mode.select(baseline.state, state)
-        if reason := choice.reason:
-            timer.end("choose")
-        if not choice.anchor:
-            built = build_patch(
-                baseline.state,
-                state,
-                baseline.digest,
-                codec=codec,
-                history=baseline.history,
-                most_records=most_remembered(state.nbytes),
-                threads=baseline.threads,
-                progress=progress_to(baseline.listener, "diff", state.nbytes),
-            )
+        built = build_patch(
+            baseline.state,
+            state,
+            baseline.digest,
+            codec=codec,
+            history=baseline.history,
+            most_records=most_remembered(state.nbytes),
+            threads=baseline.threads,
+            progress=progress_to(baseline.listener, "diff", state.nbytes),
+        )
+        if built.nbytes < max(state.nbytes, _SMALL):
             timer.end("build")
             return PatchDraft(state, baseline.version, built, reason)
+        reason = f"anchor: a patch would have {built.nbytes} bytes, the state has {state.nbytes}"
+        del built  # before the state is copied
     own = state if owned else State.empty(state.specs, state.aliases)
     target = state_digest(
         own,

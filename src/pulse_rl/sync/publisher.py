@@ -44,7 +44,6 @@ from .device_baseline import DeviceBaseline, Seen
 from .draft import Draft, FullDraft, make_draft
 from .folds import FoldMaker
 from .host_state import HostState
-from .mode import ModeSelector
 from .notices import Notices
 from .order import Order, Taken
 from .remember import Memory
@@ -80,9 +79,8 @@ class Publisher(Unique):
     ``identity``: the stream's (`Manifest.identity`) where the caller knows it; versions of another stream of this
     name are then passed over.
 
-    ``mode``: "patch"; "anchor", each version as an anchor alone; or "auto", which takes for each version what needs
-    less time from trainer to worker over a link of ``bandwidth`` (bit/s, or text such as "50Mbit"), by the model of
-    `pulse_rl.plan`; `Published.reason` says why. ``on_device``: what the devices of CUDA tensors have memory for:
+    A patch that is no smaller than an anchor is not stored: the version is an anchor alone, and `Published.reason` says
+    so. ``on_device``: what the devices of CUDA tensors have memory for:
     "copy", a copy, until it is on the host, so that training does not wait for the bus; "baseline", that, and the last
     version, so that only what differs crosses the bus; None, nothing. ``threads``: the maximum number of threads (None:
     one per core). ``on_event`` gets the events of `pulse_rl.events`.
@@ -107,13 +105,12 @@ class Publisher(Unique):
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
         identity: str | None = None,
-        mode: str = "patch",
-        bandwidth: str | float | None = None,
         on_device: str | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
-        codecs.by_name(codec)
+        if codec not in codecs.names():
+            raise InputError(f"unknown codec {codec!r}", hint=f"Choose one of: {', '.join(codecs.names())}.")
         checked_threads(threads)
         checked_listener(on_event)
         checked_number("anchor_ratio", anchor_ratio)
@@ -123,7 +120,6 @@ class Publisher(Unique):
         if signer is not None and not isinstance(signer, Signer):
             raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
         self._serial = SerialThread("Publisher")
-        self._mode = ModeSelector(mode, bandwidth, codec, threads)
         trusted = checked_collection("trusted_keys", trusted_keys, "[key]")
         keys = [*([signer.public_key] if signer else ()), *trusted]
         self._stream = Stream(
@@ -290,7 +286,7 @@ class Publisher(Unique):
             self._resume(seen.state if seen else order.state)
             timer.end("resume")
             seen = seen or self._devices.look_at(order, self._baseline)
-            draft = make_draft(self._baseline, seen.state, self._mode, codec=self._codec, timer=timer, owned=seen.owned)
+            draft = make_draft(self._baseline, seen.state, codec=self._codec, timer=timer, owned=seen.owned)
             long = self._since_anchor + draft.patch_bytes > self._anchor_ratio * draft.state.nbytes
             uploaded = upload(
                 self._stream,

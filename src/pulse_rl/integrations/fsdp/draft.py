@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ... import codec as codecs
+from ..._util.collective import RankGroup
 from ..._util.threads import ordered_map
 from ...codec import Changes
 from ...patch.blocks import DEFAULT_BLOCK_ELEMENTS, Block, pieces_of
@@ -23,7 +24,6 @@ from ...state.tensors import UIntArray
 from .layout import Fragment, Layout
 from .leaves import Leaves, changed_inner_leaves, hash_shared, inner_leaves
 from .local import LocalState
-from .ranks import Ranks
 from .windows import Windows, cut_slices
 
 
@@ -142,7 +142,7 @@ class Built(NamedTuple):
 
 def make_draft(
     layout: Layout,
-    ranks: Ranks,
+    ranks: RankGroup,
     local: LocalState,
     base: Baseline | None,
     reason: str,
@@ -197,19 +197,19 @@ def _tasks(blocks: list[Block], windows: Windows) -> Iterator[tuple[Block, dict[
         yield block, windows.of(block)
 
 
-def hash_the_rest(draft: Draft, ranks: Ranks, threads: int | None) -> int:
+def hash_the_rest(draft: Draft, ranks: RankGroup, threads: int | None) -> int:
     """Hashes the leaves that ranks share, if something in them changed; returns the bytes of all ranks' blocks. A
-    collective, which raises what `Ranks.together` raises."""
+    collective, which raises what `RankGroup.run_on_all` raises."""
     shared = draft.layout.shared
     own = np.zeros(draft.layout.shares, bool)
     for k, fragments in shared.items():
         own[k] = any(f.rank == ranks.rank and draft.is_changed(f) for f in fragments)
     flags = np.packbits(own).tobytes()
-    said = ranks.together(lambda: draft.patch_bytes.to_bytes(8, "little") + flags)
+    said = ranks.run_on_all(lambda: draft.patch_bytes.to_bytes(8, "little") + flags)
     packed = np.bitwise_or.reduce([np.frombuffer(message[8:], np.uint8) for message in said])
     changed = np.unpackbits(packed, count=len(own))
     some = [fragments for k, fragments in shared.items() if changed[k]]
-    with ranks.alone_together():
+    with ranks.isolated():
         draft.leaves |= hash_shared(some, ranks, draft.elements, threads)
     return sum(int.from_bytes(message[:8], "little") for message in said)
 

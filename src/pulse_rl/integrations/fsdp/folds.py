@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ... import codec as codecs
+from ..._util.collective import RankGroup
 from ..._util.serial import unstoppable
 from ..._util.threads import ordered_map
 from ...codec import Changes
@@ -17,7 +18,6 @@ from ...stream.names import PATCH
 from ...stream.stream import Stream
 from ...sync.folds import checked_folds
 from .draft import Baseline, header_of
-from .ranks import Ranks
 from .upload import digest_of
 
 
@@ -39,7 +39,7 @@ class RankFolds:
     def __init__(
         self,
         stream: Stream,
-        ranks: Ranks,
+        ranks: RankGroup,
         folds: Collection[int],
         *,
         codec: str,
@@ -116,7 +116,7 @@ class RankFolds:
                 chunks.extend([header.to_bytes(), *(encoded.payload for encoded in coded)])
             return sum(map(len, chunks)).to_bytes(8, "little")
 
-        nbytes = sum(int.from_bytes(said, "little") for said in ranks.together(code))
+        nbytes = sum(int.from_bytes(said, "little") for said in ranks.run_on_all(code))
         if nbytes >= patch_bytes:
             return nbytes
 
@@ -127,14 +127,14 @@ class RankFolds:
             self._stream.put_payload(payload, PATCH, chunks)
             return f"{payload.sha256} {payload.bytes}".encode()
 
-        said = [message.decode().split() for message in ranks.together(put) if message]
+        said = [message.decode().split() for message in ranks.run_on_all(put) if message]
         parts = [Payload(digest, int(length)) for digest, length in said]
 
         def show() -> bytes:
             self._stream.put_fold_link(log.base, at.version, parts)
             return b""
 
-        ranks.on_first(show)
+        ranks.on_rank0(show)
         return nbytes
 
     def _coded(self, log: UndoLog, at: Baseline) -> list[codecs.Encoded]:

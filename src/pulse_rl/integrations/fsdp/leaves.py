@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..._native import sha256_absorb, sha256_begin, sha256_digests
+from ..._util.collective import RankGroup
 from ..._util.threads import ordered_map
 from ...codec import Changes
 from ...patch.blocks import Block, pieces_of
@@ -18,7 +19,6 @@ from ...state.digest import LEAF_BYTES, Changed, StateDigest, changed_leaves_of,
 from ...state.slices import Segment
 from ...state.tensors import TensorSpec, UIntArray
 from .layout import Fragment, Layout, ended_leaves
-from .ranks import Ranks
 
 Leaves = dict[tuple[str, int], bytes]
 """Digests of leaves by the tensor's name and the leaf's number."""
@@ -65,7 +65,10 @@ def _numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
 
 
 def hash_shared(
-    leaves: Sequence[tuple[Fragment, ...]], ranks: Ranks, elements: Callable[[Segment], UIntArray], threads: int | None
+    leaves: Sequence[tuple[Fragment, ...]],
+    ranks: RankGroup,
+    elements: Callable[[Segment], UIntArray],
+    threads: int | None,
 ) -> Leaves:
     """Hashes ``leaves``, each given by its ranks' fragments in order, rank by rank; returns those that end on this one.
 
@@ -90,7 +93,7 @@ def hash_shared(
         senders: dict[int, list[int]] = {}
         for k in coming:
             senders.setdefault(leaves[k][step].rank, []).append(k)
-        received = ranks.swap(
+        received = ranks.exchange(
             {rank: np.frombuffer(data, np.uint8) for rank, data in sent.items()},
             {rank: MIDSTATE_BYTES * len(of) for rank, of in senders.items()},
         )
@@ -115,14 +118,14 @@ def _absorb(
     return [midstate for some in ordered_map(run, starts, threads) for midstate in some]
 
 
-def gather_tree(layout: Layout, ranks: Ranks, own: Leaves) -> StateDigest | None:
+def gather_tree(layout: Layout, ranks: RankGroup, own: Leaves) -> StateDigest | None:
     """The tree of the whole state, on rank 0; ``own`` are the leaves that end on this rank. Raises RankLost."""
     data = np.frombuffer(b"".join(own[leaf] for leaf in ended_leaves(layout, ranks.rank)), np.uint8)
     if ranks.rank:
-        ranks.swap({0: data}, {})
+        ranks.exchange({0: data}, {})
         return None
     ended = {rank: list(ended_leaves(layout, rank)) for rank in range(ranks.size)}
-    received = ranks.swap({0: data}, {rank: 32 * len(of) for rank, of in ended.items()})
+    received = ranks.exchange({0: data}, {rank: 32 * len(of) for rank, of in ended.items()})
     found: Leaves = {}
     for rank, of in ended.items():
         digests = received[rank].tobytes()

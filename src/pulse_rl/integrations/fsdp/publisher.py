@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from ... import codec as codecs
+from ..._util.collective import RankGroup
+from ..._util.gloo import GlooTransport
 from ..._util.serial import SerialThread, Unique
 from ..._util.settings import checked_collection, checked_number
 from ..._util.threads import checked_threads
@@ -25,10 +27,8 @@ from ...stream.signing import Signer, TrustedKeys
 from ...stream.stream import Stream
 from ...sync.folds import checked_folds
 from ...sync.submit import Submission, Submissions
-from .gloo import GlooGroup
 from .order import Order
 from .rank import RankPublisher
-from .ranks import Ranks
 
 
 class ShardedPublisher(Unique):
@@ -71,7 +71,8 @@ class ShardedPublisher(Unique):
         timeout_seconds: float = 600.0,
         on_event: Listener | None = None,
     ) -> None:
-        codecs.by_name(codec)
+        if codec not in codecs.names():
+            raise InputError(f"unknown codec {codec!r}", hint=f"Choose one of: {', '.join(codecs.names())}.")
         checked_threads(threads)
         checked_listener(on_event)
         checked_number("anchor_ratio", anchor_ratio)
@@ -82,7 +83,7 @@ class ShardedPublisher(Unique):
             raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
         trusted = checked_collection("trusted_keys", trusted_keys, "[key]")
         keys = [*([signer.public_key] if signer else ()), *trusted]
-        ranks = Ranks(GlooGroup(process_group, timeout_seconds))
+        ranks = RankGroup(GlooTransport(process_group, timeout_seconds, owner="ShardedPublisher"))
         opened: list[Stream] = []
 
         def open_stream() -> bytes:
@@ -93,7 +94,7 @@ class ShardedPublisher(Unique):
             return b""
 
         try:
-            ranks.together(open_stream)
+            ranks.run_on_all(open_stream)
         except BaseException:
             ranks.close()
             raise

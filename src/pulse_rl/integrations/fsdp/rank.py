@@ -10,6 +10,7 @@ from hashlib import sha256
 
 import numpy as np
 
+from ..._util.collective import Bytes, RankGroup
 from ..._util.serial import unstoppable
 from ...codec import Changes
 from ...errors import PublisherConflict, RankLost
@@ -29,7 +30,6 @@ from .layout import Layout, difference, make_layout
 from .leaves import gather_tree
 from .local import LocalState
 from .order import Order
-from .ranks import Bytes, Ranks
 from .resume import restore_baseline
 from .upload import Stored, store, uploaded
 
@@ -44,7 +44,7 @@ class RankPublisher:
     def __init__(
         self,
         stream: Stream,
-        ranks: Ranks,
+        ranks: RankGroup,
         *,
         codec: str,
         anchor_ratio: float,
@@ -116,7 +116,7 @@ class RankPublisher:
 
     def _commit_together(self, order: Order, local: LocalState, timer: PhaseTimer) -> tuple[Manifest, Draft]:
         for _ in range(_MAX_STALE_COMMITS):
-            self._follow(self._ranks.on_first(self._head_of_all.settle))
+            self._follow(self._ranks.on_rank0(self._head_of_all.settle))
             self._folds.make()
             found = self._resume()
             timer.end("resume")
@@ -125,7 +125,7 @@ class RankPublisher:
             if manifest:
                 return manifest, built.draft
         came = f"{_MAX_STALE_COMMITS} commits of older publishers came between"
-        raise self._ranks.known_to_all(PublisherConflict(came))
+        raise self._ranks.mark_collective(PublisherConflict(came))
 
     def _meet(self, order: Order, number: int, submission: Submission | None) -> LocalState:
         """This rank's part of the state. The ranks tell each other what they have, if that is not as it was."""
@@ -143,11 +143,11 @@ class RankPublisher:
             digest, nbytes = sha256(told[0]).digest(), len(told[0]).to_bytes(8, "little")
             return call + digest + nbytes + (f"{at.version} {at.root}" if at else "").encode()
 
-        said = self._ranks.together(tell)
+        said = self._ranks.run_on_all(tell)
         if len({message[: _CALL.size - 1] for message in said}) > 1:
             raise RankLost("the ranks have parted: one was interrupted before a call that the others made")
         if not all(message[_CALL.size - 1] for message in said):
-            raise self._ranks.known_to_all(CancelledError())
+            raise self._ranks.mark_collective(CancelledError())
         if submission:
             submission.set_running_or_notify_cancel()
         said = [message[_CALL.size :] for message in said]
@@ -157,7 +157,7 @@ class RankPublisher:
         if self._told != digests:
             lengths = {rank: int.from_bytes(message[32:40], "little") for rank, message in enumerate(said)}
             first = self._ranks.rank == 0
-            came = self._ranks.swap({0: np.frombuffer(told[0], np.uint8)}, lengths if first else {})
+            came = self._ranks.exchange({0: np.frombuffer(told[0], np.uint8)}, lengths if first else {})
             self._messages = [came[rank].tobytes() for rank in range(len(came))]
             self._told = digests
         return made[0]
@@ -165,7 +165,7 @@ class RankPublisher:
     def _resume(self) -> Found:
         """What the head is. The baseline goes unless it is that."""
         version = self._baseline.version if self._baseline else None
-        found = Found.from_message(self._ranks.on_first(lambda: self._head_of_all.find(version).to_message()))
+        found = Found.from_message(self._ranks.on_rank0(lambda: self._head_of_all.find(version).to_message()))
         if not found.keep:
             self._baseline = None
         if found.lost is not None:
@@ -193,11 +193,11 @@ class RankPublisher:
             made.append(draft)
             return b""
 
-        self._ranks.together(build)
+        self._ranks.run_on_all(build)
         patch_bytes = hash_the_rest(made[0], self._ranks, self._threads)
-        with self._ranks.alone_together():
+        with self._ranks.isolated():
             tree = gather_tree(layout, self._ranks, made[0].leaves)
-        root = self._ranks.on_first(lambda: tree.root.encode() if tree else b"").decode()
+        root = self._ranks.on_rank0(lambda: tree.root.encode() if tree else b"").decode()
         timer.end("build")
         return Built(made[0], root, tree, patch_bytes)
 
@@ -238,9 +238,9 @@ class RankPublisher:
                     views[rank] = np.frombuffer(messages.of_layout(made[0].of_rank(rank)), np.uint8)
                 return json.dumps([0, *(len(view) for view in views.values())]).encode()
 
-            lengths = json.loads(self._ranks.on_first(make))
+            lengths = json.loads(self._ranks.on_rank0(make))
             mine = lengths[self._ranks.rank]
-            came = self._ranks.swap(views, {0: mine} if mine else {})
+            came = self._ranks.exchange(views, {0: mine} if mine else {})
             self._layout = key, messages.to_layout(came[0].tobytes()) if mine else made[0]
         return self._layout[1]
 
@@ -255,7 +255,7 @@ class RankPublisher:
                 put_trees(self._stream, built.tree, leaves=with_anchor)
             return b"anchor" if with_anchor else b""
 
-        with_anchor = bool(self._ranks.on_first(decide))
+        with_anchor = bool(self._ranks.on_rank0(decide))
 
         def put() -> bytes:
             return store(
@@ -268,7 +268,7 @@ class RankPublisher:
                 threads=self._threads,
             ).to_message()
 
-        stored = [Stored.from_message(message) for message in self._ranks.together(put)]
+        stored = [Stored.from_message(message) for message in self._ranks.run_on_all(put)]
         timer.end("upload")
 
         def commit() -> bytes:
@@ -277,7 +277,7 @@ class RankPublisher:
             return self._head_of_all.commit(content, made, order.metadata)
 
         self._pending = draft
-        manifest = self._follow(self._ranks.on_first(commit))
+        manifest = self._follow(self._ranks.on_rank0(commit))
         timer.end("commit")
         return manifest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..._util.collective import RankGroup
 from ...state.slices import Segment
 from ...state.tensors import UIntArray
 from ...stream.stream import Stream
@@ -13,18 +14,17 @@ from .draft import Baseline, all_inner_leaves
 from .head import Head, links_of_message
 from .layout import Layout
 from .leaves import gather_tree, hash_shared
-from .ranks import Ranks
 from .windows import cut_slices
 
 _FINE = b"+"
 
 
 def restore_baseline(
-    stream: Stream, head: Head, ranks: Ranks, layout: Layout, version: int, root: str, *, threads: int | None
+    stream: Stream, head: Head, ranks: RankGroup, layout: Layout, version: int, root: str, *, threads: int | None
 ) -> Baseline | str:
     """What this rank publishes of ``version``, read from the store, once all ranks have theirs and these have the
-    ``root``; or why that fails. A collective, which raises what `Ranks.together` raises, StoreUnavailable for one."""
-    path = _said(ranks.on_first(lambda: _or_reason(lambda: head.path_to(version))))
+    ``root``; or why that fails. A collective: raises what `RankGroup.run_on_all` does, StoreUnavailable, say."""
+    path = _said(ranks.on_rank0(lambda: _or_reason(lambda: head.path_to(version))))
     if isinstance(path, str):
         return path
     links, made = links_of_message(path), list[Baseline]()
@@ -36,7 +36,7 @@ def restore_baseline(
         made.append(Baseline(version, root, layout, blocks, state, leaves))
         return b""
 
-    for message in ranks.together(lambda: _or_reason(restore)):
+    for message in ranks.run_on_all(lambda: _or_reason(restore)):
         if isinstance(reason := _said(message), str):
             return reason
     (baseline,) = made
@@ -44,10 +44,10 @@ def restore_baseline(
     def elements(segment: Segment) -> UIntArray:
         return baseline.state.read(*segment.place)
 
-    with ranks.alone_together():
+    with ranks.isolated():
         leaves = baseline.leaves | hash_shared(list(layout.shared.values()), ranks, elements, threads)
         tree = gather_tree(layout, ranks, leaves)
-    if ranks.on_first(lambda: tree.root.encode() if tree else b"").decode() != root:
+    if ranks.on_rank0(lambda: tree.root.encode() if tree else b"").decode() != root:
         return "what was restored has another root"
     return baseline._replace(leaves=leaves)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..._util.collective import RankGroup
 from ...errors import RankLost
 from ...patch.blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
 from ...state.digest import LEAF_BYTES
@@ -16,7 +17,6 @@ from ...state.slices import Segment
 from ...state.tensors import TensorSpec, UIntArray
 from .layout import Box, Layout
 from .local import LocalState
-from .ranks import Ranks
 
 
 def runs_of(segment: Segment) -> list[Segment]:
@@ -61,7 +61,7 @@ class _Window(NamedTuple):
 class Windows:
     """Moves the elements of ``layout.moved`` to the ranks that publish them; all ranks go through the same windows."""
 
-    def __init__(self, layout: Layout, ranks: Ranks, local: LocalState) -> None:
+    def __init__(self, layout: Layout, ranks: RankGroup, local: LocalState) -> None:
         self._ranks = ranks
         self._local = local
         self._windows = _windows(layout)
@@ -102,7 +102,7 @@ class Windows:
         places = {} if mine is None else {rank: _inside(box, mine) for rank, box in window.boxes.items()}
         lengths = {rank: (high - low) * width for rank, (low, high) in places.items() if low < high}
         try:
-            received = self._ranks.swap(sent, lengths)
+            received = self._ranks.exchange(sent, lengths)
         except RankLost:
             self._windows = iter(())  # nobody comes for what is left
             raise

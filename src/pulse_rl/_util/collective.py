@@ -1,0 +1,170 @@
+"""Processes that work together: small messages between them, and failing together.
+
+A *collective* is a call that all ranks make in the same order. What fails on one rank in a collective is raised on all
+of them, so that they stay together and the next collective goes on. What carries the bytes is a `Transport`:
+`pulse_rl._util.gloo.GlooTransport`, or whatever a test puts in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import errors
+from ..errors import PulseError, RankLost, StreamError
+from .serial import unstoppable
+from .threads import checkpoint
+
+R = TypeVar("R")
+Bytes = npt.NDArray[np.uint8]
+_MAX_ERROR_CHARACTERS = 2000
+
+
+class Transport(Protocol):
+    """What carries bytes between ``size`` ranks, of which this is number ``rank``. A rank that is gone, or stalls, is
+    the group's ``lost`` error to all that wait for it."""
+
+    size: int
+    rank: int
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, which have one length, in the order of the ranks."""
+
+    def exchange(self, sent: Mapping[int, Bytes], received: Mapping[int, Bytes]) -> None:
+        """Sends arrays to other ranks, and fills those that other ranks send."""
+
+    def close(self) -> None:
+        """Gives the transport up. Safe after a failure, and safe to repeat."""
+
+
+class Alone:
+    """The transport of a single process: there is nobody to talk to."""
+
+    size, rank = 1, 0
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """The message itself."""
+        return [message]
+
+    def exchange(self, sent: Mapping[int, Bytes], received: Mapping[int, Bytes]) -> None:
+        """Nothing comes or goes."""
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+class RankGroup:
+    """This rank's side of the ranks that ``transport`` connects. Once one of them is lost, every call raises ``lost``,
+    an error class of the library's."""
+
+    def __init__(self, transport: Transport, lost: type[PulseError] = RankLost) -> None:
+        self.size, self.rank = transport.size, transport.rank
+        self.common_error: BaseException | None = None
+        """The last error that was raised on all ranks alike."""
+        self._transport = transport
+        self._lost = lost
+        self._step = 0
+        self._given_up = ""
+
+    def run_on_all(self, work: Callable[[], bytes]) -> list[bytes]:
+        """What ``work()`` returns on each rank, in their order. Where it fails on one, all raise: the others the same
+        error, of which they say where it came from. Raises ``lost``."""
+        failure: BaseException | None = None
+        message = b""
+        try:
+            checkpoint()
+            message = b"+" + work()
+        except self._lost:
+            raise  # the group is lost for all: there is nobody left to be told
+        except BaseException as error:  # an interrupt, too, must reach the others, which wait
+            failure, message = error, b"-" + _error_to_bytes(error)
+        messages = [message] if self.size == 1 else self._all_gather(message)
+        if failure is not None:
+            raise self.mark_collective(failure)
+        for rank, said in enumerate(messages):
+            if said[:1] == b"-":
+                raise self.mark_collective(_error_from_bytes(rank, said[1:]))
+        return [said[1:] for said in messages]
+
+    def on_rank0(self, work: Callable[[], bytes]) -> bytes:
+        """What ``work()`` returns on rank 0; the others do not call it, and cannot fail. Raises as `run_on_all`."""
+        if self.rank == 0:
+            return self.run_on_all(work)[0]
+        with unstoppable():
+            return self.run_on_all(bytes)[0]
+
+    def mark_collective(self, error: BaseException) -> BaseException:
+        """``error`` itself, as one that is raised on all ranks alike, so that they stay together."""
+        self.common_error = error
+        return error
+
+    def exchange(self, sent: Mapping[int, Bytes], lengths: Mapping[int, int]) -> dict[int, Bytes]:
+        """Sends arrays to other ranks and receives arrays of ``lengths`` bytes from others; what is for this rank
+        itself is passed on. A rank calls this in the same order as those with which it deals. Raises ``lost``."""
+        received = {rank: np.empty(length, np.uint8) for rank, length in lengths.items() if rank != self.rank}
+        if self.rank in lengths:
+            received[self.rank] = sent[self.rank]
+        coming = {rank: array for rank, array in received.items() if rank != self.rank and len(array)}
+        going = {rank: array for rank, array in sent.items() if rank != self.rank and len(array)}
+        self._guard(lambda: self._transport.exchange(going, coming))
+        return received
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Around steps in which the ranks wait for each other but cannot tell each other of an error: one closes the
+        group. No interrupt stops them."""
+        try:
+            with unstoppable():
+                yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the group up. Safe after a failure."""
+        if self.size > 1:
+            self._given_up = "the ranks have parted: this one was closed"
+        self._transport.close()
+
+    def _all_gather(self, message: bytes) -> list[bytes]:
+        self._step += 1
+        heads = [struct.unpack("<QQ", m) for m in self._equal(struct.pack("<QQ", self._step, len(message)))]
+        if any(step != self._step for step, _ in heads):
+            self._given_up = "the ranks have parted: they are at different steps"
+            raise self._lost(self._given_up)
+        lengths = [length for _, length in heads]
+        padded = self._equal(message.ljust(max(lengths), b"\0"))
+        return [m[:length] for m, length in zip(padded, lengths, strict=True)]
+
+    def _equal(self, message: bytes) -> list[bytes]:
+        return self._guard(lambda: self._transport.all_gather(message))
+
+    def _guard(self, call: Callable[[], R]) -> R:
+        if self._given_up:
+            raise self._lost(self._given_up)
+        try:
+            return call()
+        except self._lost:
+            self._given_up = "the ranks have parted: one was lost"
+            raise
+
+
+def _error_to_bytes(error: BaseException) -> bytes:
+    kind = type(error).__name__ if isinstance(error, PulseError) else ""
+    text = str(error) if kind else f"{type(error).__name__}: {error}"
+    return json.dumps([kind, text[:_MAX_ERROR_CHARACTERS], getattr(error, "hint", None)]).encode()
+
+
+def _error_from_bytes(rank: int, message: bytes) -> PulseError:
+    """The error of another rank."""
+    kind, text, hint = json.loads(message)
+    known = getattr(errors, kind, None) if kind else None
+    if isinstance(known, type) and issubclass(known, PulseError):
+        return known(f"rank {rank}: {text}", hint=hint)
+    return StreamError(f"rank {rank} failed: {text}", hint="See the log of that rank.")
