@@ -112,14 +112,15 @@ def test_without_listed_links_the_manifests_lead_to_an_anchor() -> None:
 
 
 def test_a_fold_that_saves_nothing_is_not_stored() -> None:
-    """Two rewrites of everything: the fold over both is about as large as either, and must be below their sum."""
+    """Two rewrites of the same half of everything: the fold over both is about as large as either, and must be below their sum."""
     store = MemoryStore()
     trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", folds=(2,), threads=1)
     publisher.publish(trainer.state)
     for _ in range(2):
         for tensor in trainer.state.values():
-            tensor.array[...] = trainer.rng.integers(0, 1 << 16, tensor.array.shape, dtype=np.uint16)
+            half = tensor.array.reshape(-1)[::2]
+            half[...] = trainer.rng.integers(0, 1 << 16, half.shape, dtype=np.uint16)
         publisher.publish(trainer.state)
     publisher.wait()
     stream = Stream(store, "s")
