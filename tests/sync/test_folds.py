@@ -112,7 +112,7 @@ def test_without_listed_links_the_manifests_lead_to_an_anchor() -> None:
 
 
 def test_a_fold_that_saves_nothing_is_not_stored() -> None:
-    """Two rewrites of the same half of everything: the fold over both is about as large as either, and must be below their sum."""
+    """Two rewrites of the same half: the fold over both is about as large as either, and must be below their sum."""
     store = MemoryStore()
     trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", folds=(2,), threads=1)
