@@ -9,7 +9,9 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import pickle
 import re
+import traceback
 import types
 import typing
 from collections.abc import Iterator
@@ -202,3 +204,11 @@ def test_what_owns_something_can_be_closed_and_used_with() -> None:
 
 if __name__ == "__main__":
     print(listing(), end="")
+
+
+def test_a_traceback_shows_what_to_do() -> None:
+    with pytest.raises(pulse_rl.PulseError) as refused:
+        pulse_rl.state_root(object())  # type: ignore[arg-type]
+    shown = "".join(traceback.format_exception(refused.value))
+    assert f"Hint: {refused.value.hint}" in shown
+    assert "".join(traceback.format_exception(pickle.loads(pickle.dumps(refused.value)))).count("Hint: ") == 1

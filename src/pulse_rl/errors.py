@@ -52,8 +52,8 @@ from typing import ClassVar
 class PulseError(Exception):
     """Base class of all errors that this library raises on purpose.
 
-    ``kind`` is stable across releases. ``str(error)`` says what happened, ``hint`` what to do about it, ``retryable``
-    whether waiting may be enough.
+    ``kind`` is stable across releases. ``str(error)`` says what happened, ``hint`` what to do about it (a traceback
+    shows both), ``retryable`` whether waiting may be enough.
     """
 
     kind: ClassVar[str] = "error"
@@ -63,6 +63,7 @@ class PulseError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint if hint is not None else self.default_hint
+        self.add_note(f"Hint: {self.hint}")
 
 
 class ConcurrentUse(PulseError, RuntimeError):

@@ -135,7 +135,7 @@ def test_a_worker_waits_for_its_own_update_and_not_for_any(tmp_path: Path) -> No
     connect(actor, worker)
     with pytest.raises(pulse_rl.EngineError, match=r"no version for this update within 0\.2 s") as failed:
         asyncio.run(received(worker))
-    assert failed.value.__notes__ == [failed.value.hint]
+    assert failed.value.__notes__ == [f"Hint: {failed.value.hint}"]
     assert "all nodes share" in failed.value.hint
 
 

@@ -139,7 +139,7 @@ def test_a_store_that_cannot_be_reached_is_not_called_broken() -> None:
     suite = Suite(lambda: store)
     with pytest.raises(StoreUnavailable) as caught:
         suite.test_put_replaces()
-    assert VISIBLE in caught.value.__notes__[0]
+    assert VISIBLE in caught.value.__notes__[-1]
 
 
 def test_the_guarantees_are_those_of_the_protocol() -> None:

@@ -10,7 +10,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +64,23 @@ class PulseCheckpointEngine(CheckpointEngine):
         signing_key: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        with _hinted():
-            if not (store and stream):
-                raise InputError(
-                    "the checkpoint engine pulse needs a store and a stream",
-                    hint="Set checkpoint_engine.engine_kwargs.pulse.store and .stream.",
-                )
-            self._store, self._stream = _shared(store), stream
-            self._dtype = None if dtype is None else _TORCH[compute_dtype_named(dtype).name]
-            self._timeout = checked_number("timeout_seconds", timeout_seconds)
-            self._publisher = self._new_publisher(signing_key, trusted_keys) if is_master else None
-            self._subscriber = Subscriber(
-                self._store,
-                stream=stream,
-                cache=cache,
-                trusted_keys=trusted_keys,
-                follow_restarts=True,
-                on_event=self._hear,
+        if not (store and stream):
+            raise InputError(
+                "the checkpoint engine pulse needs a store and a stream",
+                hint="Set checkpoint_engine.engine_kwargs.pulse.store and .stream.",
             )
+        self._store, self._stream = _shared(store), stream
+        self._dtype = None if dtype is None else _TORCH[compute_dtype_named(dtype).name]
+        self._timeout = checked_number("timeout_seconds", timeout_seconds)
+        self._publisher = self._new_publisher(signing_key, trusted_keys) if is_master else None
+        self._subscriber = Subscriber(
+            self._store,
+            stream=stream,
+            cache=cache,
+            trusted_keys=trusted_keys,
+            follow_restarts=True,
+            on_event=self._hear,
+        )
         self._sync = ""
         self._turn = asyncio.Lock()
         self._doubt = ""
@@ -128,8 +126,7 @@ class PulseCheckpointEngine(CheckpointEngine):
             return {}
         state = {name: self._taken(tensor) for name, tensor in weights}
         metadata: Metadata = {_SYNC: self._sync} | ({} if global_steps is None else {"global_steps": global_steps})
-        with _hinted():
-            published = await asyncio.to_thread(self._publisher.publish, state, metadata=metadata)
+        published = await asyncio.to_thread(self._publisher.publish, state, metadata=metadata)
         return {
             "pulse/version": published.version,
             "pulse/density": published.density,
@@ -166,14 +163,13 @@ class PulseCheckpointEngine(CheckpointEngine):
         ``timeout_seconds`` or another update begins, and what `Subscriber.sync` raises.
         """
         sync = self._sync
-        with _hinted():
-            async with self._turn:
-                await self._arrive(sync)
-            # vLLM's adapter shares a tensor that is larger than its buffer from the device alone.
-            device = torch.accelerator.current_accelerator(check_available=True)
-            for name, tensor in host_tensors(self._subscriber.state):
-                self._require_current(sync)
-                yield name, tensor if device is None else tensor.to(device)
+        async with self._turn:
+            await self._arrive(sync)
+        # vLLM's adapter shares a tensor that is larger than its buffer from the device alone.
+        device = torch.accelerator.current_accelerator(check_available=True)
+        for name, tensor in host_tensors(self._subscriber.state):
+            self._require_current(sync)
+            yield name, tensor if device is None else tensor.to(device)
 
     async def _arrive(self, sync: str) -> None:
         """Follows the stream until its newest version is that of ``sync``."""
@@ -219,12 +215,3 @@ def _shared(store: str) -> str:
             hint="Use s3://, gs://, az://, or the absolute path of a folder that all nodes share.",
         )
     return store
-
-
-@contextmanager
-def _hinted() -> Iterator[None]:
-    try:
-        yield
-    except PulseError as error:
-        error.add_note(error.hint)
-        raise
