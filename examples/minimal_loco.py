@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import pulse_rl
+from pulse_rl.loco import PulseLoCo, Round
 
 ROUNDS, SYNC_EVERY = 3, 8
 
@@ -25,7 +25,7 @@ def train() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     data = torch.Generator().manual_seed(1000 + dist.get_rank())
 
-    with pulse_rl.PulseLoCo(model, optimizer, sync_every=SYNC_EVERY, on_round=report):
+    with PulseLoCo(model, optimizer, sync_every=SYNC_EVERY, on_round=report):
         for _ in range(ROUNDS * SYNC_EVERY):
             batch = torch.randn(32, 64, generator=data)
             optimizer.zero_grad()
@@ -33,7 +33,7 @@ def train() -> None:
             optimizer.step()  # every SYNC_EVERY-th call runs a round: theta has then the same bits on all
 
 
-def report(done: pulse_rl.Round) -> None:
+def report(done: Round) -> None:
     if dist.get_rank() == 0:
         dense_bytes = 4 * done.parameters
         print(

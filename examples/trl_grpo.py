@@ -84,7 +84,7 @@ def distinct_words(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(set(text.split()))) for text in texts]
 
 
-def show(event: pulse_rl.Event) -> None:
+def show(event: pulse_rl.events.Event) -> None:
     if isinstance(event, pulse_rl.Published):
         stored = event.patch_bytes or event.anchor_bytes
         print(f"version {event.version}: {event.density:.2%} changed, {stored:,} of {event.dense_bytes:,} bytes")

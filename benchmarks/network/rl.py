@@ -25,7 +25,8 @@ from benchmarks import trace
 from benchmarks.network import methods
 from benchmarks.network.methods import Weights
 from benchmarks.network.spec import POLL_SECONDS, Log, Spec, Stop
-from pulse_rl import NotFound, Store
+from pulse_rl import Store
+from pulse_rl.errors import NotFound
 
 LR, WARMUP = 1e-5, 10
 PROMPTS, GROUP = 8, 16  # of one worker, a step

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.network.shape import INTERFACE
-from pulse_rl import NotFound, Store, open_store
+from pulse_rl import Store, open_store
+from pulse_rl.errors import NotFound
 
 BUCKET = "pulse"
 THREADS = 1

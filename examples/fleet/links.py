@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
 
-from pulse_rl import HttpStore, LocalStore, Store, StoreUnavailable
+from pulse_rl import HttpStore, LocalStore, Store
+from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import Data, ObjectInfo
 from pulse_rl.store.base import check_name, joined
 

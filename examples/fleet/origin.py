@@ -8,7 +8,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from pulse_rl import InputError, LocalStore
+from pulse_rl import LocalStore
+from pulse_rl.errors import InputError
 from pulse_rl.store.server import FolderServer
 
 from ..grpo.processes import Alarm

@@ -45,7 +45,7 @@ def copy(policy: str, relay: pulse_rl.Relay, journal: Journal) -> None:
     while True:
         try:
             done = relay.sync()
-        except pulse_rl.StoreUnavailable:
+        except pulse_rl.errors.StoreUnavailable:
             time.sleep(POLL_SECONDS)
             continue
         if done is None:

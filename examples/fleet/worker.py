@@ -82,9 +82,9 @@ class Worker:
     def _follow(self, name: str) -> bool:
         try:
             update = self.followed[name].sync()
-        except pulse_rl.EmptyStream:
+        except pulse_rl.errors.EmptyStream:
             return False
-        except pulse_rl.StoreUnavailable:
+        except pulse_rl.errors.StoreUnavailable:
             return False
         if update is None:
             return False
@@ -125,7 +125,7 @@ class Worker:
         batch = Batch(Made(self.name, version), tokens.to(torch.uint8), log_probs, rewards, right)
         try:
             send(self.origin, name, self.sequence, batch)
-        except pulse_rl.StoreUnavailable:  # cut off: they would be too old by the time
+        except pulse_rl.errors.StoreUnavailable:  # cut off: they would be too old by the time
             self.unsent += 1
             self._note("unsent")
 

@@ -199,7 +199,7 @@ class Trainer:
     def _get(self, name: str) -> bytes | None:
         try:
             return self.store.get(name)
-        except pulse_rl.NotFound:
+        except pulse_rl.errors.NotFound:
             return None
 
     # -- the checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import pulse_rl
-from pulse_rl import EngineUnavailable
+from pulse_rl.errors import EngineUnavailable
 from pulse_rl.integrations.vllm import EngineHandle, connect
 from pulse_rl.metrics import JsonLines
 
@@ -55,7 +55,7 @@ class VllmWorker:
     def _connect(self) -> EngineHandle | None:
         try:
             return connect(self.url, store=self.store_address, stream=STREAM, audit_every=1)
-        except (EngineUnavailable, pulse_rl.ConcurrentUse):
+        except (EngineUnavailable, pulse_rl.errors.ConcurrentUse):
             return None
 
     def _go_on(self, handle: EngineHandle) -> None:

@@ -5,7 +5,7 @@ rollouts of its own with its own Adam; every ``sync_every`` inner steps one oute
 brings them to the same theta. Only then rank 0 publishes theta, in BF16, to a store that is a folder. Two workers
 follow it, and put rollouts for the trainers into the same store. At the end the roots of all six models are compared.
 
-What PULSELoCo changes in a training loop is one line, ``with pulse_rl.PulseLoCo(...)``, in `trainer`. A trainer that
+What PULSELoCo changes in a training loop is one line, ``with PulseLoCo(...)``, in `trainer`. A trainer that
 is killed (``--kill trainer-2@5``) does no harm: ``torchrun`` starts the trainers again, each takes up its own
 checkpoint, and the meeting at the start of ``with`` finds the latest round that they have in common.
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import pulse_rl
 from pulse_rl.events import Published
-from pulse_rl.loco import Round
+from pulse_rl.loco import PulseLoCo, Round
 from pulse_rl.metrics import JsonLines
 
 from ..grpo import policy
@@ -60,7 +60,7 @@ class Trainer:
         saved = torch.load(self.checkpoint, weights_only=True) if self.checkpoint.exists() else None
         if saved is None and self.rank == 0:
             warm_up(self.model, settings, self.journal)  # the others get its weights when they meet
-        self.loco = pulse_rl.PulseLoCo(
+        self.loco = PulseLoCo(
             self.model,
             self.optimizer,
             sync_every=settings.sync_every,

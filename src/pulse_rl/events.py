@@ -16,6 +16,24 @@ from typing import Any, cast
 
 from .errors import InputError, PulseError
 
+__all__ = [
+    "Applied",
+    "CallFailed",
+    "DensityDrift",
+    "Event",
+    "FoldFailed",
+    "Folded",
+    "Listener",
+    "Metadata",
+    "Notice",
+    "PathFailed",
+    "Progress",
+    "Published",
+    "Relayed",
+    "Resumed",
+    "Synced",
+]
+
 Metadata = dict[str, str | int | float | bool]
 """The publisher's own data about a version (a training step, a reward), small and flat."""
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, State, Untrusted
+from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, State
+from pulse_rl.errors import Untrusted
 from pulse_rl.state import checkpoint
 from pulse_rl.stream.stream import Stream
 from tests.support.commands import Pulse

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl import CorruptPatch, FormatError, InputError, codec
+from pulse_rl import codec
 from pulse_rl._util import zstd
 from pulse_rl.codec import Changes, Codec, Layout, Run
+from pulse_rl.errors import CorruptPatch, FormatError, InputError
 from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 from tests.support.states import LIMIT_MEMORY, SPECIAL_BITS, run_python
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks.engines import slow_down
-from pulse_rl import PulseError, StoreUnavailable
+from pulse_rl import PulseError
+from pulse_rl.errors import StoreUnavailable
 from pulse_rl.integrations.vllm import EngineHandle, connect
 
 from .engines import answer, checksums, continuation, engine
@@ -41,7 +42,8 @@ def break_after_first_write(worker: Any) -> None:
 
 def lose_the_store(worker: Any) -> None:
     """Every read of the store fails, until `find_the_store`."""
-    from pulse_rl import LocalStore, StoreUnavailable
+    from pulse_rl import LocalStore
+    from pulse_rl.errors import StoreUnavailable
 
     def get(self: Any, name: str, start: int = 0, stop: int | None = None) -> bytes:
         raise StoreUnavailable("the store is away")

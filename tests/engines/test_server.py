@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import pulse_rl
-from pulse_rl import ConcurrentUse, EngineError, EngineUnavailable, PulseError
+from pulse_rl import PulseError
+from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable
 from pulse_rl.integrations.vllm import EngineSync, connect
 
 from .policy import Policy

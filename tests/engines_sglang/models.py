@@ -17,7 +17,8 @@ import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from sglang.srt.model_loader.utils import set_default_torch_dtype  # noqa: E402
 
-from pulse_rl import State, UnsupportedTensor  # noqa: E402
+from pulse_rl import State  # noqa: E402
+from pulse_rl.errors import UnsupportedTensor  # noqa: E402
 from pulse_rl.integrations.engines.live import Journal, LiveWeights, located  # noqa: E402
 from pulse_rl.integrations.engines.trace import learn  # noqa: E402
 

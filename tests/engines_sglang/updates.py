@@ -14,7 +14,8 @@ install()
 
 import pytest  # noqa: E402
 
-from pulse_rl import ConcurrentUse, EngineError, PulseError  # noqa: E402
+from pulse_rl import PulseError  # noqa: E402
+from pulse_rl.errors import ConcurrentUse, EngineError  # noqa: E402
 from pulse_rl.integrations.sglang import EngineHandle, connect  # noqa: E402
 from pulse_rl.integrations.sglang.http import is_sglang  # noqa: E402
 from pulse_rl.integrations.sglang.loader import LOADER  # noqa: E402

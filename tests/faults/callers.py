@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
-from pulse_rl import ConcurrentUse, InputError
+from pulse_rl.errors import ConcurrentUse, InputError
 from pulse_rl.patch import apply
 from tests.support.interrupts import Interrupter, Steps
 

@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from random import Random
 from typing import Any
 
-from pulse_rl import ChainGap, EmptyStream, Publisher, PublisherConflict, PulseError, Relay, State, Subscriber
+from pulse_rl import Publisher, PulseError, Relay, State, Subscriber
+from pulse_rl.errors import ChainGap, EmptyStream, PublisherConflict
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.maintenance.gc import gc_stream
 

@@ -9,16 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pulse_rl import (
-    Bits,
-    MemoryStore,
-    Publisher,
-    PulseError,
-    Store,
-    StoreUnavailable,
-    Subscriber,
-    gc_stream,
-)
+from pulse_rl import Bits, MemoryStore, Publisher, PulseError, Store, Subscriber, gc_stream
+from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import Data, ObjectInfo
 from pulse_rl.sync.group import Member
 from tests.support.states import Live

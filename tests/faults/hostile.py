@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from pulse_rl import Bits, LocalStore, Publisher, PublisherConflict, PulseError, Subscriber, state_root
+from pulse_rl import Bits, LocalStore, Publisher, PulseError, Subscriber, state_root
+from pulse_rl.errors import PublisherConflict
 from pulse_rl.maintenance.gc import gc_stream
 from pulse_rl.stream.manifest import parse
 from tests.support.histories import named_in_small_patches

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from pulse_rl import PublisherConflict, PulseError
+from pulse_rl import PulseError
+from pulse_rl.errors import PublisherConflict
 
 from .cowriter import KINDS, CoWriter
 from .model import STREAM, Committed, Model, check, version_name

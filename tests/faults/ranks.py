@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pulse_rl import Bits, Published, PublisherConflict, PulseError, Signer, State
+from pulse_rl import Bits, Published, PulseError, Signer, State
 from pulse_rl._util.collective import Bytes, RankGroup
-from pulse_rl.errors import RankLost
+from pulse_rl.errors import PublisherConflict, RankLost
 from pulse_rl.integrations.fsdp.layout import Box, Held, Runs
 from pulse_rl.integrations.fsdp.order import Order
 from pulse_rl.integrations.fsdp.rank import RankPublisher

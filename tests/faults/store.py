@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from pulse_rl import AlreadyExists, MemoryStore, StoreUnavailable
+from pulse_rl import MemoryStore
+from pulse_rl.errors import AlreadyExists, StoreUnavailable
 from pulse_rl.store import Data, ObjectInfo
 
 _STALE_CHANGES = 4  # how many changes a stale listing may be behind

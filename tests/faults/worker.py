@@ -9,8 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from pulse_rl import ChainGap, FormatError, PulseError, StreamReplaced, Subscriber, Untrusted, Update
+from pulse_rl import PulseError, Subscriber, Update
 from pulse_rl._util.serial import SerialThread
+from pulse_rl.errors import ChainGap, FormatError, StreamReplaced, Untrusted
 from pulse_rl.events import Event, PathFailed
 from tests.support.interrupts import Boom, Steps
 

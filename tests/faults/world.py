@@ -11,7 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pulse_rl import EmptyStream, Publisher, PublisherConflict, PulseError, Signer, verify_stream
+from pulse_rl import Publisher, PulseError, Signer, verify_stream
+from pulse_rl.errors import EmptyStream, PublisherConflict
 from pulse_rl.maintenance.gc import gc_stream
 from tests.support.interrupts import Boom, Interrupter
 

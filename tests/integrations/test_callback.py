@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import InputError, MemoryStore, Publisher, PublisherConflict, StoreError, StoreUnavailable, Subscriber
+from pulse_rl import MemoryStore, Publisher, Subscriber
+from pulse_rl.errors import InputError, PublisherConflict, StoreError, StoreUnavailable
 from pulse_rl.store import Data
 
 pytestmark = pytest.mark.slow  # it imports transformers

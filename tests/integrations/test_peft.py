@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from pulse_rl import InputError, MemoryStore, Publisher, StoreError, Subscriber
+from pulse_rl import MemoryStore, Publisher, Subscriber
+from pulse_rl.errors import InputError, StoreError
 from pulse_rl.integrations.peft import ADAPTER_CONFIG, write_adapter
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

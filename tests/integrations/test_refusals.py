@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from pulse_rl import Bits, InputError, PulseError, State, StateMismatch, Update
-from pulse_rl.errors import UnsupportedTensor
+from pulse_rl import Bits, PulseError, State, Update
+from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
 from pulse_rl.integrations import torch as integration
 from pulse_rl.integrations.torch import apply_, to_torch
 from tests.integrations.test_torch import updates

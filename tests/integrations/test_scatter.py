@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import InputError, MemoryStore, Publisher, Subscriber, TensorUpdate, Update, state_root
+from pulse_rl import MemoryStore, Publisher, Subscriber, TensorUpdate, Update, state_root
+from pulse_rl.errors import InputError
 from pulse_rl.integrations import torch as integration
 from pulse_rl.integrations.scatter import Scatter, launch, scatter
 from pulse_rl.integrations.scatter.group import Sent, by_indices

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import Bits, MemoryStore, Publisher, State, StateMismatch, Subscriber, Update, as_state, state_root
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, Update, as_state, state_root
+from pulse_rl.errors import StateMismatch
 from pulse_rl.integrations.torch import apply_, to_torch
 from pulse_rl.state.tensors import DTYPES
 from tests.support.interrupts import Boom, Steps

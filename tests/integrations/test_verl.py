@@ -122,7 +122,7 @@ def test_a_later_update_ends_the_wait_for_an_earlier_one(tmp_path: Path) -> None
         connect(actor, worker)
         late = asyncio.create_task(received(worker))
         await actor.send_weights(iter(WEIGHTS.items()))
-        with pytest.raises(pulse_rl.EngineError, match="another weight update"):
+        with pytest.raises(pulse_rl.errors.EngineError, match="another weight update"):
             await early
         return await late
 
@@ -133,7 +133,7 @@ def test_a_worker_waits_for_its_own_update_and_not_for_any(tmp_path: Path) -> No
     actor, worker = engine(tmp_path, master=True), engine(tmp_path, timeout_seconds=0.2)
     update(WEIGHTS, actor)
     connect(actor, worker)
-    with pytest.raises(pulse_rl.EngineError, match=r"no version for this update within 0\.2 s") as failed:
+    with pytest.raises(pulse_rl.errors.EngineError, match=r"no version for this update within 0\.2 s") as failed:
         asyncio.run(received(worker))
     assert failed.value.__notes__ == [f"Hint: {failed.value.hint}"]
     assert "all nodes share" in failed.value.hint
@@ -148,7 +148,7 @@ def test_a_later_update_ends_the_delivery_of_an_earlier_one(tmp_path: Path) -> N
         delivery = worker.receive_weights()
         await anext(delivery)
         connect(actor, worker)  # whoever loads the tensors is late: the host state is about to move on
-        with pytest.raises(pulse_rl.EngineError, match="another weight update"):
+        with pytest.raises(pulse_rl.errors.EngineError, match="another weight update"):
             await anext(delivery)
 
     asyncio.run(program())
@@ -164,7 +164,7 @@ def test_a_worker_that_cannot_reach_the_version_says_why(tmp_path: Path) -> None
     assert patches
     for path in patches:
         path.unlink()
-    with pytest.raises(pulse_rl.EngineError, match=r"no version for this update.*patch"):
+    with pytest.raises(pulse_rl.errors.EngineError, match=r"no version for this update.*patch"):
         asyncio.run(received(worker))
 
 
@@ -181,7 +181,7 @@ def test_signed_updates_are_accepted_and_others_are_not(tmp_path: Path) -> None:
     stranger, other = engine(tmp_path / "s", master=True), engine(tmp_path / "s", timeout_seconds=0.2, **keys)
     connect(stranger, other)
     asyncio.run(stranger.send_weights(iter(WEIGHTS.items())))
-    with pytest.raises(pulse_rl.EngineError, match="signed"):
+    with pytest.raises(pulse_rl.errors.EngineError, match="signed"):
         asyncio.run(received(other))
 
 
@@ -208,6 +208,6 @@ def test_a_stream_that_was_deleted_and_begun_anew_is_followed(tmp_path: Path) ->
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_the_start(settings: dict[str, Any], reason: str, hint: str) -> None:
-    with pytest.raises(pulse_rl.InputError, match=reason) as refused:
+    with pytest.raises(pulse_rl.errors.InputError, match=reason) as refused:
         Registry.new("pulse", bucket_size=1, is_master=True, **settings)
     assert hint in refused.value.__notes__[0]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import EmptyStream, InputError, MemoryStore, fold_stream, verify_stream
+from pulse_rl import MemoryStore, fold_stream, verify_stream
+from pulse_rl.errors import EmptyStream, InputError
 
 
 @pytest.mark.parametrize("call", [fold_stream, verify_stream])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import pulse_rl
-from pulse_rl import InputError, MemoryStore, Publisher, Subscriber
+from pulse_rl import MemoryStore, Publisher, Subscriber
+from pulse_rl.errors import InputError
 
 
 def tied_model() -> torch.nn.Module:

@@ -7,19 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import (
-    ChainGap,
-    InputError,
-    LocalStore,
-    MemoryStore,
-    Publisher,
-    Relay,
-    Signer,
-    StoreUnavailable,
-    Subscriber,
-    fold_stream,
-    gc_stream,
-)
+from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Signer, Subscriber, fold_stream, gc_stream
+from pulse_rl.errors import ChainGap, InputError, StoreUnavailable
 from pulse_rl.events import Event, PathFailed, Relayed
 from tests.support.relays import Counted, assert_whole, newest_root
 from tests.support.states import Rng, TinyTrainer, history, roots

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import InputError, LocalStore, MemoryStore, Publisher, Relay, StoreUnavailable, Subscriber
+from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Subscriber
+from pulse_rl.errors import InputError, StoreUnavailable
 from pulse_rl.store import Data
 from tests.support.relays import assert_whole, newest_root
 from tests.support.states import Rng, history, roots, weights

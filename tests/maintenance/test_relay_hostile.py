@@ -7,7 +7,8 @@ from hashlib import sha256
 
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, PublisherConflict, PulseError, Relay, Signer, StreamReplaced, Subscriber
+from pulse_rl import MemoryStore, Publisher, PulseError, Relay, Signer, Subscriber
+from pulse_rl.errors import PublisherConflict, StreamReplaced
 from tests.hostile.pieces import header_of_many_blocks
 from tests.support.relays import assert_whole, newest_root
 from tests.support.states import Rng, TinyTrainer, history, roots

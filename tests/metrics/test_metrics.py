@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import InputError, MemoryStore, Publisher, Store, Subscriber
+from pulse_rl import MemoryStore, Publisher, Store, Subscriber
+from pulse_rl.errors import InputError
 from pulse_rl.events import (
     DensityDrift,
     Event,

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pulse_rl import InputError, MemoryStore, Publisher, Subscriber
+from pulse_rl import MemoryStore, Publisher, Subscriber
+from pulse_rl.errors import InputError
 from pulse_rl.events import PathFailed, Published
 from pulse_rl.metrics import PrometheusMetrics
 from tests.support.events import ONE_OF_EACH, PUBLISHED

@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pulse_rl import Bits, CorruptPatch, DigestMismatch, InputError, State, WrongBase
+from pulse_rl import Bits, State
 from pulse_rl.codec import HISTORY, SAME
 from pulse_rl.codec.base import element_kind
-from pulse_rl.errors import WrongHistory
+from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase, WrongHistory
 from pulse_rl.patch import BuiltPatch, Patch, apply_patch, build_patch
 from pulse_rl.patch.blocks import DEFAULT_BLOCK_ELEMENTS, cut
 from pulse_rl.patch.header import BlockEntry, PatchHeader, closed_header, format_of, open_header, parse_header

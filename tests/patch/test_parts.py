@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pulse_rl import State, StateMismatch, WrongBase, codec
-from pulse_rl.errors import CorruptPatch, DigestMismatch, PulseError
+from pulse_rl import State, codec
+from pulse_rl.errors import CorruptPatch, DigestMismatch, PulseError, StateMismatch, WrongBase
 from pulse_rl.patch import Patch, apply_patch, build_patch, parse_patch
 from pulse_rl.patch.header import closed_header, open_header, put_number
 from pulse_rl.patch.parts import MAX_SEGMENTS, PartsPatch, Room, parse_part_header

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl import Bits, CorruptPatch, DigestMismatch, InputError, State, StateMismatch, WrongBase, codec, patch
+from pulse_rl import Bits, State, codec, patch
+from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, StateMismatch, WrongBase
 from pulse_rl.patch import BuiltPatch, Patch, apply_patch, build_patch
 from pulse_rl.patch.history import History, Stretch
 from pulse_rl.state.digest import StateDigest, state_digest

@@ -10,9 +10,10 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from pulse_rl import CorruptPatch, InputError, State, StateMismatch, WrongBase
+from pulse_rl import State
 from pulse_rl._util import zstd
 from pulse_rl.codec import SAME
+from pulse_rl.errors import CorruptPatch, InputError, StateMismatch, WrongBase
 from pulse_rl.patch import Patch, apply_patch, build_patch
 from pulse_rl.patch import header as patch_header
 from pulse_rl.patch.header import BlockEntry, PatchHeader, parse_header

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pulse_rl import CorruptPatch, IntegrityError, State, codec
+from pulse_rl import State, codec
 from pulse_rl.codec import Changes, Encoded
+from pulse_rl.errors import CorruptPatch, IntegrityError
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.patch.build import encode_proved
 from pulse_rl.patch.history import records_of

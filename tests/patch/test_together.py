@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pulse_rl import Bits, CorruptPatch, State
+from pulse_rl import Bits, State
+from pulse_rl.errors import CorruptPatch
 from pulse_rl.patch import Patch, apply_patch, build_patch
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.patch.tree import block_leaves, changed_leaves, hashed_together

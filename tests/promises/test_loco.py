@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import PulseLoCo
+from pulse_rl.loco import PulseLoCo
 from tests.support.trainers import Trainer as Rank
 from tests.support.trainers import together
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import InputError, MemoryStore, Publisher, Subscriber
+from pulse_rl import MemoryStore, Publisher, Subscriber
+from pulse_rl.errors import InputError
 from pulse_rl.events import Applied
 from pulse_rl.metrics import JsonLines
 from pulse_rl.report import read_run, render

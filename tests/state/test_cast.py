@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import Bits, State, UnsupportedTensor
+from pulse_rl import Bits, State
+from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.state.cast import CastState, cast
 from pulse_rl.state.rounding import COMPUTE_DTYPES
 from pulse_rl.state.tensors import DTYPES, TensorSpec

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from pulse_rl import CorruptCheckpoint, FormatError, InputError, State, UnsupportedTensor, as_state, state_root
+from pulse_rl import State, as_state, state_root
+from pulse_rl.errors import CorruptCheckpoint, FormatError, InputError, UnsupportedTensor
 from pulse_rl.integrations.torch import to_torch
 from pulse_rl.state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from tests.support.checkpoints import HOSTILE, entry, file_of
@@ -122,7 +123,7 @@ def test_a_header_of_terabytes_allocates_nothing(tmp_path: Path) -> None:
         + """
 import sys
 from pathlib import Path
-from pulse_rl import CorruptCheckpoint
+from pulse_rl.errors import CorruptCheckpoint
 from pulse_rl.state.checkpoint import load
 limit_memory(64 << 20)
 for file in Path(sys.argv[1]).iterdir():

@@ -10,13 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pulse_rl import (
-    Bits,
-    InputError,
-    State,
-    StateMismatch,
-    UnsupportedTensor,
-)
+from pulse_rl import Bits, State
+from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
 from pulse_rl.state import tensors
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pulse_rl import InputError, round_to_bf16
 from pulse_rl._native import round_values
-from pulse_rl.state.rounding import COMPUTE_DTYPES, ROUNDINGS, compute_dtype_named, round_bits
+from pulse_rl.errors import InputError
+from pulse_rl.state.rounding import COMPUTE_DTYPES, ROUNDINGS, compute_dtype_named, round_bits, round_to_bf16
 from pulse_rl.state.tensors import DTYPES
 from tests.support.arrays import Array, misaligned
 

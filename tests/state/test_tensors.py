@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import (
-    Bits,
-    InputError,
-    MemoryStore,
-    Publisher,
-    State,
-    UnsupportedTensor,
-    state_root,
-)
+from pulse_rl import Bits, MemoryStore, Publisher, State, state_root
+from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.state.device import DeviceTensor
 from pulse_rl.state.tensors import DTYPES, DType, TensorSpec
 from tests.support.states import SPECIAL_BITS, all_dtypes, bits, snapshot

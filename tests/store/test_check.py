@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pulse_rl import MemoryStore, StoreUnavailable
+from pulse_rl import MemoryStore
+from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store.check import check_store
 from tests.support import broken_stores as broken
 from tests.support.stores import unreachable_store

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import HttpStore, InputError, LocalStore, NotFound, StoreError, StoreUnavailable, open_store
+from pulse_rl import HttpStore, LocalStore, open_store
+from pulse_rl.errors import InputError, NotFound, StoreError, StoreUnavailable
 from pulse_rl.store.server import FolderServer
 from tests.support.http import Liar, answer, answering
 

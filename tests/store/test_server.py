@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import HttpStore, InputError, LocalStore, NotFound
+from pulse_rl import HttpStore, LocalStore
+from pulse_rl.errors import InputError, NotFound
 from pulse_rl.store import ObjectInfo
 from pulse_rl.store.server import FolderServer
 from tests.support.http import CountedHttpStore, asked

@@ -12,18 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import (
-    InputError,
-    InvalidName,
-    LocalStore,
-    NotFound,
-    Publisher,
-    StoreError,
-    StoreFull,
-    StoreUnavailable,
-    open_store,
-)
+from pulse_rl import LocalStore, Publisher, open_store
 from pulse_rl._util.files import disk_error
+from pulse_rl.errors import InputError, InvalidName, NotFound, StoreError, StoreFull, StoreUnavailable
 from pulse_rl.testing.store import BAD_NAMES
 from tests.support.states import run_python
 from tests.support.stores import KEYS, names, unreachable_store
@@ -240,7 +231,8 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from pulse_rl import LocalStore, NotFound, Publisher, State, StoreFull, verify_stream
+from pulse_rl import LocalStore, Publisher, State, verify_stream
+from pulse_rl.errors import NotFound, StoreFull
 from pulse_rl.state.checkpoint import load, save
 
 def limit(nbytes):

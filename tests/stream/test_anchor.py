@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from pulse_rl import CorruptCheckpoint, DigestMismatch, FormatError, State
+from pulse_rl import State
+from pulse_rl.errors import CorruptCheckpoint, DigestMismatch, FormatError
 from pulse_rl.state.checkpoint import file_bytes, serialize
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.stream.anchor import RangeReader, Shard, cut_shards, hashed_shards, restore

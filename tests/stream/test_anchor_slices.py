@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import CorruptCheckpoint, DigestMismatch, State
+from pulse_rl import State
+from pulse_rl.errors import CorruptCheckpoint, DigestMismatch
 from pulse_rl.state.checkpoint import header_length
 from pulse_rl.state.slices import Segment, SlicedState
 from pulse_rl.stream.manifest import Payload

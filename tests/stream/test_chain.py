@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl import ChainGap
+from pulse_rl.errors import ChainGap
 from pulse_rl.stream.chain import Link, cheapest_path, links_of
 from pulse_rl.stream.manifest import AnchorRef, PatchRef, Payload
 from tests.support.manifests import FULL

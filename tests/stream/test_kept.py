@@ -7,8 +7,9 @@ import tracemalloc
 import msgspec
 import pytest
 
-from pulse_rl import Manifest, MemoryStore
+from pulse_rl import MemoryStore
 from pulse_rl.stream.kept import KeptManifests
+from pulse_rl.stream.manifest import Manifest
 from pulse_rl.stream.stream import Stream
 from tests.support.manifests import FULL
 

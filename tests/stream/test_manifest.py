@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl import CorruptManifest
+from pulse_rl.errors import CorruptManifest
 from pulse_rl.events import Metadata
 from pulse_rl.stream import manifest as manifests
 from pulse_rl.stream.manifest import Manifest, parse

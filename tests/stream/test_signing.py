@@ -8,17 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pulse_rl import (
-    ChainGap,
-    CorruptManifest,
-    InputError,
-    MemoryStore,
-    Publisher,
-    Signer,
-    Subscriber,
-    Untrusted,
-    state_root,
-)
+from pulse_rl import MemoryStore, Publisher, Signer, Subscriber, state_root
+from pulse_rl.errors import ChainGap, CorruptManifest, InputError, Untrusted
 from pulse_rl.events import Event, PathFailed
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream

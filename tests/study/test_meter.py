@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import InputError, State, UnsupportedTensor
+from pulse_rl import State
+from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.state import checkpoint
 from pulse_rl.study import CheckpointFolder, study
 from pulse_rl.study.meter import SparsityMeter

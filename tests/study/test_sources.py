@@ -12,8 +12,9 @@ import pytest
 from safetensors.torch import save_file
 from torch import bfloat16, float32, full, zeros
 
-from pulse_rl import CorruptCheckpoint, InputError, LocalStore, Publisher, State, StateMismatch
+from pulse_rl import LocalStore, Publisher, State
 from pulse_rl.cli import main
+from pulse_rl.errors import CorruptCheckpoint, InputError, StateMismatch
 from pulse_rl.state import checkpoint
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import CastState, CheckpointFolder, StoredStream, study

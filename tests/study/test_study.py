@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import Bits, InputError, State, patch
+from pulse_rl import Bits, State, patch
+from pulse_rl.errors import InputError
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import COMPUTE_DTYPES, LAYERS, CastState, entropy_bound, layer_of, study

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from pulse_rl import AlreadyExists, InvalidName, MemoryStore, NotFound
+from pulse_rl import MemoryStore
+from pulse_rl.errors import AlreadyExists, InvalidName, NotFound
 from pulse_rl.store import Data, ObjectInfo
 from pulse_rl.store.base import check_name, joined
 

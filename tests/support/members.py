@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pulse_rl import (
-    Member,
-    MemoryStore,
-    Publisher,
-    Store,
-    StoreUnavailable,
-    Subscriber,
-)
+from pulse_rl import Member, MemoryStore, Publisher, Store, Subscriber
+from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import memory
 from tests.faults.groups import MEMBERS
 from tests.support.states import TinyTrainer

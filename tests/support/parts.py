@@ -7,14 +7,14 @@ from hashlib import sha256
 
 import numpy as np
 
-from pulse_rl import Manifest, Payload, State, Store, codec
+from pulse_rl import State, Store, codec
 from pulse_rl.integrations.fsdp.windows import cut_slices
 from pulse_rl.patch import parse_patch
 from pulse_rl.patch.build import encode_proved, entry_of
 from pulse_rl.patch.parts import PartHeader
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.slices import Segment
-from pulse_rl.stream.manifest import FORMAT_OF_SLICES, AnchorRef, PatchRef
+from pulse_rl.stream.manifest import FORMAT_OF_SLICES, AnchorRef, Manifest, PatchRef, Payload
 from pulse_rl.stream.names import PATCH, SHARD
 from pulse_rl.stream.slices import in_file_order, sliced_header
 from pulse_rl.stream.stream import Stream

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from pulse_rl import ObjectStore, Store, StoreUnavailable, open_store
+from pulse_rl import ObjectStore, Store, open_store
+from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import Data, ObjectInfo
 
 T = TypeVar("T")

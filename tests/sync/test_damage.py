@@ -8,7 +8,8 @@ from hashlib import sha256
 import msgspec
 import pytest
 
-from pulse_rl import ChainGap, MemoryStore, Publisher, PulseError, Subscriber, verify_stream
+from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, verify_stream
+from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, PathFailed, Synced
 from pulse_rl.state.checkpoint import header_bytes
 from pulse_rl.state.tensors import DTYPES, TensorSpec

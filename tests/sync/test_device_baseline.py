@@ -14,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pulse_rl import InputError, MemoryStore, Notice, Publisher, StoreUnavailable, Subscriber, state_root, verify_stream
+from pulse_rl import MemoryStore, Publisher, Subscriber, state_root, verify_stream
+from pulse_rl.errors import InputError, StoreUnavailable
+from pulse_rl.events import Notice
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.snapshot import await_devices
 from pulse_rl.state.tensors import State, stored_tensor

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl import MemoryStore, Publisher, StoreUnavailable, state_root
+from pulse_rl import MemoryStore, Publisher, state_root
+from pulse_rl.errors import StoreUnavailable
 from pulse_rl.state import snapshot
 from pulse_rl.state.device import copied_on_device
 from pulse_rl.state.digest import StateDigest, state_digest

@@ -19,20 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pulse_rl import (
-    AlreadyExists,
-    Bits,
-    ChainGap,
-    IntegrityError,
-    LocalStore,
-    MemoryStore,
-    Publisher,
-    StoreUnavailable,
-    Subscriber,
-    WrongBase,
-    state_root,
-    verify_stream,
-)
+from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, Subscriber, state_root, verify_stream
+from pulse_rl.errors import AlreadyExists, ChainGap, IntegrityError, StoreUnavailable, WrongBase
 from pulse_rl.events import Event, PathFailed
 from pulse_rl.integrations.torch import apply_, to_torch
 from pulse_rl.patch import Patch, apply_patch

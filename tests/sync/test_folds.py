@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pulse_rl import ChainGap, MemoryStore, Publisher, StoreUnavailable, Subscriber, state_root, verify_stream
+from pulse_rl import MemoryStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.codec import Changes
+from pulse_rl.errors import ChainGap, StoreUnavailable
 from pulse_rl.events import Event, FoldFailed, Synced
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.patch.undo import UndoLog

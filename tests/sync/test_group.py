@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pulse_rl import (
-    ChainGap,
-    Member,
-    MemoryStore,
-    Publisher,
-    Signer,
-    StoreUnavailable,
-    gc_stream,
-    state_root,
-)
+from pulse_rl import Member, MemoryStore, Publisher, Signer, gc_stream, state_root
+from pulse_rl.errors import ChainGap, StoreUnavailable
 from tests.faults.groups import MEMBERS
 from tests.support.members import Clock, Stream, member, note, rounds
 from tests.support.states import TinyTrainer

@@ -9,19 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import (
-    InputError,
-    InvalidName,
-    LocalStore,
-    Member,
-    MemberConflict,
-    MemoryStore,
-    Store,
-    StoreUnavailable,
-    Subscriber,
-    Update,
-    gc_stream,
-)
+from pulse_rl import LocalStore, Member, MemoryStore, Store, Subscriber, Update, gc_stream
+from pulse_rl.errors import InputError, InvalidName, MemberConflict, StoreUnavailable
 from pulse_rl.store import Data
 from pulse_rl.stream.names import GroupNames, NoteName, StreamNames
 from tests.faults.groups import MEMBERS, Client, ClockedStore, Stop

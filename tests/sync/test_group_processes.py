@@ -7,15 +7,8 @@ import os
 
 import pytest
 
-from pulse_rl import (
-    InputError,
-    Member,
-    MemberConflict,
-    MemoryStore,
-    StoreUnavailable,
-    Subscriber,
-    Update,
-)
+from pulse_rl import Member, MemoryStore, Subscriber, Update
+from pulse_rl.errors import InputError, MemberConflict, StoreUnavailable
 from pulse_rl.store import ObjectInfo
 from tests.faults.groups import MEMBERS
 from tests.support.members import Clock, KeepsAll, Stream, member, rounds

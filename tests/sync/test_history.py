@@ -10,7 +10,6 @@ import pytest
 
 from pulse_rl import (
     Bits,
-    ChainGap,
     LocalStore,
     MemoryStore,
     Publisher,
@@ -20,6 +19,7 @@ from pulse_rl import (
     state_root,
     verify_stream,
 )
+from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, PathFailed, Published, Synced
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.maintenance.gc import gc_stream

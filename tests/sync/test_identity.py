@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pulse_rl import (
-    ChainGap,
-    InputError,
     MemoryStore,
     Publisher,
-    PublisherConflict,
     Signer,
-    StreamReplaced,
     Subscriber,
     anchor_stream,
     fold_stream,
@@ -19,6 +15,7 @@ from pulse_rl import (
     state_root,
     verify_stream,
 )
+from pulse_rl.errors import ChainGap, InputError, PublisherConflict, StreamReplaced
 from pulse_rl.events import Event, PathFailed, Resumed
 from tests.support.states import Live, Rng, Tensors, history, roots
 from tests.support.stores import FaultyStore, names

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from pulse_rl import ConcurrentUse, InputError, MemoryStore, Publisher, Store, Subscriber, Update, state_root
+from pulse_rl import MemoryStore, Publisher, Store, Subscriber, Update, state_root
+from pulse_rl.errors import ConcurrentUse, InputError
 from tests.support.interrupts import STEP, Boom, Steps
 from tests.support.states import Live, Rng, bits, mutated, policy
 

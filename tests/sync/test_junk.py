@@ -11,21 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pulse_rl import (
-    FormatError,
-    LocalStore,
-    MemoryStore,
-    Publisher,
-    PublisherConflict,
-    Signer,
-    StoreError,
-    StreamError,
-    Subscriber,
-    gc_stream,
-    state_root,
-    verify_stream,
-)
+from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, Subscriber, gc_stream, state_root, verify_stream
 from pulse_rl._util import zstd
+from pulse_rl.errors import FormatError, PublisherConflict, StoreError, StreamError
 from pulse_rl.events import Event, PathFailed
 from pulse_rl.patch import header as patch_header
 from pulse_rl.stream.stream import Stream

@@ -8,19 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import (
-    EmptyStream,
-    InputError,
-    Member,
-    MemoryStore,
-    Publisher,
-    Signer,
-    Subscriber,
-    audit,
-    fold_stream,
-    gc_stream,
-    verify_stream,
-)
+from pulse_rl import Member, MemoryStore, Publisher, Signer, Subscriber, audit, fold_stream, gc_stream, verify_stream
+from pulse_rl.errors import EmptyStream, InputError
 from pulse_rl.stream.signing import TrustedKeys
 from tests.support.states import Rng, policy
 

@@ -9,20 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import (
-    Bits,
-    InputError,
-    MemoryStore,
-    Publisher,
-    StateMismatch,
-    Subscriber,
-    UnsupportedTensor,
-    round_to_bf16,
-    state_root,
-    unwrapped,
-)
+from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root, unwrapped
+from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
 from pulse_rl.events import Event, Notice, Resumed
 from pulse_rl.integrations.torch import apply_
+from pulse_rl.state.rounding import round_to_bf16
 from tests.support.states import Rng, mutated, snapshot, weights
 from tests.support.stores import FaultyStore
 

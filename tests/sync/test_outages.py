@@ -7,16 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pulse_rl import (
-    ChainGap,
-    MemoryStore,
-    Publisher,
-    PublisherConflict,
-    PulseError,
-    StoreUnavailable,
-    Subscriber,
-    verify_stream,
-)
+from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, verify_stream
+from pulse_rl.errors import ChainGap, PublisherConflict, StoreUnavailable
 from pulse_rl.events import CallFailed, Event
 from pulse_rl.stream.stream import Stream
 from tests.support.states import Live, Rng, Tensors, bits, history, mutated, policy, roots, snapshot, state_root

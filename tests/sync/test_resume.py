@@ -142,7 +142,7 @@ def test_head_finds_versions_of_others(rng: Rng) -> None:
 
 def test_a_stale_list_at_the_start_is_told_and_harms_nothing(rng: Rng) -> None:
     """An object store whose lists lag hides the head: the commit itself finds that it is taken."""
-    from pulse_rl import PublisherConflict
+    from pulse_rl.errors import PublisherConflict
 
     states = history(rng, 4)
     store = FaultyStore(stream_of(states[:3]))

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 from pulse_rl import (
-    ChainGap,
-    InputError,
     MemoryStore,
     Publisher,
     Relay,
@@ -26,6 +24,7 @@ from pulse_rl import (
     gc_stream,
     state_root,
 )
+from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import Event, Synced
 from tests.support import states
 from tests.support.relays import Counted

@@ -8,16 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import (
-    InputError,
-    MemoryStore,
-    Publisher,
-    Relay,
-    StateMismatch,
-    Subscriber,
-    anchor_stream,
-    gc_stream,
-)
+from pulse_rl import MemoryStore, Publisher, Relay, Subscriber, anchor_stream, gc_stream
+from pulse_rl.errors import InputError, StateMismatch
 from pulse_rl.patch.header import PatchHeader, parse_header
 from tests.hostile.pieces import header_of_many_blocks
 from tests.support.states import Rng, mutated, snapshot, weights

@@ -7,20 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import (
-    ChainGap,
-    InputError,
-    Member,
-    MemoryStore,
-    Publisher,
-    Relay,
-    Signer,
-    Store,
-    StoreUnavailable,
-    StreamReplaced,
-    Subscriber,
-    state_root,
-)
+from pulse_rl import Member, MemoryStore, Publisher, Relay, Signer, Store, Subscriber, state_root
+from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamReplaced
 from pulse_rl.events import Event, PathFailed
 from tests.support.states import Live, Rng, Tensors, history
 from tests.support.stores import FaultyStore, names

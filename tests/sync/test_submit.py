@@ -12,19 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import (
-    Bits,
-    ConcurrentUse,
-    InputError,
-    MemoryStore,
-    Published,
-    Publisher,
-    PublisherConflict,
-    StoreUnavailable,
-    Subscriber,
-    state_root,
-    verify_stream,
-)
+from pulse_rl import Bits, MemoryStore, Published, Publisher, Subscriber, state_root, verify_stream
+from pulse_rl.errors import ConcurrentUse, InputError, PublisherConflict, StoreUnavailable
 from pulse_rl.store import Data
 from tests.support.states import Rng, Tensors, history, mutated, policy, roots
 from tests.support.stores import FaultyStore

@@ -12,19 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import (
-    ChainGap,
-    InputError,
-    InvalidName,
-    LocalStore,
-    MemoryStore,
-    Publisher,
-    Relay,
-    Store,
-    Subscribers,
-    Update,
-    state_root,
-)
+from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Store, Subscribers, Update, state_root
+from pulse_rl.errors import ChainGap, InputError, InvalidName
 from pulse_rl.events import CallFailed, Event
 from pulse_rl.store.server import FolderServer
 from pulse_rl.sync.schedule import Schedule, Turn

@@ -9,20 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import (
-    Bits,
-    EmptyStream,
-    InputError,
-    InvalidName,
-    MemoryStore,
-    Publisher,
-    State,
-    Store,
-    Subscriber,
-    codec,
-    state_root,
-    verify_stream,
-)
+from pulse_rl import Bits, MemoryStore, Publisher, State, Store, Subscriber, codec, state_root, verify_stream
+from pulse_rl.errors import EmptyStream, InputError, InvalidName
 from pulse_rl.events import Event, Published, Synced
 from pulse_rl.state import checkpoint
 from tests.support.states import Live, Rng, Tensors, bits, history, mutated, policy, roots, snapshot, weights

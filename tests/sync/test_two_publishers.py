@@ -8,16 +8,8 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import (
-    LocalStore,
-    MemoryStore,
-    Publisher,
-    PublisherConflict,
-    State,
-    StoreUnavailable,
-    gc_stream,
-    verify_stream,
-)
+from pulse_rl import LocalStore, MemoryStore, Publisher, State, gc_stream, verify_stream
+from pulse_rl.errors import PublisherConflict, StoreUnavailable
 from tests.support.states import Rng, history, mutated, roots
 from tests.support.stores import FaultyStore, names
 

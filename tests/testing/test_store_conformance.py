@@ -15,7 +15,8 @@ from typing import ClassVar
 import pytest
 
 import pulse_rl.testing
-from pulse_rl import MemoryStore, Store, StoreUnavailable
+from pulse_rl import MemoryStore, Store
+from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import Data
 from pulse_rl.testing import Guarantee, StoreConformance
 from tests.support import broken_stores as broken

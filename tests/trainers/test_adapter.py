@@ -10,7 +10,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import TrainerCallback
 
-from pulse_rl import MemoryStore, Subscriber, UnsupportedTensor
+from pulse_rl import MemoryStore, Subscriber
+from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations.peft import write_adapter
 from pulse_rl.integrations.transformers import PulseCallback
 from pulse_rl.integrations.weights import adapter_weights

@@ -17,7 +17,8 @@ from examples.fleet.links import Direction, Uplink, link
 from examples.fleet.origin import Inbox
 from examples.fleet.policies import advantages, verdict_rewards
 from examples.fleet.settings import RunFolder, Settings
-from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, StoreUnavailable
+from pulse_rl import LocalStore, MemoryStore, Publisher, Relay
+from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store.server import FolderServer
 from pulse_rl.stream.manifest import Manifest
 from pulse_rl.stream.stream import Stream

@@ -13,7 +13,8 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from pulse_rl import UnsupportedTensor, state_root
+from pulse_rl import state_root
+from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations.weights import policy_weights
 from tests.trainers.support import cast, tiny
 

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pulse_rl import Event, LocalStore, Resumed, Subscriber, Synced, verify_stream
+from pulse_rl import LocalStore, Subscriber, verify_stream
 from pulse_rl.errors import RankLost
+from pulse_rl.events import Event, Resumed, Synced
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.integrations.fsdp import draft as draft_module
 from tests.support.sharded import followed, gathered, require_equal

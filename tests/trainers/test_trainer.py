@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from pulse_rl import Event, LocalStore, MemoryStore, Published, StoreError, StoreUnavailable, Subscriber
+from pulse_rl import LocalStore, MemoryStore, Published, Subscriber
+from pulse_rl.errors import StoreError, StoreUnavailable
+from pulse_rl.events import Event
 from pulse_rl.integrations.torch import apply_
 from pulse_rl.integrations.transformers import PulseCallback
 from pulse_rl.store import Data

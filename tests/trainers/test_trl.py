@@ -13,7 +13,8 @@ from peft import LoraConfig
 from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from pulse_rl import Event, MemoryStore, Published, Subscriber, state_root
+from pulse_rl import MemoryStore, Published, Subscriber, state_root
+from pulse_rl.events import Event
 from pulse_rl.integrations.transformers import PulseCallback
 from tests.trainers.support import Witness, cast, common, followed, saved, tokenizer
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from peft import LoraConfig
 
-from pulse_rl import Event, Published
+from pulse_rl import Published
+from pulse_rl.events import Event
 from pulse_rl.integrations.trl import PulseWeightTransfer
 from tests.engines.server import checksums
 from tests.trainers.support import Witness, followed

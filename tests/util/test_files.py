@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, State, StoreError
+from pulse_rl import LocalStore, State
 from pulse_rl._util.files import create_atomically, write_atomically
+from pulse_rl.errors import StoreError
 from pulse_rl.state.checkpoint import save
 from tests.support.states import run_python
 

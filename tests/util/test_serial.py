@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import ConcurrentUse, InputError
 from pulse_rl._util.serial import Operation, SerialThread, unstoppable
 from pulse_rl._util.threads import Call, Stopped, checkpoint, ordered_map
+from pulse_rl.errors import ConcurrentUse, InputError
 
 
 class Boom(BaseException):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pulse_rl import InputError
 from pulse_rl._util.units import (
     format_bandwidth,
     format_bytes,
@@ -14,6 +13,7 @@ from pulse_rl._util.units import (
     parse_bandwidth,
     parse_count,
 )
+from pulse_rl.errors import InputError
 
 
 @pytest.mark.parametrize(

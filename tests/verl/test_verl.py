@@ -63,9 +63,9 @@ def test_a_worker_that_replaces_another_one_has_the_next_version(fleet: Fleet) -
 
 def test_a_failed_update_is_an_error_in_the_driver_and_the_next_one_works(fleet: Fleet) -> None:
     fleet.actor.add({"strange": torch.zeros(2, dtype=torch.complex128)})
-    with pytest.raises(pulse_rl.UnsupportedTensor, match="strange") as failed:
+    with pytest.raises(pulse_rl.errors.UnsupportedTensor, match="strange") as failed:
         fleet.update(7)
-    assert pulse_rl.UnsupportedTensor.default_hint in str(failed.value)  # the traceback that Ray shows
+    assert pulse_rl.errors.UnsupportedTensor.default_hint in str(failed.value)  # the traceback that Ray shows
     fleet.actor.add({})
     step(fleet, 8)
 

@@ -1,6 +1,6 @@
 """Sparsity studies: how many bits of a policy differ between states k apart, and what sending them costs.
 
-`study` measures what is stored, a `CheckpointFolder` or a `StoredStream`; `pulse_rl.study.meter.SparsityMeter`
+`study` measures what is stored, a `CheckpointFolder` or a `StoredStream`; `SparsityMeter`
 measures live. Both give one plain dict (JSON after ``json.dumps``), format "pulse.study.1"::
 
     format                  "pulse.study.1"
@@ -70,6 +70,10 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
       step_seconds            assumed seconds of compute between syncs
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from ..state.cast import CastState
 from ..state.rounding import COMPUTE_DTYPES
 from .entropy import EntropyBound, entropy_bound
@@ -77,6 +81,9 @@ from .layers import LAYERS, layer_of
 from .result import FORMAT, STEP_SECONDS, TARGET
 from .run import DEFAULT_KS, study
 from .sources import CheckpointFolder, StateSequence, StoredStream
+
+if TYPE_CHECKING:
+    from .meter import SparsityMeter
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -88,9 +95,19 @@ __all__ = [
     "CastState",
     "CheckpointFolder",
     "EntropyBound",
+    "SparsityMeter",
     "StateSequence",
     "StoredStream",
     "entropy_bound",
     "layer_of",
     "study",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`SparsityMeter` needs torch, so its module is imported when it is asked for."""
+    if name == "SparsityMeter":
+        from .meter import SparsityMeter
+
+        return SparsityMeter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

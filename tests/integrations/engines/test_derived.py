@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl import PulseError, StateMismatch, UnsupportedTensor
+from pulse_rl import PulseError
+from pulse_rl.errors import StateMismatch, UnsupportedTensor
 from pulse_rl.integrations.engines import derived
 from pulse_rl.integrations.engines.derived import LoadedForms
 from pulse_rl.integrations.engines.live import Scatter, Whole

@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import (
-    ConcurrentUse,
-    EngineError,
-    EngineUnavailable,
-    InputError,
-    PulseError,
-    StateMismatch,
-    StoreUnavailable,
-)
+from pulse_rl import PulseError
+from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable, InputError, StateMismatch, StoreUnavailable
 from pulse_rl.integrations.engines.handle import EngineHandle, EngineSync
 from pulse_rl.integrations.engines.transport import InitInfo
 

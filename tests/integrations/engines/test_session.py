@@ -14,16 +14,8 @@ import pytest
 import torch
 
 import pulse_rl
-from pulse_rl import (
-    InputError,
-    MemoryStore,
-    Publisher,
-    PulseError,
-    StateMismatch,
-    StreamReplaced,
-    Subscriber,
-    Untrusted,
-)
+from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber
+from pulse_rl.errors import InputError, StateMismatch, StreamReplaced, Untrusted
 from pulse_rl.integrations.engines.live import Journal, LiveWeights
 from pulse_rl.integrations.engines.node import Node
 from pulse_rl.integrations.engines.staging import Staging

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import State, StateMismatch, UnsupportedTensor
+from pulse_rl import State
+from pulse_rl.errors import StateMismatch, UnsupportedTensor
 from pulse_rl.integrations.engines.live import Journal, LiveWeights, located
 from pulse_rl.integrations.engines.proof import require_whole
 from pulse_rl.integrations.engines.trace import TensorMap, learn

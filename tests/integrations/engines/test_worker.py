@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import ConcurrentUse, InputError, PulseError
+from pulse_rl import PulseError
+from pulse_rl.errors import ConcurrentUse, InputError
 from pulse_rl.integrations.engines import worker as workers
 from pulse_rl.integrations.engines.node import Node
 from pulse_rl.integrations.engines.session import Learnt, Session

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pulse_rl import Event, LocalStore, MemoryStore, Publisher, Resumed
+from pulse_rl import LocalStore, MemoryStore, Publisher
 from pulse_rl.errors import InputError, RankLost, StreamError
+from pulse_rl.events import Event, Resumed
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.trainers import Trainer, each, together

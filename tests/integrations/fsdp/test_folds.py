@@ -6,8 +6,9 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pulse_rl import Event, Folded, FoldFailed, LocalStore, Signer, Store
+from pulse_rl import LocalStore, Signer, Store
 from pulse_rl.errors import InputError
+from pulse_rl.events import Event, Folded, FoldFailed
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream

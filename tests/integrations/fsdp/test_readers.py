@@ -7,20 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pulse_rl import (
-    Event,
-    MemoryStore,
-    Publisher,
-    Relay,
-    Subscriber,
-    Synced,
-    audit,
-    fold_stream,
-    gc_stream,
-    state_root,
-    verify_stream,
-)
+from pulse_rl import MemoryStore, Publisher, Relay, Subscriber, audit, fold_stream, gc_stream, state_root, verify_stream
 from pulse_rl.errors import ChainGap
+from pulse_rl.events import Event, Synced
 from pulse_rl.integrations.torch import to_torch
 from pulse_rl.stream.stream import Stream
 from tests.integrations.fsdp.conftest import VERSIONS, ShardedStream

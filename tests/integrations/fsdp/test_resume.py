@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pulse_rl import Event, LocalStore, Publisher, Resumed, Signer, Store, verify_stream
+from pulse_rl import LocalStore, Publisher, Signer, Store, verify_stream
 from pulse_rl._util.threads import running
 from pulse_rl.errors import PublisherConflict, RankLost, StoreUnavailable, StreamError
+from pulse_rl.events import Event, Resumed
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.integrations.fsdp import draft as draft_module
 from pulse_rl.integrations.fsdp import rank as rank_module

@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pulse_rl import CallFailed, Event, Folded, LocalStore
+from pulse_rl import LocalStore
 from pulse_rl.errors import RankLost, StoreUnavailable, UnsupportedTensor
+from pulse_rl.events import CallFailed, Event, Folded
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.store import Data
 from tests.support.sharded import followed, gathered, policy, require_equal, step

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl import ConcurrentUse, EngineError, EngineUnavailable, InputError, PulseError, UnsupportedTensor
+from pulse_rl import PulseError
+from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable, InputError, UnsupportedTensor
 from pulse_rl.integrations.engines.live import LiveWeights
 from pulse_rl.integrations.sglang import EngineHandle, connect
 from pulse_rl.integrations.sglang.http import is_sglang

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import EngineUnavailable, InputError, Subscriber
+from pulse_rl import Subscriber
+from pulse_rl.errors import EngineUnavailable, InputError
 from pulse_rl.integrations.trl import PulseRollout, pulse_rollout
 
 from .server import PretendedServer

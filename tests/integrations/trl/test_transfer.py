@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl import (
+from pulse_rl import Publisher, Signer, Subscriber, state_root
+from pulse_rl.errors import (
     ConcurrentUse,
     EmptyStream,
     EngineError,
     EngineUnavailable,
     InputError,
-    Publisher,
     PublisherConflict,
-    Signer,
     StoreUnavailable,
-    Subscriber,
-    state_root,
 )
 from pulse_rl.integrations.trl import PulseWeightTransfer
 

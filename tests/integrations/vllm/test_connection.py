@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pulse_rl import InputError
+from pulse_rl.errors import InputError
 from pulse_rl.integrations.vllm import connect
 
 

@@ -6,7 +6,7 @@ import abc
 
 import pytest
 
-from pulse_rl import EngineError
+from pulse_rl.errors import EngineError
 from pulse_rl.integrations.vllm.contract import require_known
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import EngineError, EngineUnavailable
+from pulse_rl.errors import EngineError, EngineUnavailable
 from pulse_rl.integrations.vllm.http import Server
 
 
