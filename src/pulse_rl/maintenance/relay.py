@@ -9,6 +9,7 @@ from contextlib import suppress
 from hashlib import sha256
 from typing import NamedTuple
 
+from .._util.faults import hit
 from .._util.settings import checked_count, checked_number
 from .._util.threads import checked_threads
 from .._util.weak import weakly
@@ -275,6 +276,7 @@ class Relay:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for it: the target is the
         relay's. Raises PublisherConflict where another version of the stream stands there."""
         self._copy_trees(manifest, leaves=False)
+        hit("relay.before")
         for _ in range(_TRIES):
             if self._target.commit(manifest):
                 return

@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from .. import codec as codecs
+from .._util.faults import hit
 from .._util.threads import ordered_map
 from ..codec import Changes
 from ..errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
@@ -172,6 +173,7 @@ def apply_patch(
                     per_tensor.setdefault(name, []).append(found)
                 if progress:
                     progress(blocks[index].nbytes)
+        hit("apply.written")
         joined = {name: TensorChanges(pieces) for name, pieces in per_tensor.items()}
         if sliced:
             target = rehashed(digest, state, joined, patch.tensors, threads=threads)
@@ -182,6 +184,7 @@ def apply_patch(
                 f"the patched state has root {target.root[:16]}…, the patch promises {header.target_root[:16]}…"
             )
     except BaseException:
+        hit("apply.undo")
         for index, undo in journal.items():
             scatter(blocks[index], state, undo)
         raise

@@ -7,6 +7,7 @@ elsewhere a claim must at least be one, and no farther from the ones before it t
 
 from __future__ import annotations
 
+from .._util.faults import hit
 from ..errors import FormatError, PublisherConflict, Untrusted
 from ..store.base import Store, create_or_confirm
 from .doubts import Doubts, read_again
@@ -37,6 +38,7 @@ class Claims:
             newest = self._first(sorted(listed, reverse=True), listed, identity if born else "")
             epoch = first_free(listed, max(newest.epoch if newest else 0, above))
             claim = Claim(self._names.stream, identity, epoch, publisher, newest.publisher if newest else NOBODY)
+            hit("claim.before")
             if create_or_confirm(self._store, self._names.epoch(epoch), claim.to_bytes(self._signer)):
                 return epoch
         raise PublisherConflict(f"{_TRIES} other publishers claimed {self._names.stream!r} at the same time")

@@ -7,6 +7,7 @@ from functools import partial
 from hashlib import sha256
 from typing import NamedTuple
 
+from .._util.faults import hit
 from ..errors import (
     CorruptCheckpoint,
     CorruptManifest,
@@ -159,7 +160,10 @@ class Stream:
 
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest, which commits its version. False when the version is taken."""
-        return create_or_confirm(self.store, self.names.version(manifest.version), manifest.to_bytes())
+        hit("commit.before")
+        committed = create_or_confirm(self.store, self.names.version(manifest.version), manifest.to_bytes())
+        hit("commit.after")
+        return committed
 
     def links(self, after: int | None = None) -> list[Link]:
         """The listed folds and anchors of versions greater than ``after``. One listing, no reads.
@@ -212,6 +216,7 @@ class Stream:
         listed = list_of_parts(payloads) if len(payloads) > 1 else b""
         digest = sha256(listed).hexdigest() if listed else payloads[0].sha256
         fold = FoldName(version, base, sum(payload.bytes for payload in payloads), digest, bool(listed))
+        hit("fold.before")
         said = fold_statement(self.name, self.identity or "", fold, self._signer)
         self.store.put(self.names.fold(fold), listed + said)
 
@@ -224,7 +229,9 @@ class Stream:
 
     def put_payload(self, payload: Payload, kind: str, data: Data) -> None:
         """Stores a payload under its digest. Repeating it is harmless."""
+        hit("payload.before")
         self.store.put(self.names.payload(payload.sha256, kind), data)
+        hit("payload.after")
 
     def fetch(self, payload: Payload, kind: str) -> bytes:
         """A payload's verified bytes. Raises NotFound and DigestMismatch.

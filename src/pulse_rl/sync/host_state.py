@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from .._util.faults import hit
 from .._util.serial import unstoppable
 from .._util.threads import Stopped
 from ..codec import Changes
@@ -136,7 +137,9 @@ class HostState:
         if self._watcher:
             self._watcher.wait()
         self.poisoned = True
+        hit("baseline.before")
         undo = advance_state(built, at.state, threads=self.threads)
+        hit("baseline.written")
         state = at.state.with_aliases(aliases)
         self._at = _Position(version, state, built.target, Delivery.complete(version, state), history, knows=True)
         self.poisoned = False
@@ -190,6 +193,7 @@ class HostState:
                 self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
             elif self._watcher:
                 self._watcher.replaced()
+        hit("apply.after")
 
     def _remembered(
         self, link: Link, patch: Patch | PartPatch | PartsPatch, applied: AppliedPatch, remembers: Sequence[int]
