@@ -21,7 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import trace
+from benchmarks.counted import CountedStore
 from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root
+from pulse_rl.store import ObjectInfo
 
 FOLDS = (8, 64)
 ELEMENTS, VERSIONS, DENSITY = 100_000, 513, 0.005
@@ -29,21 +31,15 @@ ELEMENTS, VERSIONS, DENSITY = 100_000, 513, 0.005
 State = dict[str, Bits]
 
 
-class CountingStore(MemoryStore):
-    """Counts the payloads that are read, and their bytes. Without ``folds`` it does not list them."""
+class HidesFolds(CountedStore):
+    """A store in memory. Without ``folds`` it does not list them."""
+
+    folds = True
 
     def __init__(self) -> None:
-        super().__init__()
-        self.folds = True
-        self.fetched: dict[str, int] = {}
+        super().__init__(MemoryStore())
 
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        data = super().get(name, start, stop)
-        if "/payloads/" in name:
-            self.fetched[name] = self.fetched.get(name, 0) + len(data)
-        return data
-
-    def list(self, folder: str, start_after: str | None = None) -> Iterator:  # type: ignore[type-arg]
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         hidden = not self.folds and folder.endswith("/links")
         return (info for info in super().list(folder, start_after) if not hidden or "-anchor-" in info.name)
 
@@ -86,7 +82,7 @@ def synthetic(seed: int = 0) -> Iterator[State]:
 
 def measure(name: str, states: Iterator[State], distances: tuple[int, ...]) -> list[Cost]:
     """Publishes ``states`` with folds and catches up over each distance to the last of them."""
-    store = CountingStore()
+    store = HidesFolds()
     publisher = Publisher(store, stream="s", anchor_ratio=1e9, folds=FOLDS)
     last: State = {}
     versions = 0
@@ -102,17 +98,17 @@ def measure(name: str, states: Iterator[State], distances: tuple[int, ...]) -> l
             store.folds = True
             subscriber.sync(head - behind)
             store.folds = way == "folds"
-            store.fetched.clear()
+            store.reset()
             subscriber.sync()
             if subscriber.root != root:
                 raise AssertionError(f"{name}: {behind} behind by {way} ends at another root")
-            costs.append(Cost(name, behind, way, len(store.fetched), sum(store.fetched.values())))
+            costs.append(Cost(name, behind, way, len(store.payloads_read()), store.payload_bytes()))
     # A full sync is what a newcomer reads of a stream whose head has an anchor.
-    fresh = CountingStore()
+    fresh = HidesFolds()
     Publisher(fresh, stream="s").publish(last)
     newcomer = Subscriber(fresh, stream="s")
     newcomer.sync()
-    return [*costs, Cost(name, 0, "full", len(fresh.fetched), sum(fresh.fetched.values()))]
+    return [*costs, Cost(name, 0, "full", len(fresh.payloads_read()), fresh.payload_bytes())]
 
 
 def table(costs: list[Cost]) -> str:

@@ -11,7 +11,8 @@ from pulse_rl.store import Data, ObjectInfo
 
 
 class CountedStore:
-    """``store``; ``count``: requests by call, and the "bytes" that were read; ``read``: the bytes of each object."""
+    """``store``; ``count``: requests by call, the "bytes" that were read and the names "listed"; ``read``: the bytes of
+    each object."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -43,11 +44,24 @@ class CountedStore:
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         self._note("list")
-        return self.store.list(folder, start_after)
+        return map(self._listed, self.store.list(folder, start_after))
+
+    def _listed(self, info: ObjectInfo) -> ObjectInfo:
+        self._note("listed")
+        return info
 
     def delete(self, name: str) -> None:
         self._note("delete")
         self.store.delete(name)
+
+    def reset(self) -> None:
+        self.count.clear()
+        self.read.clear()
+
+    @property
+    def requests(self) -> int:
+        """Of all calls."""
+        return self.count.total() - self.count["bytes"] - self.count["listed"]
 
     def payloads_read(self) -> dict[str, int]:
         """The bytes read of each payload."""

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import bisect
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from hashlib import sha256
-from threading import Lock
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.counted import CountedStore
 from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, patch, state_root
 from pulse_rl.state.digest import state_digest
-from pulse_rl.store import Data, ObjectInfo
 from pulse_rl.stream import anchor, manifest
 from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload
 from pulse_rl.stream.names import PATCH, SHARD
@@ -31,58 +27,16 @@ CYCLE = 5
 ANCHOR_EVERY = 600
 
 
-class CountingStore(MemoryStore):
-    """Keeps its names in order, so that a listing costs what it lists, and counts calls and listed names."""
+class Counted(CountedStore):
+    """A store in memory; payloads that are read are counted by themselves."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._order: list[str] = []
-        self._count = Lock()
-        self.calls: Counter[str] = Counter()
-
-    def reset(self) -> None:
-        self.calls.clear()
-
-    @property
-    def total(self) -> int:
-        return sum(n for call, n in self.calls.items() if call != "listed")
-
-    def _tell(self, call: str, times: int = 1) -> None:
-        with self._count:
-            self.calls[call] += times
-
-    def _add(self, name: str) -> None:
-        with self._count:
-            at = bisect.bisect_left(self._order, name)
-            if self._order[at : at + 1] != [name]:
-                self._order.insert(at, name)
-
-    def put(self, name: str, data: Data) -> None:
-        self._tell("put")
-        super().put(name, data)
-        self._add(name)
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self._tell("put_new")
-        super().put_new(name, data)
-        self._add(name)
+        super().__init__(MemoryStore())
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        self._tell("get payload" if "/payloads/" in name else "get")
+        if "/payloads/" in name:
+            self.count.update({"payload": 1})
         return super().get(name, start, stop)
-
-    def head(self, name: str) -> ObjectInfo:
-        self._tell("head")
-        return super().head(name)
-
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        self._tell("list")
-        with self._count:
-            first = bisect.bisect_right(self._order, max(f"{folder}/", start_after or ""))
-            found = self._order[first : bisect.bisect_left(self._order, f"{folder}0")]
-        for name in found:
-            self._tell("listed")
-            yield MemoryStore.head(self, name)
 
 
 @cache
@@ -103,9 +57,9 @@ def patch_between(base: int, target: int) -> bytes:
     return patch.build_patch(states[base], states[target], state_digest(states[base]), threads=1).to_bytes()
 
 
-def long_stream(versions: int) -> CountingStore:
+def long_stream(versions: int) -> Counted:
     """What a publisher with folds leaves after so many versions; written directly, since publishing takes too long."""
-    store = CountingStore()
+    store = Counted()
     stream = Stream(store, "s")
     states, roots = cycle()
     stream.claims.take("c" * 16, IDENTITY, 0, born=False)
@@ -153,7 +107,7 @@ def long_stream(versions: int) -> CountingStore:
 
 
 @pytest.fixture(scope="module")
-def streams() -> dict[int, CountingStore]:
+def streams() -> dict[int, Counted]:
     return {versions: long_stream(versions) for versions in LENGTHS}
 
 
@@ -161,7 +115,7 @@ def root_of(version: int) -> str:
     return cycle()[1][version % CYCLE]
 
 
-def test_who_follows_lists_only_what_is_new(streams: dict[int, CountingStore]) -> None:
+def test_who_follows_lists_only_what_is_new(streams: dict[int, Counted]) -> None:
     """The same few calls and names however long the stream is: with nothing new, one version behind, and a few."""
     costs = {}
     for versions, store in streams.items():
@@ -173,14 +127,14 @@ def test_who_follows_lists_only_what_is_new(streams: dict[int, CountingStore]) -
             store.reset()
             subscriber.sync()
             assert (subscriber.version, subscriber.root) == (head, root_of(head))
-            assert store.calls["listed"] == behind + 1, "its own version, too: a sign that the stream is still there"
-            cost.append((store.total, store.calls["listed"]))
+            assert store.count["listed"] == behind + 1, "its own version, too: a sign that the stream is still there"
+            cost.append((store.requests, store.count["listed"]))
         costs[versions] = cost
     assert len({tuple(cost) for cost in costs.values()}) == 1, costs
     assert costs[LENGTHS[0]][0] == (1, 1), "one listing tells that nothing is new"
 
 
-def test_publishing_lists_only_what_is_new(streams: dict[int, CountingStore]) -> None:
+def test_publishing_lists_only_what_is_new(streams: dict[int, Counted]) -> None:
     costs = {}
     for versions, store in streams.items():
         publisher = Publisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
@@ -192,7 +146,7 @@ def test_publishing_lists_only_what_is_new(streams: dict[int, CountingStore]) ->
             published = publisher.publish(states[(versions + k) % CYCLE])
             assert published.version == versions + 1 + k
             publisher.wait()
-            cost.append((store.total, store.calls["listed"]))
+            cost.append((store.requests, store.count["listed"]))
         costs[versions] = cost
         # As it was, for the tests that follow.
         for version in range(versions, versions + 5):
@@ -202,7 +156,7 @@ def test_publishing_lists_only_what_is_new(streams: dict[int, CountingStore]) ->
     assert all(calls <= 5 and listed == 0 for calls, listed in costs[LENGTHS[0]]), costs
 
 
-def test_a_publisher_resumes_with_the_manifests_since_the_last_anchor(streams: dict[int, CountingStore]) -> None:
+def test_a_publisher_resumes_with_the_manifests_since_the_last_anchor(streams: dict[int, Counted]) -> None:
     """Its cost depends on how far back the last anchor is, which `anchor_ratio` bounds, not on the stream's length."""
     store = streams[10_000]
     store.reset()
@@ -213,12 +167,12 @@ def test_a_publisher_resumes_with_the_manifests_since_the_last_anchor(streams: d
     since_anchor = 9999 % ANCHOR_EVERY + 1
     publisher._resume(cycle()[0][9999 % CYCLE])
     assert publisher._baseline.version == 9999
-    assert store.calls["get payload"] == 0, "the trainer's own state is the head"
-    assert store.calls["get"] <= since_anchor + 5
+    assert store.count["payload"] == 0, "the trainer's own state is the head"
+    assert store.count["get"] <= since_anchor + 5
 
 
 @pytest.mark.parametrize("versions", LENGTHS)
-def test_a_late_joiner_takes_the_logarithm_of_fetches(streams: dict[int, CountingStore], versions: int) -> None:
+def test_a_late_joiner_takes_the_logarithm_of_fetches(streams: dict[int, Counted], versions: int) -> None:
     """From an anchor or from long ago: some folds of 64, and at either end fewer than 8 folds of 8 and 8 patches."""
     store, head = streams[versions], versions - 1
     seen: list[Any] = []
@@ -229,16 +183,16 @@ def test_a_late_joiner_takes_the_logarithm_of_fetches(streams: dict[int, Countin
     since_anchor = head % ANCHOR_EVERY
     most = since_anchor // 64 + 4 * 7
     assert len(seen[-1].links) <= most + 1
-    assert store.calls["get payload"] <= most + 4, "the anchor is read in a few ranges"
-    assert store.calls["list"] <= 3
+    assert store.count["payload"] <= most + 4, "the anchor is read in a few ranges"
+    assert store.count["list"] <= 3
     for behind in (b for b in (10, 70, 500, 5000) if b <= head):
         late = Subscriber(store, stream="s", threads=1)
         late.sync(head - behind)
         store.reset()
         late.sync()
         assert late.root == root_of(head)
-        assert store.calls["get payload"] <= behind // 64 + 4 * 7
-        assert store.calls["listed"] <= 2 * (behind + behind / 8 + behind / 64 + 20)
+        assert store.count["payload"] <= behind // 64 + 4 * 7
+        assert store.count["listed"] <= 2 * (behind + behind / 8 + behind / 64 + 20)
 
 
 def test_ten_thousand_versions_behind_without_an_anchor_nearby() -> None:
@@ -254,12 +208,12 @@ def test_ten_thousand_versions_behind_without_an_anchor_nearby() -> None:
     late.sync()
     assert late.root == root_of(9999)
     assert len(seen[-1].links) <= 9999 // 64 + 2 * 7
-    assert store.calls["get payload"] == len(seen[-1].links)
+    assert store.count["payload"] == len(seen[-1].links)
 
 
 def test_two_hundred_subscribers_on_one_store() -> None:
     """Workers that join at different versions follow together; each costs the store a few calls a version."""
-    store = CountingStore()
+    store = Counted()
     publisher = Publisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
     states, _ = cycle()
     for version in range(20):
@@ -272,12 +226,12 @@ def test_two_hundred_subscribers_on_one_store() -> None:
         for version in range(20, 23):
             store.reset()
             publisher.publish(states[version % CYCLE])
-            mine = store.total
+            mine = store.requests
             list(pool.map(lambda s: s.sync(), subscribers))
             assert {(s.version, s.root) for s in subscribers} == {(version, root_of(version))}
-            each = (store.total - mine) / len(subscribers)
+            each = (store.requests - mine) / len(subscribers)
             assert each <= 5, "a listing, a manifest with its length, a patch with its length"
-            assert store.calls["listed"] <= 2 * len(subscribers)
+            assert store.count["listed"] <= 2 * len(subscribers)
         store.reset()
         list(pool.map(lambda s: s.sync(), subscribers))
-        assert dict(store.calls) == {"list": 200, "listed": 200}
+        assert dict(store.count) == {"list": 200, "listed": 200}
