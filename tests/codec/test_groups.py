@@ -66,6 +66,7 @@ TENSORS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps", "density", "runs"),
     [

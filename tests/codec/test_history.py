@@ -91,6 +91,7 @@ def any_choices(rng: np.random.Generator, block: Block) -> oracle.Choices | None
     return chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_any_encoder_may_choose_is_read(name: str) -> None:
     rng, coded = np.random.default_rng(NAMES.index(name)), 0
@@ -104,6 +105,7 @@ def test_what_any_encoder_may_choose_is_read(name: str) -> None:
     assert coded >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "large"), [("BF16", 0.0), ("BF16", 0.5), ("F32", 0.1), ("I8", 0.9), ("U16", 0.3)])
 def test_the_oracle_reads_and_writes_the_same_bytes_by_groups(
     name: str, large: float, rng: np.random.Generator

@@ -95,8 +95,8 @@ def test_random_sequences(kind: str, sequences: int) -> None:
 @pytest.mark.parametrize("kind", WORLDS)
 def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
     """With threads or without, hostile or not; and each is another."""
-    outcomes = [run(seed, kind) for seed in range(40, 52)]
-    assert [run(seed, kind) for seed in range(40, 52)] == outcomes
+    outcomes = [run(seed, kind) for seed in range(40, 48)]
+    assert [run(seed, kind) for seed in range(40, 48)] == outcomes
     assert not [described(outcome) for outcome in outcomes if outcome.violation]
     assert len({tuple(outcome.trace) for outcome in outcomes}) == len(outcomes)
 

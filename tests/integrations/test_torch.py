@@ -110,6 +110,7 @@ def test_a_model_that_requires_grad_is_written_without_a_graph(rng: Rng) -> None
     assert layer.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_gradients_on(rng: Rng) -> None:
     """At any step, those of torch's context managers among them."""
     layer = nn.Linear(4, 3)

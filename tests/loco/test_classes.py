@@ -81,6 +81,7 @@ def seen_by_messages(loop: PulseLoCo) -> Iterator[list[bool]]:
         yield seen
 
 
+@pytest.mark.slow
 def test_classes_are_those_of_theta_through_rounds_rewinds_and_checkpoints() -> None:
     job = Job()
     loop = PulseLoCo(job.model, job.optimizer, sync_every=1)

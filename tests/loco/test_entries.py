@@ -28,6 +28,7 @@ def vectors_as_they_were() -> Iterator[None]:
     use_rans_vectors(True)
 
 
+@pytest.mark.slow
 @both_wires
 @pytest.mark.parametrize("dtype", list(ROUNDINGS), ids=str)
 @pytest.mark.parametrize("elements", SIZES)
@@ -38,6 +39,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes(elements: int, dtype: torch.
         check_against_the_oracle(rng, block, wire)
 
 
+@pytest.mark.slow
 @both_wires
 @pytest.mark.parametrize("elements", LARGE)
 def test_blocks_around_a_tile_are_read_and_written_alike(elements: int, wire: Wire) -> None:

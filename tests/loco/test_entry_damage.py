@@ -65,6 +65,7 @@ def damaged_one(rng: np.random.Generator, elements: int, wire: Wire) -> tuple[Bl
     raise AssertionError("no such block")
 
 
+@pytest.mark.slow
 @both_wires
 def test_damage_is_refused_as_the_oracle_does(wire: Wire) -> None:
     """Flipped, cut, longer, random. (That a message is the one that was sent is the exchange's to check.)"""
@@ -120,6 +121,7 @@ def test_every_cut_and_every_extension_is_refused(wire: Wire) -> None:
             block.decode(wire, payload + tail)
 
 
+@pytest.mark.slow
 @both_wires
 def test_every_byte_of_the_head_is_checked(wire: Wire) -> None:
     """What is out of range is refused; of the rest, the oracle is asked about a part."""

@@ -64,6 +64,7 @@ def test_with_much_to_do_they_are_not() -> None:
     assert len(hashed_together(blocks, 2)) == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_same_patch_as_block_by_block(

@@ -78,6 +78,7 @@ def test_when_a_relay_pays() -> None:
     assert make_fleet_plan(SEVEN, unlimited).relays_pay_from is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1000, 10_000, 100_000])
 @pytest.mark.parametrize("params", [7e9, 70e9, 1e12])
 def test_more_workers_never_arrive_sooner(workers: int, params: float) -> None:

@@ -121,6 +121,7 @@ def test_any_address(rng: np.random.Generator) -> None:
             assert sha256_leaves([raw[start:]], LEAF, path) == by_the_book([raw[start:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_messages_in_pieces(path: str, data: st.DataObject, seed: int) -> None:

@@ -55,6 +55,7 @@ def check(found: dict[str, Any], states: Sequence[Snapshot], ks: Sequence[int]) 
     assert sum(sum(by_hand(states, k)) for k in ks) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_the_meter_sees_what_a_recording_sees(dtype: torch.dtype, kind: Any) -> None:

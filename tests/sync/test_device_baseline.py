@@ -43,6 +43,7 @@ def cast(weight: torch.Tensor) -> torch.Tensor:
     return weight.bfloat16() if weight.dtype == torch.float32 else weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("how", ["submit", "publish", "both"])
 def test_the_versions_are_the_same_and_little_crosses_the_bus(cuda: Device, given: torch.dtype, how: str) -> None:

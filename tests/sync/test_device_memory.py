@@ -87,6 +87,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[int]]]
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["submit", "publish"])
 def test_a_failed_version_leaves_no_copy(cuda: Device, copies: Callable[[], list[int]], how: str) -> None:
     Stream.gate.set()

@@ -151,6 +151,7 @@ def test_whoever_may_not_delete_takes_part(clock: Clock) -> None:
 # Any call may fail, and any moment be interrupted.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     "error",

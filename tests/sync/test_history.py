@@ -119,6 +119,7 @@ def test_a_newcomer_reads_every_version(version: int) -> None:
     assert (newcomer.root, detours(seen)) == (made.roots[version], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folds", [(), (2,), (3, 6), (4, 16), (8, 64), (20,)])
 def test_who_comes_by_folds_reads_on(folds: tuple[int, ...]) -> None:
     made = Made(1, folds=folds)
@@ -253,6 +254,7 @@ def test_a_refused_patch_leaves_the_history_as_it_was() -> None:
     assert (following.root, links(seen)) == (made.roots[7], ["the patch 6->7"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("density", [0.02, 0.3])
 def test_a_dense_stream_remembers_no_more_than_its_share(density: float) -> None:
     made = Made(0)

@@ -66,6 +66,7 @@ def test_a_part_that_changes_more_than_the_whole() -> None:
     assert not [event for event in seen + of_rest if isinstance(event, PathFailed)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize(("before", "spans"), [(8, (8,)), (19, (4,))])
 def test_a_relays_readers_go_on_after_folds_of_other_spans(before: int, spans: tuple[int, ...], restarts: bool) -> None:
@@ -221,6 +222,7 @@ def test_who_lacks_a_history_that_no_patch_needs_pays_for_patches_only() -> None
     assert fetched(seen) < done.patch_bytes + 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("density", [0.05, 0.4])
 def test_records_stop_where_they_are_too_many(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made(1)

@@ -123,6 +123,7 @@ def test_what_was_damaged_on_its_way_is_seen_a_poll_later(rng: Rng) -> None:
     assert (worker.version, live.root) == (2, state_root(states[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["follower", "newcomer", "publisher"])
 def test_thousands_of_junk_versions_cost_little(who: str, rng: Rng) -> None:
     """The first looks are bounded, later ones are rarer still."""
@@ -161,6 +162,7 @@ def false_folds(store: MemoryStore, count: int, versions: int, content: bytes = 
         store.put(f"policy/links/{version:012d}-{base:012d}-{1 + k:015d}-{k:064x}", content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("start", [None, 0])
 def test_ten_thousand_false_links_cost_little(start: int | None, signed: bool, rng: Rng) -> None:

@@ -13,6 +13,7 @@ from pulse_rl import Bits, MemoryStore, Publisher, Relay, Subscriber, state_root
 from tests.support.states import Rng
 
 
+@pytest.mark.slow
 def test_catching_up_takes_no_more_memory_for_more_versions(rng: Rng) -> None:
     """A fifth of the weights changes in each version: some new ones, most of them again."""
     state = {"w": Bits(rng.integers(0, 1 << 16, 1 << 19, dtype=np.uint16), "BF16")}

@@ -100,6 +100,7 @@ def test_small_tensors_of_other_parts_in_a_block_are_held_and_not_shown(rng: Rng
         assert {name for name, _, _ in worker.full_update()} == set(expected)
 
 
+@pytest.mark.slow
 def test_an_eighth_costs_an_eighth(rng: Rng, tmp_path: Path) -> None:
     """Of the bytes, of anchor and patch, plus 5%; and of the memory."""
     store, state = Counted(), staged(rng, elements=1 << 20, layers=16)
@@ -131,6 +132,7 @@ def test_an_eighth_costs_an_eighth(rng: Rng, tmp_path: Path) -> None:
     assert snapshot(worker.state) == snapshot(part(state, "stages.5."))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_matters_to_those_whose_it_is(rng: Rng) -> None:
     """Each byte of the patch and of the anchor behind the headers, tried in some places."""
     old = staged(rng, elements=1 << 20, layers=16)
