@@ -61,7 +61,7 @@ class CountedStore:
     @property
     def requests(self) -> int:
         """Of all calls."""
-        return self.count.total() - self.count["bytes"] - self.count["listed"]
+        return sum(self.count[call] for call in ("put", "get", "head", "list", "delete"))
 
     def payloads_read(self) -> dict[str, int]:
         """The bytes read of each payload."""
