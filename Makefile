@@ -224,12 +224,12 @@ faults: $(VENV)/.ready
 
 # Fuzzes the native codecs under the address and undefined-behaviour sanitizers, each for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60
-fuzz: build/fuzz_context build/fuzz_entries build/fuzz_groups build/fuzz_history build/fuzz_rans build/fuzz_sha256
-	./build/fuzz_context $(FUZZ_SECONDS) $(SEED)
+fuzz: build/fuzz_gaps build/fuzz_entries build/fuzz_sparse build/fuzz_history build/fuzz_table build/fuzz_sha256
+	./build/fuzz_gaps $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_entries $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_history $(FUZZ_SECONDS) $(SEED)
-	./build/fuzz_rans $(FUZZ_SECONDS) $(SEED)
-	./build/fuzz_groups $(FUZZ_SECONDS) $(SEED)
+	./build/fuzz_table $(FUZZ_SECONDS) $(SEED)
+	./build/fuzz_sparse $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_sha256 $(FUZZ_SECONDS) $(SEED)
 
 build/fuzz_%: tests/fuzz/%.cpp tests/fuzz/harness.h $(NATIVE)

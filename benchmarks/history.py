@@ -1,9 +1,9 @@
-"""A stream of a real run with `codec="history"` beside `context`: bytes, speed, what is remembered.
+"""A stream of a real run with `history=True` beside `context`: bytes, speed, what is remembered.
 
     python -m benchmarks.history [--lr 1e-6] [--bf16] [--steps 60] [--from 28] [--recording FILE]
 
 The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights); each of its states is published by both
-codecs and followed by a worker each, through memory, in turns. --bf16: pure BF16 weights; without: FP32 masters.
+and followed by a worker each, through memory, in turns. --bf16: pure BF16 weights; without: FP32 masters.
 Counted are the steps after --from: whole patch files, seconds of the clock and of the processor. --recording keeps
 the run's states in a file, or takes them from there.
 """
@@ -22,15 +22,15 @@ import torch
 from benchmarks import trace
 from pulse_rl import MemoryStore, Publisher, State, Subscriber
 
-_CODECS = ("context", "history")
+_WAYS = ("plain", "history")
 
 
 class Measured:
     """A publisher and its worker."""
 
-    def __init__(self, codec: str) -> None:
+    def __init__(self, way: str) -> None:
         store = MemoryStore()
-        self.publisher = Publisher(store, stream="run", codec=codec)
+        self.publisher = Publisher(store, stream="run", history=way == "history")
         self.worker = Subscriber(store, stream="run")
         self.changed = self.nbytes = 0
         self.clock, self.processor = np.zeros(2), np.zeros(2)
@@ -100,26 +100,26 @@ def main() -> None:
     parser.add_argument("--from", type=int, default=28, dest="start")
     parser.add_argument("--recording", type=Path)
     args = parser.parse_args()
-    both = {codec: Measured(codec) for codec in _CODECS}
+    both = {way: Measured(way) for way in _WAYS}
     elements = 0
     for step, found in enumerate(states(args), 1):
         tensors = {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in found.items()}
         state = State.of(tensors).copy()
         elements = state.elements
-        for codec in _CODECS if step % 2 else _CODECS[::-1]:
-            both[codec].take(state, step > args.start)
+        for way in _WAYS if step % 2 else _WAYS[::-1]:
+            both[way].take(state, step > args.start)
     counted = args.steps - args.start
     print(f"{'pure BF16' if args.bf16 else 'FP32 masters'}, lr {args.lr}, steps {args.start + 1} to {args.steps}:")
-    for codec, each in both.items():
+    for way, each in both.items():
         publish, sync = 1000 * each.clock / counted
         print(
-            f"  {codec:8} {each.nbytes / each.changed:.3f} bytes a change at {each.changed / elements / counted:.3%}, "
+            f"  {way:8} {each.nbytes / each.changed:.3f} bytes a change at {each.changed / elements / counted:.3%}, "
             f"publish {publish:.1f} ms, sync {sync:.1f} ms, remembered at most {each.remembered:.1%} of the state"
         )
-    context, history = both["context"], both["history"]
-    clock, processor = history.clock / context.clock, history.processor / context.processor
+    plain, history = both["plain"], both["history"]
+    clock, processor = history.clock / plain.clock, history.processor / plain.processor
     print(
-        f"  bytes x {history.nbytes / context.nbytes:.3f}; publish x {clock[0]:.2f} (processor {processor[0]:.2f}), "
+        f"  bytes x {history.nbytes / plain.nbytes:.3f}; publish x {clock[0]:.2f} (processor {processor[0]:.2f}), "
         f"sync x {clock[1]:.2f} ({processor[1]:.2f})"
     )
 

@@ -1,6 +1,6 @@
 """The library's codecs and its whole pipeline, timed. As a program: one size in a fresh process, JSON on stdout.
 
-    python -m benchmarks.library --shape 0.5b --lr 3e-6 --workers 2 [--codec context] [--bf16]
+    python -m benchmarks.library --shape 0.5b --lr 3e-6 --workers 2 [--codec auto] [--bf16]
 
 A process of its own makes peak memory honest: it is the high-water mark of resident memory since just before the
 call (Linux; elsewhere since the start of the process, by resource.getrusage).
@@ -43,7 +43,7 @@ def state_of(tensors: Mapping16) -> State:
 
 def codec_names() -> list[str]:
     """The library's codecs, but for the dense fallback."""
-    return [name for name in codecs.names() if name != "dense"]
+    return list(codecs.CODECS)
 
 
 def best_of(times: int, run: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> tuple[float, Any]:
@@ -61,12 +61,14 @@ class LibraryCodec:
     """Diff and encode, decode and apply, block by block as in a patch, without digests or header."""
 
     def __init__(self, name: str, old: State) -> None:
-        self.codec = codecs.by_name(name)
+        self.codec = name
         self.blocks: list[Block] = cut(old.specs, DEFAULT_BLOCK_ELEMENTS)
 
     def encode(self, old: State, new: State, workers: int) -> list[codecs.Encoded]:
         def one(block: Block) -> codecs.Encoded:
-            return codecs.encode_block(self.codec, block.read(old), block.read(new), block.layout)._replace(found=None)
+            return codecs.encode_block(block.read(old), block.read(new), block.layout, codec=self.codec)._replace(
+                found=None
+            )
 
         return list(ordered_map(one, self.blocks, workers))
 
@@ -78,7 +80,7 @@ class LibraryCodec:
             if part.codec_id == codecs.SAME:
                 return
             elements = block.read(state)
-            changes = codecs.by_id(part.codec_id).decode(memoryview(part.payload), elements, block.layout)
+            changes = codecs.decode_block(part.codec_id, memoryview(part.payload), elements, block.layout)
             scatter(block, state, changes)
 
         list(ordered_map(one, zip(self.blocks, encoded, strict=True), workers))
@@ -180,7 +182,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="0.5b")
     parser.add_argument("--lr", type=float, default=3e-6)
     parser.add_argument("--bf16", action="store_true", help="pure BF16 weights, no FP32 masters")
-    parser.add_argument("--codec", default=codecs.DEFAULT)
+    parser.add_argument("--codec", choices=codecs.CODECS, default=codecs.AUTO)
     parser.add_argument("--workers", type=int, default=default_threads())
     parser.add_argument("--times", type=int, default=3)
     args = parser.parse_args()

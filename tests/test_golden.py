@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import pulse_rl
-from pulse_rl import LocalStore, MemoryStore, Subscriber, codec, patch
+from pulse_rl import LocalStore, MemoryStore, Subscriber, patch
 from pulse_rl.patch import Patch
 from pulse_rl.state.checkpoint import load
 from pulse_rl.state.digest import state_digest
 from tests.golden import make_groups, make_history
+from tests.support.block_codecs import GAPS, HISTORY, RAW, SPARSE, TABLE, ZSTD
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
 IDENTITY = "37e9b03dc6af78ee4e1a0c15c3a021fc"
@@ -25,13 +26,16 @@ def test_roots() -> None:
     assert pulse_rl.state_root(GOLDEN / "new.safetensors") == NEW_ROOT
 
 
+IDS = {"context": GAPS.id, "dense": RAW.id, "rans": TABLE.id, "zstd": ZSTD.id}
+
+
 @pytest.mark.parametrize(
     ("folder", "name"), [("format-1", "context"), ("format-1", "dense"), ("format-1", "zstd"), ("rans-1", "rans")]
 )
 def test_patches_decode(folder: str, name: str) -> None:
     parsed = Patch.parse((GOLDEN.parent / folder / f"{name}.patch").read_bytes())
     assert (parsed.header.base_root, parsed.header.target_root) == (OLD_ROOT, NEW_ROOT)
-    assert codec.by_name(name).id in {entry.codec_id for entry in parsed.header.blocks}
+    assert IDS[name] in {entry.codec_id for entry in parsed.header.blocks}
     state = load(GOLDEN / "old.safetensors")[0].copy()
     patch.apply_patch(parsed, state, state_digest(state))
     new = load(GOLDEN / "new.safetensors")[0]
@@ -42,7 +46,7 @@ def test_patches_decode(folder: str, name: str) -> None:
 def test_a_patch_by_groups_decodes() -> None:
     old, new = make_groups.states()
     parsed = Patch.parse((GOLDEN.parent / "groups-1" / "groups.patch").read_bytes())
-    assert {entry.codec_id for entry in parsed.header.blocks} == {codec.by_name("groups").id}
+    assert {entry.codec_id for entry in parsed.header.blocks} == {SPARSE.id}
     assert parsed.header.base_root == state_digest(old).root
     assert parsed.header.target_root == "50bbd30a270854c30117b4396e4d88771852d3d3b36b300c7e0ae3b60e561cf5"
     patch.apply_patch(parsed, old, state_digest(old))
@@ -104,7 +108,7 @@ def test_a_patch_with_a_history_decodes() -> None:
     old, history, new = make_history.last_patch()
     parsed = Patch.parse((GOLDEN.parent / "history-1" / "history.patch").read_bytes())
     payloads = parsed.payloads()
-    assert {entry.codec_id for entry in parsed.header.blocks} == {codec.by_name("history").id}
+    assert {entry.codec_id for entry in parsed.header.blocks} == {HISTORY.id}
     assert [payloads[k][0] for k in range(2)] == [3 | 128, 3]
     assert parsed.header.history == history.name
     assert parsed.header.base_root == state_digest(old).root

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from pulse_rl import codec
 from pulse_rl._util import zstd
-from pulse_rl.codec import Changes, Codec, Layout, Run
+from pulse_rl.codec import Changes, Layout, Run
 from pulse_rl.errors import CorruptPatch, FormatError, InputError
 from pulse_rl.state.tensors import DTYPES, DType, UIntArray
+from tests.support.block_codecs import BY_NAME, GAPS, HISTORY, RAW, SPARSE, TABLE, ZSTD, BlockCodec
 from tests.support.states import LIMIT_MEMORY, SPECIAL_BITS, run_python
 
 # What `history` makes of a past, and that it makes nothing without one, is in test_history.
-NAMES = [name for name in codec.names() if name != "history"]
+NAMES = [name for name in BY_NAME if name != "history"]
 DTYPES_TRIED = ["F8_E4M3", "F8_E5M2", "U8", "BF16", "F16", "I16", "F32", "I32", "F64", "C64"]
-CASES = [(name, d) for name in NAMES for d in DTYPES_TRIED if codec.by_name(name).supports(DTYPES[d])]
+CASES = [(name, d) for name in NAMES for d in DTYPES_TRIED if BY_NAME[name].supports(DTYPES[d])]
 # Hostile input is tried on one dtype of each width.
 HOSTILE = [(name, d) for name, d in CASES if d in ("F8_E4M3", "BF16", "F32", "F64")]
 by_codec_and_dtype = pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def flat(dtype: str, old: UIntArray) -> Layout:
     return Layout.flat(DTYPES[dtype], len(old))
 
 
-def check_round_trip(chosen: Codec, old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
+def check_round_trip(chosen: BlockCodec, old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
     kept, dtype = (old.copy(), new.copy()), layout.dtype
     payload, changed = chosen.encode(old, new, layout)
     assert changed == np.count_nonzero(old != new)
@@ -85,7 +86,7 @@ def check_sane(found: Changes, old: UIntArray, dtype: DType) -> None:
     np.testing.assert_array_equal(found.replaced(old), old[positions])
 
 
-def decodes_sanely_or_is_refused(chosen: Codec, payload: bytes, old: UIntArray, layout: Layout) -> bool:
+def decodes_sanely_or_is_refused(chosen: BlockCodec, payload: bytes, old: UIntArray, layout: Layout) -> bool:
     """True when it was refused; any exception but a FormatError fails the test."""
     kept = old.tobytes()
     try:
@@ -102,7 +103,7 @@ def decodes_sanely_or_is_refused(chosen: Codec, payload: bytes, old: UIntArray, 
 def test_round_trips(name: str, dtype: str) -> None:
     @given(blocks(DTYPES[dtype]))
     def check(block: tuple[UIntArray, UIntArray, Layout]) -> None:
-        check_round_trip(codec.by_name(name), *block)
+        check_round_trip(BY_NAME[name], *block)
 
     check()
 
@@ -113,7 +114,7 @@ def test_densities_on_long_blocks(name: str, dtype: str, rng: np.random.Generato
     old = rng.integers(0, np.iinfo(uint).max, 70_000, uint, endpoint=True)
     for density in (0.0001, 0.003, 0.01, 0.2, 0.5, 1.0):
         new = np.where(rng.random(old.size) < density, old ^ uint.type(1), old)
-        check_round_trip(codec.by_name(name), old, new, flat(dtype, old))
+        check_round_trip(BY_NAME[name], old, new, flat(dtype, old))
 
 
 @by_codec_and_dtype
@@ -122,15 +123,15 @@ def test_constant_blocks(name: str, dtype: str) -> None:
     old = np.zeros(1000, DTYPES[dtype].uint)
     new = old.copy()
     new[::7] = 1
-    check_round_trip(codec.by_name(name), old, new, flat(dtype, old))
-    check_round_trip(codec.by_name(name), old, np.full_like(old, np.iinfo(old.dtype).max), flat(dtype, old))
+    check_round_trip(BY_NAME[name], old, new, flat(dtype, old))
+    check_round_trip(BY_NAME[name], old, np.full_like(old, np.iinfo(old.dtype).max), flat(dtype, old))
 
 
-GAPS = [0, 1, 254, 255, 256, 257, 65534, 65535, 65536, 65537, 199_990]
+WIDTHS = [0, 1, 254, 255, 256, 257, 65534, 65535, 65536, 65537, 199_990]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("gap", WIDTHS)
 def test_gaps_of_every_width(name: str, gap: int) -> None:
     """Unchanged runs around 2^8 and 2^16, first in the block and between two changes; the block ends on a change."""
     old = np.full(gap + 3 + 10, 0x3C00, np.uint16)
@@ -139,7 +140,7 @@ def test_gaps_of_every_width(name: str, gap: int) -> None:
     between[[1, gap + 2]] = 0x8000, 0xFFFF
     last[-1] = 7
     for new in (first, between, last):
-        check_round_trip(codec.by_name(name), old, new, flat("BF16", old))
+        check_round_trip(BY_NAME[name], old, new, flat("BF16", old))
 
 
 @pytest.mark.slow
@@ -148,54 +149,55 @@ def test_a_block_of_the_largest_size(name: str) -> None:
     old = np.zeros(codec.MAX_BLOCK_ELEMENTS, np.uint8)
     new = old.copy()
     new[[0, 300, 70_000, -1]] = 1
-    if codec.by_name(name).supports(DTYPES["F8_E4M3"]):
-        check_round_trip(codec.by_name(name), old, new, flat("F8_E4M3", old))
-    found = codec.encode_block(codec.by_name(name), old, new, flat("U8", old))
-    assert found.changed == 4
+    if BY_NAME[name].supports(DTYPES["F8_E4M3"]):
+        check_round_trip(BY_NAME[name], old, new, flat("F8_E4M3", old))
+    assert codec.encode_block(old, new, flat("U8", old)).changed == 4
 
 
 def test_ids_and_names_are_unique_and_pinned() -> None:
+    assert [chosen.id for chosen in (RAW, ZSTD, GAPS, TABLE, HISTORY, SPARSE)] == [1, 2, 3, 5, 6, 7]
     assert codec.SAME == 0
-    assert (codec.by_name("dense").id, codec.by_name("zstd").id) == (1, 2)
-    assert len({codec.by_name(n).id for n in codec.names()} | {codec.SAME}) == len(codec.names()) + 1
-    assert all(codec.by_id(codec.by_name(n).id) is codec.by_name(n) for n in codec.names())
-    assert codec.DEFAULT in codec.names()
+    assert all(codec.codec_name(chosen.id) == name for name, chosen in BY_NAME.items())
 
 
 def test_unknown_codecs_are_refused() -> None:
     with pytest.raises(InputError, match="gzip") as caught:
-        codec.by_name("gzip")
+        codec.check_codec("gzip")
     assert "zstd" in caught.value.hint
-    for unknown in (codec.SAME, 250):
+    for name in BY_NAME:
+        if name not in codec.CODECS:
+            with pytest.raises(InputError, match=name):
+                codec.check_codec(name)
+    for unknown in (4, 8, 250):
         with pytest.raises(CorruptPatch, match=str(unknown)):
-            codec.by_id(unknown)
+            codec.decode_block(unknown, memoryview(b""), np.zeros(1, np.uint16), flat("BF16", np.zeros(1, np.uint16)))
 
 
-@pytest.mark.parametrize("name", codec.names())
+@pytest.mark.parametrize("name", codec.CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_codec_takes_any_dtype_of_a_state(name: str, dtype: str, rng: np.random.Generator) -> None:
     uint = DTYPES[dtype].uint
     old = rng.integers(0, np.iinfo(uint).max, 500, uint, endpoint=True)
     new = old.copy()
-    assert codec.encode_block(codec.by_name(name), old, new, flat(dtype, old)) == codec.Encoded(codec.SAME, b"", 0)
+    assert codec.encode_block(old, new, flat(dtype, old), codec=name) == codec.Encoded(codec.SAME, b"", 0)
     new[[3, 77, 499]] ^= uint.type(1)
-    found = codec.encode_block(codec.by_name(name), old, new, flat(dtype, old))
-    changes = codec.by_id(found.codec_id).decode(memoryview(found.payload), old, flat(dtype, old))
+    found = codec.encode_block(old, new, flat(dtype, old), codec=name)
+    changes = codec.decode_block(found.codec_id, memoryview(found.payload), old, flat(dtype, old))
     assert changes.positions.tolist() == [3, 77, 499]
     assert changes.replaced(old).tolist() == old[changes.positions].tolist()
     assert found.changed == 3
 
 
-@pytest.mark.parametrize("name", codec.names())
+@pytest.mark.parametrize("name", codec.CODECS)
 @pytest.mark.parametrize("density", [0.01, 0.3, 0.6, 1.0])
 def test_dense_is_taken_where_a_patch_would_be_larger(name: str, density: float, rng: np.random.Generator) -> None:
     old = rng.integers(0, 1 << 16, 20_000, np.uint16)
     new = np.where(rng.random(old.size) < density, rng.integers(0, 1 << 16, old.size, np.uint16), old)
-    dense, _ = codec.by_name("dense").encode(old, new, flat("BF16", old))
-    found = codec.encode_block(codec.by_name(name), old, new, flat("BF16", old))
+    dense, _ = RAW.encode(old, new, flat("BF16", old))
+    found = codec.encode_block(old, new, flat("BF16", old), codec=name)
     assert len(found.payload) <= len(dense)
     if density == 1.0:
-        assert found.codec_id == codec.by_name("dense").id
+        assert found.codec_id == RAW.id
 
 
 def small_block(dtype: str) -> tuple[UIntArray, UIntArray]:
@@ -208,7 +210,7 @@ def small_block(dtype: str) -> tuple[UIntArray, UIntArray]:
 
 @pytest.mark.parametrize(("name", "dtype"), HOSTILE)
 def test_truncations_and_appended_bytes(name: str, dtype: str) -> None:
-    chosen, (old, new) = codec.by_name(name), small_block(dtype)
+    chosen, (old, new) = BY_NAME[name], small_block(dtype)
     payload, _ = chosen.encode(old, new, flat(dtype, old))
     cuts = range(len(payload)) if len(payload) < 400 else range(0, len(payload), len(payload) // 400)
     refused = [decodes_sanely_or_is_refused(chosen, payload[:cut], old, flat(dtype, old)) for cut in cuts]
@@ -217,9 +219,9 @@ def test_truncations_and_appended_bytes(name: str, dtype: str) -> None:
     decodes_sanely_or_is_refused(chosen, payload + payload, old, flat(dtype, old))
 
 
-@pytest.mark.parametrize("name", ["zstd", "dense"])
+@pytest.mark.parametrize("name", ["zstd", "raw"])
 def test_the_plane_codecs_refuse_every_truncation_and_leftover(name: str) -> None:
-    chosen, (old, new) = codec.by_name(name), small_block("BF16")
+    chosen, (old, new) = BY_NAME[name], small_block("BF16")
     payload, _ = chosen.encode(old, new, flat("BF16", old))
     for broken in [payload[:cut] for cut in range(len(payload))] + [payload + b"\0", payload * 2]:
         assert decodes_sanely_or_is_refused(chosen, broken, old, flat("BF16", old))
@@ -227,7 +229,7 @@ def test_the_plane_codecs_refuse_every_truncation_and_leftover(name: str) -> Non
 
 @pytest.mark.parametrize(("name", "dtype"), HOSTILE)
 def test_flipped_bits(name: str, dtype: str, rng: np.random.Generator) -> None:
-    chosen, (old, new) = codec.by_name(name), small_block(dtype)
+    chosen, (old, new) = BY_NAME[name], small_block(dtype)
     payload, _ = chosen.encode(old, new, flat(dtype, old))
     # All bits of the first 24 bytes, where lengths and counts are, and a sample of the rest.
     flips = [*range(8 * min(24, len(payload))), *rng.integers(0, 8 * len(payload), 400).tolist()]
@@ -243,7 +245,7 @@ def test_random_bytes(name: str, dtype: str) -> None:
 
     @given(st.binary(max_size=200))
     def check(payload: bytes) -> None:
-        decodes_sanely_or_is_refused(codec.by_name(name), payload, old, flat(dtype, old))
+        decodes_sanely_or_is_refused(BY_NAME[name], payload, old, flat(dtype, old))
 
     check()
 
@@ -256,7 +258,7 @@ def zstd_payload(count: int, width: int, gaps: bytes, values: bytes) -> memoryvi
 
 def test_the_crafted_payloads_of_this_file_are_well_formed() -> None:
     old = np.zeros(50, np.uint16)
-    found = codec.by_name("zstd").decode(zstd_payload(2, 1, b"\3\0", b"\1\2\3\4"), old, flat("BF16", old))
+    found = ZSTD.decode(zstd_payload(2, 1, b"\3\0", b"\1\2\3\4"), old, flat("BF16", old))
     assert (found.positions.tolist(), found.values.tolist()) == ([3, 4], [0x0301, 0x0402])
 
 
@@ -276,13 +278,13 @@ def test_the_crafted_payloads_of_this_file_are_well_formed() -> None:
 def test_impossible_heads_of_the_zstd_codec(count: int, width: int, gaps: bytes, values: bytes) -> None:
     old = np.zeros(50, np.uint16)
     with pytest.raises(FormatError):
-        codec.by_name("zstd").decode(zstd_payload(count, width, gaps, values), old, flat("BF16", old))
+        ZSTD.decode(zstd_payload(count, width, gaps, values), old, flat("BF16", old))
 
 
 def test_no_changes_at_all_decode_to_none() -> None:
     old = np.zeros(50, np.uint16)
     for width in (1, 2, 4):
-        found = codec.by_name("zstd").decode(zstd_payload(0, width, b"", b""), old, flat("BF16", old))
+        found = ZSTD.decode(zstd_payload(0, width, b"", b""), old, flat("BF16", old))
         check_sane(found, old, DTYPES["BF16"])
         assert len(found.positions) == 0
 
@@ -293,7 +295,7 @@ def test_gaps_that_lead_outside_are_refused(gaps: list[int]) -> None:
     old = np.zeros(50, np.uint16)
     planes = np.ascontiguousarray(np.array(gaps, "<u4").view(np.uint8).reshape(-1, 4).T).tobytes()
     with pytest.raises(CorruptPatch, match=r"beyond the block's 50"):
-        codec.by_name("zstd").decode(zstd_payload(len(gaps), 4, planes, bytes(2 * len(gaps))), old, flat("BF16", old))
+        ZSTD.decode(zstd_payload(len(gaps), 4, planes, bytes(2 * len(gaps))), old, flat("BF16", old))
 
 
 HUGE_FRAME = bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little")
@@ -321,9 +323,10 @@ for frame in (huge, huge + bytes(100), real_bomb):
         print("refused")
     planes = (len(frame).to_bytes(4, "little") + frame) * 2
     for payload in (planes, struct.pack("<IBI", 9, 1, len(frame)) + frame * 2, frame):
-        for name in codec.names():
+        for codec_id in range(1, 8):
             try:
-                codec.by_name(name).decode(memoryview(payload), np.zeros(9, np.uint16), Layout.flat(DTYPES["BF16"], 9))
+                layout = Layout.flat(DTYPES["BF16"], 9)
+                codec.decode_block(codec_id, memoryview(payload), np.zeros(9, np.uint16), layout)
             except FormatError:
                 pass
 """

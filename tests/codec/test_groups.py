@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from pulse_rl import codec
 from pulse_rl._native._testing import use_rans_vectors
 from pulse_rl.codec import Layout, Run
-from pulse_rl.codec.history import encode_few
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.patch.history import records_of
 from pulse_rl.state.tensors import DTYPES
 from tests.support import groups_oracle as oracle
+from tests.support.block_codecs import GAPS, SPARSE
 from tests.support.context_oracle import Bit, Writer, row_ends
 from tests.support.group_blocks import (
-    GROUPS,
     changed,
     check_decoded,
     check_round_trip,
@@ -46,7 +45,7 @@ def vectors_as_they_were() -> Iterator[None]:
 
 
 def test_it_is_codec_7() -> None:
-    assert codec.by_name("groups").id == codec.by_id(7).id == 7
+    assert (SPARSE.id, codec.codec_name(7)) == (7, "sparse")
 
 
 def test_this_processor_has_vectors() -> None:
@@ -166,15 +165,13 @@ def test_few_changes_many_and_rows_that_differ_are_left_to_context(rng: np.rando
         "in rows": np.where(rows, changed(rng, old, 0.5, "one"), old),
     }
     layout = Layout(DTYPES["BF16"], (Run(len(old), 512, 0),))
-    context = codec.by_name("context")
     for name, after in new.items():
         after = after.astype(old.dtype)
-        assert GROUPS.encode(old, after, layout) is None, name
-        payload, by, found, _ = encode_few(old, after, layout)
-        assert (payload, len(found.positions)) == context.encode(old, after, layout)
-        assert by == "context"
-    assert GROUPS.encode(old[:0], old[:0], Layout.flat(DTYPES["BF16"], 0)) is None
-    assert GROUPS.encode(old, np.where(np.arange(len(old)) < 4096, old + 1, old), Layout.flat(DTYPES["BF16"], len(old)))
+        made = codec.encode_block(old, after, layout)
+        assert made.codec_id == (GAPS.id if made.changed else codec.SAME), name
+        assert (made.payload, made.changed) == GAPS.encode(old, after, layout)
+    enough = np.where(np.arange(len(old)) < 4096, old + 1, old)
+    assert codec.encode_block(old, enough, Layout.flat(DTYPES["BF16"], len(old))).codec_id == SPARSE.id
 
 
 # What any writer may do: heads and changes by chance, in small blocks.
@@ -285,9 +282,9 @@ def test_elements_that_change_while_they_are_read(remembered: bool, rng: np.rand
             if k >= 60 and ("history" in names or not remembered):
                 break
             with suppress(CorruptPatch):
-                few = encode_few(old, new, layout, prove=True)
-                names.add(few.codec)
-                codec.by_name(few.codec).decode(memoryview(few.payload), old, layout)
+                few = codec.encode_block(old, new, layout, prove=True)
+                names.add(codec.codec_name(few.codec_id))
+                codec.decode_block(few.codec_id, memoryview(few.payload), old, layout)
         assert ("history" in names) == remembered
     finally:
         done.set()

@@ -9,20 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl import codec
 from pulse_rl._native import history_merged
 from pulse_rl._native._testing import use_rans_vectors
-from pulse_rl.codec import Layout, Past, Run
-from pulse_rl.codec.base import element_kind
+from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES
 from tests.codec.test_groups import AnyChanges, AnyHead
 from tests.support import groups_oracle
 from tests.support import history_oracle as oracle
+from tests.support.block_codecs import GAPS, HISTORY, history_encode
 from tests.support.context_oracle import Kind, row_ends
 from tests.support.groups_payload import Parts, joined
 from tests.support.history_blocks import (
-    HISTORY,
     NAMES,
     SPANS,
     Block,
@@ -208,8 +206,8 @@ def test_nothing_is_coded_where_the_past_does_not_help() -> None:
         np.uint8,
     )
     for past in ((), ((nothing, 1),), ((nothing, 3), (nothing, 1)), ((others, 1),)):
-        assert HISTORY.encode(block.old, block.new, block.layout._replace(past=past)) is None
-    assert HISTORY.encode(block.old, block.old, block.layout) is None
+        assert history_encode(block.old, block.new, block.layout._replace(past=past)) is None
+    assert history_encode(block.old, block.old, block.layout) is None
 
 
 def test_remembered_elements_of_classes_that_are_not_listed_are_others(rng: np.random.Generator) -> None:
@@ -343,7 +341,7 @@ def test_junk_as_records_is_a_past_like_any_other(name: str) -> None:
         merged = history_merged(list(past), len(block.old))
         assert len(merged) % 4 == 0
         layout = block.layout._replace(past=past)
-        again = HISTORY.encode(block.old, block.new, layout)
+        again = history_encode(block.old, block.new, layout)
         if again is None:
             continue
         coded += 1
@@ -358,7 +356,7 @@ def test_spans_as_long_as_the_binding_takes() -> None:
     block, _ = coded_block("BF16")
     past = tuple((records, 1 << 20) for records, _ in block.layout.past) * 21
     layout = block.layout._replace(past=past)
-    found = HISTORY.encode(block.old, block.new, layout)
+    found = history_encode(block.old, block.new, layout)
     assert found is not None
     decoded = HISTORY.decode(memoryview(found[0]), block.old, layout)
     np.testing.assert_array_equal(decoded.values, block.new[decoded.positions])
@@ -367,7 +365,7 @@ def test_spans_as_long_as_the_binding_takes() -> None:
 def test_a_history_saves_bytes_where_changes_come_again() -> None:
     block = random_block(np.random.default_rng(8), "BF16", (1, 1, 1), elements=30_000, large=0)
     payload = encoded(block)
-    context, _ = codec.by_name("context").encode(block.old, block.new, block.layout)
+    context, _ = GAPS.encode(block.old, block.new, block.layout)
     assert payload is not None
     assert len(payload) < 0.8 * len(context)
 

@@ -10,12 +10,10 @@ import pytest
 
 from pulse_rl._native import (
     add_entries,
-    context_decode,
-    context_encode,
+    decode_block,
+    encode_block,
     gate,
     gather,
-    history_decode,
-    history_encode,
     history_merged,
     history_records,
     outer_step,
@@ -24,9 +22,22 @@ from pulse_rl._native import (
     scatter,
     sparse_outer_step,
 )
+from pulse_rl.codec import GAPS, HISTORY
 from tests.support.arrays import Array, misaligned
 
 POSITIONS = np.uint32([0, 2])
+Past = list[tuple[Array, int]]
+Runs = list[tuple[int, int, int]]
+
+
+def encode(past: Past, old: Array, new: Array, width: int, shift: int, mask: int, floating: bool, runs: Runs) -> Any:
+    return encode_block(past, old, new, (width, shift, mask, floating), runs)
+
+
+def decode(
+    past: Past, payload: Array, old: Array, width: int, shift: int, mask: int, floating: bool, runs: Runs
+) -> Any:
+    return decode_block(HISTORY if past else GAPS, past, payload, old, (width, shift, mask, floating), runs)
 
 
 def elements(width: int) -> Array:
@@ -36,26 +47,26 @@ def elements(width: int) -> Array:
 def payload_of(old: Array) -> Array:
     """A payload of eight elements; the width of an element is no part of it."""
     new = old[:8] ^ np.uint8(1)
-    return np.frombuffer(context_encode(old[:8].copy(), new, 1, *KIND)[0], np.uint8)
+    return np.frombuffer(encode([], old[:8].copy(), new, 1, *KIND)[1], np.uint8)
 
 
 def history_payload_of(old: Array) -> Array:
     new = old[:8].copy()
     new[0] += 1
-    return np.frombuffer(history_encode(PAST, old[:8].copy(), new, 1, *KIND)[0], np.uint8)
+    return np.frombuffer(encode(PAST, old[:8].copy(), new, 1, *KIND)[1], np.uint8)
 
 
 KIND = (0, 0, False, [(8, 8, 0)])
 PAST = [(np.uint8([0, 0, 1, 0]), 1)]
 CALLS: dict[str, Callable[[Array, Array, int], Any]] = {
-    "context_encode, old": lambda x, good, w: context_encode(x, good, w, *KIND),
-    "context_encode, new": lambda x, good, w: context_encode(good, x, w, *KIND),
-    "context_decode, old": lambda x, good, w: context_decode(payload_of(good), x, w, *KIND),
-    "history_encode, old": lambda x, good, w: history_encode(PAST, x, good, w, *KIND),
-    "history_encode, new": lambda x, good, w: history_encode(PAST, good, x, w, *KIND),
-    "history_decode, old": lambda x, good, w: history_decode(PAST, history_payload_of(good), x, w, *KIND),
-    "history_records, old": lambda x, good, w: history_records(POSITIONS, x[: 2 * w], good[: 2 * w], w, 0, 0, False),
-    "history_records, new": lambda x, good, w: history_records(POSITIONS, good[: 2 * w], x[: 2 * w], w, 0, 0, False),
+    "encode, old": lambda x, good, w: encode([], x, good, w, *KIND),
+    "encode, new": lambda x, good, w: encode([], good, x, w, *KIND),
+    "decode, old": lambda x, good, w: decode([], payload_of(good), x, w, *KIND),
+    "encode with a history, old": lambda x, good, w: encode(PAST, x, good, w, *KIND),
+    "encode with a history, new": lambda x, good, w: encode(PAST, good, x, w, *KIND),
+    "decode with a history, old": lambda x, good, w: decode(PAST, history_payload_of(good), x, w, *KIND),
+    "history_records, old": lambda x, good, w: history_records(POSITIONS, x[: 2 * w], good[: 2 * w], (w, 0, 0, False)),
+    "history_records, new": lambda x, good, w: history_records(POSITIONS, good[: 2 * w], x[: 2 * w], (w, 0, 0, False)),
     "scan, old": lambda x, good, w: scan(x, good, w),
     "scan, new": lambda x, good, w: scan(good, x, w),
     "gather, elements": lambda x, good, w: gather(x, w, POSITIONS, 0),
@@ -65,7 +76,8 @@ CALLS: dict[str, Callable[[Array, Array, int], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("call", "width"), [(c, w) for c in CALLS for w in (2, 4, 8) if w < 8 or not c.startswith(("context", "history"))]
+    ("call", "width"),
+    [(c, w) for c in CALLS for w in (2, 4, 8) if w < 8 or not c.startswith(("encode", "decode", "history"))],
 )
 def test_elements_at_odd_addresses_are_refused(call: str, width: int) -> None:
     good = elements(width)
@@ -107,9 +119,9 @@ def test_a_part_of_an_element_is_refused(width: int) -> None:
             scatter(np.zeros(width, np.uint8), width, np.uint32([0]), 0, old)
         assert not old.any()
     with pytest.raises(ValueError, match="old is no whole number"):
-        context_encode(np.zeros(3, np.uint8), np.zeros(3, np.uint8), 2, 0, 0, False, [(1, 1, 0)])
+        encode([], np.zeros(3, np.uint8), np.zeros(3, np.uint8), 2, 0, 0, False, [(1, 1, 0)])
     with pytest.raises(ValueError, match="old is no whole number"):
-        history_encode(PAST, np.zeros(3, np.uint8), np.zeros(3, np.uint8), 2, 0, 0, False, [(1, 1, 0)])
+        encode(PAST, np.zeros(3, np.uint8), np.zeros(3, np.uint8), 2, 0, 0, False, [(1, 1, 0)])
 
 
 @pytest.mark.parametrize(
@@ -125,8 +137,8 @@ def test_a_part_of_an_element_is_refused(width: int) -> None:
 def test_stretches_out_of_range_are_refused(past: list[tuple[Array, int]], words: str) -> None:
     eight = elements(1)
     for call in (
-        lambda: history_encode(past, eight, eight, 1, *KIND),
-        lambda: history_decode(past, history_payload_of(eight), eight, 1, *KIND),
+        lambda: encode(past, eight, eight, 1, *KIND),
+        lambda: decode(past, history_payload_of(eight), eight, 1, *KIND),
         lambda: history_merged(past, 8),
     ):
         with pytest.raises(ValueError, match=words):
@@ -137,15 +149,15 @@ def test_records_and_runs_out_of_range_are_refused() -> None:
     two = np.zeros(2, np.uint8)
     for positions in ([2, 2], [2, 0]):
         with pytest.raises(ValueError, match="do not ascend"):
-            history_records(np.uint32(positions), two, two, 1, 0, 0, False)
+            history_records(np.uint32(positions), two, two, (1, 0, 0, False))
     with pytest.raises(ValueError, match="positions is not aligned"):
-        history_records(misaligned(POSITIONS), two, two, 1, 0, 0, False)
+        history_records(misaligned(POSITIONS), two, two, (1, 0, 0, False))
     with pytest.raises(ValueError, match="too many elements"):
         history_merged(PAST, (1 << 24) + 1)
     payload = history_payload_of(elements(1))
     for call in (
-        lambda *kind: history_encode(PAST, elements(1), elements(1), *kind),
-        lambda *kind: history_decode(PAST, payload, elements(1), *kind),
+        lambda *kind: encode(PAST, elements(1), elements(1), *kind),
+        lambda *kind: decode(PAST, payload, elements(1), *kind),
     ):
         for kind in ((1, 32, 0), (1, -1, 0), (1, 0, 256)):
             with pytest.raises(ValueError, match="out of range"):
@@ -181,10 +193,10 @@ def test_arrays_of_unequal_length_are_refused() -> None:
     two, three = np.zeros(4, np.uint8), np.zeros(6, np.uint8)
     for call in (
         lambda: scan(two, three, 2),
-        lambda: context_encode(two, three, 2, 0, 0, False, [(2, 2, 0)]),
-        lambda: history_encode(PAST, two, three, 2, 0, 0, False, [(2, 2, 0)]),
-        lambda: history_records(POSITIONS, two, three, 2, 0, 0, False),
-        lambda: history_records(POSITIONS, three, three, 2, 0, 0, False),
+        lambda: encode([], two, three, 2, 0, 0, False, [(2, 2, 0)]),
+        lambda: encode(PAST, two, three, 2, 0, 0, False, [(2, 2, 0)]),
+        lambda: history_records(POSITIONS, two, three, (2, 0, 0, False)),
+        lambda: history_records(POSITIONS, three, three, (2, 0, 0, False)),
         lambda: scatter(three, 2, POSITIONS, 0, three),
     ):
         with pytest.raises(ValueError, match="differ"):
@@ -214,8 +226,8 @@ def test_an_array_is_never_converted() -> None:
         lambda: sparse_outer_step(four, four, four, 1.0, four, *rest, counts[:1], rounding, (1, 1), raw[:8:2]),
         lambda: gather(raw, 1, np.int64([0]), 0),
         lambda: scan(raw[::2], raw[::2], 1),
-        lambda: history_records(one, raw[::2], raw[::2], 1, 0, 0, False),
-        lambda: history_encode(PAST, raw[::2], raw[::2], 1, *KIND),
+        lambda: history_records(one, raw[::2], raw[::2], (1, 0, 0, False)),
+        lambda: encode(PAST, raw[::2], raw[::2], 1, *KIND),
     ]
     for call in calls:
         with pytest.raises(TypeError, match="incompatible"):

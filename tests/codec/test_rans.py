@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from pulse_rl import codec
 from pulse_rl._native._testing import use_rans_vectors
-from pulse_rl.codec import Layout, Run
-from pulse_rl.codec.base import element_kind
+from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray
 from tests.support import rans_oracle as oracle
+from tests.support.block_codecs import BY_NAME, TABLE
 from tests.support.context_oracle import Kind
 
-RANS = codec.by_name("rans")
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
 
 
@@ -55,7 +54,7 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
     payloads = []
     for use in (False, True):
         use_rans_vectors(use)
-        payload, count = RANS.encode(old, new, layout)
+        payload, count = TABLE.encode(old, new, layout)
         assert count == np.count_nonzero(old != new)
         payloads.append(payload)
     assert payloads[0] == payloads[1]
@@ -65,7 +64,7 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
 def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout) -> None:
     for use in (False, True):
         use_rans_vectors(use)
-        found = RANS.decode(memoryview(payload), old, layout)
+        found = TABLE.decode(memoryview(payload), old, layout)
         assert found.before is not None, "no look into memory that is in no cache"
         np.testing.assert_array_equal(found.before, old[found.positions])
         np.testing.assert_array_equal(found.positions, np.flatnonzero(old != new))
@@ -144,7 +143,7 @@ def refused(payload: bytes, match: str) -> None:
     for use in (False, True):
         use_rans_vectors(use)
         with pytest.raises(CorruptPatch, match=match):
-            RANS.decode(memoryview(payload), BASE, LAYOUT)
+            TABLE.decode(memoryview(payload), BASE, LAYOUT)
 
 
 FLAT = oracle.Head(1, 4, [0], [[4000, 40, 40, 16]])
@@ -197,28 +196,28 @@ def test_an_escape_is_a_change() -> None:
 
 
 def chosen(old: UIntArray, new: UIntArray, layout: Layout) -> str:
-    return codec.by_id(codec.encode_block(codec.by_name("context"), old, new, layout).codec_id).name
+    return codec.codec_name(codec.encode_block(old, new, layout).codec_id)
 
 
 def test_many_changes_are_coded_by_rans_few_and_those_in_rows_by_context() -> None:
     rng = np.random.default_rng(2)
     old = weights(rng, "BF16", 1 << 19)
     layout = Layout(DTYPES["BF16"], (Run(len(old), 512, 0),))
-    assert chosen(old, changed(rng, old, 0.005, "one"), layout) == "context"
-    assert chosen(old, changed(rng, old, 0.1, "one"), layout) == "rans"
+    assert chosen(old, changed(rng, old, 0.01, "one"), layout) == "sparse"
+    assert chosen(old, changed(rng, old, 0.05, "one"), layout) == "sparse"
+    assert chosen(old, changed(rng, old, 0.1, "one"), layout) == "table"
     few = old[: len(old) // 2].copy()
-    assert chosen(few, changed(rng, few, 0.1, "one"), Layout(DTYPES["BF16"], (Run(len(few), 512, 0),))) == "context"
-    assert chosen(old, changed(rng, old, 1, "one"), layout) == "rans"
+    assert chosen(few, changed(rng, few, 0.1, "one"), Layout(DTYPES["BF16"], (Run(len(few), 512, 0),))) == "gaps"
+    assert chosen(old, changed(rng, old, 1, "one"), layout) == "table"
     rows = np.repeat(rng.random(1024) < 0.1, 512)
     in_rows = np.where(rows, changed(rng, old, 0.6, "one"), old)
-    assert chosen(old, in_rows, layout) == "context"
-    assert codec.encode_block(RANS, old, in_rows, layout).codec_id == RANS.id
+    assert chosen(old, in_rows, layout) == "gaps"
 
 
 @pytest.mark.parametrize("name", ["F64", "C64", "U64"])
 def test_wide_elements_are_left_to_zstd(name: str) -> None:
     old = np.arange(1000, dtype=np.uint64)
-    assert chosen(old, old + 1, Layout.flat(DTYPES[name], 1000)) in ("zstd", "dense")
+    assert chosen(old, old + 1, Layout.flat(DTYPES[name], 1000)) in ("zstd", "raw")
 
 
 @pytest.mark.parametrize("density", [0.05, 0.1, 0.5])
@@ -228,5 +227,5 @@ def test_size_is_that_of_context(density: float) -> None:
     old = weights(rng, "BF16", 1 << 20)
     new = changed(rng, old, density, "one")
     layout = Layout.flat(DTYPES["BF16"], len(old))
-    sizes = [len(codec.by_name(name).encode(old, new, layout)[0]) for name in ("rans", "context")]
+    sizes = [len(BY_NAME[name].encode(old, new, layout)[0]) for name in ("table", "gaps")]
     assert sizes[0] < 1.03 * sizes[1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pulse_rl._native import history_merged, history_records
-from pulse_rl.codec.base import element_kind
+from pulse_rl.codec import element_kind
 from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 from tests.support import history_oracle as oracle
 from tests.support.history_blocks import NAMES, all_steps, blocks, classes_of
@@ -16,7 +16,7 @@ from tests.support.history_oracle import Steps
 def records_between(dtype: DType, before: UIntArray, after: UIntArray) -> bytes:
     positions = np.flatnonzero(before != after).astype(np.uint32)
     old, new = before[positions].view(np.uint8), after[positions].view(np.uint8)
-    return history_records(positions, old, new, *element_kind(dtype)).tobytes()
+    return history_records(positions, old, new, element_kind(dtype)).tobytes()
 
 
 def parsed(records: bytes) -> tuple[Steps, dict[int, int]]:

@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pulse_rl import codec
 from pulse_rl._native import history_records, scan
 from pulse_rl._native._testing import use_vectors
-from pulse_rl.codec import Layout, Run
-from pulse_rl.codec.base import element_kind
+from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.state.tensors import DTYPES, UIntArray
+from tests.support.block_codecs import GAPS, HISTORY
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +74,7 @@ def test_payloads(dtype: str, density: float, classes: str, rng: np.random.Gener
     old = elements_of(rng, dtype, ELEMENTS, classes)
     new = old + (rng.random(len(old)) < density).astype(old.dtype)
     new[-1] += 1
-    layout, context = Layout(DTYPES[dtype], RUNS), codec.by_name("context")
+    layout, context = Layout(DTYPES[dtype], RUNS), GAPS
     payloads = []
     for use in (False, True):
         use_vectors(use)
@@ -101,8 +100,8 @@ def test_payloads_with_a_past(dtype: str, density: float, rng: np.random.Generat
     past = []
     for before, after in pairwise(states[:4]):
         at = np.flatnonzero(before != after).astype(np.uint32)
-        past.append((history_records(at, before[at].view(np.uint8), after[at].view(np.uint8), *kind), 1))
-    layout, history = Layout(DTYPES[dtype], RUNS, tuple(past)), codec.by_name("history")
+        past.append((history_records(at, before[at].view(np.uint8), after[at].view(np.uint8), kind), 1))
+    layout, history = Layout(DTYPES[dtype], RUNS, tuple(past)), HISTORY
     encoded = []
     for use in (False, True):
         use_vectors(use)

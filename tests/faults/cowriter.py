@@ -189,7 +189,7 @@ class CoWriter:
     def _objects_of_other_run(self, rng: Random) -> list[tuple[str, bytes]]:
         if self._other_run is None:
             store = MemoryStore()
-            publisher = Publisher(store, stream=STREAM, codec="history", signer=self._signer, folds=(2,), threads=1)
+            publisher = Publisher(store, stream=STREAM, history=True, signer=self._signer, folds=(2,), threads=1)
             for k in range(rng.randint(1, 6)):
                 publisher.publish({"embed": Bits(np.full((40, 8), 7 + k, np.uint16), "BF16")}, anchor=k % 3 == 0)
             publisher.close()

@@ -126,8 +126,10 @@ class Fleet:
                 )
                 self.counts["sharded"] += 1
             else:
-                codec = rng.choice(("context", "history", "history"))
-                self._publisher = Publisher(self.disks[_PUBLISHED], stream=STREAM, codec=codec, threads=1, **settings)
+                history = rng.choice((False, True, True))
+                self._publisher = Publisher(
+                    self.disks[_PUBLISHED], stream=STREAM, history=history, threads=1, **settings
+                )
         state: State = self._trainer.step(rng)
         done = self._publisher.publish(state, anchor=rng.random() < 0.1)
         self._publisher.wait()

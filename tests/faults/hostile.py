@@ -158,7 +158,7 @@ def publish(place: Place, seed: int) -> None:
                 publisher = publisher or Publisher(
                     LocalStore(place.store),
                     stream=STREAM,
-                    codec="history",
+                    history=True,
                     signer=SIGNER,
                     identity=IDENTITY,
                     folds=(2, 4),

@@ -123,7 +123,7 @@ def run(store: Store, *, count: int, model: str, seed: int, tell: Callable[[str]
     live: Any = TorchModel(state) if model == "torch" else NumpyModel()
     rounds, started = 0, time.monotonic()
     with (
-        Publisher(store, stream="s", codec="history", folds=(2, 4), threads=2) as publisher,
+        Publisher(store, stream="s", history=True, folds=(2, 4), threads=2) as publisher,
         Subscriber(store, stream="s", threads=2) as subscriber,
         Timer(rng) as interrupted,
     ):

@@ -230,7 +230,7 @@ class RankTrainer:
                     identity=identity,
                 ),
                 RankGroup(_Group(wire, rank, clients)),
-                codec="context",
+                codec="auto",
                 anchor_ratio=anchor_ratio,
                 shard_bytes=shard_bytes,
                 folds=folds,

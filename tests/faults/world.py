@@ -51,7 +51,7 @@ class World(Disturbances, Upkeep):
         self.silently = False  # an object was damaged in a way that its size does not show
         self.ratio = rng.choice((0.5, 1.0, 3.0, 1000.0, 1000.0))
         self.folds = rng.choice(((), FOLDS, FOLDS, (4, 8)))
-        self.codec = rng.choice(("context", "history", "history"))
+        self.history = rng.choice((False, True, True))
         self.shard_bytes = rng.choice((1 << 30, 500))
         self.threads = threads
         self.model.signed = self._signed(rng)
@@ -268,7 +268,7 @@ class World(Disturbances, Upkeep):
                 pair = self.publishers[who] = (clients, RankTrainer(clients, rng, **settings))
                 return pair
             client = Client(self.net)
-            publisher = Publisher(client, stream=STREAM, codec=self.codec, threads=1, **settings)
+            publisher = Publisher(client, stream=STREAM, history=self.history, threads=1, **settings)
             if self.setup.inline:
                 publisher._serial = Inline()
             pair = self.publishers[who] = (client, publisher)

@@ -13,9 +13,9 @@
 #include <random>
 #include <vector>
 
-#include "codecs/context/context.h"
-#include "codecs/context/positions.h"
-#include "codecs/context/weight_sum.h"
+#include "codecs/gaps/gaps.h"
+#include "codecs/gaps/positions.h"
+#include "codecs/gaps/weight_sum.h"
 #include "codecs/table/table.h"
 #include "common/scan.h"
 #include "entropy/rans_states.h"

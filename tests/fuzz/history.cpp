@@ -7,6 +7,7 @@
 // the decoder damaged payloads and other records: each must end in Malformed or in changes that are in range and in order.
 // Prints counts; any finding aborts with the seed of the round.
 #include "codecs/history/history.h"
+#include "codecs/block.h"
 
 #include "common/step.h"
 #include "harness.h"
@@ -168,29 +169,27 @@ int main(int argc, char** argv) {
                                   : random_past(r, made, after, seed);
         const Block b(made.kind, made.runs, made.before, after);
         const std::vector<Stretch>& stretches = past.stretches;
-        const size_t few = below(r, 2) ? kFewForGroups : 0;
         use_vectors(false);
-        const EncodedByAny encoded =
-            encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs, true, few);
+        const EncodedBlock encoded =
+            encode_block(stretches, b.old.data(), b.now.data(), b.kind, b.runs, true, BlockCodec::history);
         use_vectors(true);
-        const EncodedByAny again =
-            encode_with_history(stretches, b.old.data(), b.now.data(), b.kind, b.runs, false, few);
-        if (encoded.codec != again.codec || encoded.encoded.payload != again.encoded.payload) {
+        const EncodedBlock again =
+            encode_block(stretches, b.old.data(), b.now.data(), b.kind, b.runs, false, BlockCodec::history);
+        if (encoded.codec != again.codec || encoded.payload != again.payload) {
             fail("vectors make other bytes", seed);
         }
         std::vector<uint8_t> payload;
         if (encoded.codec == BlockCodec::history) {
             coded++;
-            payload = encoded.encoded.payload;
+            payload = encoded.payload;
             by_groups += payload[0] >> 7;
             if (changed(b, encoded.decoded, seed) != b.after) fail("proof", seed);
             const Exact exact(payload);
             for (bool use : {false, true}) {
                 use_vectors(use);
                 try {
-                    const Decoded d =
-                        decode_with_history(stretches, exact.data(), exact.size, b.old.data(), b.kind, b.runs);
-                    if (changed(b, d, seed) == b.after && d.positions.size() == encoded.encoded.changed) continue;
+                    const Decoded d = decode_history(stretches, exact.data(), exact.size, b.old.data(), b.kind, b.runs);
+                    if (changed(b, d, seed) == b.after && d.positions.size() == encoded.changed) continue;
                 } catch (const Malformed& error) {
                     std::fprintf(stderr, "%s\n", error.what());
                 }
@@ -205,8 +204,8 @@ int main(int argc, char** argv) {
             for (bool use : {false, true}) {
                 use_vectors(use);
                 try {
-                    found[use] = changed(
-                        b, decode_with_history(known, bad.data(), bad.size, b.old.data(), b.kind, b.runs), seed);
+                    found[use] =
+                        changed(b, decode_history(known, bad.data(), bad.size, b.old.data(), b.kind, b.runs), seed);
                 } catch (const Malformed&) {
                 }
             }

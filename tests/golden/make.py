@@ -46,7 +46,7 @@ def main() -> None:
     old, new = states()
     checkpoints.save(folder / "old.safetensors", old)
     checkpoints.save(folder / "new.safetensors", new)
-    for name in codec.names():
+    for name in codec.CODECS:
         built = patches.build_patch(old, new, state_digest(old), codec=name)
         (folder / f"{name}.patch").write_bytes(built.to_bytes())
     with Publisher(LocalStore(folder / "store"), stream="golden", signer=Signer(bytes(32)), folds=(2,)) as publisher:

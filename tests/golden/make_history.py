@@ -51,7 +51,7 @@ def last_patch() -> tuple[State, History, State]:
     history = History()
     for span, (first, last) in zip((2, 1, 1), ((0, 2), (2, 3), (3, 4)), strict=True):
         digest = state_digest(chain[first])
-        built = build_patch(chain[first], chain[last], digest, codec="history")
+        built = build_patch(chain[first], chain[last], digest, most_records=1 << 40)
         history = history.then(Stretch(span, digest.root, built.records))
     return chain[4], history, chain[5]
 
@@ -60,9 +60,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir()
     old, history, new = last_patch()
-    built = build_patch(old, new, state_digest(old), codec="history", history=history)
+    built = build_patch(old, new, state_digest(old), most_records=1 << 40, history=history)
     (folder / "history.patch").write_bytes(built.to_bytes())
-    with Publisher(LocalStore(folder / "store"), stream="golden", codec="history", folds=(8,)) as publisher:
+    with Publisher(LocalStore(folder / "store"), stream="golden", history=True, folds=(8,)) as publisher:
         for state in states(SMALL, VERSIONS, 40):
             publisher.publish(state)
 

@@ -17,7 +17,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir()
     old, new = states()
-    built = patches.build_patch(old, new, state_digest(old), codec="rans")
+    built = patches.build_patch(old, new, state_digest(old))
     (folder / "rans.patch").write_bytes(built.to_bytes())
 
 

@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 
 from pulse_rl._util import zstd
-from pulse_rl.codec.context import ContextCodec
-from pulse_rl.codec.zstd import ZstdCodec
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import BlockEntry, PatchHeader
 from pulse_rl.stream.manifest import FORMAT, FORMAT_WITHOUT_IDENTITY
 from tests.hostile.pieces import base, changed, framed, honest, name, plain_header, varint, with_block
+from tests.support.block_codecs import GAPS, ZSTD
 
 HERE = Path(__file__).parent
 TERA = 1 << 40
@@ -116,7 +115,7 @@ def blocks() -> Iterator[tuple[str, bytes]]:
     """Patches whose header is right and whose payload is not."""
     noise = random.Random(1).randbytes(400)
     old, new = base(), changed()
-    whole, count = ContextCodec().encode(old.read("a"), new.read("a"), cut(old.specs, 1 << 22)[0].layout)
+    whole, count = GAPS.encode(old.read("a"), new.read("a"), cut(old.specs, 1 << 22)[0].layout)
     yield "context-nothing", with_block(b"\1", 3, 1)
     yield "context-noise", with_block(varint(7) + b"\0\0\xff" + noise, 3, 7)
     yield "context-zeros", with_block(varint(2000) + b"\0\0\xff" + bytes(300), 3, 2000)
@@ -142,7 +141,7 @@ def blocks() -> Iterator[tuple[str, bytes]]:
         where, what = zstd.compress(raw, 1), zstd.compress(data, 1)
         return struct.pack("<IBI", claimed, shown or width, len(where)) + where + what
 
-    good, _ = ZstdCodec().encode(old.read("a"), new.read("a"), cut(old.specs, 1 << 22)[0].layout)
+    good, _ = ZSTD.encode(old.read("a"), new.read("a"), cut(old.specs, 1 << 22)[0].layout)
     yield "zstd-head-cut", with_block(good[:5], 2, 1)
     yield "zstd-claims-4-billion", with_block(gaps([0], 1, b"xx", 0xFFFFFFFF), 2, 1)
     yield "zstd-width-3", with_block(gaps([0], 1, b"xx", 1, shown=3), 2, 1)

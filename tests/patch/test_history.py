@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import Bits, State
-from pulse_rl.codec import HISTORY, SAME
-from pulse_rl.codec.base import element_kind
+from pulse_rl.codec import HISTORY, SAME, element_kind
 from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase, WrongHistory
 from pulse_rl.patch import BuiltPatch, Patch, apply_patch, build_patch
 from pulse_rl.patch.blocks import DEFAULT_BLOCK_ELEMENTS, cut
@@ -53,7 +52,7 @@ def followed(states: list[State]) -> tuple[list[BuiltPatch], History]:
     history, patches = History(), []
     for old, new in pairwise(states):
         digest = state_digest(old)
-        patches.append(build_patch(old, new, digest, codec="history", history=history))
+        patches.append(build_patch(old, new, digest, most_records=1 << 40, history=history))
         history = history.then(Stretch(1, digest.root, patches[-1].records))
     return patches, history
 
@@ -109,9 +108,8 @@ def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
         (states[1], nothing, {}),
         (elsewhere, history, {}),
         (states[1], history, {"block_elements": MIB}),
-        (states[1], history, {"codec": "context"}),
     ):
-        built = build_patch(states[2], new, digest, **({"codec": "history", "history": known} | options))
+        built = build_patch(states[2], new, digest, **({"most_records": 1 << 40, "history": known} | options))
         assert built.header.history is None
         assert format_of(built.to_bytes()) == 1
         state, tree = digested(states[2])
@@ -271,7 +269,7 @@ def test_regrouped_stretches_are_those_between_the_states(
     expected, at = History(), len(states) - 1 - sum(found)
     for span in found:
         digest = state_digest(states[at])
-        built = build_patch(states[at], states[at + span], digest, codec="history")
+        built = build_patch(states[at], states[at + span], digest, most_records=1 << 40)
         expected = expected.then(Stretch(span, digest.root, built.records))
         at += span
     assert regrouped.spans == found

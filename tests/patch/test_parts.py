@@ -105,7 +105,7 @@ def test_a_damaged_header_is_refused_or_another_one(rng: Rng) -> None:
         parsed += 1
         assert len(header.cuts) == len(header.blocks)
         for block in header.cuts:
-            assert 0 < block.elements <= codec.base.MAX_BLOCK_ELEMENTS
+            assert 0 < block.elements <= codec.MAX_BLOCK_ELEMENTS
             assert all(0 <= s.start < s.stop <= s.spec.elements for s in block.segments)
     assert 0 < parsed < 3000
 

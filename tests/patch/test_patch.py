@@ -59,7 +59,7 @@ def check_changes(old: Tensors, new: Tensors, applied: patch.AppliedPatch) -> No
         np.testing.assert_array_equal(values, after[expected])
 
 
-@pytest.mark.parametrize("name", codec.names())
+@pytest.mark.parametrize("name", codec.CODECS)
 @pytest.mark.parametrize("density", [0, 0.02, 0.5, 1.0])
 def test_mixed_dtypes_at_every_density(name: str, density: float, rng: Rng) -> None:
     """Every dtype of safetensors, empty tensors and scalars in one state."""
@@ -69,7 +69,7 @@ def test_mixed_dtypes_at_every_density(name: str, density: float, rng: Rng) -> N
     assert made.header.changed == sum(min(n, max(round(density * n), 1 if density else 0)) for n in values)
 
 
-@pytest.mark.parametrize("name", codec.names())
+@pytest.mark.parametrize("name", codec.CODECS)
 @pytest.mark.parametrize("dtype", SPECIAL_BITS)
 def test_each_special_value_becomes_each_other(name: str, dtype: str) -> None:
     """-0.0 to 0.0, a NaN payload to another: what float comparison gets wrong."""
@@ -79,7 +79,7 @@ def test_each_special_value_becomes_each_other(name: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", codec.names())
+@pytest.mark.parametrize("name", codec.CODECS)
 def test_tensors_of_several_blocks(name: str, rng: Rng) -> None:
     """Changes at the blocks' edges, an untouched block in between, small tensors around."""
     old = {
@@ -101,7 +101,7 @@ def test_tensors_of_several_blocks(name: str, rng: Rng) -> None:
     assert [e.codec_id == codec.SAME for b, e in zip(blocks, made.header.blocks, strict=True)][-2:] == [True, True]
 
 
-@given(seed=st.integers(0, 2**32), density=st.sampled_from([0.0, 0.003, 0.1, 1.0]), name=st.sampled_from(codec.names()))
+@given(seed=st.integers(0, 2**32), density=st.sampled_from([0.0, 0.003, 0.1, 1.0]), name=st.sampled_from(codec.CODECS))
 def test_random_states(seed: int, density: float, name: str) -> None:
     rng = np.random.default_rng(seed)
     dtypes = rng.choice(["BF16", "F32", "F8_E4M3", "I64", "U8"], rng.integers(0, 6))
@@ -127,7 +127,7 @@ def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
     assert len(making) == len(made.header.blocks) > 3
 
 
-@pytest.mark.parametrize("codec_name", codec.names())
+@pytest.mark.parametrize("codec_name", codec.CODECS)
 @pytest.mark.parametrize("density", [0.001, 0.3, 1.0])
 def test_a_baseline_is_advanced_without_decoding(
     codec_name: str, density: float, rng: Rng, monkeypatch: pytest.MonkeyPatch
@@ -137,8 +137,7 @@ def test_a_baseline_is_advanced_without_decoding(
     state, digest = digested(old)
     new = mutated(rng, old, density)
     made = build_patch(state, State.of(new), digest, codec=codec_name, block_elements=MIB)
-    for kind in codec.names():
-        monkeypatch.setattr(type(codec.by_name(kind)), "decode", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(codec, "decode_block", lambda *_: pytest.fail("decoded again"))
     undo = patch.advance_state(made, state, threads=2)
     assert snapshot(state) == snapshot(new)
     blocks = made.header.cut()
@@ -272,7 +271,7 @@ def test_a_wrong_count_of_changes_is_refused_and_undone(rng: Rng) -> None:
     assert snapshot(state) == snapshot(old)
 
 
-@pytest.mark.parametrize("codec_id", [*(codec.by_name(n).id for n in codec.names()), 99])
+@pytest.mark.parametrize("codec_id", [1, 2, 3, 5, 6, 7, 99])
 def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(codec_id: int, rng: Rng) -> None:
     old = {"a": weights(rng, 500), "b": bits(rng, "F32", 500)}
     made = built(old, mutated(rng, old))

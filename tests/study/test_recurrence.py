@@ -250,7 +250,7 @@ def test_the_bytes_are_those_of_a_publishers_patch_files(rng: Rng) -> None:
     states = drifting(rng, 24)
     found = studied(states, "BF16", threads=1)
     for codec in ("history", "context"):
-        publisher = Publisher(MemoryStore(), stream="run", codec=codec)
+        publisher = Publisher(MemoryStore(), stream="run", history=codec == "history")
         done = [publisher.publish(State.of({"w": Bits(s.reshape(4, -1), "BF16")})) for s in states]
         published = [done[version] for version in steps_to_code(23)]
         nbytes, changed = sum(p.patch_bytes for p in published), sum(p.changed or 0 for p in published)

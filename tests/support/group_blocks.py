@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pulse_rl import codec
 from pulse_rl._native._testing import use_rans_vectors
-from pulse_rl.codec import Layout
-from pulse_rl.codec.base import element_kind
-from pulse_rl.codec.groups import GroupsCodec
-from pulse_rl.codec.history import encode_few
+from pulse_rl.codec import Layout, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray
+from tests.support.block_codecs import SPARSE
 from tests.support.context_oracle import Kind
 
-GROUPS = GroupsCodec()
+GROUPS = SPARSE
 
 
 def kind_of(name: str) -> Kind:
@@ -68,9 +67,8 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
     for use in (False, True):
         use_rans_vectors(use)
         made = GROUPS.encode(old, new, layout)
-        assert made is not None
-        payload, name, found, _ = encode_few(old, new, layout)
-        assert (payload, name, len(found.positions)) == (made[0], "groups", made[1])
+        found = codec.encode_block(old, new, layout, only=GROUPS.id).found
+        assert found is not None
         assert found.positions.tolist() == np.flatnonzero(old != new).tolist()
         assert found.values.tolist() == new[found.positions].tolist()
         payloads.append(made[0])

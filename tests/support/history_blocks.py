@@ -7,18 +7,16 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from pulse_rl import codec
 from pulse_rl._native._testing import use_rans_vectors
-from pulse_rl.codec import Layout, Past, Run
-from pulse_rl.codec.base import element_kind
+from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray
 from tests.support import history_oracle as oracle
+from tests.support.block_codecs import HISTORY, history_encode
 from tests.support.context_oracle import Kind
 from tests.support.group_blocks import weights
 from tests.support.history_oracle import Steps
 
-HISTORY = codec.by_name("history")
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
 SPANS = [(1,), (1, 1, 1), (2,), (16, 4, 1, 1), (1, 3, 1), (64, 64, 1, 1, 1, 1, 1, 1, 1, 1, 1), (1,) * 12, (5, 1, 1, 7)]
 
@@ -103,7 +101,7 @@ def native_past(states: list[UIntArray], spans: tuple[int, ...], kind: Kind) -> 
 
 
 def encoded(block: Block) -> bytes | None:
-    found = HISTORY.encode(block.old, block.new, block.layout)
+    found = history_encode(block.old, block.new, block.layout)
     if found is None:
         return None
     assert found[1] == np.count_nonzero(block.old != block.new)

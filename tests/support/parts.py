@@ -7,7 +7,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from pulse_rl import State, Store, codec
+from pulse_rl import State, Store
 from pulse_rl.integrations.fsdp.windows import cut_slices
 from pulse_rl.patch import parse_patch
 from pulse_rl.patch.build import encode_proved, entry_of
@@ -39,7 +39,7 @@ def slices_of(state: State, rng: Rng, ranks: int) -> list[tuple[Segment, ...]]:
 def part(old: State, new: State, segments: Sequence[Segment], **other: str) -> bytes:
     """The part of the patch from ``old`` to ``new`` that holds ``segments``; ``other`` fields of its header."""
     blocks = cut_slices(old.specs, tuple(s for s in segments if s.elements))
-    coded = [encode_proved(codec.by_name("context"), block, block.read(old), block.read(new))[0] for block in blocks]
+    coded = [encode_proved(block, block.read(old), block.read(new))[0] for block in blocks]
     header = PartHeader(
         other.get("base_root", state_digest(old).root),
         other.get("target_root", state_digest(new).root),

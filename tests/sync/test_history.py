@@ -58,7 +58,7 @@ class Made:
             self.publish()
 
     def new_publisher(self, **options: object) -> Publisher:
-        given: dict[str, object] = {"codec": "history", "folds": (4, 16), "threads": 1} | options
+        given: dict[str, object] = {"history": True, "folds": (4, 16), "threads": 1} | options
         return Publisher(self.store, stream="s", **given)  # type: ignore[arg-type]
 
     def publish(self, **options: object) -> Published:
@@ -93,7 +93,7 @@ def detours(seen: list[Event]) -> list[str]:
 
 
 def test_patches_become_smaller_and_every_root_is_right() -> None:
-    plain, made = Made(40, codec="context"), Made(40)
+    plain, made = Made(40, history=False), Made(40)
     following, _ = made.subscriber()
     assert plain.roots == made.roots
     before, now = (sum(done.patch_bytes for done in each.done[8:]) for each in (plain, made))
@@ -172,7 +172,7 @@ def test_a_new_publisher_goes_on() -> None:
     made.publisher = made.new_publisher()
     made.publish()
     assert made.named(7) == (4, 1, 1), "what it restores it remembers as its readers do"
-    made.publisher = made.new_publisher(codec="context")
+    made.publisher = made.new_publisher(history=False)
     made.publish()
     assert (made.named(8), made.remembers(8)) == ((), ())
     made.publisher = made.new_publisher()

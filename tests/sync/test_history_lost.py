@@ -36,7 +36,7 @@ def hot(seed: int = 0, elements: int = 400_000, changes: int = 2000) -> Iterator
 
 
 def publisher(store: MemoryStore, **options: object) -> Publisher:
-    return Publisher(store, stream="s", codec="history", threads=1, **options)  # type: ignore[arg-type]
+    return Publisher(store, stream="s", history=True, threads=1, **options)  # type: ignore[arg-type]
 
 
 def reader(store: MemoryStore, **options: object) -> tuple[Subscriber, list[Event]]:

@@ -38,7 +38,7 @@ def assert_whole(store: Store | str, states: list[Tensors]) -> None:
     assert [r.root for r in reports] == roots(states)
 
 
-@pytest.mark.parametrize("name", codec.names())
+@pytest.mark.parametrize("name", codec.CODECS)
 def test_a_worker_follows_every_version(any_store: Store | str, name: str, rng: Rng) -> None:
     publisher = Publisher(any_store, stream="policy", codec=name)
     seen: list[Event] = []

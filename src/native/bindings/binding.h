@@ -27,8 +27,6 @@ using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device:
 using Bits32 = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Positions = Bits32;
 using RoundingTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
-using RunTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
-constexpr uint64_t kMostElements = uint64_t(1) << 24;
 
 // An array as it is: a converted one would be a copy, and what is written into that is lost.
 inline auto array(const char* name) { return nb::arg(name).noconvert(); }
@@ -56,36 +54,6 @@ inline pulse::Rounding checked_rounding(const RoundingTuple& rounding) {
     return {mantissa, least, most, beyond};
 }
 
-// The runs, which must cover `elements`.
-inline std::vector<pulse::Run> checked_runs(const std::vector<RunTuple>& runs, uint64_t elements) {
-    std::vector<pulse::Run> result;
-    uint64_t total = 0;
-    for (const auto& [count, row, phase] : runs) {
-        if (count > kMostElements || row == 0 || row > (uint64_t(1) << 48) || phase >= row) {
-            throw nb::value_error("a run is out of range");
-        }
-        total += count;
-        result.push_back({count, row, phase});
-    }
-    if (total > kMostElements || total != elements) throw nb::value_error("the runs do not cover the array");
-    return result;
-}
-
-inline void check_kind(const pulse::ElementKind& kind) {
-    if ((kind.width != 1 && kind.width != 2 && kind.width != 4) || kind.shift < 0 || kind.shift > 31 ||
-        kind.mask > 255) {
-        throw nb::value_error("width, shift or mask is out of range");
-    }
-}
-
-// Runs that cover `old`, whose elements are of that kind.
-inline std::vector<pulse::Run> checked_block(const std::vector<RunTuple>& runs, const pulse::ElementKind& kind,
-                                             const Bytes& old) {
-    check_kind(kind);
-    check_elements(old, kind.width, "old");
-    return checked_runs(runs, old.size() / size_t(kind.width));
-}
-
 template <class T>
 inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) {
     auto owned = std::make_unique<std::vector<T>>(std::move(values));
@@ -95,17 +63,15 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) 
     return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner);
 }
 
-inline nb::tuple decoded_tuple(pulse::Decoded&& decoded) {
-    return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)),
-                          to_numpy(std::move(decoded.before)));
+template <class T>
+inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(pulse::Buffer<T>&& buffer) {
+    T* data = buffer.data.release();
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {buffer.size}, owner);
 }
 
 }  // namespace binding
 
-// The history codec (module_history.cpp), the rans codec (module_rans.cpp), the groups codec (module_groups.cpp),
-// the leaves' digests (module_sha256.cpp), PULSELoCo's kernels (module_loco.cpp).
-void bind_history(nb::module_& m);
-void bind_rans(nb::module_& m);
-void bind_groups(nb::module_& m);
+void bind_codecs(nb::module_& m);
 void bind_sha256(nb::module_& m);
 void bind_loco(nb::module_& m);

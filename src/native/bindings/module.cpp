@@ -1,7 +1,5 @@
 // Python bindings of the codec's kernels. Every function takes flat, contiguous arrays and releases the GIL while it works.
 #include "bindings/binding.h"
-#include "codecs/context/context.h"
-#include "codecs/context/weight_sum.h"
 #include "common/apply.h"
 #include "common/rounding.h"
 #include "common/scan.h"
@@ -41,40 +39,6 @@ void check_values(const Array& elements, int width, const Positions& positions, 
 
 NB_MODULE(_kernels, m) {
     nb::exception<pulse::Malformed>(m, "Malformed", PyExc_ValueError);
-
-    m.def(
-        "context_encode",
-        [](Bytes old, Bytes now, int width, int shift, uint32_t mask, bool floating,
-           const std::vector<RunTuple>& runs) {
-            const pulse::ElementKind kind{width, shift, mask, floating};
-            const auto covered = checked_block(runs, kind, old);
-            if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
-            check_elements(now, width, "new");
-            pulse::Encoded encoded;
-            {
-                nb::gil_scoped_release release;
-                encoded = pulse::encode_block(old.data(), now.data(), kind, covered);
-            }
-            return nb::make_tuple(nb::bytes(encoded.payload.data(), encoded.payload.size()), encoded.changed);
-        },
-        array("old"), array("new"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
-        "(payload, number of changes) of one block; runs are (elements, row, phase).");
-
-    m.def(
-        "context_decode",
-        [](Bytes payload, Bytes old, int width, int shift, uint32_t mask, bool floating,
-           const std::vector<RunTuple>& runs) {
-            const pulse::ElementKind kind{width, shift, mask, floating};
-            const auto covered = checked_block(runs, kind, old);
-            pulse::Decoded decoded;
-            {
-                nb::gil_scoped_release release;
-                decoded = pulse::decode_block(payload.data(), payload.size(), old.data(), kind, covered);
-            }
-            return decoded_tuple(std::move(decoded));
-        },
-        array("payload"), array("old"), "width"_a, "shift"_a, "mask"_a, "floating"_a, "runs"_a,
-        "(uint32 positions, uint8 bytes of the new elements, of the old ones) of one block; raises Malformed.");
 
     m.def(
         "scan",
@@ -160,18 +124,7 @@ NB_MODULE(_kernels, m) {
         array("bits"), "rounding"_a, "nan"_a, "width"_a, array("out"),
         "FP32 numbers, given by their bits, rounded to a narrower float; a NaN gets the bits `nan` besides its own.");
 
-    m.def(
-        "use_vectors",
-        [](bool use) {
-            pulse::scan_vectors = use && pulse::has_scan_vectors();
-            pulse::weight_vectors = use && pulse::has_weight_vectors();
-            return nb::make_tuple(pulse::has_scan_vectors(), pulse::has_weight_vectors());
-        },
-        "use"_a, "For tests: whether comparing and weighing use AVX-512; whether this processor can.");
-
-    bind_history(m);
-    bind_rans(m);
-    bind_groups(m);
+    bind_codecs(m);
     bind_sha256(m);
     bind_loco(m);
 }

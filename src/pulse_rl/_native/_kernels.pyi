@@ -3,79 +3,32 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+_Kind = tuple[int, int, int, bool]
+_Decoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
+
 class Malformed(ValueError): ...
 
-def context_encode(
-    old: npt.NDArray[np.uint8],
-    new: npt.NDArray[np.uint8],
-    width: int,
-    shift: int,
-    mask: int,
-    floating: bool,
-    runs: list[tuple[int, int, int]],
-) -> tuple[bytes, int]: ...
-def context_decode(
-    payload: npt.NDArray[np.uint8],
-    old: npt.NDArray[np.uint8],
-    width: int,
-    shift: int,
-    mask: int,
-    floating: bool,
-    runs: list[tuple[int, int, int]],
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
 def history_records(
-    positions: npt.NDArray[np.uint32],
-    old: npt.NDArray[np.uint8],
-    new: npt.NDArray[np.uint8],
-    width: int,
-    shift: int,
-    mask: int,
-    floating: bool,
+    positions: npt.NDArray[np.uint32], old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], kind: _Kind
 ) -> npt.NDArray[np.uint8]: ...
 def history_merged(stretches: list[tuple[npt.NDArray[np.uint8], int]], elements: int) -> npt.NDArray[np.uint8]: ...
-def history_encode(
+def encode_block(
     history: list[tuple[npt.NDArray[np.uint8], int]],
     old: npt.NDArray[np.uint8],
     new: npt.NDArray[np.uint8],
-    width: int,
-    shift: int,
-    mask: int,
-    floating: bool,
-    runs: list[tuple[int, int, int]],
+    kind: _Kind,
+    runs: Sequence[tuple[int, int, int]],
     prove: bool = False,
-) -> tuple[
-    bytes,
-    str,
-    npt.NDArray[np.uint32],
-    npt.NDArray[np.uint8],
-    tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]] | None,
-]: ...
-def history_decode(
+    only: int = 0,
+) -> tuple[int, bytes, int, tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]] | None, _Decoded | None]: ...
+def decode_block(
+    codec: int,
     history: list[tuple[npt.NDArray[np.uint8], int]],
     payload: npt.NDArray[np.uint8],
     old: npt.NDArray[np.uint8],
-    width: int,
-    shift: int,
-    mask: int,
-    floating: bool,
-    runs: list[tuple[int, int, int]],
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
-def rans_encode(
-    old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], width: int, shift: int, mask: int, floating: bool
-) -> tuple[bytes, int]: ...
-def rans_decode(
-    payload: npt.NDArray[np.uint8], old: npt.NDArray[np.uint8], width: int, shift: int, mask: int, floating: bool
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
-def groups_decode(
-    payload: npt.NDArray[np.uint8],
-    old: npt.NDArray[np.uint8],
-    width: int,
-    shift: int,
-    mask: int,
-    floating: bool,
-    runs: list[tuple[int, int, int]],
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
-def sampled_spread(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], width: int) -> tuple[float, float]: ...
+    kind: _Kind,
+    runs: Sequence[tuple[int, int, int]],
+) -> _Decoded: ...
 def use_rans_vectors(use: bool) -> bool: ...
 def scan(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint32]: ...
 def gather(

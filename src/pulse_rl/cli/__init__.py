@@ -56,9 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
     coding = argparse.ArgumentParser(add_help=False)
     coding.add_argument(
         "--codec",
-        choices=codecs.names(),
-        default=codecs.DEFAULT,
-        help=f"codec for the changes (default: {codecs.DEFAULT})",
+        choices=codecs.CODECS,
+        default=codecs.AUTO,
+        help=f"codec for the changes (default: {codecs.AUTO})",
     )
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")

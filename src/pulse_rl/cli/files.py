@@ -81,7 +81,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
             "dtype": block.dtype.name,
             "elements": block.elements,
             "changed": entry.changed,
-            "codec": "same" if entry.codec_id == codecs.SAME else codecs.by_id(entry.codec_id).name,
+            "codec": codecs.codec_name(entry.codec_id),
             "bytes": entry.length,
         }
         for block, entry in zip(header.cut(), header.blocks, strict=True)

@@ -1,7 +1,7 @@
-"""The registry of codecs, and the choice between them for one block.
+"""How the changes of one block are coded (docs/format.md, section 3.5).
 
-To add a codec: write a module with a class that implements `base.Codec`, give it an unused id, add it to ``_CODECS``,
-specify its payload in docs/format.md and add golden bytes to the tests.
+A user says ``"auto"`` or ``"zstd"`` and nothing else. Which codec an ``"auto"`` block gets is decided in `encode_block`
+and, of those that code against the old elements, in the kernel that it calls (``src/native/codecs/block.cpp``).
 """
 
 from __future__ import annotations
@@ -9,52 +9,72 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from .._native import sampled_spread
+from .. import _native
 from ..errors import CorruptPatch, InputError
-from ..state.tensors import UIntArray
-from .base import MAX_BLOCK_ELEMENTS, Changes, Codec, Layout, Past, Run
-from .context import ContextCodec
-from .dense import DenseCodec
-from .groups import GroupsCodec
-from .history import HistoryCodec, encode_few
-from .rans import RansCodec
-from .zstd import ZstdCodec
+from ..state import bits
+from ..state.tensors import DType, UIntArray
+from . import planes
 
-__all__ = [
-    "DEFAULT",
-    "HISTORY",
-    "MAX_BLOCK_ELEMENTS",
-    "SAME",
-    "Changes",
-    "Codec",
-    "Encoded",
-    "Layout",
-    "Past",
-    "Run",
-    "by_id",
-    "by_name",
-    "encode_block",
-    "names",
-]
+__all__ = ["CODECS", "Changes", "Encoded", "Layout", "Run", "decode_block", "encode_block"]
 
-SAME = 0
-"""The id of a block without changes: its payload is empty."""
+AUTO, ZSTD = "auto", "zstd"
+CODECS = (AUTO, ZSTD)
+"""What a user can choose: the smallest that is fast, or the layout of the PULSE paper."""
 
-HISTORY = HistoryCodec.id
-"""The id of blocks that are decoded by what changed before."""
+SAME, RAW, PAPER, GAPS, TABLE, HISTORY, SPARSE = 0, 1, 2, 3, 5, 6, 7
+"""The ids of codecs in a patch. `SAME`: no element changed, the payload is empty; `HISTORY`: decoded by what changed in
+the versions before."""
 
-_GROUPS = GroupsCodec()
-_CODECS: tuple[Codec, ...] = (DenseCodec(), ZstdCodec(), ContextCodec(), RansCodec(), HistoryCodec(), _GROUPS)
-DEFAULT = "context"
+_NAMES = {SAME: "same", RAW: "raw", PAPER: "zstd", SPARSE: "sparse", TABLE: "table", HISTORY: "history", GAPS: "gaps"}
 
-# From this density on `rans` takes the place of `context`, where the changes are so evenly spread that it costs at most
-# about a tenth more bytes (docs/design/0023), and in blocks so large that its states do not show.
-_MANY, _EVEN, _LARGE = 0.03, 0.8, 1 << 19
+MAX_BLOCK_ELEMENTS = 1 << 24
+"""Positions in a block fit in 32 bits with room to spare; also the cap on what one block may make a reader allocate."""
 
-# A block whose patch exceeds this share of its plain bytes is also tried dense; below it dense never wins, because
-# byte planes save at most about a third of trained weights.
-_TRY_DENSE = 0.5
+# A block whose payload exceeds this share of its plain bytes is also tried raw; below it raw never wins, because byte
+# planes save at most about a third of trained weights.
+_TRY_RAW = 0.5
+
+
+class Run(NamedTuple):
+    """``elements`` of one tensor in a block. ``row`` is the tensor's last dimension (its length, if it has only one),
+    ``phase`` the position of the run's first element in its row."""
+
+    elements: int
+    row: int
+    phase: int
+
+
+Past = tuple[tuple[npt.NDArray[np.uint8], int], ...]
+"""What changed in a block in the last versions: records (`pulse_rl._native.history_records`) and how many versions they
+span, oldest first; the last ones end at the old bits."""
+
+
+class Layout(NamedTuple):
+    """What both sides know about a block besides the old bits: its dtype, its tensors' rows, and its ``past``."""
+
+    dtype: DType
+    runs: tuple[Run, ...]
+    past: Past = ()
+
+    @classmethod
+    def flat(cls, dtype: DType, elements: int) -> Layout:
+        """The layout of a block that is one 1-D tensor of ``elements`` elements of ``dtype``."""
+        return cls(dtype, (Run(elements, max(elements, 1), 0),))
+
+
+class Changes(NamedTuple):
+    """The changed elements of one block: uint32 positions, strictly ascending, and the new bits at them. ``before``:
+    the old bits, where a decoder had them at hand."""
+
+    positions: npt.NDArray[np.uint32]
+    values: UIntArray
+    before: UIntArray | None = None
+
+    def replaced(self, old: UIntArray) -> UIntArray:
+        """The old bits, of a block with the elements ``old``."""
+        return bits.take(old, self.positions) if self.before is None else self.before
 
 
 class Encoded(NamedTuple):
@@ -68,59 +88,89 @@ class Encoded(NamedTuple):
     decoded: Changes | None = None
 
 
-def names() -> list[str]:
-    """The codecs that a user can choose; ``groups`` stands in for ``context`` by itself."""
-    return [codec.name for codec in _CODECS if codec is not _GROUPS]
+def check_codec(name: str) -> None:
+    """Raises InputError unless ``name`` is one of `CODECS`."""
+    if name not in CODECS:
+        raise InputError(f"unknown codec {name!r}", hint=f"Choose one of: {', '.join(CODECS)}.")
 
 
-def by_name(name: str) -> Codec:
-    """The codec called ``name``; raises InputError."""
-    for codec in _CODECS:
-        if codec.name == name:
-            return codec
-    raise InputError(f"unknown codec {name!r}", hint=f"Choose one of: {', '.join(names())}.")
+def codec_name(codec_id: int) -> str:
+    """What a codec of a patch is called; raises CorruptPatch."""
+    if codec_id not in _NAMES:
+        raise CorruptPatch(f"codec {codec_id} is unknown", hint="The patch may come from a newer pulse-rl: upgrade.")
+    return _NAMES[codec_id]
 
 
-def by_id(codec_id: int) -> Codec:
-    """The codec with the id ``codec_id`` from a patch; raises CorruptPatch."""
-    for codec in _CODECS:
-        if codec.id == codec_id:
-            return codec
-    raise CorruptPatch(f"codec {codec_id} is unknown", hint="The patch may come from a newer pulse-rl: upgrade.")
+def encode_block(
+    old: UIntArray, new: UIntArray, layout: Layout, *, codec: str = AUTO, prove: bool = False, only: int = 0
+) -> Encoded:
+    """Encodes the change of one block from ``old`` to ``new``, flat unsigned arrays of at most ``MAX_BLOCK_ELEMENTS``
+    elements that ``layout`` describes, as `SAME` if nothing changed.
 
-
-def encode_block(codec: Codec, old: UIntArray, new: UIntArray, layout: Layout, *, prove: bool = False) -> Encoded:
-    """Encodes the change of one block from ``old`` to ``new``, described by ``layout``: with ``codec``, with the dense
-    codec if that is smaller, or as `SAME` if nothing changed. Where many elements changed, ``rans`` stands in for
-    ``context`` and ``history``; ``context`` for ``history`` where the past does not help; ``groups`` for ``context`` in
-    large blocks. To ``prove`` a block whose proof is cheaper beside its coding, it is decoded at once.
+    ``codec`` is one of `CODECS`; elements of 8 bytes are always coded as by ``"zstd"``. To ``prove`` a block whose
+    proof is cheaper beside its coding, it is decoded at once. ``only``: for tests, the id of the codec. Raises
+    CorruptPatch if what is proved does not decode, since elements were written to meanwhile.
     """
-    if not codec.supports(layout.dtype):
-        codec = by_name("zstd")
-    if codec.name in ("context", "history") and _many_changes(old, new):
-        codec = by_name("rans")
     found = decoded = None
-    if codec.name in ("context", "history"):
-        past = layout.past if codec.name == "history" else ()
-        payload, name, found, decoded = encode_few(old, new, layout._replace(past=past), prove=prove)
-        changed = len(found.positions)
-        codec = by_name(name)
+    if codec == ZSTD or layout.dtype.width > 4:
+        codec_id = PAPER
+        payload, changed = planes.encode_paper(old, new)
     else:
-        encoded = codec.encode(old, new, layout)
-        assert encoded is not None
-        payload, changed = encoded
+        try:
+            codec_id, payload, changed, seen, proved = _native.encode_block(
+                list(layout.past), _bytes(old), _bytes(new), element_kind(layout.dtype), list(layout.runs), prove, only
+            )
+        except _native.Malformed as error:
+            raise CorruptPatch(str(error)) from None
+        found = Changes(seen[0], seen[1].view(layout.dtype.uint)) if seen else None
+        decoded = _changes(proved, layout.dtype) if proved else None
     if changed == 0:
         return Encoded(SAME, b"", 0)
-    if len(payload) > _TRY_DENSE * new.nbytes:
-        dense = by_name("dense")
-        whole = dense.encode(old, new, layout)
-        if whole and len(whole[0]) < len(payload):
-            return Encoded(dense.id, whole[0], changed)
-    return Encoded(codec.id, payload, changed, found, decoded)
+    if len(payload) > _TRY_RAW * new.nbytes and not only:
+        raw = planes.encode_raw(new)
+        if len(raw) < len(payload):
+            return Encoded(RAW, raw, changed)
+    return Encoded(codec_id, payload, changed, found, decoded)
 
 
-def _many_changes(old: UIntArray, new: UIntArray) -> bool:
-    if old.size < _LARGE:
-        return False
-    density, evenness = sampled_spread(old.view(np.uint8), new.view(np.uint8), old.dtype.itemsize)
-    return density >= _MANY and evenness >= _EVEN
+def decode_block(codec_id: int, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
+    """The changes to ``old``, described by ``layout``, that a ``payload`` of the codec ``codec_id`` encodes: positions
+    in range and ascending. Raises FormatError on a malformed payload."""
+    name = codec_name(codec_id)
+    if codec_id == SAME:
+        return Changes(np.empty(0, np.uint32), np.empty(0, layout.dtype.uint))
+    if codec_id == RAW:
+        new = planes.decode_raw(payload, len(old), layout.dtype.uint)
+        positions = bits.differing(old, new)
+        return Changes(positions, new[positions])
+    if codec_id == PAPER:
+        return Changes(*planes.decode_paper(payload, len(old), layout.dtype.uint))
+    if layout.dtype.width > 4:
+        raise CorruptPatch(f"codec {name} does not code {layout.dtype.name}")
+    data = np.frombuffer(payload, np.uint8)
+    try:
+        past = list(layout.past) if codec_id == HISTORY else []
+        found = _native.decode_block(codec_id, past, data, _bytes(old), element_kind(layout.dtype), list(layout.runs))
+    except _native.Malformed as error:
+        raise CorruptPatch(str(error)) from None
+    return _changes(found, layout.dtype)
+
+
+def element_kind(dtype: DType) -> tuple[int, int, int, bool]:
+    """(width, shift, mask, floating), as the kernels take them: the class of an element is its exponent field; integers
+    are all of one class."""
+    if dtype.exponent is None:
+        return dtype.width, 0, 0, False
+    shift, width = dtype.exponent
+    return dtype.width, shift, (1 << width) - 1, True
+
+
+def _bytes(elements: UIntArray) -> npt.NDArray[np.uint8]:
+    return elements.view(np.uint8)
+
+
+def _changes(
+    found: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]], dtype: DType
+) -> Changes:
+    positions, values, before = found
+    return Changes(positions, values.view(dtype.uint), before.view(dtype.uint))

@@ -23,7 +23,7 @@ def fold_stream(
     stream: str,
     folds: Collection[int] = DEFAULT_FOLDS,
     *,
-    codec: str = codecs.DEFAULT,
+    codec: str = codecs.AUTO,
     signer: Signer | None = None,
     trusted_keys: Collection[str] | None = None,
     identity: str | None = None,
@@ -42,7 +42,7 @@ def fold_stream(
     checked_threads(threads)
     checked_listener(on_event)
     spans = checked_folds(checked_collection("folds", folds, "(8, 64)"))
-    codecs.by_name(codec)
+    codecs.check_codec(codec)
     keys = [*([signer.public_key] if signer else ()), *(trusted_keys or ())]
     where = Stream(open_store(store), stream, TrustedKeys(keys) if keys else None, signer=signer, identity=identity)
     return _fold(where, spans, codec, threads, on_event)

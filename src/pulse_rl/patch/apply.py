@@ -202,10 +202,7 @@ def decode_block(
     if sha256(payload).digest() != entry.sha256:
         raise CorruptPatch(f"{where} does not match its SHA-256")
     try:
-        codec = codecs.by_id(entry.codec_id)
-        if not codec.supports(block.dtype):
-            raise CorruptPatch(f"codec {codec.name} does not code {block.dtype.name}")
-        changes = codec.decode(payload, before, block.layout._replace(past=past))
+        changes = codecs.decode_block(entry.codec_id, payload, before, block.layout._replace(past=past))
     except PulseError as error:
         raise CorruptPatch(f"{where}: {error}", hint=error.hint) from error
     if len(changes.positions) != entry.changed:

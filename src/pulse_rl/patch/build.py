@@ -64,9 +64,9 @@ def build_patch(
     new: State,
     old_digest: StateDigest,
     *,
-    codec: str = codecs.DEFAULT,
+    codec: str = codecs.AUTO,
     history: History | None = None,
-    most_records: int | None = None,
+    most_records: int = 0,
     block_elements: int = DEFAULT_BLOCK_ELEMENTS,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
@@ -82,11 +82,11 @@ def build_patch(
     """
     new.require_specs(old.specs, "the base state")
     check_block_elements(block_elements)
-    chosen = codecs.by_name(codec)
-    remembers = codec == "history" and block_elements == DEFAULT_BLOCK_ELEMENTS
-    known = history if history and remembers else History()
+    codecs.check_codec(codec)
+    usual = block_elements == DEFAULT_BLOCK_ELEMENTS
+    known = history if history and usual else History()
     blocks = cut(old.specs, block_elements)
-    recorder = Recorder(most_records) if remembers else None
+    recorder = Recorder(most_records) if most_records and usual else None
 
     def run(group: range, copies: Allocate) -> list[_Built]:
         built, elements, made = [], [], []
@@ -94,7 +94,7 @@ def build_patch(
             block = blocks[index]
             before, (after, copied) = block.read(old), block.read_into(new, copies)
             encoded, changes = encode_proved(
-                chosen, block, before, after, known.past(index), stride=1 if copied else _STRIDE
+                block, before, after, known.past(index), codec=codec, stride=1 if copied else _STRIDE
             )
             if changes is None:
                 built.append(_Built(index, encoded, None))
@@ -139,7 +139,7 @@ def build_patch(
         before = blocks[index].read(old)
         after = before.copy()
         after[changes.positions] = changes.values
-        return encode_proved(chosen, blocks[index], before, after)[0]
+        return encode_proved(blocks[index], before, after, codec=codec)[0]
 
     plain = list(ordered_map(without, range(len(coded)), threads))
     return min(made, _assemble(old_digest.root, target, block_elements, plain, kept, None, records), key=_nbytes)
@@ -150,27 +150,27 @@ def _nbytes(built: BuiltPatch) -> int:
 
 
 def build_fold(
-    log: UndoLog, state: State, digest: StateDigest, *, codec: str = codecs.DEFAULT, threads: int | None = None
+    log: UndoLog, state: State, digest: StateDigest, *, codec: str = codecs.AUTO, threads: int | None = None
 ) -> BuiltPatch:
     """The patch from the version that ``log`` leads back to, to ``state`` with its tree ``digest``. Hashes nothing."""
-    chosen = codecs.by_name(codec)
+    codecs.check_codec(codec)
     blocks = cut(state.specs, DEFAULT_BLOCK_ELEMENTS)
 
     def run(index: int) -> codecs.Encoded:
         after = blocks[index].read(state)
-        return encode_proved(chosen, blocks[index], log.rewind(index, after), after)[0]
+        return encode_proved(blocks[index], log.rewind(index, after), after, codec=codec)[0]
 
     coded = list(ordered_map(run, range(len(blocks)), threads))
     return _assemble(log.base_root, digest, DEFAULT_BLOCK_ELEMENTS, coded, [None] * len(coded))
 
 
 def encode_proved(
-    chosen: codecs.Codec,
     block: Block,
     before: UIntArray,
     after: UIntArray,
     past: codecs.Past = (),
     *,
+    codec: str = codecs.AUTO,
     stride: int = 1,
 ) -> tuple[codecs.Encoded, Changes | None]:
     """One block, proved by decoding it, and its changes; None where there are none. Raises IntegrityError.
@@ -180,12 +180,12 @@ def encode_proved(
     """
     layout = block.layout._replace(past=past)
     try:
-        encoded = codecs.encode_block(chosen, before, after, layout, prove=True)
+        encoded = codecs.encode_block(before, after, layout, codec=codec, prove=True)
         if encoded.codec_id == codecs.SAME:
             return encoded, None
         changes = encoded.decoded
         if changes is None:
-            changes = codecs.by_id(encoded.codec_id).decode(memoryview(encoded.payload), before, layout)
+            changes = codecs.decode_block(encoded.codec_id, memoryview(encoded.payload), before, layout)
         proved = _is_proved(encoded, changes, after, stride)
     except CorruptPatch:
         proved = False

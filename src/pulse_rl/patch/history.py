@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from .._native import history_merged, history_records
 from .._util.threads import ordered_map
-from ..codec import Changes, Past
-from ..codec.base import element_kind
+from ..codec import Changes, Past, element_kind
 from ..errors import WrongHistory
 from ..state.tensors import DType, TensorSpec, UIntArray
 from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
@@ -121,7 +120,7 @@ def records_of(dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, 
     ``new``; None where that is nothing."""
     if dtype.width > 4 or not len(positions):
         return None
-    records = history_records(positions, old.view(np.uint8), new.view(np.uint8), *element_kind(dtype))
+    records = history_records(positions, old.view(np.uint8), new.view(np.uint8), element_kind(dtype))
     return records if len(records) else None
 
 

@@ -134,12 +134,12 @@ class BlockRecord:
 
     def _code_step(self, past: Past) -> CodedStep:
         old = next(self._history.earlier()).elements
-        entries = {name: self._entry(name, old, past) for name in WITH_HISTORY}
+        entries = {name: self._entry(name, old, past if name == "history" else ()) for name in WITH_HISTORY}
         return CodedStep(entries, self._recurrence.table(old) if self._recurrence else None)
 
     def _entry(self, codec: str, old: UIntArray, past: Past = ()) -> BlockEntry:
         layout = self.block.layout._replace(past=past)
-        return entry_of(codecs.encode_block(codecs.by_name(codec), old, self._now, layout))
+        return entry_of(codecs.encode_block(old, self._now, layout, codec="zstd" if codec == "zstd" else codecs.AUTO))
 
     def _count(self, earlier: EarlierBlock) -> ChangeCount:
         positions = bits.differing(earlier.elements, self._now)

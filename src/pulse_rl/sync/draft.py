@@ -68,7 +68,9 @@ class FullDraft:
 Draft = PatchDraft | FullDraft
 
 
-def make_draft(baseline: HostState, state: State, *, codec: str, timer: PhaseTimer, owned: bool = False) -> Draft:
+def make_draft(
+    baseline: HostState, state: State, *, codec: str, remember: bool, timer: PhaseTimer, owned: bool = False
+) -> Draft:
     """Chooses and builds. Without a baseline, or with one of other tensors, no patch can be made.
 
     A patch that is no smaller than the state is dropped for an anchor. A tied tensor keeps the name under which the
@@ -85,8 +87,8 @@ def make_draft(baseline: HostState, state: State, *, codec: str, timer: PhaseTim
             state,
             baseline.digest,
             codec=codec,
-            history=baseline.history,
-            most_records=most_remembered(state.nbytes),
+            history=baseline.history if remember else None,
+            most_records=most_remembered(state.nbytes) if remember else 0,
             threads=baseline.threads,
             progress=progress_to(baseline.listener, "diff", state.nbytes),
         )

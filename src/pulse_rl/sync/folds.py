@@ -48,7 +48,7 @@ class FoldMaker:
         stream: Stream,
         folds: Collection[int] = DEFAULT_FOLDS,
         *,
-        codec: str = codecs.DEFAULT,
+        codec: str = codecs.AUTO,
         skip: Collection[tuple[int | None, int]] = (),
         threads: int | None = None,
         listener: Listener | None = None,

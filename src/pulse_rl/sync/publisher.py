@@ -69,10 +69,11 @@ class Publisher(Unique):
     """Publishes the states of one policy as versions 0, 1, 2 … of a stream. A context manager (see `close`).
 
     ``store``: a store, or its address (see `open_store`). ``stream``: its name; a stream that exists is continued.
-    ``codec``: "history", "context", "zstd" or "dense". ``anchor_ratio``: an anchor is stored along with a patch
-    whenever the patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``shard_bytes``: the
-    size at which an anchor's file is followed by another. ``folds``: the spans, in versions, over which folds are
-    made in the background, for about 6 bytes of memory for every BF16 weight that changed within a span (``pulse
+    ``codec``: "auto" or "zstd", the layout of the PULSE paper. ``history``: code by what changed in the last versions,
+    too. ``anchor_ratio``: an anchor is stored along with a patch whenever the patches since the last one exceed
+    ``anchor_ratio`` times the state's bytes. ``shard_bytes``: the size at which an anchor's file is followed by
+    another. ``folds``: the spans, in versions, over which folds are made in the background, for about 6 bytes of memory
+    for every BF16 weight that changed within a span (``pulse
     fold`` makes them on any machine). ``selectable``: store the digests, too, with which subscribers follow some
     tensors only, 32 bytes for each tensor of the state. ``signer`` signs every manifest, claim and fold; then only
     what is signed by its key or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed.
@@ -97,7 +98,8 @@ class Publisher(Unique):
         store: Store | str,
         *,
         stream: str,
-        codec: str = codecs.DEFAULT,
+        codec: str = codecs.AUTO,
+        history: bool = False,
         anchor_ratio: float = 1.0,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         folds: Collection[int] = (),
@@ -109,8 +111,7 @@ class Publisher(Unique):
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
-        if codec not in codecs.names():
-            raise InputError(f"unknown codec {codec!r}", hint=f"Choose one of: {', '.join(codecs.names())}.")
+        codecs.check_codec(codec)
         checked_threads(threads)
         checked_listener(on_event)
         checked_number("anchor_ratio", anchor_ratio)
@@ -130,7 +131,7 @@ class Publisher(Unique):
             identity=identity,
             on_refused=weakly(self._refused),
         )
-        self._codec = codec
+        self._codec, self._remember = codec, history
         self._signer = signer
         self._anchor_ratio = anchor_ratio
         self._shard_bytes = shard_bytes
@@ -286,7 +287,14 @@ class Publisher(Unique):
             self._resume(seen.state if seen else order.state)
             timer.end("resume")
             seen = seen or self._devices.look_at(order, self._baseline)
-            draft = make_draft(self._baseline, seen.state, codec=self._codec, timer=timer, owned=seen.owned)
+            draft = make_draft(
+                self._baseline,
+                seen.state,
+                codec=self._codec,
+                remember=self._remember,
+                timer=timer,
+                owned=seen.owned,
+            )
             long = self._since_anchor + draft.patch_bytes > self._anchor_ratio * draft.state.nbytes
             uploaded = upload(
                 self._stream,

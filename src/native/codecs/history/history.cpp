@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "codecs/context/context.h"
+#include "codecs/gaps/gaps.h"
 #include "codecs/history/hits.h"
 #include "codecs/sparse/block_statistics.h"
 #include "codecs/sparse/sparse.h"
@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kMostRemembered = 3;  // elements for each change: more cost time and save little
 constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed before, too
 constexpr size_t kAhead = 24;          // elements that are fetched before they are needed
-constexpr uint8_t kByGroups = 128;     // beside the number of stretches
+constexpr uint8_t kBySparse = 128;     // beside the number of stretches
 
 // How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each
 // change, and none where few of the changes are remembered. Looks at the start of the block.
@@ -171,62 +171,55 @@ PULSE_CLONES Decoded changes_of(const Recollection& known, const RecalledSteps& 
 
 // The changes that a payload behind its first three bytes says, by what is known of the elements that changed lately.
 template <class U>
-Decoded decode_known(const Recollection& known, bool by_groups, const uint8_t* payload, size_t size, const U* old,
+Decoded decode_known(const Recollection& known, bool by_sparse, const uint8_t* payload, size_t size, const U* old,
                      const ElementKind& kind, const std::vector<Run>& runs) {
     RecallReader recall(known);
-    Decoded others = by_groups ? decode_groups(payload, size, old, kind, runs, &recall)
-                               : decode_block(payload, size, old, kind, runs, &recall);
+    Decoded others = by_sparse ? decode_sparse(payload, size, old, kind, runs, &recall)
+                               : decode_gaps(payload, size, old, kind, runs, &recall);
     const RecalledSteps& steps = recall.steps;
     if (steps.which.empty()) throw Malformed("no element that is remembered changes");
 
     return merged<U>(changes_of(known, steps, old, kind.floating), std::move(others));
 }
 
+}  // namespace
+
 template <class U>
-EncodedByAny encode(const std::vector<Stretch>& history, const U* old, const U* now, const ElementKind& kind,
-                    const std::vector<Run>& runs, bool prove, size_t few) {
-    uint64_t elements = 0;
-    for (const Run& run : runs) elements += run.elements;
+bool encode_history(const std::vector<Stretch>& history, const U* old, const BlockChanges<U>& changes,
+                    const ElementKind& kind, const std::vector<Run>& runs, bool few, std::vector<uint8_t>& payload,
+                    Decoded* proved) {
+    const uint64_t elements = changes.statistics.elements;
     const ClassOf cls{kind.shift, kind.mask};
-    BlockChanges<U> changes = compare_block(old, now, elements, runs, cls);
-    const bool suits = suits_context(changes.statistics);
-    const auto coded = [&](bool by_context, const BlockChanges<U>& which, RecallWriter* recall) {
-        return by_context ? encode_changes(old, which, kind, runs, recall)
-                          : encode_by_groups(old, which, kind, runs, recall);
-    };
-    EncodedByAny result;
-    result.codec = suits ? BlockCodec::context : BlockCodec::groups;  // without a history
     const size_t used = worthwhile(history, changes.positions, elements);
-    if (used) {
-        Recollection known = recollect(history, used, elements);
-        list_classes(known, changes, cls);
-        const size_t recalled = known.remembered.marks.count_of(changes.positions);
-        if (double(recalled) > kWorthwhile * double(changes.positions.size())) {
-            result.codec = BlockCodec::history;
-            known.number();
-            Parted<U> parts;
-            part(changes, known.remembered, recalled, kind.floating, parts);
-            std::vector<uint8_t>& payload = result.encoded.payload;
-            const bool by_context = few && (suits || changes.positions.size() < few);
-            const int stretches = int(used) | (by_context ? 0 : kByGroups);
-            for (int x : {stretches, known.first, known.count - 1}) payload.push_back(uint8_t(x));
-            RecallWriter recall(known, parts.recalled);
-            count_others(changes.statistics, recall, cls, runs, parts.others);
-            const std::vector<uint8_t> rest = coded(by_context, parts.others, &recall).payload;
-            payload.insert(payload.end(), rest.begin(), rest.end());
-            if (prove) {
-                result.decoded =
-                    decode_known(known, !by_context, payload.data() + 3, payload.size() - 3, old, kind, runs);
-            }
-        }
-    }
-    if (result.codec != BlockCodec::history) result.encoded = coded(suits, changes, nullptr);
-    result.encoded.changed = changes.positions.size();
-    const auto* const values = reinterpret_cast<const uint8_t*>(changes.values.data());
-    result.values.assign(values, values + changes.values.size() * sizeof(U));
-    result.positions = std::move(changes.positions);
-    return result;
+    if (used == 0) return false;
+    Recollection known = recollect(history, used, elements);
+    list_classes(known, changes, cls);
+    const size_t recalled = known.remembered.marks.count_of(changes.positions);
+    if (double(recalled) <= kWorthwhile * double(changes.positions.size())) return false;
+    known.number();
+    Parted<U> parts;
+    part(changes, known.remembered, recalled, kind.floating, parts);
+    const bool by_gaps = few || changes.positions.size() < kFewForSparse;
+    const int stretches = int(used) | (by_gaps ? 0 : kBySparse);
+    for (int x : {stretches, known.first, known.count - 1}) payload.push_back(uint8_t(x));
+    RecallWriter recall(known, parts.recalled);
+    count_others(changes.statistics, recall, cls, runs, parts.others);
+    const std::vector<uint8_t> rest = by_gaps ? encode_gaps(old, parts.others, kind, runs, &recall).payload
+                                              : encode_sparse(old, parts.others, kind, runs, &recall).payload;
+    payload.insert(payload.end(), rest.begin(), rest.end());
+    if (proved) *proved = decode_known(known, !by_gaps, payload.data() + 3, payload.size() - 3, old, kind, runs);
+    return true;
 }
+
+#define PULSE_FOR(U)                                                                                                \
+    template bool encode_history(const std::vector<Stretch>&, const U*, const BlockChanges<U>&, const ElementKind&, \
+                                 const std::vector<Run>&, bool, std::vector<uint8_t>&, Decoded*);
+PULSE_FOR(uint8_t)
+PULSE_FOR(uint16_t)
+PULSE_FOR(uint32_t)
+#undef PULSE_FOR
+
+namespace {
 
 template <class U>
 Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t size, const U* old,
@@ -235,29 +228,20 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
     for (const Run& run : runs) elements += run.elements;
     size_t at = 0;
     const uint8_t stretches = take_byte(data, size, at);
-    const size_t used = stretches & (kByGroups - 1);
+    const size_t used = stretches & (kBySparse - 1);
     const int first = take_byte(data, size, at), count = take_byte(data, size, at) + 1;
     if (used == 0 || used > history.size() || count > kMostClasses || first + count > kClasses) {
         throw Malformed("the block's head is out of range");
     }
     Recollection known = recollect(history, used, elements);
     known.list(first, count);
-    return decode_known(known, stretches & kByGroups, data + at, size - at, old, kind, runs);
+    return decode_known(known, stretches & kBySparse, data + at, size - at, old, kind, runs);
 }
 
 }  // namespace
 
-EncodedByAny encode_with_history(const std::vector<Stretch>& history, const void* old, const void* now,
-                                 const ElementKind& kind, const std::vector<Run>& runs, bool prove, size_t few) {
-    const auto of = [&](auto zero) {
-        using U = decltype(zero);
-        return encode(history, static_cast<const U*>(old), static_cast<const U*>(now), kind, runs, prove, few);
-    };
-    return kind.width == 1 ? of(uint8_t()) : kind.width == 2 ? of(uint16_t()) : of(uint32_t());
-}
-
-Decoded decode_with_history(const std::vector<Stretch>& history, const uint8_t* payload, size_t size, const void* old,
-                            const ElementKind& kind, const std::vector<Run>& runs) {
+Decoded decode_history(const std::vector<Stretch>& history, const uint8_t* payload, size_t size, const void* old,
+                       const ElementKind& kind, const std::vector<Run>& runs) {
     switch (kind.width) {
         case 1: return decode(history, payload, size, static_cast<const uint8_t*>(old), kind, runs);
         case 2: return decode(history, payload, size, static_cast<const uint16_t*>(old), kind, runs);

@@ -209,7 +209,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
 
 }  // namespace
 
-Decoded decode_groups(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
+Decoded decode_sparse(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
                       const std::vector<Run>& runs, RecallReader* recall) {
     switch (kind.width) {
         case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs, recall);

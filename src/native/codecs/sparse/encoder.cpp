@@ -254,15 +254,15 @@ std::vector<uint8_t> plain_bits_of(const RecallWriter* recall, const std::vector
 
 }  // namespace
 
-bool suits_context(const BlockStatistics& s) {
+bool suits_gaps(const BlockStatistics& s) {
     if (s.changed < kFewChanges || s.changed > s.elements / kManyOf) return true;
     const uint64_t rows = s.changed - s.live_changes;  // with a change: too few say nothing of how rows differ
     return rows >= kFewRows && plan_code(s).boost > 0;
 }
 
 template <class U>
-Encoded encode_by_groups(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
-                         const std::vector<Run>& runs, RecallWriter* recall) {
+Encoded encode_sparse(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
+                      const std::vector<Run>& runs, RecallWriter* recall) {
     const MarkWords marks = recall ? recall->marks() : nullptr;
     const ClassOf cls{kind.shift, kind.mask};
     const uint64_t total = changes.statistics.elements;
@@ -316,11 +316,11 @@ Encoded encode_by_groups(const U* old, const BlockChanges<U>& changes, const Ele
     return result;
 }
 
-template Encoded encode_by_groups(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&,
-                                  const std::vector<Run>&, RecallWriter*);
-template Encoded encode_by_groups(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
-                                  const std::vector<Run>&, RecallWriter*);
-template Encoded encode_by_groups(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
-                                  const std::vector<Run>&, RecallWriter*);
+template Encoded encode_sparse(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&,
+                               const std::vector<Run>&, RecallWriter*);
+template Encoded encode_sparse(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
+                               const std::vector<Run>&, RecallWriter*);
+template Encoded encode_sparse(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
+                               const std::vector<Run>&, RecallWriter*);
 
 }  // namespace pulse

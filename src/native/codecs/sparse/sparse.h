@@ -16,15 +16,15 @@ template <class U>
 struct BlockChanges;
 class RecallReader;
 class RecallWriter;
-bool suits_context(const BlockStatistics& statistics);
+bool suits_gaps(const BlockStatistics& statistics);
 
 // By groups, as `encode_changes`.
 template <class U>
-Encoded encode_by_groups(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
-                         const std::vector<Run>& runs, RecallWriter* recall = nullptr);
+Encoded encode_sparse(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
+                      const std::vector<Run>& runs, RecallWriter* recall = nullptr);
 
 // Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
-Decoded decode_groups(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
+Decoded decode_sparse(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
                       const std::vector<Run>& runs, RecallReader* recall = nullptr);
 
 }  // namespace pulse

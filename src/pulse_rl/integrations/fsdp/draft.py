@@ -156,7 +156,6 @@ def make_draft(
     in moving columns to rows when this returns or raises."""
     segments = layout.segments(ranks.rank)
     blocks = cut_slices(layout.specs, segments)
-    chosen = codecs.by_name(codec)
     windows = Windows(layout, ranks, local)
     source = SlicedState([s for s in segments if s.spec.name not in layout.moved], local.state)
     try:
@@ -172,9 +171,8 @@ def make_draft(
                 leaves = inner_leaves(block, lambda segment: state.read(*segment.place))
                 return codecs.Encoded(codecs.SAME, b"", 0), None, leaves
             before = block.read(state)
-            encoded, changes = encode_proved(
-                chosen, block, before, after[0] if len(after) == 1 else np.concatenate(after)
-            )
+            whole = after[0] if len(after) == 1 else np.concatenate(after)
+            encoded, changes = encode_proved(block, before, whole, codec=codec)
             if changes is None:
                 return encoded, None, {}
             return encoded, to_keep(changes, block), changed_inner_leaves(block, before, changes)

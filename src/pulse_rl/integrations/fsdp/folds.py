@@ -138,10 +138,8 @@ class RankFolds:
         return nbytes
 
     def _coded(self, log: UndoLog, at: Baseline) -> list[codecs.Encoded]:
-        chosen = codecs.by_name(self._codec)
-
         def run(index: int) -> codecs.Encoded:
             after = at.blocks[index].read(at.state)
-            return encode_proved(chosen, at.blocks[index], log.rewind(index, after), after)[0]
+            return encode_proved(at.blocks[index], log.rewind(index, after), after, codec=self._codec)[0]
 
         return list(ordered_map(run, range(len(at.blocks)), self._threads))

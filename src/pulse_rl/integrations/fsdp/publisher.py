@@ -59,7 +59,7 @@ class ShardedPublisher(Unique):
         *,
         stream: str,
         process_group: dist.ProcessGroup | None = None,
-        codec: str = codecs.DEFAULT,
+        codec: str = codecs.AUTO,
         anchor_ratio: float = 1.0,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         folds: Collection[int] = (),
@@ -71,8 +71,7 @@ class ShardedPublisher(Unique):
         timeout_seconds: float = 600.0,
         on_event: Listener | None = None,
     ) -> None:
-        if codec not in codecs.names():
-            raise InputError(f"unknown codec {codec!r}", hint=f"Choose one of: {', '.join(codecs.names())}.")
+        codecs.check_codec(codec)
         checked_threads(threads)
         checked_listener(on_event)
         checked_number("anchor_ratio", anchor_ratio)

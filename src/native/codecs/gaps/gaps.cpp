@@ -1,9 +1,9 @@
-#include "codecs/context/context.h"
+#include "codecs/gaps/gaps.h"
 
 #include <algorithm>
 #include <array>
 
-#include "codecs/context/positions.h"
+#include "codecs/gaps/positions.h"
 #include "codecs/history/hits.h"
 #include "codecs/sparse/block_statistics.h"
 #include "common/step.h"
@@ -23,8 +23,8 @@ struct Models {
 }  // namespace
 
 template <class U>
-Encoded encode_changes(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
-                       const std::vector<Run>& runs, RecallWriter* recall) {
+Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementKind& kind, const std::vector<Run>& runs,
+                    RecallWriter* recall) {
     const ClassOf cls{kind.shift, kind.mask};
     const std::vector<uint32_t>& positions = changes.positions;
     Encoded result{{}, positions.size()};
@@ -61,21 +61,14 @@ Encoded encode_changes(const U* old, const BlockChanges<U>& changes, const Eleme
     return result;
 }
 
-template Encoded encode_changes(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&,
-                                const std::vector<Run>&, RecallWriter*);
-template Encoded encode_changes(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
-                                const std::vector<Run>&, RecallWriter*);
-template Encoded encode_changes(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
-                                const std::vector<Run>&, RecallWriter*);
+template Encoded encode_gaps(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&, const std::vector<Run>&,
+                             RecallWriter*);
+template Encoded encode_gaps(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
+                             const std::vector<Run>&, RecallWriter*);
+template Encoded encode_gaps(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
+                             const std::vector<Run>&, RecallWriter*);
 
 namespace {
-
-template <class U>
-Encoded encode(const U* old, const U* now, const ElementKind& kind, const std::vector<Run>& runs) {
-    uint64_t total = 0;
-    for (const Run& run : runs) total += run.elements;
-    return encode_changes(old, compare_block(old, now, total, runs, ClassOf{kind.shift, kind.mask}), kind, runs);
-}
 
 template <class U>
 Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind, const std::vector<Run>& runs,
@@ -132,16 +125,8 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
 
 }  // namespace
 
-Encoded encode_block(const void* old, const void* now, const ElementKind& kind, const std::vector<Run>& runs) {
-    switch (kind.width) {
-        case 1: return encode(static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now), kind, runs);
-        case 2: return encode(static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now), kind, runs);
-        default: return encode(static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now), kind, runs);
-    }
-}
-
-Decoded decode_block(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
-                     const std::vector<Run>& runs, RecallReader* recall) {
+Decoded decode_gaps(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
+                    const std::vector<Run>& runs, RecallReader* recall) {
     switch (kind.width) {
         case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs, recall);
         case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs, recall);

@@ -1,10 +1,12 @@
 // Fuzzes the native codec under the address and undefined-behaviour sanitizers (make fuzz).
 //
-//   fuzz_context SECONDS [SEED]
+//   fuzz_gaps SECONDS [SEED]
 //
 // Each round makes a random block (dtype, runs, density, kind of change), checks that it comes back whole, and then feeds
 // the decoder damaged, truncated, extended and random payloads: each must end in Malformed or in changes that are in range
 // and in order. Prints counts; any finding aborts with the seed of the round.
+#include "codecs/block.h"
+
 #include "harness.h"
 
 using namespace fuzz;
@@ -18,21 +20,23 @@ int main(int argc, char** argv) {
         Random r(seed);
         const Block b = random_block(r);
         use_vectors(false);
-        const Encoded encoded = encode_block(b.old.data(), b.now.data(), b.kind, b.runs);
+        const EncodedBlock encoded =
+            encode_block({}, b.old.data(), b.now.data(), b.kind, b.runs, false, BlockCodec::gaps);
         use_vectors(true);
-        if (encode_block(b.old.data(), b.now.data(), b.kind, b.runs).payload != encoded.payload) {
+        if (encode_block({}, b.old.data(), b.now.data(), b.kind, b.runs, false, BlockCodec::gaps).payload !=
+            encoded.payload) {
             fail("vectors make other bytes", seed);
         }
         use_vectors(below(r, 2));
         if (encoded.changed) {
             const Exact payload(encoded.payload);
-            const Decoded d = decode_block(payload.data(), payload.size, b.old.data(), b.kind, b.runs);
+            const Decoded d = decode_gaps(payload.data(), payload.size, b.old.data(), b.kind, b.runs);
             if (changed(b, d, seed) != b.after || d.positions.size() != encoded.changed) fail("round trip", seed);
         }
         for (int k = 0; k < 8; k++, bad_ones++) {
             const Exact bad(damaged(encoded.payload, r));
             try {
-                changed(b, decode_block(bad.data(), bad.size, b.old.data(), b.kind, b.runs), seed);
+                changed(b, decode_gaps(bad.data(), bad.size, b.old.data(), b.kind, b.runs), seed);
             } catch (const Malformed&) {
                 refused++;
             }

@@ -1,6 +1,6 @@
 // Fuzzes the groups codec under the address and undefined-behaviour sanitizers (make fuzz).
 //
-//   fuzz_groups SECONDS [SEED]
+//   fuzz_sparse SECONDS [SEED]
 //
 // Each round makes a random block (dtype, runs, chance to change by class, kind of change), large enough to be coded by
 // groups, in memory of exactly its length, checks that it comes back whole with and without vectors and that both make the
@@ -9,7 +9,7 @@
 // seed of the round.
 #include "codecs/sparse/sparse.h"
 
-#include "codecs/history/history.h"
+#include "codecs/block.h"
 
 #include "codecs/table/table.h"
 #include "harness.h"
@@ -103,7 +103,7 @@ Block regular_block(Random& r) {
 // What a payload makes of the block; empty where it is refused.
 std::vector<uint8_t> decoded(const Exact& payload, const Block& b, uint64_t seed) {
     try {
-        return changed(b, decode_groups(payload.data(), payload.size, b.old.data(), b.kind, b.runs), seed);
+        return changed(b, decode_sparse(payload.data(), payload.size, b.old.data(), b.kind, b.runs), seed);
     } catch (const Malformed&) {
         return {};
     }
@@ -120,19 +120,19 @@ std::vector<uint8_t> decoded_both_ways(const std::vector<uint8_t>& payload, cons
     return made[0];
 }
 
-// The payload, empty where `context` suits better; the same with and without vectors.
+// The payload, empty where another codec suits better; the same with and without vectors.
 std::vector<uint8_t> encoded_both_ways(const Block& b, uint64_t seed) {
-    EncodedByAny made[2];
+    EncodedBlock made[2];
     for (bool use : {false, true}) {
         use_vectors(use);
-        made[use] = encode_with_history({}, b.old.data(), b.now.data(), b.kind, b.runs, false);
+        made[use] = encode_block({}, b.old.data(), b.now.data(), b.kind, b.runs, false);
     }
     if (made[0].codec != made[1].codec) fail("vectors choose another codec", seed);
-    const Encoded &plain = made[0].encoded, &by_vectors = made[1].encoded;
+    const EncodedBlock &plain = made[0], &by_vectors = made[1];
     if (plain.payload != by_vectors.payload || plain.changed != by_vectors.changed) {
         fail("vectors make other bytes", seed);
     }
-    return made[0].codec == BlockCodec::groups ? plain.payload : std::vector<uint8_t>();
+    return made[0].codec == BlockCodec::sparse ? plain.payload : std::vector<uint8_t>();
 }
 
 }  // namespace

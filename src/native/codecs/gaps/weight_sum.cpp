@@ -1,4 +1,4 @@
-#include "codecs/context/weight_sum.h"
+#include "codecs/gaps/weight_sum.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 says so of its own header

@@ -1,6 +1,6 @@
 // Fuzzes the rans codec under the address and undefined-behaviour sanitizers (make fuzz).
 //
-//   fuzz_rans SECONDS [SEED]
+//   fuzz_table SECONDS [SEED]
 //
 // Each round makes a random block (dtype, density, kind of change) in memory of exactly its length, checks that it comes
 // back whole with and without vectors and that both make the same bytes, and then feeds the decoder damaged, truncated,

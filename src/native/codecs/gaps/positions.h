@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "codecs/context/gap_model.h"
-#include "codecs/context/weight_sum.h"
+#include "codecs/gaps/gap_model.h"
+#include "codecs/gaps/weight_sum.h"
 #include "common/types.h"
 #include "entropy/payload.h"
 

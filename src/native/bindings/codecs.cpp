@@ -1,0 +1,174 @@
+// Python bindings of the codecs of blocks, and of what a history keeps.
+#include "bindings/binding.h"
+#include "codecs/block.h"
+#include "codecs/gaps/weight_sum.h"
+#include "codecs/table/table.h"
+#include "common/scan.h"
+#include "entropy/rans_states.h"
+
+using namespace binding;
+
+namespace {
+
+using KindTuple = std::tuple<int, int, uint32_t, bool>;
+using RunTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
+using StretchTuple = std::tuple<Bytes, uint32_t>;
+constexpr uint64_t kMostElements = uint64_t(1) << 24;
+constexpr uint32_t kMostSpan = 1 << 20;
+
+pulse::ElementKind checked_kind(const KindTuple& of) {
+    const auto& [width, shift, mask, floating] = of;
+    if ((width != 1 && width != 2 && width != 4) || shift < 0 || shift > 31 || mask > 255) {
+        throw nb::value_error("width, shift or mask is out of range");
+    }
+    return {width, shift, mask, floating};
+}
+
+std::vector<pulse::Stretch> checked_stretches(const std::vector<StretchTuple>& stretches) {
+    if (stretches.size() > pulse::kMostStretches) throw nb::value_error("too many stretches");
+    std::vector<pulse::Stretch> result;
+    for (const auto& [records, span] : stretches) {
+        if (span == 0 || span > kMostSpan) throw nb::value_error("a span is out of range");
+        if (records.size() % pulse::kRecordBytes) throw nb::value_error("records have four bytes each");
+        result.push_back({records.data(), records.size(), span});
+    }
+    return result;
+}
+
+// What both sides know of a block.
+struct Known {
+    pulse::ElementKind kind;
+    std::vector<pulse::Stretch> history;
+    std::vector<pulse::Run> runs;  // they cover its elements
+
+    Known(const std::vector<StretchTuple>& stretches, const KindTuple& of, const std::vector<RunTuple>& all,
+          const Bytes& old)
+        : kind(checked_kind(of)), history(checked_stretches(stretches)) {
+        check_elements(old, kind.width, "old");
+        uint64_t total = 0;
+        for (const auto& [count, row, phase] : all) {
+            if (count > kMostElements || row == 0 || row > (uint64_t(1) << 48) || phase >= row) {
+                throw nb::value_error("a run is out of range");
+            }
+            total += count;
+            runs.push_back({count, row, phase});
+        }
+        if (total > kMostElements || total != old.size() / size_t(kind.width)) {
+            throw nb::value_error("the runs do not cover the array");
+        }
+    }
+};
+
+template <class Decoded>
+nb::tuple decoded_tuple(Decoded&& decoded) {
+    return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)),
+                          to_numpy(std::move(decoded.before)));
+}
+
+}  // namespace
+
+void bind_codecs(nb::module_& m) {
+    m.def(
+        "encode_block",
+        [](const std::vector<StretchTuple>& history, Bytes old, Bytes now, const KindTuple& kind,
+           const std::vector<RunTuple>& runs, bool prove, int only) {
+            const Known known(history, kind, runs, old);
+            if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
+            check_elements(now, known.kind.width, "new");
+            pulse::EncodedBlock made;
+            {
+                nb::gil_scoped_release release;
+                made = pulse::encode_block(known.history, old.data(), now.data(), known.kind, known.runs, prove,
+                                           pulse::BlockCodec(only));
+            }
+            nb::object found = nb::none(), decoded = nb::none();
+            if (made.codec != pulse::BlockCodec::table) {
+                found = nb::make_tuple(to_numpy(std::move(made.positions)), to_numpy(std::move(made.values)));
+            }
+            if (prove && made.codec == pulse::BlockCodec::history) decoded = decoded_tuple(std::move(made.decoded));
+            return nb::make_tuple(int(made.codec), nb::bytes(made.payload.data(), made.payload.size()), made.changed,
+                                  found, decoded);
+        },
+        "history"_a, array("old"), array("new"), "kind"_a, "runs"_a, "prove"_a = false, "only"_a = 0,
+        "(id of the codec, payload, number of changes, (uint32 positions, uint8 bytes of the new elements) as they were "
+        "found or None, what decode_block would return or None) of one block.");
+
+    m.def(
+        "decode_block",
+        [](int codec, const std::vector<StretchTuple>& history, Bytes payload, Bytes old, const KindTuple& kind,
+           const std::vector<RunTuple>& runs) {
+            const Known known(history, kind, runs, old);
+            if (pulse::BlockCodec(codec) == pulse::BlockCodec::table) {
+                pulse::DecodedSteps decoded;
+                {
+                    nb::gil_scoped_release release;
+                    decoded = pulse::decode_steps(payload.data(), payload.size(), old.data(),
+                                                  old.size() / size_t(known.kind.width), known.kind);
+                }
+                return decoded_tuple(std::move(decoded));
+            }
+            pulse::Decoded decoded;
+            {
+                nb::gil_scoped_release release;
+                decoded = pulse::decode_block(pulse::BlockCodec(codec), known.history, payload.data(), payload.size(),
+                                              old.data(), known.kind, known.runs);
+            }
+            return decoded_tuple(std::move(decoded));
+        },
+        "codec"_a, "history"_a, array("payload"), array("old"), "kind"_a, "runs"_a,
+        "(uint32 positions, uint8 bytes of the new elements, of the old ones) of one block; raises Malformed.");
+
+    m.def(
+        "history_records",
+        [](Positions positions, Bytes old, Bytes now, const KindTuple& of) {
+            const pulse::ElementKind kind = checked_kind(of);
+            check_elements(positions, "positions");
+            check_elements(old, kind.width, "old");
+            check_elements(now, kind.width, "new");
+            if (old.size() != now.size() || old.size() != positions.size() * size_t(kind.width)) {
+                throw nb::value_error("old, new and positions differ in length");
+            }
+            for (size_t i = 1; i < positions.size(); i++) {
+                if (positions.data()[i] <= positions.data()[i - 1]) throw nb::value_error("positions do not ascend");
+            }
+            std::vector<uint8_t> records;
+            {
+                nb::gil_scoped_release release;
+                records = pulse::records_of(positions.data(), positions.size(), old.data(), now.data(), kind);
+            }
+            return to_numpy(std::move(records));
+        },
+        array("positions"), array("old"), array("new"), "kind"_a,
+        "What changed in one version, as a stretch keeps it: four bytes for each change.");
+
+    m.def(
+        "history_merged",
+        [](const std::vector<StretchTuple>& stretches, uint64_t elements) {
+            const auto checked = checked_stretches(stretches);
+            if (elements > kMostElements) throw nb::value_error("too many elements");
+            std::vector<uint8_t> records;
+            {
+                nb::gil_scoped_release release;
+                records = pulse::merged_records(checked, elements);
+            }
+            return to_numpy(std::move(records));
+        },
+        "stretches"_a, "elements"_a, "The records of one stretch in place of several (records, span), oldest first.");
+
+    m.def(
+        "use_vectors",
+        [](bool use) {
+            pulse::scan_vectors = use && pulse::has_scan_vectors();
+            pulse::weight_vectors = use && pulse::has_weight_vectors();
+            return nb::make_tuple(pulse::has_scan_vectors(), pulse::has_weight_vectors());
+        },
+        "use"_a, "For tests: whether comparing and weighing use AVX-512; whether this processor can.");
+
+    m.def(
+        "use_rans_vectors",
+        [](bool use) {
+            pulse::rans_vectors = use && pulse::has_rans_vectors();
+            return pulse::has_rans_vectors();
+        },
+        "use"_a, "For tests: whether coders with 64 states use AVX-512; whether this processor can.");
+}

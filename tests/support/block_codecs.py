@@ -1,0 +1,51 @@
+"""The codecs of blocks one by one, which the library chooses between by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pulse_rl import codec
+from pulse_rl.codec import Changes, Layout, planes
+from pulse_rl.state.tensors import DType, UIntArray
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    name: str
+    id: int
+
+    def supports(self, dtype: DType) -> bool:
+        return dtype.width <= 4 or self.id in (codec.RAW, codec.PAPER)
+
+    def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
+        """(payload, number of changes), whether or not another codec is smaller. ``HISTORY`` asserts that it helps."""
+        if self.id == codec.RAW:
+            return planes.encode_raw(new), int((old != new).sum())
+        if self.id == codec.PAPER:
+            return planes.encode_paper(old, new)
+        made = codec.encode_block(old, new, layout, only=self.id)
+        assert made.codec_id in (self.id, codec.SAME)
+        return made.payload, made.changed
+
+    def decode(self, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
+        return codec.decode_block(self.id, payload, old, layout)
+
+
+RAW, ZSTD, SPARSE, TABLE, HISTORY, GAPS = ALL = tuple(
+    BlockCodec(name, codec_id)
+    for name, codec_id in (
+        ("raw", codec.RAW),
+        ("zstd", codec.PAPER),
+        ("sparse", codec.SPARSE),
+        ("table", codec.TABLE),
+        ("history", codec.HISTORY),
+        ("gaps", codec.GAPS),
+    )
+)
+BY_NAME = {chosen.name: chosen for chosen in ALL}
+
+
+def history_encode(old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int] | None:
+    """None where the past does not help."""
+    made = codec.encode_block(old, new, layout, only=codec.HISTORY)
+    return (made.payload, made.changed) if made.codec_id == codec.HISTORY else None
