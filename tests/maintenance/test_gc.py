@@ -24,18 +24,6 @@ def stream_with_anchors(store: Store, versions: int = 30) -> tuple[Publisher, Ti
     return publisher, trainer, roots
 
 
-@pytest.mark.parametrize("keep", [1, 2, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 29, 30, 100))])
-def test_every_kept_version_is_still_restored(keep: int) -> None:
-    store = MemoryStore()
-    _, _, roots = stream_with_anchors(store)
-    gc_stream(store, "s", keep=keep, grace_seconds=0)
-    for version in range(max(0, 30 - keep), 30):
-        subscriber = Subscriber(store, stream="s", threads=1)
-        subscriber.sync(target=version)
-        assert subscriber.root == roots[version]
-    assert all(report.ok for report in verify_stream(store, "s"))
-
-
 def test_what_goes_is_what_nothing_names() -> None:
     store = MemoryStore()
     stream_with_anchors(store)

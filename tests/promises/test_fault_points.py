@@ -132,6 +132,26 @@ def test_of_two_that_claim_a_stream_at_once_one_goes_on() -> None:
     assert all(not report.problems for report in verify_stream(store, STREAM, threads=1))
 
 
+def test_one_that_was_superseded_commits_nothing_before_its_successor_does() -> None:
+    """The claim alone stops it: the successor has built on the head that it found."""
+    store, trainer, older = stream()
+    newer, refused = Publisher(store, stream=STREAM, threads=1), []
+
+    def late() -> None:
+        if not refused:
+            refused.append(True)
+            with pytest.raises(PublisherConflict):
+                older.publish(trainer.state)
+
+    successor = Trainer(2, elements=600)
+    with armed("commit.before", late):
+        publish(newer, successor)
+    assert refused
+    worker = Worker(store)
+    worker.sync()
+    assert (worker.subscriber.version, worker.root) == (2, successor.root)
+
+
 def test_a_fold_that_is_not_listed_leads_nowhere() -> None:
     store, trainer, publisher = stream(folds=(2,))
     publisher.wait()

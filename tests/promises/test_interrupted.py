@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, Store, state_root, verify_stream
-from pulse_rl.errors import PublisherConflict, PulseError, StoreUnavailable
+from pulse_rl.errors import AlreadyExists, PublisherConflict, PulseError, StoreUnavailable
 
 from .oracle import STREAM, Flaky, Trainer, Worker, held, publish, root_of
 
@@ -149,3 +149,17 @@ def test_errors_are_of_the_library_and_say_whether_to_try_again() -> None:
     assert StoreUnavailable("x").retryable
     assert not PublisherConflict("x").retryable
     assert issubclass(StoreUnavailable, PulseError)
+
+
+def test_a_client_that_repeats_a_create_meets_its_own_object() -> None:
+    """After a lost reply it reports that the object exists, which is its own."""
+
+    class Repeats(MemoryStore):
+        def put_new(self, name: str, data: bytes) -> None:
+            super().put_new(name, data)
+            raise AlreadyExists(f"{name} already exists")
+
+    store, trainer = Repeats(), Trainer(elements=600)
+    with Publisher(store, stream=STREAM, threads=1) as publisher:
+        roots = publish(publisher, trainer, 3)
+    assert whole(store) == roots

@@ -14,7 +14,12 @@ from pulse_rl.integrations.torch import apply_
 
 from .oracle import STREAM, Trainer, Worker, held, publish, root_of
 
-WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4}
+WIDTHS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
 UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -60,7 +65,7 @@ def test_a_worker_that_was_away_has_each_change_once(store: Store) -> None:
 def test_bits_survive_whatever_they_mean(store: Store) -> None:
     rng, worker = np.random.default_rng(3), Worker(store)
     state = {"empty": Bits(np.zeros((3, 0), np.uint16), "BF16")}
-    for dtype, width in (WIDTHS | {"I64": 8, "U64": 8, "F64": 8}).items():
+    for dtype, width in WIDTHS.items():
         state[dtype] = Bits(rng.integers(0, 1 << 8 * width - 1, (7, 11), dtype=np.uint64).astype(UINTS[width]), dtype)
     special = np.array([0x0000, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF] * 30, np.uint16)
     with Publisher(store, stream=STREAM) as publisher:

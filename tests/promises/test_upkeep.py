@@ -91,15 +91,15 @@ def test_a_relays_copy_is_the_stream(store: Store) -> None:
     assert [report.root for report in verify_stream(near, STREAM)] == roots
 
 
-@pytest.mark.parametrize("side", ["source", "target"])
-def test_a_relay_may_fail_at_every_call_to_a_store(side: str) -> None:
+@pytest.mark.parametrize(("side", "after"), [("source", False), ("target", False), ("target", True)])
+def test_a_relay_may_fail_at_every_call_to_a_store(side: str, after: bool) -> None:
     trainer, source, target = Trainer(elements=600), Flaky(MemoryStore()), Flaky(MemoryStore())
     failing = source if side == "source" else target
     with Publisher(source.inner, stream=STREAM, anchor_ratio=0.1, threads=1) as publisher:
         at, roots = 0, []
         while True:
             roots += publish(publisher, trainer, 2)
-            failing.arm(at)
+            failing.arm(at, after=after)
             relay = Relay(source, target, stream=STREAM, threads=1)
             try:
                 relay.sync()

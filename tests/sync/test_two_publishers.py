@@ -10,25 +10,8 @@ import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, State, gc_stream, verify_stream
 from pulse_rl.errors import PublisherConflict, StoreUnavailable
-from tests.support.states import Rng, history, mutated, roots
+from tests.support.states import Rng, history, roots
 from tests.support.stores import FaultyStore, names
-
-
-def test_the_second_of_two_publishers_is_told(rng: Rng) -> None:
-    states = history(rng, 4)
-    other = mutated(rng, states[0])
-    store = MemoryStore()
-    one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
-    one.publish(states[0])
-    two.publish(states[1])
-    with pytest.raises(PublisherConflict, match="'policy'"):
-        one.publish(other)
-    with pytest.raises(PublisherConflict) as caught:
-        one.publish(states[2])
-    assert "new Publisher" in caught.value.hint
-    two.publish(states[2])
-    assert Publisher(store, stream="policy").publish(states[3]).version == 3
-    assert [r.root for r in verify_stream(store, "policy")] == roots(states)
 
 
 def test_equal_states_of_two_publishers_are_a_conflict_too(rng: Rng) -> None:
