@@ -33,7 +33,7 @@ def small(steps: str, density: float = 0.3, seed: int = 1) -> tuple[UIntArray, o
     """New elements, and a head that allows any."""
     new = changed(np.random.default_rng(seed), OLD, density, steps)
     new[3] = OLD[3] ^ 1
-    head = oracle.Head(0, [30] * 256, [20] * 256, [(22, 24)] * 286, [24, 26, 28, 28], [2, -3])
+    head = oracle.Head(0, [30] * 256, [20] * 256, [(22, 24)] * 286, [24, 26, 28, *[28] * 9], [2, -3])
     return new, head
 
 
@@ -156,7 +156,7 @@ def test_heads_that_cannot_be() -> None:
         refused(payload[:4] + huge + parts.head, OLD, SMALL, "inside its head")
         behind = payload[: 4 + len(varint(len(parts.head))) + len(parts.head)]
         refused(behind + huge + payload[len(behind) + 1 :], OLD, SMALL, "inside its plain bits")
-    never = oracle.Head(0, [None] * 256, [], [], [24] * 4, [0, 0])
+    never = oracle.Head(0, [None] * 256, [], [], [24] * 12, [0, 0])
     refused(joined(parts._replace(head=oracle.head_bytes(never, SMALL_RUNS))), OLD, SMALL, "fewer changes")
 
 

@@ -19,6 +19,7 @@ from tests.support.rans_oracle import LOW, SCALE, STATES
 GROUP, BATCH, TILE = 8, 512, 1 << 18
 RARITIES, LEVELS, EVEN, SHIFTS, HAZARDS = 88, 49, 24, 12, 63
 Q = [16384, 13777, 11585, 9742]
+MAJORITIES = 12
 IN_STATES = 2 * STATES
 
 
@@ -99,8 +100,10 @@ def code_head(side: Writer | Reader, head: Head | None, first: int, classes: int
         read.lengths.append((level, before))
 
     against, shift = Near(), Near()
-    for t in range(4):
-        read.against.append(against.code(side, head.against[t] if head else 0, EVEN, 0, LEVELS - 1))
+    before = EVEN
+    for t in range(MAJORITIES):
+        before = against.code(side, head.against[t] if head else 0, before, 0, LEVELS - 1)
+        read.against.append(before)
     for i in range(len(shifted(runs))):
         read.shifts.append(shift.code(side, head.shifts[i] if head else 0, 0, -SHIFTS, SHIFTS))
     return read
@@ -168,6 +171,7 @@ class Chances:
         ascending = iter(head.longer)
         self.longer = [LEVELS if r is None else next(ascending) for r in head.rarities]
         self.least = min((r for r in head.rarities if r is not None), default=0)
+        self.excess = np.float32(math.ldexp(Q[self.least % 4], -27 - self.least // 4))
         of_class = [0] * (kind.mask + 1)
         for c, r in enumerate(head.rarities, head.first):
             if r is not None:
@@ -204,7 +208,8 @@ class Chances:
             return self.hazard(w, 0)
         if w in (0, rest):
             return SCALE if w else 0
-        return min(max(int(SCALE * (np.float32(w) / np.float32(rest))), 1), SCALE - 1)
+        more = min(np.float32(rest - w) * self.excess, np.float32(2))
+        return min(max(int(SCALE * (np.float32(w) / np.float32(rest) * (1 + more))), 1), SCALE - 1)
 
     def size_above_one(self, at: int) -> int:
         return C[self.longer[self.cls(at) - self.head.first]]
@@ -260,7 +265,9 @@ def code_changes(
             tally = tally if ends[at] == row else 0
             row = ends[at]
             against = side.bit(
-                i % STATES, C[chances.head.against[min(abs(tally), 3)]], int((wanted.get(at, 1) < 0) != (tally < 0))
+                i % STATES,
+                C[chances.head.against[min(abs(tally), MAJORITIES - 1)]],
+                int((wanted.get(at, 1) < 0) != (tally < 0)),
             )
             found[at].down = bool(against) != (tally < 0)
             tally += -1 if found[at].down else 1

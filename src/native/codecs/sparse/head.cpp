@@ -38,7 +38,11 @@ void code_head(Side& side, GroupHead& head) {
         expected = std::min(more + 2, kNoChance);
         expected_second = set;
     }
-    for (uint8_t& level : head.against) level = uint8_t(code_within(side, against, level, kEven, 0, kNoChance - 1));
+    expected = kEven;
+    for (uint8_t& level : head.against) {
+        level = uint8_t(code_within(side, against, level, expected, 0, kNoChance - 1));
+        expected = level;
+    }
     for (int8_t& shift : head.shifts) shift = int8_t(code_within(side, shifts, shift, 0, -kMostShift, kMostShift));
 }
 

@@ -13,8 +13,8 @@
 
 namespace pulse {
 
-constexpr int kMostShift = 12;  // of a run, in quarters of octaves
-constexpr int kMajorities = 4;  // 0, 1, 2, 3 or more steps of a row more in one direction than in the other
+constexpr int kMostShift = 12;   // of a run, in quarters of octaves
+constexpr int kMajorities = 12;  // 0, 1, … 11 or more steps of a row more in one direction than in the other
 
 struct GroupHead {
     int first = 0, count = 0;                // the classes that are listed

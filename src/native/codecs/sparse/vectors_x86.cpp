@@ -213,7 +213,8 @@ PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls, const
 
 PULSE_RANS void of_open(const OpenGroups& open, size_t k, const GroupWeights& weights, uint16_t* out) {
     const Frequencies of = Frequencies::from(weights, 0);
-    const __m512 scale = _mm512_set1_ps(float(kRansScale));
+    const __m512 scale = _mm512_set1_ps(float(kRansScale)), unit = _mm512_set1_ps(1);
+    const __m512 excess = _mm512_set1_ps(weights.excess()), most_excess = _mm512_set1_ps(kMostExcess);
     const __m512i one = _mm512_set1_epi32(1), most = _mm512_set1_epi32(int(kRansScale - 1));
     for (size_t half = 0; half < kRansStates; half += 32) {
         __m512i weight[2];
@@ -225,7 +226,10 @@ PULSE_RANS void of_open(const OpenGroups& open, size_t k, const GroupWeights& we
             const __m512i rest = _mm512_load_si512(open.rest + at);
             const __mmask16 some = _mm512_test_epi32_mask(weight[q], weight[q]);
             const __m512 ratio = _mm512_maskz_div_ps(some, _mm512_cvtepi32_ps(weight[q]), _mm512_cvtepi32_ps(rest));
-            __m512i f = _mm512_cvttps_epi32(_mm512_mul_ps(ratio, scale));
+            const __m512 behind = _mm512_cvtepi32_ps(_mm512_sub_epi32(rest, weight[q]));
+            const __m512 more = _mm512_min_ps(_mm512_mul_ps(behind, excess), most_excess);
+            const __m512 likely = _mm512_mul_ps(ratio, _mm512_add_ps(unit, more));
+            __m512i f = _mm512_cvttps_epi32(_mm512_mul_ps(likely, scale));
             f = _mm512_min_epi32(_mm512_max_epi32(f, one), most);
             f = _mm512_mask_mov_epi32(f, _mm512_cmpeq_epi32_mask(weight[q], rest), _mm512_set1_epi32(int(kCertain)));
             share[q] = _mm512_cvtepi32_epi16(_mm512_maskz_mov_epi32(some, f));

@@ -47,7 +47,8 @@ void OpenGroups::frequencies(size_t k, const GroupWeights& of, uint16_t* out) co
         } else if (weight == rest[g]) {
             out[g] = kCertain;
         } else {
-            const float share = float(weight) / float(rest[g]);
+            const float more = std::min(float(rest[g] - weight) * of.excess(), kMostExcess);
+            const float share = float(weight) / float(rest[g]) * (1 + more);
             out[g] = uint16_t(std::clamp(int(share * float(kRansScale)), 1, int(kRansScale) - 1));
         }
     }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -32,6 +33,9 @@ inline int quarter_octaves(uint64_t x) {
 constexpr int kMostRarity = 88;  // in quarters of octaves: a rarity of r stands for 2^(2 - r / 4) nats
 constexpr uint8_t kNever = 255;  // the rarity of a class in which nothing changes
 
+constexpr int kQuarters[4] = {16384, 13777, 11585, 9742};  // 2^14, 2^13.75, …
+constexpr float kMostExcess = 2;                           // more of a chance than this is never added
+
 struct GroupWeights {
     std::array<uint16_t, kClasses> of{};
     int least;  // the least rarity: 2^14 stands for it
@@ -41,7 +45,6 @@ struct GroupWeights {
     alignas(64) uint16_t table[kClasses] = {};
 
     explicit GroupWeights(const std::array<uint8_t, kClasses>& rarities) : least(kMostRarity) {
-        constexpr int kQuarters[4] = {16384, 13777, 11585, 9742};
         int last = 0;
         for (uint8_t rarity : rarities) least = rarity == kNever ? least : std::min(least, int(rarity));
         for (int c = kClasses - 1; c >= 0; c--) {
@@ -56,6 +59,8 @@ struct GroupWeights {
         for (int c = first; c <= last; c++) table[c - first] = of[size_t(c)];
     }
 
+    // What a unit of the weight behind an element adds to the chance that the element is the first one to change.
+    float excess() const { return std::ldexp(float(kQuarters[least % 4]), -27 - least / 4); }
     // What is added to the quarters of octaves of a weight, to look its frequency up.
     int base() const { return 4 - least; }
     // The frequency of what has a weight; `shift`: how much more than that, in quarters of octaves.
