@@ -14,12 +14,11 @@ from pulse_rl._native._testing import use_rans_vectors
 from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES
-from tests.codec.test_groups import AnyChanges, AnyHead
-from tests.support import groups_oracle
+from tests.codec.test_sparse import AnyChanges, AnyHead
 from tests.support import history_oracle as oracle
+from tests.support import sparse_oracle
 from tests.support.block_codecs import GAPS, HISTORY, history_encode
-from tests.support.context_oracle import Kind, row_ends
-from tests.support.groups_payload import Parts, joined
+from tests.support.gaps_oracle import Kind, row_ends
 from tests.support.history_blocks import (
     NAMES,
     SPANS,
@@ -33,6 +32,7 @@ from tests.support.history_blocks import (
     random_block,
     refused,
 )
+from tests.support.sparse_payload import Parts, joined
 
 
 @pytest.fixture(autouse=True)
@@ -159,24 +159,24 @@ def test_any_head_and_any_changes_are_understood(name: str, seed: int, in_head: 
     recall = oracle.Recall(old, kind, block.past, chosen, {})
     mine, theirs = AnyHead(rng, in_head), AnyHead(rng, in_head)
     oracle.code_head(mine, chosen, recall.there, recall.large)
-    head = groups_oracle.code_head(theirs, None, min(classes), max(classes) - min(classes) + 1, runs)
+    head = sparse_oracle.code_head(theirs, None, min(classes), max(classes) - min(classes) + 1, runs)
     side = AnyChanges(rng, in_code)
     recall.code(side)
-    found = groups_oracle.code_changes(
-        side, groups_oracle.Chances(head, old, kind, runs, recall.marked), list(row_ends(runs)), {}
+    found = sparse_oracle.code_changes(
+        side, sparse_oracle.Chances(head, old, kind, runs, recall.marked), list(row_ends(runs)), {}
     )
     sizes = {at: step.size | int(rng.integers(0, 1 << step.plain)) for at, step in found.items()}
     front = [(int(rng.integers(0, 1 << said.plain)), said.plain) for said in recall.said.values()]
-    plain = groups_oracle.plain_bytes(sizes, found, front)
+    plain = sparse_oracle.plain_bytes(sizes, found, front)
     try:
         recall.take_plain(int.from_bytes(plain, "little"))
         right = bool(recall.found)
     except AssertionError:
         right = False
-    states = groups_oracle.states_of(plain)
+    states = sparse_oracle.states_of(plain)
     words = side.finish(states)
     parts = Parts(
-        len(found), min(classes), len(head.rarities), theirs.finish(), plain[groups_oracle.IN_STATES :], states, words
+        len(found), min(classes), len(head.rarities), theirs.finish(), plain[sparse_oracle.IN_STATES :], states, words
     )
     top = bytes([chosen.used | 128, chosen.first, chosen.count - 1])
     payload = top + oracle.varint(len(mine.finish())) + mine.finish() + joined(parts)

@@ -16,7 +16,7 @@ from pulse_rl.loco.gate import ROUNDINGS
 from pulse_rl.loco.wire import Wire
 from tests.support import entries_oracle as oracle
 from tests.support.entry_blocks import BF16, WIRES, Block, both_wires
-from tests.support.rans_oracle import varint
+from tests.support.table_oracle import varint
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from pulse_rl.patch.parts import parse_part_header
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.state.digest import StateDigest, state_digest
 from tests.support import history_oracle as oracle
-from tests.support.context_oracle import Kind
+from tests.support.gaps_oracle import Kind
 from tests.support.parts import part, slices_of
 from tests.support.states import Rng, Tensors, bits, snapshot, weights
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from tests.support.context_oracle import Bit, weights
-from tests.support.context_oracle import Reader as RangeReader
-from tests.support.context_oracle import Writer as RangeWriter
-from tests.support.rans_oracle import LOW, SCALE, STATES, varint
+from tests.support.gaps_oracle import Bit, weights
+from tests.support.gaps_oracle import Reader as RangeReader
+from tests.support.gaps_oracle import Writer as RangeWriter
+from tests.support.table_oracle import LOW, SCALE, STATES, varint
 
 SIGN, MAGNITUDE, TOO_LARGE = 1 << 31, (1 << 31) - 1, (127 + 64) << 23
 # fmt: off

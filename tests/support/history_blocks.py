@@ -13,9 +13,9 @@ from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray
 from tests.support import history_oracle as oracle
 from tests.support.block_codecs import HISTORY, history_encode
-from tests.support.context_oracle import Kind
-from tests.support.group_blocks import weights
+from tests.support.gaps_oracle import Kind
 from tests.support.history_oracle import Steps
+from tests.support.sparse_blocks import weights
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
 SPANS = [(1,), (1, 1, 1), (2,), (16, 4, 1, 1), (1, 3, 1), (64, 64, 1, 1, 1, 1, 1, 1, 1, 1, 1), (1,) * 12, (5, 1, 1, 7)]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tests.support import context_oracle, groups_oracle
-from tests.support.context_oracle import ABSENT, Bit, Kind, Reader, Writer, code_rest
-from tests.support.groups_oracle import Near
+from tests.support import gaps_oracle, sparse_oracle
+from tests.support.gaps_oracle import ABSENT, Bit, Kind, Reader, Writer, code_rest
+from tests.support.sparse_oracle import Near
 
 Steps = dict[int, int]
 Past = Sequence[tuple[Steps, int]]
@@ -40,13 +40,13 @@ class Known(NamedTuple):
     """What the stretches say of an element."""
 
     age: int
-    vigour: int
+    activity: int
     turned: bool
     last: int
 
     @property
     def group(self) -> int:
-        return 1 + (7 * self.age + self.vigour) * 2 + self.turned
+        return 1 + (7 * self.age + self.activity) * 2 + self.turned
 
 
 def what_is_known(past: Past) -> dict[int, Known]:
@@ -57,18 +57,18 @@ def what_is_known(past: Past) -> dict[int, Known]:
         for p, d in steps.items():
             size, sign = abs(d), -1 if d < 0 else 1
             if n > 1:
-                vigour = next((v for v in range(4) if size < 2 << v), 4)
-                known[p] = Known(7, vigour, False, sign * max(1, (2 * size + n) // (2 * n)))
+                activity = next((v for v in range(4) if size < 2 << v), 4)
+                known[p] = Known(7, activity, False, sign * max(1, (2 * size + n) // (2 * n)))
                 continue
             before = known.get(p)
-            vigour, turned = 0, False
+            activity, turned = 0, False
             if before:
                 turned = (d < 0) != (before.last < 0)
                 rested = (longer if before.age == 7 else before.age + 1) - (later + 1)
-                vigour = min(max(before.vigour + (rested <= 2) - (rested > 4), 0), 6)
+                activity = min(max(before.activity + (rested <= 2) - (rested > 4), 0), 6)
             if size > 1:
-                vigour = max(vigour, 5)
-            known[p] = Known(min(later + 1, 7) - 1, vigour, turned, d)
+                activity = max(activity, 5)
+            known[p] = Known(min(later + 1, 7) - 1, activity, turned, d)
         if n > 1:
             longer = later + n // 2
     return known
@@ -88,7 +88,7 @@ class Choices:
     cells: dict[tuple[int, int], int] = field(default_factory=dict)
     boost: int = 0
     levels: list[int] = field(default_factory=lambda: [ABSENT] * 256)
-    others: groups_oracle.Head | None = None
+    others: sparse_oracle.Head | None = None
     steps: dict[tuple[str, int], int] = field(default_factory=dict)
     sizes: int = 0
     distances: int = 0
@@ -182,7 +182,7 @@ class Recall:
         known = self.known[p]
         if known.group not in self.chosen.groups:
             return 0
-        return groups_oracle.C[self.chosen.cells.get((known.group, self.place(p)), 49)]
+        return sparse_oracle.C[self.chosen.cells.get((known.group, self.place(p)), 49)]
 
     def turned_of(self, p: int) -> tuple[str, int]:
         return "turned", self.cls(p) + (256 if self.known[p].age else 0)
@@ -247,9 +247,9 @@ class Recall:
                 plain = code_rest(side, self.plain_of(p, expected) if p in self.wanted else 0, 0, said.plain)
             self.finish(p, turned, unlikely, plain)
 
-    def code(self, side: groups_oracle.StateWriter | groups_oracle.StateReader) -> None:
+    def code(self, side: sparse_oracle.StateWriter | sparse_oracle.StateReader) -> None:
         def level(name: str, of: int) -> int:
-            return groups_oracle.C[self.chosen.steps.get((name, of), 49)]
+            return sparse_oracle.C[self.chosen.steps.get((name, of), 49)]
 
         changing = [p for i, p in enumerate(self.known) if side.bit(i % 64, self.chance(p), int(p in self.wanted))]
         turned = {p: side.bit(i % 64, level(*self.turned_of(p)), self.is_turned(p)) for i, p in enumerate(changing)}
@@ -317,14 +317,14 @@ def encode(
     recall = Recall(old, kind, past, chosen, steps_between(old, new, kind))
     if chosen.others is None:
         front = bytes([chosen.used, chosen.first, chosen.count - 1])
-        return front + context_oracle.encode(
+        return front + gaps_oracle.encode(
             old, new, kind, runs, chosen.boost, chosen.levels, recall.marked, recall.code_adaptive
         )
     side = Writer()
     code_head(side, chosen, recall.there, recall.large)
     head = side.finish()
     front = bytes([chosen.used | 128, chosen.first, chosen.count - 1]) + varint(len(head)) + head
-    return front + groups_oracle.encode(old, new, kind, runs, chosen.others, recall)
+    return front + sparse_oracle.encode(old, new, kind, runs, chosen.others, recall)
 
 
 def decode(
@@ -335,15 +335,15 @@ def decode(
     recall = Recall(old, kind, past, chosen, {})
     if data[0] < 128:
         levels: list[object] = []
-        new = context_oracle.decode(data[3:], old, kind, runs, recall.marked, recall.code_adaptive, levels)
+        new = gaps_oracle.decode(data[3:], old, kind, runs, recall.marked, recall.code_adaptive, levels)
         chosen.boost, chosen.levels = levels  # type: ignore[assignment]
     else:
         end = next(k for k, byte in enumerate(data[3:], 3) if byte < 128) + 1
         size = sum((byte & 127) << 7 * k for k, byte in enumerate(data[3:end]))
         code_head(Reader(data[end : end + size]), chosen, recall.there, recall.large)
         rest = data[end + size :]
-        chosen.others = groups_oracle.read_head(rest, runs)
-        new = groups_oracle.decode(rest, old, kind, runs, recall)
+        chosen.others = sparse_oracle.read_head(rest, runs)
+        new = sparse_oracle.decode(rest, old, kind, runs, recall)
     assert recall.found
     for p, step in recall.found.items():
         new[p] = kind.unordered((kind.ordered(old[p]) + step) % (1 << 8 * kind.width))

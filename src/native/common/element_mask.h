@@ -11,19 +11,19 @@
 namespace pulse {
 
 // Nothing, or a bit for each element from the lowest one of the first word on.
-using MarkWords = const uint64_t*;
+using MaskWords = const uint64_t*;
 
 // Bits that are set and then counted, from the first element on.
-class Marks {
+class ElementMask {
 public:
     static constexpr size_t kBehind = 8;  // words that may be read behind the last element's
 
-    Marks() = default;
-    explicit Marks(uint64_t elements)
+    ElementMask() = default;
+    explicit ElementMask(uint64_t elements)
         : words_(new uint64_t[size_t(elements / 64) + 1 + kBehind]()),
           before_(new uint32_t[size_t(elements / 64) + 1]) {}
 
-    MarkWords words() const { return words_.get(); }
+    MaskWords words() const { return words_.get(); }
     PULSE_INLINE bool has(size_t element) const { return words_[element / 64] >> (element % 64) & 1; }
     PULSE_INLINE void add(size_t element, bool is) { words_[element / 64] |= uint64_t(is) << (element % 64); }
     void remove(size_t element) { words_[element / 64] &= ~(uint64_t(1) << (element % 64)); }
@@ -54,13 +54,13 @@ private:
 };
 
 // The marks of the 64 elements from `i` on.
-inline uint64_t marks_from(MarkWords words, size_t i) {
+inline uint64_t marks_from(MaskWords words, size_t i) {
     const size_t word = i / 64, bit = i % 64;
     return bit ? words[word] >> bit | words[word + 1] << (64 - bit) : words[word];
 }
 
 // Of the eight elements of a group.
-inline uint32_t marks_of_eight(MarkWords words, size_t group) {
+inline uint32_t marks_of_eight(MaskWords words, size_t group) {
     return uint32_t(words[group / 8] >> (8 * (group % 8)) & 255);
 }
 

@@ -1,5 +1,5 @@
 // A binary range coder with 64-bit state: adaptive bits, intervals of a 2^40 scale, and plain bits.
-// docs/format.md, section 3.6.1, specifies every operation; tests/support/context_oracle.py is the same in plain Python.
+// docs/format.md, section 3.6.1, specifies every operation; tests/support/gaps_oracle.py is the same in plain Python.
 #pragma once
 
 #include <array>

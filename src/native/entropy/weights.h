@@ -98,7 +98,7 @@ inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uin
 
 // The same without the elements that are marked; `first` is the number of `p` in its block.
 template <class U>
-inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const uint32_t* weights, MarkWords marks,
+inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const uint32_t* weights, MaskWords marks,
                                  size_t first) {
     uint64_t sum = 0;
     for (size_t i = 0; i < count; i += 64) {
@@ -113,7 +113,7 @@ inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const ui
 }
 template <class U>
 inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uint32_t* weights, uint64_t& waited,
-                                uint64_t target, MarkWords marks, size_t first) {
+                                uint64_t target, MaskWords marks, size_t first) {
     size_t at = 0;
     for (; at + 8 <= count; at += 8) {
         uint64_t next = waited + weight8(p + at, cls, weights);

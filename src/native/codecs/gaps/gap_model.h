@@ -17,7 +17,7 @@ namespace pulse {
 
 // The waiting time H since the last change: P(waiting > H) = (1 + H / beta)^-16, up to H = beta / 2. A longer wait is
 // coded in pieces ("escapes"). beta / 16 follows the mean of the last 16 waiting times or so.
-class WaitingTime {
+class GapModel {
 public:
     uint64_t half() const { return (beta_ + 1) >> 1; }
     static uint64_t escape_top() { return tables().survival[kSteps]; }

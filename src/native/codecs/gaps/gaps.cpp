@@ -24,7 +24,7 @@ struct Models {
 
 template <class U>
 Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementKind& kind, const std::vector<Run>& runs,
-                    RecallWriter* recall) {
+                    HistoryEncoder* recall) {
     const ClassOf cls{kind.shift, kind.mask};
     const std::vector<uint32_t>& positions = changes.positions;
     Encoded result{{}, positions.size()};
@@ -62,17 +62,17 @@ Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementK
 }
 
 template Encoded encode_gaps(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&, const std::vector<Run>&,
-                             RecallWriter*);
+                             HistoryEncoder*);
 template Encoded encode_gaps(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
-                             const std::vector<Run>&, RecallWriter*);
+                             const std::vector<Run>&, HistoryEncoder*);
 template Encoded encode_gaps(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
-                             const std::vector<Run>&, RecallWriter*);
+                             const std::vector<Run>&, HistoryEncoder*);
 
 namespace {
 
 template <class U>
 Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind, const std::vector<Run>& runs,
-               RecallReader* recall) {
+               HistoryDecoder* recall) {
     const ClassOf cls{kind.shift, kind.mask};
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
@@ -126,7 +126,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
 }  // namespace
 
 Decoded decode_gaps(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
-                    const std::vector<Run>& runs, RecallReader* recall) {
+                    const std::vector<Run>& runs, HistoryDecoder* recall) {
     switch (kind.width) {
         case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs, recall);
         case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs, recall);

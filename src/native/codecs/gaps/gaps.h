@@ -1,4 +1,4 @@
-// The `context` codec: the changes of one block, coded against its old elements (docs/format.md, section 3.6).
+// The `gaps` codec: the changes of one block, coded against its old elements (docs/format.md, section 3.6).
 #pragma once
 
 #include <cstddef>
@@ -13,14 +13,14 @@ namespace pulse {
 // changes.
 template <class U>
 struct BlockChanges;
-class RecallReader;
-class RecallWriter;
+class HistoryDecoder;
+class HistoryEncoder;
 template <class U>
 Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementKind& kind, const std::vector<Run>& runs,
-                    RecallWriter* recall = nullptr);
+                    HistoryEncoder* recall = nullptr);
 
 // Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
 Decoded decode_gaps(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
-                    const std::vector<Run>& runs, RecallReader* recall = nullptr);
+                    const std::vector<Run>& runs, HistoryDecoder* recall = nullptr);
 
 }  // namespace pulse

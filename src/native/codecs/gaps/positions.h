@@ -1,5 +1,5 @@
 // The positions of what happened in a block, one after another, by the weight that passes between them (docs/format.md,
-// section 3.6.2). Both codecs use this: `context` for changes, `entries` for gated pseudo-gradients.
+// section 3.6.2). Both codecs use this: `gaps` for changes, `entries` for gated pseudo-gradients.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ template <class U>
 class PositionWriter {
 public:
     PositionWriter(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs,
-                   MarkWords marks = nullptr)
+                   MaskWords marks = nullptr)
         : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()), marks_(marks) {}
 
     // True where `position` is the first one of its row.
@@ -44,7 +44,7 @@ public:
         const uint64_t weight = weights_.of[live_][cls_(elements_[position])];
         for (uint64_t half; waited_ >= (half = waiting_.half());) {
             coder.make_room();
-            coder.interval(0, WaitingTime::escape_top());
+            coder.interval(0, GapModel::escape_top());
             waited_ -= half;
             waiting_.escaped();
         }
@@ -66,8 +66,8 @@ private:
     const ClassOf cls_;
     const Weights& weights_;
     const Run* run_;
-    MarkWords marks_;
-    WaitingTime waiting_;
+    MaskWords marks_;
+    GapModel waiting_;
     uint64_t waited_ = 0;
     size_t base_ = 0, at_ = 0, row_end_ = 0;
     bool live_ = false;
@@ -78,7 +78,7 @@ template <class U>
 class PositionReader {
 public:
     PositionReader(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs,
-                   MarkWords marks = nullptr)
+                   MaskWords marks = nullptr)
         : elements_(elements),
           cls_(cls),
           weights_(weights),
@@ -93,10 +93,10 @@ public:
     // Finds the next position; true where it is the first of its row.
     PULSE_INLINE bool read(Reader& side) {
         uint64_t place, escaped = 0;
-        while ((place = side.coder.place()) < WaitingTime::escape_top()) {
+        while ((place = side.coder.place()) < GapModel::escape_top()) {
             side.next_symbol();
             if (escaped > most_) throw Malformed("a change lies past the block's end");
-            side.coder.take(0, WaitingTime::escape_top());
+            side.coder.take(0, GapModel::escape_top());
             escaped += waiting_.half();
             waiting_.escaped();
         }
@@ -169,8 +169,8 @@ private:
     const ClassOf cls_;
     const Weights& weights_;
     const Run *run_, *end_;
-    MarkWords marks_;
-    WaitingTime waiting_;
+    MaskWords marks_;
+    GapModel waiting_;
     uint64_t most_ = 0;
     size_t base_ = 0, at_ = 0, row_end_ = 0, position_ = 0;
     bool live_ = false;

@@ -65,7 +65,7 @@ PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const We
 }
 
 template <bool kMarked, class U>
-PULSE_VBMI uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MarkWords marks,
+PULSE_VBMI uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MaskWords marks,
                            size_t first) {
     __m512i sum = _mm512_setzero_si512();
     for (size_t at = 0; at < count; at += 64) {
@@ -77,7 +77,7 @@ PULSE_VBMI uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights&
 
 template <bool kMarked, class U>
 PULSE_VBMI size_t skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, uint64_t& waited,
-                       uint64_t target, MarkWords marks, size_t first_of_block) {
+                       uint64_t target, MaskWords marks, size_t first_of_block) {
     const __m512i zero = _mm512_setzero_si512();
     size_t at = 0;
     while (at + 8 <= count) {
@@ -111,14 +111,14 @@ bool has_weight_vectors() {
 }
 
 template <class U>
-uint64_t vector_weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MarkWords marks,
+uint64_t vector_weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MaskWords marks,
                            size_t first) {
     return marks ? sum_of<true>(p, count, cls, weights, live, marks, first)
                  : sum_of<false>(p, count, cls, weights, live, marks, first);
 }
 template <class U>
 size_t vector_weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, uint64_t& waited,
-                          uint64_t target, MarkWords marks, size_t first) {
+                          uint64_t target, MaskWords marks, size_t first) {
     return marks ? skip<true>(p, count, cls, weights, live, waited, target, marks, first)
                  : skip<false>(p, count, cls, weights, live, waited, target, marks, first);
 }
@@ -130,11 +130,11 @@ namespace pulse {
 bool has_weight_vectors() { return false; }
 
 template <class U>
-uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool, MarkWords, size_t) {
+uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool, MaskWords, size_t) {
     return 0;
 }
 template <class U>
-size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, uint64_t, MarkWords, size_t) {
+size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, uint64_t, MaskWords, size_t) {
     return 0;
 }
 
@@ -146,9 +146,9 @@ namespace pulse {
 bool weight_vectors = has_weight_vectors();
 
 #define PULSE_FOR(U)                                                                                         \
-    template uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool, MarkWords, size_t); \
+    template uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool, MaskWords, size_t); \
     template size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, uint64_t, \
-                                       MarkWords, size_t);
+                                       MaskWords, size_t);
 PULSE_FOR(uint8_t)
 PULSE_FOR(uint16_t)
 PULSE_FOR(uint32_t)

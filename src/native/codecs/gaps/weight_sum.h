@@ -12,11 +12,11 @@ extern bool weight_vectors;
 // For `narrow` weights, or `wide` ones of elements of one byte. Without the marked elements, where there are marks; `first` is the
 // number of `p` in its block.
 template <class U>
-uint64_t vector_weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MarkWords marks,
+uint64_t vector_weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MaskWords marks,
                            size_t first);
 template <class U>
 size_t vector_weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, uint64_t& waited,
-                          uint64_t target, MarkWords marks, size_t first);
+                          uint64_t target, MaskWords marks, size_t first);
 
 template <class U>
 inline bool use_weight_vectors(const Weights& weights) {
@@ -24,7 +24,7 @@ inline bool use_weight_vectors(const Weights& weights) {
 }
 
 template <class U>
-inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MarkWords marks,
+inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MaskWords marks,
                            size_t first) {
     if (count > 16 && use_weight_vectors<U>(weights)) {
         return vector_weight_sum(p, count, cls, weights, live, marks, first);
@@ -36,7 +36,7 @@ inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const Weights&
 // The first eights one at a time: where changes are many, the next one is there.
 template <class U>
 inline size_t weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, uint64_t& waited,
-                          uint64_t target, MarkWords marks, size_t first) {
+                          uint64_t target, MaskWords marks, size_t first) {
     const uint32_t* of = weights.of[live].data();
     const auto plain = [&](size_t most) {
         return marks ? plain_weight_skip(p, most, cls, of, waited, target, marks, first)

@@ -32,8 +32,8 @@ size_t worthwhile(const std::vector<Stretch>& history, const std::vector<uint32_
 }
 
 // By the last `used` stretches.
-Recollection recollect(const std::vector<Stretch>& history, size_t used, uint64_t elements) {
-    Recollection known;
+HistoryHits recollect(const std::vector<Stretch>& history, size_t used, uint64_t elements) {
+    HistoryHits known;
     known.remembered = remember({history.end() - std::ptrdiff_t(used), history.end()}, elements);
     return known;
 }
@@ -41,7 +41,7 @@ Recollection recollect(const std::vector<Stretch>& history, size_t used, uint64_
 // The changes of a block: those of remembered elements, `count` of them, and all others.
 template <class U>
 struct Parted {
-    RecalledSteps recalled;
+    HitSteps recalled;
     BlockChanges<U> others;
 };
 
@@ -49,14 +49,14 @@ template <class U>
 PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered, size_t count, bool floating,
                        Parted<U>& parts) {
     const size_t n = all.positions.size();
-    RecalledSteps& recalled = parts.recalled;
+    HitSteps& recalled = parts.recalled;
     BlockChanges<U>& others = parts.others;
     const auto resize = [&](size_t of_mine, size_t of_theirs) {
         recalled.which.resize(of_mine), recalled.sizes.resize(of_mine), recalled.downs.resize(of_mine);
         others.positions.resize(of_theirs), others.before.resize(of_theirs), others.values.resize(of_theirs);
     };
     resize(count + 1, n - count + 1);
-    const Marks& marks = remembered.marks;
+    const ElementMask& marks = remembered.marks;
     size_t mine = 0, theirs = 0;  // both are written, without branches, which nobody could foresee
     for (size_t i = 0; i < n; i++) {
         const uint32_t at = all.positions[i];
@@ -76,7 +76,7 @@ PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered,
 
 // What is known of the others. What is remembered has no weight there.
 template <class U>
-void count_others(const BlockStatistics& all, const RecallWriter& recall, ClassOf cls, const std::vector<Run>& runs,
+void count_others(const BlockStatistics& all, const HistoryEncoder& recall, ClassOf cls, const std::vector<Run>& runs,
                   BlockChanges<U>& others) {
     others.statistics = all;
     others.statistics.changes.fill(0);
@@ -88,7 +88,7 @@ void count_others(const BlockStatistics& all, const RecallWriter& recall, ClassO
 
 // Lists the classes of the remembered elements that change: so many next to each other that most changes are listed.
 template <class U>
-void list_classes(Recollection& known, const BlockChanges<U>& changes, ClassOf cls) {
+void list_classes(HistoryHits& known, const BlockChanges<U>& changes, ClassOf cls) {
     std::array<uint32_t, kClasses> of_class{};
     for (size_t i = 0; i < changes.positions.size(); i++) {
         of_class[cls(changes.before[i])] += known.remembered.marks.has(changes.positions[i]);
@@ -149,7 +149,7 @@ PULSE_CLONES Decoded merged(Decoded first, Decoded second) {
 
 // The changes that are the steps of remembered elements.
 template <class U>
-PULSE_CLONES Decoded changes_of(const Recollection& known, const RecalledSteps& steps, const U* old, bool floating) {
+PULSE_CLONES Decoded changes_of(const HistoryHits& known, const HitSteps& steps, const U* old, bool floating) {
     Decoded result;
     const size_t n = steps.which.size();
     result.positions.resize(n), result.values.resize(n * sizeof(U)), result.before.resize(n * sizeof(U));
@@ -171,12 +171,12 @@ PULSE_CLONES Decoded changes_of(const Recollection& known, const RecalledSteps& 
 
 // The changes that a payload behind its first three bytes says, by what is known of the elements that changed lately.
 template <class U>
-Decoded decode_known(const Recollection& known, bool by_sparse, const uint8_t* payload, size_t size, const U* old,
+Decoded decode_known(const HistoryHits& known, bool by_sparse, const uint8_t* payload, size_t size, const U* old,
                      const ElementKind& kind, const std::vector<Run>& runs) {
-    RecallReader recall(known);
+    HistoryDecoder recall(known);
     Decoded others = by_sparse ? decode_sparse(payload, size, old, kind, runs, &recall)
                                : decode_gaps(payload, size, old, kind, runs, &recall);
-    const RecalledSteps& steps = recall.steps;
+    const HitSteps& steps = recall.steps;
     if (steps.which.empty()) throw Malformed("no element that is remembered changes");
 
     return merged<U>(changes_of(known, steps, old, kind.floating), std::move(others));
@@ -192,7 +192,7 @@ bool encode_history(const std::vector<Stretch>& history, const U* old, const Blo
     const ClassOf cls{kind.shift, kind.mask};
     const size_t used = worthwhile(history, changes.positions, elements);
     if (used == 0) return false;
-    Recollection known = recollect(history, used, elements);
+    HistoryHits known = recollect(history, used, elements);
     list_classes(known, changes, cls);
     const size_t recalled = known.remembered.marks.count_of(changes.positions);
     if (double(recalled) <= kWorthwhile * double(changes.positions.size())) return false;
@@ -202,7 +202,7 @@ bool encode_history(const std::vector<Stretch>& history, const U* old, const Blo
     const bool by_gaps = few || changes.positions.size() < kFewForSparse;
     const int stretches = int(used) | (by_gaps ? 0 : kBySparse);
     for (int x : {stretches, known.first, known.count - 1}) payload.push_back(uint8_t(x));
-    RecallWriter recall(known, parts.recalled);
+    HistoryEncoder recall(known, parts.recalled);
     count_others(changes.statistics, recall, cls, runs, parts.others);
     const std::vector<uint8_t> rest = by_gaps ? encode_gaps(old, parts.others, kind, runs, &recall).payload
                                               : encode_sparse(old, parts.others, kind, runs, &recall).payload;
@@ -233,7 +233,7 @@ Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t 
     if (used == 0 || used > history.size() || count > kMostClasses || first + count > kClasses) {
         throw Malformed("the block's head is out of range");
     }
-    Recollection known = recollect(history, used, elements);
+    HistoryHits known = recollect(history, used, elements);
     known.list(first, count);
     return decode_known(known, stretches & kBySparse, data + at, size - at, old, kind, runs);
 }

@@ -30,12 +30,12 @@ private:
     }
 };
 
-struct RecallHead {
+struct HitHead {
     HistoryTable table;
     RecallModels<uint8_t> levels;
     int sizes = 0, distances = 0;  // how many levels by class and length follow, from the first class on
 
-    RecallHead() {
+    HitHead() {
         for (auto* all : {&levels.longer, &levels.differs, &levels.less}) all->fill(kNoChance);
         for (auto* all : {&levels.further, &levels.second, &levels.apart}) all->fill(kNoChance);
         levels.turned.fill(kNoChance);
@@ -45,7 +45,7 @@ struct RecallHead {
 // `there` says which cells have elements, `large` whether a step above 1 is remembered; both sides know it. An encoder chooses by
 // `tallies`.
 template <class Side, class T>
-void code_recall_head(Side& side, RecallHead& head, const ByCell<T>& there, bool large, int first, int count,
+void code_recall_head(Side& side, HitHead& head, const ByCell<T>& there, bool large, int first, int count,
                       const RecallModels<Tally>& tallies) {
     TableModels models;
     code_table(side, models, there, count, head.table);

@@ -28,7 +28,7 @@ PULSE_CLONES Listed find_cells(const State* states, size_t n, int first, int cou
 
 }  // namespace
 
-void Recollection::list(int first_class, int classes_listed) {
+void HistoryHits::list(int first_class, int classes_listed) {
     first = first_class, count = classes_listed;
     cells.resize(size());
     uint32_t* const positions = remembered.positions.get();
@@ -56,7 +56,7 @@ void Recollection::list(int first_class, int classes_listed) {
     cells.resize(kept);
 }
 
-PULSE_CLONES void Recollection::number() {
+PULSE_CLONES void HistoryHits::number() {
     remembered.marks.count(0, size() ? remembered.positions[size() - 1] + size_t(1) : 0, 0);
 }
 

@@ -15,7 +15,7 @@
 namespace pulse {
 
 // The remembered elements of a block, and their cells: group and place in the list of classes.
-struct Recollection {
+struct HistoryHits {
     Remembered remembered;
     std::vector<uint16_t> cells;
     bool large = false;  // whether the last step of any had a size above 1
@@ -23,7 +23,7 @@ struct Recollection {
 
     size_t size() const { return remembered.count; }
     const State& state(size_t i) const { return remembered.states[i]; }
-    MarkWords marks() const { return remembered.marks.words(); }
+    MaskWords marks() const { return remembered.marks.words(); }
     // Lists so many classes from the first one on. Elements of others are forgotten, and are no longer marked.
     void list(int first_class, int classes_listed);
     // Makes `marks.before` an element its number.
@@ -31,17 +31,17 @@ struct Recollection {
 };
 
 // The steps of those that change: their numbers, ascending, the size of each step, and whether it is down.
-struct RecalledSteps {
+struct HitSteps {
     std::vector<uint32_t> which, sizes;
     std::vector<uint8_t> downs;
 };
 
-class RecallWriter {
+class HistoryEncoder {
 public:
     // The classes of all that change are listed.
-    RecallWriter(const Recollection& known, const RecalledSteps& steps);
+    HistoryEncoder(const HistoryHits& known, const HitSteps& steps);
 
-    MarkWords marks() const { return known_.marks(); }
+    MaskWords marks() const { return known_.marks(); }
     // How many elements of each class are remembered.
     std::array<uint32_t, kClasses> marked() const;
     // All of it, by adaptive bits.
@@ -65,31 +65,31 @@ private:
         uint32_t expected;
         Unlikely value;
     };
-    const Recollection& known_;
-    const RecalledSteps& steps_;
+    const HistoryHits& known_;
+    const HitSteps& steps_;
     ByCell<uint32_t> there_{};  // so many elements of each cell
-    RecallHead head_;
+    HitHead head_;
     std::vector<StepBits> bits_;
     std::vector<UnlikelyStep> unlikely_;
 };
 
-class RecallReader {
+class HistoryDecoder {
 public:
-    explicit RecallReader(const Recollection& known);
+    explicit HistoryDecoder(const HistoryHits& known);
 
-    MarkWords marks() const { return known_.marks(); }
-    // What `RecallWriter` puts. These throw Malformed.
+    MaskWords marks() const { return known_.marks(); }
+    // What `HistoryEncoder` puts. These throw Malformed.
     void take(Reader& side);
     void take_head(const uint8_t* data, size_t size, size_t& at);
     void take(RansReader& coder);
     void take_plain(BitReader& bits);
 
-    RecalledSteps steps;
+    HitSteps steps;
 
 private:
-    const Recollection& known_;
+    const HistoryHits& known_;
     ByCell<uint8_t> there_{};
-    RecallHead head_;
+    HitHead head_;
     struct UnlikelyStep {
         uint32_t which, expected;
         Unlikely value;

@@ -14,11 +14,11 @@ struct LevelReader {
 
 }  // namespace
 
-RecallReader::RecallReader(const Recollection& known) : known_(known) {
+HistoryDecoder::HistoryDecoder(const HistoryHits& known) : known_(known) {
     for (uint16_t cell : known.cells) there_[cell] = 1;
 }
 
-void RecallReader::take(Reader& side) {
+void HistoryDecoder::take(Reader& side) {
     TableModels table;
     code_table(side, table, there_, known_.count, head_.table);
     const auto of_cells = head_.table.frequencies();
@@ -49,7 +49,7 @@ void RecallReader::take(Reader& side) {
     }
 }
 
-void RecallReader::take_head(const uint8_t* data, size_t size, size_t& at) {
+void HistoryDecoder::take_head(const uint8_t* data, size_t size, size_t& at) {
     const uint64_t length = take_count(data, size, at);
     if (length > size - at) throw Malformed("the block ends inside its head");
     Reader side{RangeDecoder(data + at, size_t(length))};
@@ -58,7 +58,7 @@ void RecallReader::take_head(const uint8_t* data, size_t size, size_t& at) {
     at += size_t(length);
 }
 
-void RecallReader::take(RansReader& coder) {
+void HistoryDecoder::take(RansReader& coder) {
     uint16_t frequencies[kRansStates];
     const auto of_cells = head_.table.frequencies();
     std::vector<uint64_t> changes((known_.size() + kRansStates - 1) / kRansStates);
@@ -108,7 +108,7 @@ void RecallReader::take(RansReader& coder) {
     }
 }
 
-void RecallReader::take_plain(BitReader& bits) {
+void HistoryDecoder::take_plain(BitReader& bits) {
     for (auto& [i, expected, value] : unlikely_) {
         value.number |= bits.take(value.plain);
         steps.sizes[i] = value.size_near(expected);

@@ -39,7 +39,7 @@ struct Step {
     Unlikely value;
 };
 
-Step step_at(const Recollection& known, const RecalledSteps& steps, size_t i) {
+Step step_at(const HistoryHits& known, const HitSteps& steps, size_t i) {
     const State state = known.state(steps.which[i]);
     const bool turned = bool(steps.downs[i]) != (state.last() < 0);
     const uint32_t expected = expected_size(state, turned), size = steps.sizes[i];
@@ -49,14 +49,14 @@ Step step_at(const Recollection& known, const RecalledSteps& steps, size_t i) {
 
 }  // namespace
 
-RecallWriter::RecallWriter(const Recollection& known, const RecalledSteps& steps) : known_(known), steps_(steps) {
+HistoryEncoder::HistoryEncoder(const HistoryHits& known, const HitSteps& steps) : known_(known), steps_(steps) {
     const auto changed = std::make_unique<ByCell<uint32_t>>();
     for (uint16_t cell : known.cells) there_[cell]++;
     for (uint32_t i : steps.which) (*changed)[known.cells[i]]++;
     plan_table(there_, *changed, known.count, head_.table);
 }
 
-std::array<uint32_t, kClasses> RecallWriter::marked() const {
+std::array<uint32_t, kClasses> HistoryEncoder::marked() const {
     std::array<uint32_t, kClasses> of_class{};
     for (size_t g = 1; g < kGroups; g++) {
         for (size_t k = 0; k < size_t(known_.count); k++) of_class[size_t(known_.first) + k] += there_[cell_of(g, k)];
@@ -64,7 +64,7 @@ std::array<uint32_t, kClasses> RecallWriter::marked() const {
     return of_class;
 }
 
-void RecallWriter::put(Writer& side) {
+void HistoryEncoder::put(Writer& side) {
     TableModels table;
     code_table(side, table, there_, known_.count, head_.table);
     const auto frequencies = head_.table.frequencies();
@@ -87,7 +87,7 @@ void RecallWriter::put(Writer& side) {
     }
 }
 
-void RecallWriter::put_head(std::vector<uint8_t>& out) {
+void HistoryEncoder::put_head(std::vector<uint8_t>& out) {
     const auto tallies = std::make_unique<RecallModels<Tally>>();
     TallySide tally;
     bits_.resize(steps_.which.size());
@@ -109,7 +109,7 @@ void RecallWriter::put_head(std::vector<uint8_t>& out) {
     out.insert(out.end(), code.begin(), code.end());
 }
 
-void RecallWriter::put(RansWriter& coder) {
+void HistoryEncoder::put(RansWriter& coder) {
     const size_t n = bits_.size(), batches = (n + kRansStates - 1) / kRansStates;
     std::vector<StatePiece> pieces;
     LevelWriter side{{pieces}};
@@ -147,14 +147,14 @@ void RecallWriter::put(RansWriter& coder) {
     }
 }
 
-void RecallWriter::put_plain(BitWriter& bits) const {
+void HistoryEncoder::put_plain(BitWriter& bits) const {
     for (const UnlikelyStep& step : unlikely_) bits.put(step.value.plain_bits(), step.value.plain);
 }
 
-size_t RecallWriter::most_plain() const { return sizeof(uint32_t) * steps_.which.size(); }
+size_t HistoryEncoder::most_plain() const { return sizeof(uint32_t) * steps_.which.size(); }
 
 // Bits take 2 bytes at most. A size of 1 where another was expected, at most 128, has up to 8 bits, others up to 2 for each of theirs.
-size_t RecallWriter::most_bytes() const {
+size_t HistoryEncoder::most_bytes() const {
     size_t bits = known_.size() + 2 * steps_.which.size() + 3 * kRansStates;
     for (uint32_t size : steps_.sizes) bits += size > 1 ? 2 * kMostLength + 2 : 8;
     return 2 * bits;

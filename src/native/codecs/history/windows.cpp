@@ -90,7 +90,7 @@ class TileWalk {
 public:
     size_t first = 0, behind = 0;  // the numbers of the elements of the tile that are marked
 
-    TileWalk(const std::vector<Stretch>& stretches, uint64_t elements, Marks& marks)
+    TileWalk(const std::vector<Stretch>& stretches, uint64_t elements, ElementMask& marks)
         : elements_(elements), marks_(marks), ends_(stretches.size()) {
         size_t most = 0;
         for (const Stretch& stretch : stretches) {
@@ -129,7 +129,7 @@ public:
 private:
     const uint64_t elements_;
     uint64_t begin_ = 0, end_ = 0;  // of the tile
-    Marks& marks_;
+    ElementMask& marks_;
     std::vector<RecordReader> ahead_;
     std::unique_ptr<Record[]> records_;  // of the tile, with their places in it in place of gaps
     std::vector<const Record*> ends_;    // behind those of each stretch
@@ -142,9 +142,9 @@ size_t most_remembered(const std::vector<Stretch>& stretches, uint64_t elements)
     return size_t(std::min<uint64_t>(most, elements));
 }
 
-constexpr int kLarge = 5;  // the vigour of an element whose last step had a size above 1, at least
+constexpr int kLarge = 5;  // the activity of an element whose last step had a size above 1, at least
 
-int group_of(int age, int vigour, bool turned) { return 1 + (age * kVigours + vigour) * 2 + turned; }
+int group_of(int age, int activity, bool turned) { return 1 + (age * kVigours + activity) * 2 + turned; }
 
 // The value of a State, but for its class.
 uint32_t known(int group, int last) { return uint32_t(group | (last < 0) << 7 | uint8_t(last) << 8); }
@@ -156,15 +156,16 @@ public:
     Transition(int later, int longer) {
         const int since = later + 1, age = std::min(since, kAges - 1) - 1;
         for (int before = 0; before < kGroups; before++) {
-            int vigour = 0;
+            int activity = 0;
             if (before) {
                 const int was = (before - 1) / 2, last = was / kVigours;
                 const int rest = (last == kAges - 1 ? longer : last + 1) - since;
-                vigour = std::clamp(was % kVigours + (rest <= 2) - (rest > 4), 0, kVigours - 1);
+                activity = std::clamp(was % kVigours + (rest <= 2) - (rest > 4), 0, kVigours - 1);
             }
             for (int k = 0; k < 8; k++) {
                 const bool large = k & 4, down = k & 2, was_down = k & 1;
-                const int group = group_of(age, large ? std::max(vigour, kLarge) : vigour, before && down != was_down);
+                const int group =
+                    group_of(age, large ? std::max(activity, kLarge) : activity, before && down != was_down);
                 next_[2 * large + down][before + 128 * was_down] = uint8_t(known(group, down ? -1 : 1));
             }
         }
@@ -185,8 +186,8 @@ public:
         for (int step = 0; step < 256; step++) {
             const int net = int8_t(step), size = std::abs(net), n = int(span);
             const int each = std::max(1, (2 * size + n) / (2 * n));
-            const int vigour = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
-            next_[size_t(step)] = uint16_t(known(group_of(kAges - 1, vigour, false), net < 0 ? -each : each));
+            const int activity = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
+            next_[size_t(step)] = uint16_t(known(group_of(kAges - 1, activity, false), net < 0 ? -each : each));
         }
     }
     PULSE_INLINE uint32_t of(uint32_t, Record record) const {
@@ -199,7 +200,7 @@ private:
 
 // What is known of the elements that are marked, in their order.
 struct Places {
-    const Marks& marks;
+    const ElementMask& marks;
     uint32_t* positions;
     State* states;
 
@@ -251,7 +252,7 @@ PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Stretch>& str
         uint8_t step, cls;
     };
     const std::unique_ptr<Net[]> nets(new Net[most_remembered(stretches, elements)]);
-    Marks marks(elements);
+    ElementMask marks(elements);
     TileWalk walk(stretches, elements, marks);
     while (walk.next([](Record) { return true; })) {
         std::fill(nets.get() + walk.first, nets.get() + walk.behind, Net{});
@@ -300,7 +301,7 @@ PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t
     }
     const size_t most = most_remembered(stretches, elements);
     Remembered remembered;
-    remembered.marks = Marks(elements);
+    remembered.marks = ElementMask(elements);
     remembered.positions.reset(new uint32_t[most]);
     remembered.states.reset(new State[most]);
     Places places{remembered.marks, remembered.positions.get(), remembered.states.get()};

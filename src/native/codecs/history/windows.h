@@ -21,7 +21,7 @@ struct Stretch {
     uint32_t span;
 };
 
-// A group is an age, a vigour, and whether the last step turned. The last of the ages is that of what is known by a stretch of
+// A group is an age, a activity, and whether the last step turned. The last of the ages is that of what is known by a stretch of
 // several versions only.
 constexpr int kAges = 8, kVigours = 7, kGroups = 1 + kAges * kVigours * 2;
 constexpr int kLastVersion = kVigours * 2;  // the last group of what changed in the last version
@@ -41,7 +41,7 @@ struct Remembered {
     std::unique_ptr<uint32_t[]> positions;
     std::unique_ptr<State[]> states;
     size_t count = 0;
-    Marks marks;
+    ElementMask marks;
 };
 
 // The records of what changed. `old` and `now` are the elements at the positions.

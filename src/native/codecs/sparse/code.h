@@ -1,4 +1,4 @@
-// What both directions of the `groups` codec share: how a block is cut, and how a large size is coded (docs/format.md,
+// What both directions of the `sparse` codec share: how a block is cut, and how a large size is coded (docs/format.md,
 // sections 3.11.2 and 3.11.3).
 #pragma once
 
@@ -50,7 +50,7 @@ struct Batches {
 
 // A size above 1 but for its plain bits, those below the two top ones: these are 0 in what is returned.
 template <class Side>
-uint32_t code_long(Side& side, const GroupHead& head, int cls, uint32_t size) {
+uint32_t code_long(Side& side, const SparseHead& head, int cls, uint32_t size) {
     const int length = 31 - __builtin_clz(size | 1);
     int n = 1;
     while (n < kMostLength - 1 && side.bit(chance(head.further[size_t(cls + n)]), length > n)) n++;
@@ -58,7 +58,7 @@ uint32_t code_long(Side& side, const GroupHead& head, int cls, uint32_t size) {
     return (2 | uint32_t(second)) << (n - 1);
 }
 
-inline MarkWords marks_of_batch(MarkWords marks, size_t batch) {
+inline MaskWords marks_of_batch(MaskWords marks, size_t batch) {
     return marks ? marks + batch * (kBatch / 64) : nullptr;
 }
 

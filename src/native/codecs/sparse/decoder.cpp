@@ -17,7 +17,7 @@ template <class U>
 class TileDecoder {
 public:
     TileDecoder(RansReader& coder, const U* old, size_t elements, const ElementKind& kind, const std::vector<Run>& runs,
-                const GroupHead& head, const std::vector<int8_t>& shifts, MarkWords marks, size_t changes)
+                const SparseHead& head, const std::vector<int8_t>& shifts, MaskWords marks, size_t changes)
         : coder_(coder),
           old_(old),
           elements_(elements),
@@ -117,9 +117,9 @@ private:
     const U* old_;
     const size_t elements_;
     const ClassOf cls_;
-    const GroupHead& head_;
+    const SparseHead& head_;
     const std::vector<int8_t>& shifts_;
-    const MarkWords marks_;
+    const MaskWords marks_;
     const GroupWeights weights_;
     std::array<uint16_t, kClasses> longer_;
     RowBalance balance_;
@@ -131,7 +131,7 @@ private:
 // The plain bits of the sizes: the first bytes are what is left in the states.
 template <class U>
 void add_plain_bits(std::vector<U>& sizes, const std::vector<uint32_t>& large, const RansReader& coder,
-                    const uint8_t* behind, size_t size, RecallReader* recall) {
+                    const uint8_t* behind, size_t size, HistoryDecoder* recall) {
     std::vector<uint8_t> bytes(kBytesInStates + size);
     for (size_t i = 0; i < kRansStates; i++) {
         if (coder.states[i] >> 16 != 1) throw Malformed("the code is longer or shorter than its elements");
@@ -164,7 +164,7 @@ size_t take_states(RansReader& coder, const uint8_t* data, size_t size) {
 
 template <class U>
 Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind, const std::vector<Run>& runs,
-               RecallReader* recall) {
+               HistoryDecoder* recall) {
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
     size_t at = 0;
@@ -174,7 +174,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
         throw Malformed("the number of changes is 0 or exceeds the elements");
     }
     const Batches batches(runs);
-    const GroupHead head = GroupHead::take(data, size, at, kind, batches.ends.size());
+    const SparseHead head = SparseHead::take(data, size, at, kind, batches.ends.size());
     const uint64_t behind = take_count(data, size, at);
     if (behind > size - at) throw Malformed("the block ends inside its plain bits");
     const uint8_t* const plain = data + at;
@@ -210,7 +210,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
 }  // namespace
 
 Decoded decode_sparse(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
-                      const std::vector<Run>& runs, RecallReader* recall) {
+                      const std::vector<Run>& runs, HistoryDecoder* recall) {
     switch (kind.width) {
         case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs, recall);
         case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs, recall);

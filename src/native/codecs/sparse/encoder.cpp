@@ -40,7 +40,7 @@ struct Steps {
 };
 
 template <class U>
-void choose_chances(GroupHead& head, const BlockChanges<U>& changes, const Steps<U>& steps, ClassOf cls) {
+void choose_chances(SparseHead& head, const BlockChanges<U>& changes, const Steps<U>& steps, ClassOf cls) {
     std::array<uint32_t, kClasses> longer{};
     std::array<uint32_t, kClasses + kMostLength> asked{}, went_on{}, ended{}, set{};
     uint32_t all[kMajorities] = {}, against[kMajorities] = {};
@@ -71,7 +71,7 @@ void choose_chances(GroupHead& head, const BlockChanges<U>& changes, const Steps
     }
 }
 
-void choose_rarities(GroupHead& head, const BlockStatistics& s) {
+void choose_rarities(SparseHead& head, const BlockStatistics& s) {
     int last = 0;
     for (int c = kClasses - 1; c >= 0; c--) {
         const double changes = s.changes[size_t(c)];
@@ -86,8 +86,8 @@ void choose_rarities(GroupHead& head, const BlockStatistics& s) {
 
 // How much more often each run changes than its weights say, by a sample of its batches.
 template <class U>
-void choose_shifts(GroupHead& head, const Batches& batches, const U* old, size_t elements, ClassOf cls, MarkWords marks,
-                   const std::vector<uint32_t>& positions) {
+void choose_shifts(SparseHead& head, const Batches& batches, const U* old, size_t elements, ClassOf cls,
+                   MaskWords marks, const std::vector<uint32_t>& positions) {
     constexpr size_t kStride = 8, kFewHits = 8;
     const GroupWeights weights(head.rarities);
     size_t batch = 0, i = 0;
@@ -121,7 +121,7 @@ template <class U>
 class TileEncoder {
 public:
     TileEncoder(const U* old, size_t elements, ClassOf cls, const BlockChanges<U>& changes, const Steps<U>& steps,
-                const GroupHead& head, const std::vector<int8_t>& shifts, MarkWords marks)
+                const SparseHead& head, const std::vector<int8_t>& shifts, MaskWords marks)
         : old_(old),
           elements_(elements),
           cls_(cls),
@@ -223,9 +223,9 @@ private:
     const std::vector<uint32_t>& positions_;
     const std::vector<U>& before_;
     const Steps<U>& steps_;
-    const GroupHead& head_;
+    const SparseHead& head_;
     const std::vector<int8_t>& shifts_;
-    const MarkWords marks_;
+    const MaskWords marks_;
     const GroupWeights weights_;
     std::array<uint16_t, kClasses> longer_;
     std::vector<uint32_t> groups_;
@@ -237,7 +237,7 @@ private:
 
 // The bits of sizes below the two top ones.
 template <class U>
-std::vector<uint8_t> plain_bits_of(const RecallWriter* recall, const std::vector<U>& sizes) {
+std::vector<uint8_t> plain_bits_of(const HistoryEncoder* recall, const std::vector<U>& sizes) {
     size_t most = recall ? recall->most_plain() : 0;
     for (U size : sizes) most += size > 3 ? sizeof(U) : 0;
     BitWriter bits(most + 1);
@@ -262,13 +262,13 @@ bool suits_gaps(const BlockStatistics& s) {
 
 template <class U>
 Encoded encode_sparse(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
-                      const std::vector<Run>& runs, RecallWriter* recall) {
-    const MarkWords marks = recall ? recall->marks() : nullptr;
+                      const std::vector<Run>& runs, HistoryEncoder* recall) {
+    const MaskWords marks = recall ? recall->marks() : nullptr;
     const ClassOf cls{kind.shift, kind.mask};
     const uint64_t total = changes.statistics.elements;
     const std::vector<uint32_t>& positions = changes.positions;
     const size_t n = positions.size();
-    GroupHead head;
+    SparseHead head;
     choose_rarities(head, changes.statistics);
     const Steps<U> steps(changes, kind, runs);
     choose_chances(head, changes, steps, cls);
@@ -317,10 +317,10 @@ Encoded encode_sparse(const U* old, const BlockChanges<U>& changes, const Elemen
 }
 
 template Encoded encode_sparse(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&,
-                               const std::vector<Run>&, RecallWriter*);
+                               const std::vector<Run>&, HistoryEncoder*);
 template Encoded encode_sparse(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
-                               const std::vector<Run>&, RecallWriter*);
+                               const std::vector<Run>&, HistoryEncoder*);
 template Encoded encode_sparse(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
-                               const std::vector<Run>&, RecallWriter*);
+                               const std::vector<Run>&, HistoryEncoder*);
 
 }  // namespace pulse

@@ -6,7 +6,7 @@ namespace pulse {
 namespace {
 
 template <class Side>
-void code_head(Side& side, GroupHead& head) {
+void code_head(Side& side, SparseHead& head) {
     AdaptiveBit never;
     NearModels rarities, longer, further, second, against, shifts;
     int expected = 44;
@@ -48,7 +48,7 @@ void code_head(Side& side, GroupHead& head) {
 
 }  // namespace
 
-void GroupHead::put(std::vector<uint8_t>& out) {
+void SparseHead::put(std::vector<uint8_t>& out) {
     Writer side;
     code_head(side, *this);
     const std::vector<uint8_t> code = side.coder.finish();
@@ -58,8 +58,8 @@ void GroupHead::put(std::vector<uint8_t>& out) {
     out.insert(out.end(), code.begin(), code.end());
 }
 
-GroupHead GroupHead::take(const uint8_t* data, size_t size, size_t& at, const ElementKind& kind, size_t runs) {
-    GroupHead head;
+SparseHead SparseHead::take(const uint8_t* data, size_t size, size_t& at, const ElementKind& kind, size_t runs) {
+    SparseHead head;
     head.first = take_byte(data, size, at);
     head.count = take_byte(data, size, at) + 1;
     if (uint32_t(head.first + head.count - 1) > kind.mask) throw Malformed("the block's head is out of range");

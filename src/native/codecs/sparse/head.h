@@ -1,4 +1,4 @@
-// What stands in front of the code of a block of the `groups` codec (docs/format.md, section 3.11.1).
+// What stands in front of the code of a block of the `sparse` codec (docs/format.md, section 3.11.1).
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ namespace pulse {
 constexpr int kMostShift = 12;   // of a run, in quarters of octaves
 constexpr int kMajorities = 12;  // 0, 1, … 11 or more steps of a row more in one direction than in the other
 
-struct GroupHead {
+struct SparseHead {
     int first = 0, count = 0;                // the classes that are listed
     std::array<uint8_t, kClasses> rarities;  // of changes, by class
     std::array<uint8_t, kClasses> longer;    // levels, by class: is a size above 1?
@@ -26,7 +26,7 @@ struct GroupHead {
     std::array<uint8_t, kMajorities> against;  // levels, by majority: is a sign against it?
     std::vector<int8_t> shifts;                // of the runs that have a batch's first element
 
-    GroupHead() {
+    SparseHead() {
         rarities.fill(kNever);
         longer.fill(kNoChance);
         further.fill(kNoChance);
@@ -35,7 +35,7 @@ struct GroupHead {
     }
     // Makes numbers that differ much from their neighbours' what they can be: what was put counts.
     void put(std::vector<uint8_t>& out);
-    static GroupHead take(const uint8_t* data, size_t size, size_t& at, const ElementKind& kind, size_t runs);
+    static SparseHead take(const uint8_t* data, size_t size, size_t& at, const ElementKind& kind, size_t runs);
 };
 
 }  // namespace pulse

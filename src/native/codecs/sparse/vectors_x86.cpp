@@ -132,7 +132,7 @@ struct Frequencies {
 };
 
 template <int kTables, bool kMarked, class U>
-PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weights, int shift, MarkWords marks,
+PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weights, int shift, MaskWords marks,
                           uint16_t* frequencies) {
     const auto lookup = Lookup<kTables>::from(cls, weights);
     const Frequencies of = Frequencies::from(weights, shift);
@@ -168,7 +168,7 @@ PULSE_RANS_INLINE __m128i eight(const uint32_t* p, __m128i shift) {
 }
 
 template <int kTables, bool kMarked, class U>
-PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights, MarkWords marks,
+PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights, MaskWords marks,
                             const uint32_t* groups) {
     const auto lookup = Lookup<kTables>::from(cls, weights);
     for (size_t half = 0; half < kRansStates; half += 32) {
@@ -275,7 +275,7 @@ bool vector_turn_bits(const uint64_t* bits, uint8_t* bytes) {
     return rans_vectors;
 }
 template <class U>
-bool vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& weights, int shift, MarkWords marks,
+bool vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& weights, int shift, MaskWords marks,
                               uint16_t* frequencies) {
     if (!rans_vectors) return false;
     const auto of = [&](auto plain, auto marked) {
@@ -289,7 +289,7 @@ bool vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& w
     return true;
 }
 template <class U>
-bool vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights, MarkWords marks,
+bool vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights, MaskWords marks,
                  const uint32_t* groups) {
     if (!rans_vectors) return false;
     const auto of = [&](auto plain, auto marked) {
@@ -316,11 +316,11 @@ bool vector_take_bits(RansReader&, const uint16_t*, uint64_t&) { return false; }
 bool vector_put_ones(uint64_t, uint32_t, uint32_t*) { return false; }
 bool vector_turn_bits(const uint64_t*, uint8_t*) { return false; }
 template <class U>
-bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MarkWords, uint16_t*) {
+bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MaskWords, uint16_t*) {
     return false;
 }
 template <class U>
-bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MarkWords, const uint32_t*) {
+bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MaskWords, const uint32_t*) {
     return false;
 }
 bool vector_open_frequencies(const OpenGroups&, size_t, const GroupWeights&, uint16_t*) { return false; }
@@ -331,8 +331,8 @@ bool vector_open_frequencies(const OpenGroups&, size_t, const GroupWeights&, uin
 namespace pulse {
 
 #define PULSE_GROUPS_OF(U)                                                                                     \
-    template bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MarkWords, uint16_t*); \
-    template bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MarkWords, const uint32_t*);
+    template bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MaskWords, uint16_t*); \
+    template bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MaskWords, const uint32_t*);
 PULSE_GROUPS_OF(uint8_t)
 PULSE_GROUPS_OF(uint16_t)
 PULSE_GROUPS_OF(uint32_t)

@@ -74,7 +74,7 @@ struct GroupWeights {
 // in the block; there is no weight behind them, and none where `marks`, if there are any, have a bit.
 template <class U>
 void group_frequencies(const U* first, size_t elements, ClassOf cls, const GroupWeights& weights, int shift,
-                       MarkWords marks, uint16_t* frequencies);
+                       MaskWords marks, uint16_t* frequencies);
 
 // What is still to be said of 64 groups in which something changes, element by element.
 struct OpenGroups {
@@ -84,7 +84,7 @@ struct OpenGroups {
 
     // Of `count` groups, at most 64.
     template <class U>
-    void open(const U* block, size_t elements, ClassOf cls, const GroupWeights& of, MarkWords marks,
+    void open(const U* block, size_t elements, ClassOf cls, const GroupWeights& of, MaskWords marks,
               const uint32_t* groups, size_t count);
     // The frequencies of changes of the next elements, number k of each group; `changed` then says which ones did.
     void frequencies(size_t k, const GroupWeights& of, uint16_t* out) const;

@@ -1,4 +1,4 @@
-// The frequency tables of a block of the `rans` codec: what stands at the head of its payload, and how an encoder chooses
+// The frequency tables of a block of the `table` codec: what stands at the head of its payload, and how an encoder chooses
 // them.
 #pragma once
 

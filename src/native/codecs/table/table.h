@@ -1,4 +1,4 @@
-// The `rans` codec: the step of every element of a block, coded by tables that belong to the old element's class
+// The `table` codec: the step of every element of a block, coded by tables that belong to the old element's class
 // (docs/format.md, section 3.8). For blocks of which many elements changed.
 #pragma once
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.support.context_oracle import Kind
+from tests.support.gaps_oracle import Kind
 
 STATES, LOW, SCALE = 64, 1 << 16, 4096
 

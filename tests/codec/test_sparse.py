@@ -18,10 +18,10 @@ from pulse_rl.codec import Layout, Run
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.patch.history import records_of
 from pulse_rl.state.tensors import DTYPES
-from tests.support import groups_oracle as oracle
+from tests.support import sparse_oracle as oracle
 from tests.support.block_codecs import GAPS, SPARSE
-from tests.support.context_oracle import Bit, Writer, row_ends
-from tests.support.group_blocks import (
+from tests.support.gaps_oracle import Bit, Writer, row_ends
+from tests.support.sparse_blocks import (
     changed,
     check_decoded,
     check_round_trip,
@@ -31,8 +31,8 @@ from tests.support.group_blocks import (
     stepped,
     weights,
 )
-from tests.support.groups_payload import Parts, joined
-from tests.support.rans_oracle import SCALE
+from tests.support.sparse_payload import Parts, joined
+from tests.support.table_oracle import SCALE
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "U16", "I32", "I8"]
 STEPS = ["one", "small", "long", "any", "flip"]

@@ -11,7 +11,7 @@ from pulse_rl.codec import Layout, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray
 from tests.support.block_codecs import SPARSE
-from tests.support.context_oracle import Kind
+from tests.support.gaps_oracle import Kind
 
 GROUPS = SPARSE
 

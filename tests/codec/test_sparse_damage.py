@@ -11,11 +11,11 @@ from pulse_rl._native._testing import use_rans_vectors
 from pulse_rl.codec import Layout, Run
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray
-from tests.support import groups_oracle as oracle
-from tests.support.context_oracle import Writer, row_ends
-from tests.support.group_blocks import GROUPS, changed, check_decoded, encoded, kind_of, refused, weights
-from tests.support.groups_payload import Parts, cut, joined
-from tests.support.rans_oracle import varint
+from tests.support import sparse_oracle as oracle
+from tests.support.gaps_oracle import Writer, row_ends
+from tests.support.sparse_blocks import GROUPS, changed, check_decoded, encoded, kind_of, refused, weights
+from tests.support.sparse_payload import Parts, cut, joined
+from tests.support.table_oracle import varint
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES
 from tests.support.block_codecs import GAPS
-from tests.support.context_oracle import ABSENT, Kind, Reader, code_levels
-from tests.support.context_oracle import decode as oracle_decode
-from tests.support.context_oracle import encode as oracle_encode
+from tests.support.gaps_oracle import ABSENT, Kind, Reader, code_levels
+from tests.support.gaps_oracle import decode as oracle_decode
+from tests.support.gaps_oracle import encode as oracle_encode
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
 

@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tests.support.context_oracle import Bit, Kind, Reader, Writer, row_ends
-from tests.support.groups_payload import Parts, cut, joined
-from tests.support.rans_oracle import LOW, SCALE, STATES
+from tests.support.gaps_oracle import Bit, Kind, Reader, Writer, row_ends
+from tests.support.sparse_payload import Parts, cut, joined
+from tests.support.table_oracle import LOW, SCALE, STATES
 
 GROUP, BATCH, TILE = 8, 512, 1 << 18
 RARITIES, LEVELS, EVEN, SHIFTS, HAZARDS = 88, 49, 24, 12, 63

@@ -14,9 +14,9 @@ from pulse_rl._native._testing import use_rans_vectors
 from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray
-from tests.support import rans_oracle as oracle
+from tests.support import table_oracle as oracle
 from tests.support.block_codecs import BY_NAME, TABLE
-from tests.support.context_oracle import Kind
+from tests.support.gaps_oracle import Kind
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
 

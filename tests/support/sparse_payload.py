@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.support.rans_oracle import STATES, varint
+from tests.support.table_oracle import STATES, varint
 
 
 class Parts(NamedTuple):
