@@ -6,7 +6,7 @@ NATIVE_CPP := $(wildcard src/native/*/*.cpp src/native/*/*/*.cpp)
 NATIVE_H := $(wildcard src/native/*/*.h src/native/*/*/*.h)
 NATIVE := CMakeLists.txt $(NATIVE_CPP) $(NATIVE_H)
 
-.PHONY: demo demo-vllm demo-trl demo-loco demo-fleet test test-vllm test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet simulate-fleet bench-loco study faults fuzz dist clean
+.PHONY: demo demo-vllm demo-trl demo-loco demo-fleet test test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet simulate-fleet bench-loco study faults fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -44,6 +44,11 @@ test-vllm:
 	  && $(MAKE) --no-print-directory $(ENGINES)/.ready \
 	  && { $(MAKE) --no-print-directory $(ENGINES)/.trl || echo "tests/trainers_vllm: skipped, TRL could not be installed"; } \
 	  && $(ENGINES)/bin/python -m pytest -o filterwarnings=default tests/engines tests/trainers_vllm $(ARGS)
+
+# All families of models in a real vLLM, compared with fresh engines: some minutes each. The table of docs/vllm.md comes from
+# `python -m tests.engines.zoo`.
+test-engines: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pytest -o filterwarnings=default tests/engines/test_zoo.py $(ARGS)
 
 $(ENGINES)/.vllm:
 	$(PYTHON) -m venv $(ENGINES)

@@ -49,6 +49,7 @@ class Runner:
     """What SGLang's runner of a model is to updates."""
 
     check_weights = ModelRunner.check_weights
+    server_args = SimpleNamespace(load_format="auto")
 
     def __init__(self, checkpoint: str) -> None:
         self.model_config = ModelConfig(checkpoint)

@@ -55,7 +55,8 @@ class StandIn:
 
     def __init__(self, model: torch.nn.Module, base: str) -> None:
         config = SimpleNamespace(quantization=None, model_path=base, revision=None)
-        self.runner = SimpleNamespace(model=model, model_config=config)
+        args = SimpleNamespace(load_format="auto")
+        self.runner = SimpleNamespace(model=model, model_config=config, server_args=args)
         self.custom_weight_loaders = [LOADER]
         self.plugged = True
         self.running = 0

@@ -69,7 +69,8 @@ def test_a_difference_is_named_and_repaired(served: Served) -> None:
         assert (done.full, served.live(), handle.audit()) == (True, True, ())
 
 
-def test_weights_that_are_no_checkpoints_are_loaded_by_the_model(served: Served) -> None:
+def test_dummy_weights_are_loaded_by_the_model(served: Served) -> None:
+    served.server.runner.server_args.load_format = "dummy"
     with torch.no_grad():
         served.model.fused.fill_(1)
     with served.connect() as handle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,15 +38,16 @@ Change = Scatter | Whole
 
 
 class LiveWeights:
-    """The memory of a model's parameters and buffers, by name, as flat integers of the element's width.
+    """The memory of a model's parameters and buffers, and of ``others``, by name, as flat integers of the element's
+    width.
 
     Positions count from the start of the memory (torch: storage) that a tensor lies in, as those of a `Box` do.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, others: Mapping[str, torch.Tensor] | None = None) -> None:
         self.flat: dict[str, torch.Tensor] = {}
         self._host: dict[str, UIntArray] = {}
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for name, tensor in {**(others or {}), **dict(model.named_parameters()), **dict(model.named_buffers())}.items():
             if not tensor.numel():
                 continue
             flat = self.flat[name] = as_flat(tensor)

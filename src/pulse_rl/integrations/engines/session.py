@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ...errors import InputError, StateMismatch
+from ...errors import InputError, StateMismatch, UnsupportedTensor
 from ...events import Metadata
 from ...state.checkpoint import FILE_NAME, INDEX_NAME
 from ...state.digest import StateDigest
-from ...state.tensors import State
+from ...state.tensors import State, TensorSpec
 from ...sync.subscriber import Subscriber
 from .derived import DerivedLayers, LoadedForms
 from .live import Change, Journal, LiveWeights, located
@@ -36,12 +36,13 @@ _TAKE_OVER_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Learnt:
-    """What a worker knows of its model beyond one session: the map for the tensors ``specs``, and whether it has been
-    proved by the checkpoint that the model's own loader had read."""
+    """What a worker knows of its model beyond one session: the map for the tensors ``specs``, whether it has been
+    proved by the checkpoint that the model's own loader had read, and whether an update has ``written`` to the model."""
 
     tensor_map: TensorMap | None = None
     specs: object = None
     proved: bool = False
+    written: bool = False
 
 
 class _Version(NamedTuple):
@@ -75,8 +76,9 @@ class Live:
 
 
 class Session:
-    """``base``: the path of the checkpoint that the engine loaded, None if unknown; ``reloading``: see
-    `proof.load_all`; ``forms``: the layers that compute with what they derive from the checkpoint."""
+    """``base``: the path of the checkpoint that the engine was started from, None if unknown; ``loaded``: whether it
+    has loaded that, and not dummy weights; ``reloading``: see `proof.load_all`; ``forms``: the layers that compute
+    with what they derive from the checkpoint."""
 
     def __init__(
         self,
@@ -87,14 +89,17 @@ class Session:
         base: str | None,
         reloading: Callable[[], AbstractContextManager[None]],
         forms: LoadedForms | None = None,
+        *,
+        loaded: bool = True,
     ) -> None:
+        self._loaded = loaded
         self.live = Live()
         self._forms = forms or LoadedForms()
         self._model = model
         self._reloading = reloading
         self._node = node
         self._learnt = learnt
-        self._weights = LiveWeights(model)
+        self._weights = LiveWeights(model, {n: t for layer in self._forms.layers for n, t in layer.live.items()})
         self._audit_every = max(1, info.audit_every)
         node.open_folder()
 
@@ -136,7 +141,7 @@ class Session:
         """How much `prepare` has still to do before the pause; of meaning on the leader."""
         if self._learnt.tensor_map is None:
             return 1
-        return self._derived.left(self.live_version) if self._learnt.proved else 0
+        return self._derived.left(self.live_version)
 
     def close(self) -> None:
         self.staging.close()
@@ -148,12 +153,13 @@ class Session:
         """Learns the map, if that has not been done, and derives some of the layers that are derived. May return with
         something `left`. Collective."""
         self._learn_map()
-        if self._learnt.tensor_map is not None and self._learnt.proved:
+        if self._learnt.tensor_map is not None:
             self._derived.advance(self._learnt.tensor_map, self._node.common(self.live_version))
 
     def _learn_map(self) -> None:
-        """Once for the tensors of the stream; and proves the map by the checkpoint that the engine loaded. Without
-        proof the version of the live parameters is unknown, and the next update writes all."""
+        """Once for the tensors of the stream; and proves the map by the checkpoint that the engine loaded. Without such
+        a checkpoint the version of the live parameters is unknown, and the next update writes all. Raises
+        UnsupportedTensor where the engine computes with something else than the checkpoint that it has loaded."""
         specs = self._node.common(self._node.together(self._held_tensors))
         if self._learnt.specs == specs:
             return
@@ -161,11 +167,15 @@ class Session:
         if not self._node.alone:
             boxes = self._node.on_node(tensor_map.boxes | tensor_map.derived)
             self._node.together(lambda: require_whole(specs[0], boxes))
-        self._learnt.tensor_map, self._learnt.specs, self._learnt.proved = tensor_map, specs, False
         base = self.staging.base_digest
-        known = [has for leader, has in self._node.gathered((self._node.leader, base is not None)) if leader]
-        if all(known) and not self._differing(base, self.staging.base_state):
-            self._learnt.proved = True
+        comparable = self._node.common(base is not None and _covers(base, specs[0]))
+        self._learnt.tensor_map = tensor_map
+        wrong = self._differing(base, self.staging.base_state) if comparable else []
+        if wrong and self._loaded and not self._learnt.written:
+            self._learnt.tensor_map = None
+            raise _not_the_checkpoint(wrong)
+        self._learnt.specs, self._learnt.proved = specs, comparable and not wrong
+        if self._learnt.proved:
             self.live.version = self._node.shared(self._base_version())
             self.live.digest, self.live.identity = base, self._identity()
 
@@ -230,6 +240,7 @@ class Session:
             return
         derived = self._derived_changes(step)
         journal = Journal(self._weights)
+        self._learnt.written = True
         before, self.live.version = self.live.version, None
         begun = time.perf_counter()
         try:
@@ -289,7 +300,7 @@ class Session:
 
     def _derived_changes(self, step: Step) -> list[Change]:
         tensor_map = self._learnt.tensor_map
-        if not self._forms.layers or tensor_map is None or not self._learnt.proved:
+        if not self._forms.layers or tensor_map is None:
             return []
         return self._derived.changes(tensor_map, step.live, step.version)
 
@@ -343,13 +354,13 @@ class Session:
         self._node.together(write)
 
     def _write_all(self, journal: Journal) -> _Version:
-        """Writes the whole host state: through the map if it is proved; else the model's loader does, and the audit
-        that follows proves the map by that."""
+        """Writes the whole host state: through the map if it is proved, or leads into forms that layers are derived
+        from; else the model's loader does, and the audit that follows proves the map by that."""
         assert self._learnt.tensor_map is not None
         with self.staging.lock:  # the version is the one that the host holds now, which may have moved on since
             follower = self.staging.subscriber
             state = follower.state if follower else None
-            if self._learnt.proved:
+            if self._learnt.proved or self._forms.layers:
                 write_all(self._node, journal, self._learnt.tensor_map, state)
             else:
                 load_all(self._node, journal, self._model, self._reloading, state)
@@ -374,6 +385,20 @@ def _not_equal(now: _Version, wrong: list[str]) -> StateMismatch:
         f"{len(wrong)} live tensors are not those of version {now.number}: {', '.join(wrong[:3])}",
         hint="The update was rolled back, and the next one writes all weights. If no one else writes to the engine's "
         "weights, please report this.",
+    )
+
+
+def _covers(base: StateDigest, specs: tuple[TensorSpec, ...]) -> bool:
+    """Whether the checkpoint has the tensors ``specs`` of the stream, as they are in it."""
+    return {(spec.name, spec.dtype, spec.shape) for spec in specs} <= {(s.name, s.dtype, s.shape) for s in base.specs}
+
+
+def _not_the_checkpoint(wrong: list[str]) -> UnsupportedTensor:
+    return UnsupportedTensor(
+        f"the engine does not compute with the checkpoint that it was started from: {len(wrong)} tensors differ, "
+        f"{', '.join(wrong[:3])}",
+        hint="Something changes these weights when they are loaded, or has changed them since: such an engine cannot "
+        "follow a stream. If it was started from another checkpoint, name that as base.",
     )
 
 

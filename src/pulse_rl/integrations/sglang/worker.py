@@ -79,7 +79,8 @@ def _open_session(runner: Any, info: InitInfo, node: Node, learnt: Learnt) -> Se
     _require_one_group()
     _require_own_weights(model)
     base = info.base or local_checkpoint(config.model_path, config.revision)
-    return Session(model, info, node, learnt, base, nullcontext)
+    loaded = runner.server_args.load_format != "dummy"
+    return Session(model, info, node, learnt, base, nullcontext, loaded=loaded)
 
 
 def _require_one_group() -> None:

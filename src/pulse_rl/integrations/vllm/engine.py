@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,16 +17,20 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.worker.worker_base import WorkerBase
 
 from ...errors import PulseError
+from ..engines.derived import LoadedForms
 from ..engines.node import Node
+from ..engines.processed import loaded_forms
 from ..engines.session import Learnt, Session, local_checkpoint
 from ..engines.transport import InitInfo
 from ..engines.worker import Worker
 from .contract import require_known
-from .plain import require_fixed_places, require_no_derived_weights, require_plain_weights
-from .quantised import loaded_forms
+from .plain import require_fixed_places, require_plain_weights
+from .processing import processed_layers
+from .quantised import quantised_layers
 from .reload import reloading
 
 require_known(WeightTransferEngine, vllm.__version__)
@@ -79,13 +85,28 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
 
     def _open_session(self, info: InitInfo, node: Node, learnt: Learnt) -> Session:
         require_plain_weights(self.model)
-        require_no_derived_weights(self.model)
         require_fixed_places(self.vllm_config)
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
         around = partial(reloading, self.model, self.model_config)
-        context = partial(set_current_vllm_config, self.vllm_config)
-        forms = loaded_forms(self.model, self.model_config.quantization, context)
-        return Session(self.model, info, node, learnt, base, around, forms)
+        forms = node.together(self._loaded_forms)
+        loaded = self.vllm_config.load_config.load_format != "dummy"
+        return Session(self.model, info, node, learnt, base, around, forms, loaded=loaded)
+
+    def _loaded_forms(self) -> LoadedForms:
+        quantised = quantised_layers(self.model, self.model_config.quantization, self._as_at_load)
+        known = [layer.module for layer in quantised]
+        processed = processed_layers(self.model, self.model_config.dtype, self._as_at_load, known)
+        return loaded_forms([*quantised, *processed])
+
+    @contextmanager
+    def _as_at_load(self) -> Iterator[None]:
+        """The surroundings in which vLLM processes weights after loading."""
+        with (
+            set_current_vllm_config(self.vllm_config),
+            set_default_torch_dtype(self.model_config.dtype),
+            self.device,
+        ):
+            yield
 
     def _raise_on_the_last(self, failure: PulseError | None) -> None:
         """Raises ``failure``, which all workers have noted, on the last one.

@@ -16,7 +16,6 @@ from ...errors import EngineError, UnsupportedTensor
 
 BACKEND = "pulse"
 _LINEAR = "cpu_linear"
-_DERIVED = ("W_UV", "W_UK_T", "W_K", "W_V")
 
 
 def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -37,7 +36,7 @@ def keep_plain_weights() -> None:
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight: Any = layer.weight
-        if _for_pulse() and weight.ndim == 2 and not weight.is_meta:
+        if for_pulse() and weight.ndim == 2 and not weight.is_meta:
             setattr(layer, _LINEAR, _plain_linear)
         else:
             pack(layer, remove_weight)
@@ -57,17 +56,7 @@ def require_plain_weights(model: torch.nn.Module) -> None:
             )
 
 
-def require_no_derived_weights(model: torch.nn.Module) -> None:
-    """Raises UnsupportedTensor where a layer computes with what it derived from its weights when it was loaded."""
-    for name, layer in model.named_modules():
-        if any(isinstance(getattr(layer, attribute, None), torch.Tensor) for attribute in _DERIVED):
-            raise UnsupportedTensor(
-                f"the engine computes {name!r} with matrices that it derived from its weights",
-                hint="Multi-head latent attention cannot follow a stream yet.",
-            )
-
-
-def _for_pulse() -> bool:
+def for_pulse() -> bool:
     from vllm.config import get_current_vllm_config
 
     transfer = get_current_vllm_config().weight_transfer_config

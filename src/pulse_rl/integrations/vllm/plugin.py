@@ -10,7 +10,9 @@ def register() -> None:
     except ImportError:  # a vLLM without weight transfer: there is nothing to register with
         return
     from .plain import BACKEND, keep_plain_weights
+    from .processing import remember_before_processing
 
     if BACKEND not in Factory._registry:
         Factory.register_engine(BACKEND, "pulse_rl.integrations.vllm.engine", "PulseWeightTransferEngine")
     keep_plain_weights()
+    remember_before_processing()

@@ -7,15 +7,15 @@ scales. For a new version the same method derives both again, from a layer that 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import UnsupportedTensor
-from ..engines.derived import DerivedLayer, LoadedForms
+from ..engines.processed import like
 
 _KEPT = ("bias",)
 """Parameters that vLLM neither reloads nor derives."""
@@ -25,20 +25,20 @@ _HINT = (
 )
 
 
-def loaded_forms(
+def quantised_layers(
     model: nn.Module, quantization: str | None, context: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> LoadedForms:
+) -> list[QuantisedLayer]:
     """The quantised layers of a vLLM model; ``context`` surrounds what their methods do. Raises UnsupportedTensor for a
     layer whose scheme is not known to derive its weights from the checkpoint's alone."""
     if not quantization:
-        return LoadedForms()
+        return []
     try:
         from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
     except ImportError:
         raise _unsupported(f"this vLLM quantises ({quantization}) in a way that is not known") from None
 
-    layers: list[DerivedLayer] = []
+    layers: list[QuantisedLayer] = []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         kind = type(method).__name__
@@ -48,18 +48,7 @@ def loaded_forms(
             raise _unsupported(f"the engine's {name!r} is quantised by {kind}")
         parameters, buffers = LAYERWISE_INFO[module].restore_metadata
         layers.append(QuantisedLayer(name, module, {**parameters, **buffers}, context))
-
-    @contextmanager
-    def within() -> Iterator[None]:
-        for layer in layers:
-            layer.put_loaded()  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.put_live()  # type: ignore[attr-defined]
-
-    return LoadedForms(layers, within)
+    return layers
 
 
 class QuantisedLayer:
@@ -72,8 +61,9 @@ class QuantisedLayer:
         metadata: dict[str, torch.Tensor],
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
+        self.plain = False
         self._prefix = f"{name}." if name else ""
-        self._module, self._context = module, context
+        self.module, self._context = module, context
         self._metadata = {key: meta for key, meta in metadata.items() if key not in _KEPT}
         self._live = dict(module._parameters)
 
@@ -89,31 +79,31 @@ class QuantisedLayer:
 
     def put_loaded(self) -> None:
         """Gives the live layer the parameters of the loaded form, for its loader to be watched."""
-        self._module._parameters.clear()
+        self.module._parameters.clear()
         for key, meta in self._metadata.items():
-            parameter = _like(meta, torch.empty(meta.shape, dtype=meta.dtype))
+            parameter = like(meta, torch.empty(meta.shape, dtype=meta.dtype))
             loader: Any = getattr(parameter, "weight_loader", None)
             while hasattr(loader, "__wrapped__"):  # what counts elements while the model is loaded layer by layer
                 loader = loader.__wrapped__
             if loader is not None:
                 parameter.weight_loader = loader  # type: ignore[attr-defined]
-            self._module._parameters[key] = parameter  # type: ignore[assignment]
+            self.module._parameters[key] = parameter  # type: ignore[assignment]
         for key in _KEPT:
             if key in self._live:
-                self._module._parameters[key] = self._live[key]
+                self.module._parameters[key] = self._live[key]
 
     def put_live(self) -> None:
         """Gives the layer its live parameters back."""
-        self._module._parameters.clear()
-        self._module._parameters.update(self._live)
+        self.module._parameters.clear()
+        self.module._parameters.update(self._live)
 
     def derive(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        shadow = copy.copy(self._module)
-        shadow.__dict__ = dict(self._module.__dict__)
-        shadow._parameters = {key: _like(meta, loaded[self._prefix + key]) for key, meta in self._metadata.items()}  # type: ignore[misc]
+        shadow = copy.copy(self.module)
+        shadow.__dict__ = dict(self.module.__dict__)
+        shadow._parameters = {key: like(meta, loaded[self._prefix + key]) for key, meta in self._metadata.items()}  # type: ignore[misc]
         shadow._parameters |= {key: self._live[key] for key in _KEPT if key in self._live}
         shadow.__dict__.pop("_already_called_process_weights_after_loading", None)
-        method: Any = self._module.quant_method
+        method: Any = self.module.quant_method
         owners = [method, *(part for part in vars(method).values() if hasattr(part, "process_weights_after_loading"))]
         before = [dict(vars(owner)) for owner in owners]
         try:
@@ -124,7 +114,7 @@ class QuantisedLayer:
             for owner, old in zip(owners, before, strict=True):
                 vars(owner).clear()
                 vars(owner).update(old)
-        changed += [key for key in _changed(vars(shadow), vars(self._module)) if key != "_parameters"]
+        changed += [key for key in _changed(vars(shadow), vars(self.module)) if key != "_parameters"]
         if changed:
             raise _unsupported(f"the engine's {self._prefix[:-1]!r} keeps what it derived in {', '.join(changed)}")
         return {
@@ -132,13 +122,6 @@ class QuantisedLayer:
             for key, tensor in shadow._parameters.items()
             if tensor is not None and key not in _KEPT
         }
-
-
-def _like(meta: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a parameter of the class and with the attributes of ``meta``."""
-    tensor.__class__ = meta.__class__
-    tensor.__dict__ = meta.__dict__.copy()
-    return tensor
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:

@@ -1,0 +1,170 @@
+"""Modules that process their weights after loading, in all the ways that an engine may: none computes with old weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pulse_rl import UnsupportedTensor
+from pulse_rl.integrations.engines.derived import LoadedForms
+from pulse_rl.integrations.engines.processed import Group, ProcessedLayer, loaded_forms, remember, tensor_names
+
+from .world import Model, World, stage
+
+
+class Method:
+    """Processes a module's weights once, and is a different one then, as vLLM's are."""
+
+    def __init__(self, work: Callable[[Model, Method], None]) -> None:
+        self.work = work
+        self.kernel: Any = None
+
+    def process(self, module: Model) -> None:
+        if self.kernel is None:
+            self.work(module, self)
+            self.kernel = self.kernel or object
+
+
+def permute(module: Model, method: Method) -> None:
+    module.fused.data.copy_(module.fused.data.flip(0).clone())
+
+
+def transpose(module: Model, method: Method) -> None:
+    module.fused = torch.nn.Parameter(module.fused.data.t().contiguous())
+
+
+def pad(module: Model, method: Method) -> None:
+    module.fused = torch.nn.Parameter(torch.nn.functional.pad(module.fused.data, (0, 2)))
+
+
+def scale(module: Model, method: Method) -> None:
+    module.fused.data.mul_(3)
+
+
+def copy_in_an_attribute(module: Model, method: Method) -> None:
+    module.packed = module.fused.data.clone()
+
+
+def copy_in_a_kernel(module: Model, method: Method) -> None:
+    method.kernel = partial(torch.matmul, module.embed.data.float())
+
+
+def copy_in_a_closure(module: Model, method: Method) -> None:
+    held = {"weight": module.fused.data.t().contiguous()}
+    method.kernel = lambda x: x @ held["weight"]
+
+
+def product(module: Model, method: Method) -> None:
+    module.register_buffer("product", module.fused.data.float() @ module.embed.data.float().t())
+
+
+def nothing(module: Model, method: Method) -> None:
+    module.ready = True
+
+
+def number(module: Model, method: Method) -> None:
+    module.largest = float(module.fused.data.float().abs().max())
+
+
+class Processed(Model):
+    """A `Model` that processes its weights after its first loading, as ``work`` says."""
+
+    def __init__(self, work: Callable[[Model, Method], None]) -> None:
+        super().__init__()
+        self.method = Method(work)
+        self.before: Any = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        if self.before is None:
+            self.before = remember([self, self.method], tensor_names(self))
+            self.method.process(self)
+
+    def layer(self) -> ProcessedLayer:
+        def process(copy_of: Callable[[Any], Any]) -> None:
+            copy = copy_of(self)
+            copy.method.process(copy)
+
+        return ProcessedLayer(self, Group("", {"": self}, [self.method], process), self.before)
+
+    def forms(self) -> LoadedForms:
+        return loaded_forms([self.layer()])
+
+    def reachable(self) -> dict[str, torch.Tensor]:
+        """All that it computes with."""
+        found = {**self.state_dict(), **{k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}}
+        kernel = self.method.kernel
+        if isinstance(kernel, partial):
+            found["kernel"] = kernel.args[0]
+        elif getattr(kernel, "__closure__", None):
+            found["kernel"] = kernel.__closure__[0].cell_contents["weight"]
+        return found
+
+
+WORK = [permute, transpose, pad, scale, copy_in_an_attribute, copy_in_a_kernel, copy_in_a_closure, product]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[[Any], World]]:
+    made: list[World] = []
+
+    def world(work: Callable[[Model, Method], None]) -> World:
+        made.append(World(tmp_path, lambda: Processed(work)))
+        return made[-1]
+
+    yield world
+    for session in made[0].sessions:
+        session.close()
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_what_is_processed_is_processed_again(make: Callable[[Any], World], work: Any) -> None:
+    world = make(work)
+    session = world.session()
+    held = {name: tensor.data_ptr() for name, tensor in world.model.reachable().items()}  # type: ignore[attr-defined]
+    for version in range(1, 5):
+        world.step()
+        if version == 3:
+            session.live.version = None  # so that everything is written
+        stage(session)
+        session.update(None)
+        assert session.live.version == version
+        fresh: Any = world.make()
+        fresh.load_weights(world.tensors.items())
+        live: Any = world.model
+        expected = fresh.reachable()
+        assert expected.keys() == live.reachable().keys()
+        for name, tensor in live.reachable().items():
+            assert torch.equal(tensor, expected[name]), name
+            assert tensor.data_ptr() == held[name], "a graph that was captured would read the old place"
+    assert session.audit() == []
+
+
+def test_weights_that_are_left_alone_are_followed_by_the_map(make: Callable[[Any], World]) -> None:
+    world = make(nothing)
+    assert world.model.layer().plain  # type: ignore[attr-defined]
+    assert not world.session().derives
+
+
+def test_a_number_that_depends_on_weights_is_refused(make: Callable[[Any], World]) -> None:
+    world = make(number)
+    with pytest.raises(UnsupportedTensor, match=r"keeps what it derived from its weights in \.largest"):
+        world.session()
+
+
+def test_weights_that_are_changed_behind_the_processing_are_refused(make: Callable[[Any], World]) -> None:
+    world = make(nothing)
+    with torch.no_grad():
+        world.model.fused[:4] = world.model.fused[:4].flip(0)
+    before = world.model.fused.detach().clone()
+    session = world.session()
+    world.step()
+    stage(session)
+    with pytest.raises(UnsupportedTensor, match="does not compute with the checkpoint .* 1 tensors differ, gate"):
+        session.prepare()
+    assert torch.equal(world.model.fused, before)
