@@ -120,6 +120,11 @@ class DerivedLayers:
             raise StateMismatch("the engine's nodes hold different versions", hint="Sync again.")
         return step.changes
 
+    def all_changes(self, tensor_map: TensorMap, state: State | None) -> list[Change]:
+        """What has to be written for all layers to hold what they derive from the leader's ``state``."""
+        touched = self._touched(tensor_map, None)
+        return [change for layer, boxes in touched for change in _changes(self._node, layer, boxes, state)]
+
     def forget(self) -> None:
         """The step was made."""
         self._step = None

@@ -142,17 +142,24 @@ class EngineHandle:
             if leader["error"] or leader["held"] != leader["version"]:
                 return
 
-    def audit(self) -> tuple[str, ...]:
+    def audit(self, *, functional: bool = False) -> tuple[str, ...]:
         """Reads all live parameters back and compares them with the digests of the live version. Returns the names of
         the tensors that differ: none, if all is well. Otherwise the next sync writes all of them anew. The engine
         generates nothing meanwhile. Raises InputError before the first sync.
 
-        What an engine has quantised is compared with what its host state quantises to: such an engine is moved to the
-        newest version first."""
+        What an engine derives from its weights is compared with what it derives from its host state: such an engine is
+        moved to the newest version first.
+
+        ``functional``: the names of modules are returned as well that do not compute with the live parameters. For that
+        the engine makes another model, for which it needs the memory, and both get weights of trial; the live ones are
+        restored then. Done once by itself, before the first update; the next sync mends nothing of it."""
         with self._lock:
             if self._leader(self._ask("status"))["derives"]:
                 self.sync()
-            return tuple(self._leader(self._ask("audit"))["differing"])
+            differing = list(self._leader(self._ask("audit"))["differing"])
+            if functional:
+                differing += self._leader(self._ask("prove"))["differing"]
+            return tuple(differing)
 
     def follow(
         self,

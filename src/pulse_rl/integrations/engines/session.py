@@ -22,6 +22,7 @@ from ...state.digest import StateDigest
 from ...state.tensors import State, TensorSpec
 from ...sync.subscriber import Subscriber
 from .derived import DerivedLayers, LoadedForms
+from .functional import Fresh, as_tensors, padded, trial_state, unlike
 from .live import Change, Journal, LiveWeights, located
 from .node import Node
 from .proof import differing, load_all, require_whole, write_all
@@ -37,7 +38,7 @@ _TAKE_OVER_SECONDS = 60.0
 @dataclass(slots=True)
 class Learnt:
     """What a worker knows of its model beyond one session: the map for the tensors ``specs``, whether it has been
-    proved by the checkpoint that the model's own loader had read, and whether an update has ``written`` to the model."""
+    proved by the checkpoint that the model's own loader had read, and whether an update has ``written`` to it."""
 
     tensor_map: TensorMap | None = None
     specs: object = None
@@ -78,7 +79,7 @@ class Live:
 class Session:
     """``base``: the path of the checkpoint that the engine was started from, None if unknown; ``loaded``: whether it
     has loaded that, and not dummy weights; ``reloading``: see `proof.load_all`; ``forms``: the layers that compute
-    with what they derive from the checkpoint."""
+    with what they derive from the checkpoint; ``fresh``: how to make another model, for a proof by that."""
 
     def __init__(
         self,
@@ -91,7 +92,9 @@ class Session:
         forms: LoadedForms | None = None,
         *,
         loaded: bool = True,
+        fresh: Fresh | None = None,
     ) -> None:
+        self._fresh = fresh
         self._loaded = loaded
         self.live = Live()
         self._forms = forms or LoadedForms()
@@ -174,10 +177,34 @@ class Session:
         if wrong and self._loaded and not self._learnt.written:
             self._learnt.tensor_map = None
             raise _not_the_checkpoint(wrong)
+        strange = self._unlike_fresh(State(specs[0], {}, specs[1]))
+        if strange:
+            self._learnt.tensor_map = None
+            raise _not_what_it_computes(strange)
         self._learnt.specs, self._learnt.proved = specs, comparable and not wrong
         if self._learnt.proved:
             self.live.version = self._node.shared(self._base_version())
             self.live.digest, self.live.identity = base, self._identity()
+
+    def _unlike_fresh(self, stream: State) -> list[str]:
+        """The modules that compute something else than those of a fresh model, once both have weights of trial for the
+        tensors of ``stream``. The live weights are what they were then. Collective."""
+        tensor_map = self._learnt.tensor_map
+        if self._fresh is None or tensor_map is None:
+            return []
+        fresh, trial = self._fresh, trial_state(stream.specs, stream.aliases)
+        other = self._node.together(lambda: fresh.make(as_tensors(trial)))
+        journal = Journal(self._weights)
+        try:
+            leading = trial if self._node.leader else None
+            derived = self._derived.all_changes(tensor_map, leading)
+            write_all(self._node, journal, tensor_map, leading)
+            self._node.together(lambda: journal.apply(derived))
+            weights = padded(tensor_map, self._model)
+            wrong = self._node.together(lambda: unlike(self._model, other, fresh.run, weights))
+        finally:
+            journal.roll_back()
+        return sorted({name for names in self._node.gathered(wrong) for name in names})
 
     def _learn(self, state: State) -> TensorMap:
         with self._forms.within():
@@ -295,6 +322,16 @@ class Session:
             self.live.version = None
         return wrong
 
+    def prove(self) -> list[str]:
+        """The names of modules that do not compute with what an update writes. Collective; raises InputError where
+        nothing is staged, or the engine cannot make another model."""
+        if self._fresh is None:
+            raise InputError("this engine cannot be compared with a fresh model")
+        specs = self._node.common(self._node.together(self._held_tensors))
+        self._learn_map()
+        with self._steady():
+            return self._unlike_fresh(State(specs[0], {}, specs[1]))
+
     def _identity(self) -> str | None:
         return self.staging.subscriber.identity if self.staging.subscriber is not None else None
 
@@ -399,6 +436,15 @@ def _not_the_checkpoint(wrong: list[str]) -> UnsupportedTensor:
         f"{', '.join(wrong[:3])}",
         hint="Something changes these weights when they are loaded, or has changed them since: such an engine cannot "
         "follow a stream. If it was started from another checkpoint, name that as base.",
+    )
+
+
+def _not_what_it_computes(strange: list[str]) -> UnsupportedTensor:
+    return UnsupportedTensor(
+        f"the engine's {', '.join(map(repr, strange[:3]))} do not compute with the weights that an update would write "
+        f"({len(strange)} modules)",
+        hint="Something keeps copies of these weights, or changes them, outside of what the engine does to each module "
+        "when it is loaded: start it without.",
     )
 
 

@@ -66,7 +66,7 @@ class Worker:
     # -- what a handle asks for
 
     def answer(self, action: str, owner: str = "", version: int | None = None) -> Status:
-        """One of the actions "hello", "status", "stage", "prepare", "audit" and "close".
+        """One of the actions "hello", "status", "stage", "prepare", "audit", "prove" and "close".
 
         The answer is the status: "failure" is the error of this call, if it has one; "error" that of the last update,
         or of the last look at the store. They are part of the answer because not every transport carries errors.
@@ -77,6 +77,7 @@ class Worker:
             "stage": lambda: self._stage(version),
             "prepare": lambda: self._opened().prepare(),
             "audit": lambda: self._opened().audit(),
+            "prove": lambda: self._opened().prove(),
             "close": self.close,
         }
         try:
@@ -87,7 +88,7 @@ class Worker:
                 self._heard_of_owner = time.monotonic()
         except PulseError as error:
             return self.status() | {"failure": described(error)}
-        return self.status() | ({"differing": result} if action == "audit" else {})
+        return self.status() | ({"differing": result} if action in ("audit", "prove") else {})
 
     def status(self) -> Status:
         session, error = self._session, self._error

@@ -28,6 +28,7 @@ from ..engines.session import Learnt, Session, local_checkpoint
 from ..engines.transport import InitInfo
 from ..engines.worker import Worker
 from .contract import require_known
+from .fresh import fresh
 from .plain import require_fixed_places, require_plain_weights
 from .processing import processed_layers
 from .quantised import quantised_layers
@@ -89,8 +90,11 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
         around = partial(reloading, self.model, self.model_config)
         forms = node.together(self._loaded_forms)
+        staged = self.vllm_config.parallel_config.pipeline_parallel_size > 1
+        alone = staged or self.model_config.quantization
+        another = None if alone else fresh(self.model, self.vllm_config, self.device)
         loaded = self.vllm_config.load_config.load_format != "dummy"
-        return Session(self.model, info, node, learnt, base, around, forms, loaded=loaded)
+        return Session(self.model, info, node, learnt, base, around, forms, loaded=loaded, fresh=another)
 
     def _loaded_forms(self) -> LoadedForms:
         quantised = quantised_layers(self.model, self.model_config.quantization, self._as_at_load)
