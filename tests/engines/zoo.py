@@ -155,6 +155,9 @@ class Trained:
             transformers.AutoModelForImageTextToText if family == "Qwen2.5-VL" else transformers.AutoModelForCausalLM
         )
         self.model = generic.from_config(config).to(torch.bfloat16)
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = buffer.data.float()  # as checkpoints of DeepSeek V3 have it
         self.generator = torch.Generator().manual_seed(1)
         self._change(1.0)
         self.checkpoint = self.save("model")

@@ -1,4 +1,4 @@
-"""Modules that process their weights after loading, in all the ways that an engine may: none computes with old weights."""
+"""Modules that process their weights after loading, as engines may: none computes with old ones."""
 
 from __future__ import annotations
 
@@ -165,6 +165,6 @@ def test_weights_that_are_changed_behind_the_processing_are_refused(make: Callab
     session = world.session()
     world.step()
     stage(session)
-    with pytest.raises(UnsupportedTensor, match="does not compute with the checkpoint .* 1 tensors differ, gate"):
+    with pytest.raises(UnsupportedTensor, match=r"does not compute with the checkpoint .* 1 tensors differ, gate"):
         session.prepare()
     assert torch.equal(world.model.fused, before)
