@@ -46,7 +46,7 @@ test-vllm:
 	  && $(ENGINES)/bin/python -m pytest -o filterwarnings=default tests/engines tests/trainers_vllm $(ARGS)
 
 # All families of models in a real vLLM, compared with fresh engines: some minutes each. The table of docs/vllm.md comes from
-# `python -m tests.engines.zoo`.
+# `python -m benchmarks.zoo`.
 test-engines: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m pytest -o filterwarnings=default tests/engines/test_zoo.py $(ARGS)
 

@@ -17,7 +17,11 @@ from pulse_rl import PulseError, errors
 from tests.support.states import run_python
 from tests.support.verl_stub import integration
 
-ELSEWHERE = {"pulse_rl.integrations.vllm.engine", "pulse_rl.integrations.scatter.kernel"}
+ELSEWHERE = {
+    "pulse_rl.integrations.vllm.engine",
+    "pulse_rl.integrations.vllm.fresh",
+    "pulse_rl.integrations.scatter.kernel",
+}
 """Imported by an engine's own process only (`make test-vllm`), or where Triton is (`make test-trainers`)."""
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from pulse_rl import UnsupportedTensor
+from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations.vllm import connect
 
 from .engines import answer, engine

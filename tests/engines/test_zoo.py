@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .zoo import FAMILIES, TIED_ONLY, UNTIED_ONLY, measure
+from benchmarks.zoo import FAMILIES, TIED_ONLY, UNTIED_ONLY, measure
 
 FAST = {("Qwen3-MoE", 1, False)}
 REFUSED: dict[str, str] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl import UnsupportedTensor
+from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations.engines.derived import LoadedForms
 from pulse_rl.integrations.engines.processed import Group, ProcessedLayer, loaded_forms, remember, tensor_names
 

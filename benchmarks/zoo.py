@@ -1,6 +1,6 @@
 """Model families in a real vLLM: small random models follow a stream, and are compared with engines that load the same.
 
-``python -m tests.engines.zoo [FAMILY …]`` prints the table of docs/vllm.md as it is measured here.
+``python -m benchmarks.zoo [FAMILY …]`` prints the table of docs/vllm.md as it is measured here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import pulse_rl
-from pulse_rl import PulseError
+from pulse_rl.errors import PulseError
 
 SCALE = 0.06
 UPDATES = 10
@@ -219,8 +219,7 @@ def forget(worker: Any) -> None:
 
 def measure(folder: Path, family: str, *, tied: bool = False, tensor_parallel: int = 1, **options: Any) -> Row:
     from pulse_rl.integrations.vllm import connect
-
-    from .engines import answer, engine
+    from tests.engines.engines import answer, engine
 
     trained = Trained(folder, family, tied=tied)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(tensor_parallel > 1))  # a process less to start
