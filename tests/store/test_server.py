@@ -100,7 +100,7 @@ def test_a_wait_ends_with_the_first_new_object(served: FolderServer, tmp_path: P
         late = threading.Timer(0.3, writer.put, (name, b""))
         late.start()
         assert store.wait_for_new([f"{folder}/{'c' if name == 'a/d' else 'b'}"], 20) == {folder}
-        assert 0.25 < time.monotonic() - started < 5
+        assert 0.25 < time.monotonic() - started < 18
         late.join()
 
 
@@ -108,7 +108,7 @@ def test_a_wait_for_nothing_ends_in_time(served: FolderServer, tmp_path: Path) -
     started = time.monotonic()
     threading.Timer(0.1, LocalStore(tmp_path / "root").put, ("a/a", b"")).start()
     assert HttpStore(served.url).wait_for_new(["a/b", "c/0"], 0.6) == set()
-    assert 0.55 < time.monotonic() - started < 5
+    assert 0.55 < time.monotonic() - started < 18
 
 
 def test_many_wait_without_a_thread_each(served: FolderServer, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_closing_ends_waits_and_connections(tmp_path: Path) -> None:
     started = time.monotonic()
     server.close()
     server.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     waiter.join(10)
     assert len(ended) == 1
 

@@ -97,13 +97,13 @@ def test_a_second_interrupt_does_not_wait_and_the_next_call_does() -> None:
     ended: list[bool] = []
 
     def stuck() -> None:
-        release.wait(5)
+        release.wait(60)
         ended.append(True)
 
     started = time.monotonic()
     with pytest.raises(Boom), interrupted_after(0.02, times=2):
         serial.run(stuck)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
     assert not ended
     threading.Timer(0.05, release.set).start()
     assert serial.run(lambda: list(ended)) == [True]
@@ -223,7 +223,7 @@ def test_what_a_map_runs_in_threads_stops_with_the_operation() -> None:
 
     def slow(k: int) -> None:
         try:
-            steps([], 5000)()
+            steps([], 50_000)()
         except Stopped:
             stopped.append(k)
             raise
@@ -232,7 +232,7 @@ def test_what_a_map_runs_in_threads_stops_with_the_operation() -> None:
     with pytest.raises(Boom), interrupted_after(0.1):
         serial.run(lambda: list(ordered_map(slow, range(2), 2)))
     assert sorted(stopped) == [0, 1]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
 
 
 def test_what_a_map_runs_in_threads_ends_where_nothing_stops() -> None:
