@@ -12,7 +12,7 @@ import pytest
 import pulse_rl
 from pulse_rl import MemoryStore, Publisher, Relay, verify_stream
 from pulse_rl._util.faults import POINTS, armed
-from pulse_rl.errors import PublisherConflict, StoreUnavailable
+from pulse_rl.errors import ChainGap, DigestMismatch, PublisherConflict, StoreUnavailable
 
 from .oracle import STREAM, Trainer, Worker, held, objects, publish, root_of
 
@@ -198,6 +198,20 @@ def test_an_apply_that_stops_shows_no_half_state_and_loses_no_change(
     publish(publisher, trainer)
     worker.sync()
     assert worker.root == trainer.root
+
+
+def test_a_patch_that_leads_elsewhere_is_undone_to_the_last_bit(behind: Any) -> None:
+    """There is no other way to the version: what only the anchors hold is gone."""
+    store, _, _, worker, root = behind
+    for name in objects(store):
+        if name.endswith(".safetensors"):
+            store.delete(name)
+    with armed("apply.written", once(DigestMismatch("not the root that was promised"))[0]), pytest.raises(ChainGap):
+        worker.subscriber.sync()
+    assert worker.subscriber.status == "ready"
+    assert root_of(held(worker.subscriber)) == worker.subscriber.root == root
+    worker.sync()
+    assert worker.subscriber.version == 2
 
 
 def test_an_apply_whose_undo_stops_is_known_to_be_half_way(behind: Any) -> None:
