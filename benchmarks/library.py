@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.synthetic import SHAPES, pair
 from pulse_rl import codec as codecs
 from pulse_rl._util.threads import default_threads, ordered_map
-from pulse_rl.patch import DEFAULT_BLOCK_ELEMENTS, Patch, apply_patch, build_patch
+from pulse_rl.patch import apply_patch, build_patch, parse_patch
 from pulse_rl.patch.apply import scatter
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.state.digest import state_digest
@@ -62,7 +62,7 @@ class LibraryCodec:
 
     def __init__(self, name: str, old: State) -> None:
         self.codec = name
-        self.blocks: list[Block] = cut(old.specs, DEFAULT_BLOCK_ELEMENTS)
+        self.blocks: list[Block] = cut(old.specs)
 
     def encode(self, old: State, new: State, workers: int) -> list[codecs.Encoded]:
         def one(block: Block) -> codecs.Encoded:
@@ -120,7 +120,7 @@ def kernels(old: Mapping16, new: Mapping16, codec: str, workers: int, times: int
     seconds["decode+apply"], _ = best_of(times, lambda: coder.decode(target, encoded, workers), rewind)
     assert all(np.array_equal(target.read(s.name), b.read(s.name)) for s in b.specs), "decoded state differs"
     seconds["publish"], built = best_of(times, lambda: build_patch(a, b, base, codec=codec, threads=workers))
-    patch = Patch.parse(built.to_bytes())
+    patch = parse_patch([built.to_bytes()], base)
     seconds["consume"], applied = best_of(times, lambda: apply_patch(patch, target, base, threads=workers), rewind)
     assert applied.digest.root == state_digest(b, threads=workers).root
     return {**seconds, "patch_bytes": built.nbytes, "changed": built.header.changed}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, state_root, verify_stream
-from pulse_rl.patch import Patch, apply_patch
+from pulse_rl.patch import apply_patch, parse_patch
 from pulse_rl.state.checkpoint import load
 from pulse_rl.state.digest import state_digest
 from pulse_rl.store import Data
@@ -47,7 +47,7 @@ def through_patch(path: Path) -> None:
     state = pieces.base()
     before = state_digest(state)
     try:
-        apply_patch(Patch.parse(path.read_bytes(), state.specs), state, before, threads=1)
+        apply_patch(parse_patch([path.read_bytes()], before), state, before, threads=1)
     finally:
         assert state_digest(state).root == before.root, f"{path.name} changed the state"
 
@@ -143,7 +143,7 @@ def test_false_links_are_survived(path: Path) -> None:
     """Links are hints: a newcomer and a worker reach the head without them, and verify finds nothing wrong."""
     store = stream(head=12)
     for line in path.read_text().splitlines():
-        store.put(f"policy/links/{line}", b"")
+        store.put(f"policy/links/{line}", b"0" * 64 + b" 1\n")
     worker = Subscriber(store, stream="policy", threads=1)
     worker.sync(1)
     for subscriber in (worker, Subscriber(store, stream="policy", threads=1)):

@@ -71,7 +71,7 @@ def test_readable_output(pulse: Pulse, pair: Any, tmp_path: Path) -> None:
     assert state_root(new) in text
     assert pulse("digest", old).startswith(state_root(old))
     assert state_root(new) in pulse("apply", old, tmp_path / "p", "-o", tmp_path / "out")
-    assert "embed.weight" in pulse("inspect", tmp_path / "p")
+    assert "embed.weight" in pulse("inspect", tmp_path / "p", "--base", pair[0])
     assert pulse.err == "", "no progress bar without a terminal"
 
 
@@ -84,10 +84,16 @@ def test_a_diff_of_equal_checkpoints(pulse: Pulse, pair: Any, tmp_path: Path) ->
 
 def test_inspect_tells_what_a_patch_holds(pulse: Pulse, pair: Any, tmp_path: Path) -> None:
     made = pulse.json("diff", *pair, "-o", tmp_path / "p")
-    facts = pulse.json("inspect", tmp_path / "p")
+    alone = pulse.json("inspect", tmp_path / "p")
+    facts = pulse.json("inspect", tmp_path / "p", "--base", pair[0])
     shared = (set(DIFF_KEYS.split()) | {"base_root", "target_root"}) - {"codec", "seconds"}
     assert {k: facts[k] for k in shared} == {k: made[k] for k in shared}
-    assert facts["tensors"] == len(as_state(pair[0]).specs)
+    assert all("tensors" in b for b in facts["blocks"])
+    assert (alone["changed"], alone["elements"]) == (facts["changed"], facts["elements"])
+    assert [(b["changed"], b["bytes"]) for b in alone["blocks"]] == [
+        (b["changed"], b["bytes"]) for b in facts["blocks"]
+    ]
+    assert alone["ratio"] is alone["dense_bytes"] is None
     assert sum(b["changed"] for b in facts["blocks"]) == facts["changed"]
     assert sum(b["elements"] for b in facts["blocks"]) == facts["elements"]
     assert {b["codec"] for b in facts["blocks"]} <= {"same", "raw", "zstd", "sparse", "table", "history", "gaps"}

@@ -10,6 +10,7 @@ import numpy as np
 
 from pulse_rl import Bits, MemoryStore, Publisher, Signer
 from pulse_rl.stream import manifest as manifests
+from tests.support.folds import fold_link
 
 from .lies import false_parts, false_patch
 from .model import STREAM, Model, version_name
@@ -133,8 +134,11 @@ class CoWriter:
         digest, nbytes = name.rpartition("/")[2][:64], len(self._disk.peek(name) or b"x")
         links = self._disk.names(f"{STREAM}/links")
         said = rng.choice((b"", _junk(rng), self._disk.peek(rng.choice(links)) if links else b"")) or b""
-        end = f"anchor-{nbytes:015d}" if rng.random() < 0.3 else f"{base:012d}-{nbytes:015d}-{digest}"
-        self._disk.plant(f"{STREAM}/links/{version:012d}-{end}", said)
+        if rng.random() < 0.3:
+            self._disk.plant(f"{STREAM}/links/{version:012d}-anchor-{nbytes:015d}", said)
+        else:
+            link, listed = fold_link(STREAM, base, version, (digest, nbytes))
+            self._disk.plant(link, rng.choice((listed, listed + said)))
         if len(payloads) > 1:
             name, listed = false_parts(self._disk, base, version, rng)
             self._disk.plant(name, rng.choice((listed, listed + said, _junk(rng))))
@@ -151,7 +155,8 @@ class CoWriter:
         self._disk.plant(f"{STREAM}/payloads/{digest}.patch", data)
         links = self._disk.names(f"{STREAM}/links")
         said = rng.choice((b"", self._disk.peek(rng.choice(links)) if links else b"")) or b""
-        self._disk.plant(f"{STREAM}/links/{version:012d}-{base:012d}-{len(data):015d}-{digest}", said)
+        link, listed = fold_link(STREAM, base, version, (digest, len(data)))
+        self._disk.plant(link, listed + said.rpartition(b"\n")[2])
 
     def other_run(self, rng: Random) -> None:
         """What another run with the same key published under the same name: all of it, or parts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from hashlib import sha256
 from random import Random
 
 import numpy as np
@@ -12,6 +11,7 @@ from pulse_rl import Bits, State
 from pulse_rl.patch import build_patch
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
+from tests.support.folds import fold_link
 
 from .model import STREAM, Model, Snapshot
 from .store import Disk
@@ -36,10 +36,7 @@ def false_parts(disk: Disk, base: int, version: int, rng: Random) -> tuple[str, 
     """The name and the content of a link that lists two payloads, which belong to something else, as a fold."""
     names = rng.sample(disk.names(f"{STREAM}/payloads"), 2)
     files = [(name.rpartition("/")[2][:64], len(disk.peek(name) or b"")) for name in names]
-    listed = "".join(f"{digest} {nbytes}\n" for digest, nbytes in files).encode()
-    total = sum(nbytes for _, nbytes in files) + rng.choice((0, 0, 1))
-    digest = sha256(listed).hexdigest()
-    return f"{STREAM}/links/{version:012d}-{base:012d}-{total:015d}-{digest}-parts", listed
+    return fold_link(STREAM, base, version, *files, nbytes=rng.choice((0, 0, 1)))
 
 
 def _state(taken: Snapshot, rng: Random | None = None) -> State:

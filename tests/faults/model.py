@@ -13,9 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from pulse_rl import Bits, PulseError, State, Update, state_root
-from pulse_rl.patch import Patch
-from pulse_rl.patch.header import FORMAT, format_of
-from pulse_rl.patch.parts import parse_part_header
+from pulse_rl.patch.header import PatchHeader, parse_header
 
 from .store import Disk
 
@@ -36,7 +34,7 @@ Snapshot = dict[str, tuple[str, tuple[int, ...], bytes]]
 """dtype, shape and bytes by name."""
 
 MUST, MAY, GAP = "must", "may", "gap"
-_FOLD = re.compile(r"(\d{12})-(\d{12})-(\d{15})-([0-9a-f]{64})(-parts)?")
+_FOLD = re.compile(r"(\d{12})-(\d{12})-(\d{15})-([0-9a-f]{64})")
 
 
 class Violation(AssertionError):
@@ -46,25 +44,6 @@ class Violation(AssertionError):
 def check(held: bool, what: str) -> None:
     if not held:
         raise Violation(what)
-
-
-class _Said(NamedTuple):
-    """What a patch, or a part of one, says: the roots that it leads from and to; and ``slices``, (tensor, start, stop)
-    of what the part is of."""
-
-    base_root: str
-    target_root: str
-    slices: tuple[tuple[str, int, int], ...] | None = None
-
-
-def _said_by(data: bytes) -> _Said:
-    """Raises FormatError."""
-    if format_of(data) == FORMAT:
-        whole = Patch.parse(data).header
-        return _Said(whole.base_root, whole.target_root)
-    part, _ = parse_part_header(memoryview(data))
-    segments = [segment for block in part.cuts for segment in block.segments]
-    return _Said(part.base_root, part.target_root, tuple((s.spec.name, s.start, s.stop) for s in segments))
 
 
 def version_name(version: int) -> str:
@@ -130,7 +109,7 @@ class Model:
         self.versions: dict[int, Committed] = {}
         self.states: dict[str, Snapshot] = {}
         self._offered: dict[str, list[dict[str, str]]] = {}
-        self._heads: dict[str, _Said | None] = {}
+        self._heads: dict[str, PatchHeader | None] = {}
         self._needs: dict[str, Spans] = {}
         self._said: dict[bytes, dict[str, Any]] = {}
         self._hashed: dict[str, tuple[bytes, str]] = {}
@@ -271,9 +250,7 @@ class Model:
             if not match:
                 continue
             base, version, nbytes = int(match[2]), int(match[1]), int(match[3])
-            files = [(match[4], nbytes)]
-            if match[5]:
-                files = self._listed(disk.peek(name) or b"", match[4], nbytes)
+            files = self._listed(disk.peek(name) or b"", match[4], nbytes)
             if files and self._is_whole(version, [self._leads(disk, base, version, *file) for file in files]):
                 edges.append(_Edge(base, version, (), version - base))
         return sorted(edges, key=lambda e: e.version), grade
@@ -283,7 +260,7 @@ class Model:
         if digest not in self._needs:
             name = f"{STREAM}/payloads/{digest}.patch"
             try:
-                named = Patch.parse((disk and disk.peek(name)) or b"").header.history
+                named = parse_header(memoryview((disk and disk.peek(name)) or b"")).header.history
             except PulseError:
                 named = None
             self._needs[digest] = named.spans if named else ()
@@ -329,10 +306,10 @@ class Model:
         lines = data.decode("ascii", "replace").split("\n")[:-1]
         listed = "".join(f"{line}\n" for line in lines).encode()
         files = [(line[:64], int(line[65:])) for line in lines if re.fullmatch(r"[0-9a-f]{64} [0-9]+", line)]
-        whole = len(files) == len(lines) > 1 and sum(length for _, length in files) == nbytes
+        whole = len(files) == len(lines) > 0 and sum(length for _, length in files) == nbytes
         return files if whole and sha256(listed).hexdigest() == digest else []
 
-    def _leads(self, disk: Disk, base: int, version: int, digest: str, nbytes: int) -> _Said | None:
+    def _leads(self, disk: Disk, base: int, version: int, digest: str, nbytes: int) -> PatchHeader | None:
         """What a stored patch, or part of one, says that leads from one version's root to the other's; None where it
         does not."""
         name = f"{STREAM}/payloads/{digest}.patch"
@@ -343,23 +320,18 @@ class Model:
             return None
         if digest not in self._heads:
             try:
-                self._heads[digest] = _said_by(data)
+                self._heads[digest] = parse_header(memoryview(data)).header
             except PulseError:
                 self._heads[digest] = None
         said = self._heads[digest]
         roots = (self.versions[base].root, self.versions[version].root)
         return said if said and (said.base_root, said.target_root) == roots else None
 
-    def _is_whole(self, version: int, parts: list[_Said | None]) -> bool:
-        """Whether these are one patch to ``version``: alone, or with each element of its state in one part."""
-        slices: dict[str, list[tuple[int, int]]] = {}
-        for part in parts:
-            if part is None or part.slices is None:
-                return part is not None and len(parts) == 1
-            for tensor, start, stop in part.slices:
-                slices.setdefault(tensor, []).append((start, stop))
-        for tensor, (_, shape, _) in self.states[self.versions[version].root].items():
-            starts, stops = zip(*sorted(slices.get(tensor, [(0, 0)])), strict=True)
-            if (0, *stops) != (*starts, prod(shape)):
-                return False
-        return True
+    def _is_whole(self, version: int, parts: list[PatchHeader | None]) -> bool:
+        """Whether these are one patch to ``version``: with each element of its state in one of them."""
+        if None in parts:
+            return False
+        state = self.states[self.versions[version].root]
+        slices = sorted(one for part in parts if part for one in part.slices)
+        starts, stops = [start for start, _ in slices], [stop for _, stop in slices]
+        return [0, *stops] == [*starts, sum(prod(shape) for _, shape, _ in state.values())]

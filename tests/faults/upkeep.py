@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pulse_rl import audit
 from pulse_rl.maintenance.fold import fold_stream
+from tests.support.folds import fold_link
 
 from .lies import false_parts, false_patch
 from .model import MUST, STREAM, check, version_name
@@ -108,7 +109,7 @@ class Upkeep:
         elif how > 0.7 and len(payloads) > 1:
             self.disk.put(*false_parts(self.disk, base, version, rng))
         else:
-            self.disk.put(f"{STREAM}/links/{version:012d}-{base:012d}-{nbytes:015d}-{digest}", b"")
+            self.disk.put(*fold_link(STREAM, base, version, (digest, nbytes)))
         self.net.injected["false_link"] += 1
 
     def audit(self: World, rng: Random) -> None:

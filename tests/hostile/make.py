@@ -23,9 +23,9 @@ import numpy as np
 
 from pulse_rl._util import zstd
 from pulse_rl.patch.blocks import cut
-from pulse_rl.patch.header import BlockEntry, PatchHeader
-from pulse_rl.stream.manifest import FORMAT, FORMAT_WITHOUT_IDENTITY
-from tests.hostile.pieces import base, changed, framed, honest, name, plain_header, varint, with_block
+from pulse_rl.patch.header import BlockEntry, PatchHeader, all_of
+from pulse_rl.stream.manifest import FORMAT
+from tests.hostile.pieces import base, changed, framed, header_of_many_blocks, honest, plain_header, varint, with_block
 from tests.support.block_codecs import GAPS, ZSTD
 
 HERE = Path(__file__).parent
@@ -34,14 +34,14 @@ TERA = 1 << 40
 
 def patches() -> Iterator[tuple[str, bytes]]:
     good = honest()
-    for at in (0, 7, 8, 20, 55, 56, 60, len(good) // 2, len(good) - 1):
+    for at in (0, 7, 8, 20, 27, 28, 60, len(good) // 2, len(good) - 1):
         yield f"truncated-{at}", good[:at]
     yield "longer", good + b"\0"
     for at in (0, 9, 13, 17, 21, 30, 70, len(good) - 3):
         yield f"flipped-{at}", good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :]
     yield "format-2", good[:8] + b"\2" + good[9:]
-    yield "claims-4-gib-stored", good[:16] + b"\xff" * 4 + good[20:]
-    yield "claims-4-gib-plain", good[:20] + b"\xff" * 4 + good[24:]
+    yield "claims-4-gib-stored", good[:12] + b"\xff" * 4 + good[16:]
+    yield "claims-4-gib-plain", good[:16] + b"\xff" * 4 + good[20:]
 
     # Headers that unfold: zstd bombs, and frames that claim more than they hold.
     yield "bomb-zeros", framed(bytes(1 << 27))
@@ -54,59 +54,42 @@ def patches() -> Iterator[tuple[str, bytes]]:
     yield "not-a-frame", framed(b"", stored=bytes(range(64)), claim=64)
     yield "two-frames", framed(b"", stored=zstd.compress(bytes(10), 1) * 2, claim=20)
 
-    bf16, one = b"\x0c", varint(1)
-    honest_names, two = name(b"a") + name(b"b"), bf16 + b"\x10"
-    shapes = varint(2) + varint(20) + varint(100) + one + varint(64)
-    yield "header-ends-early", framed(plain_header(honest_names, 2, two, shapes, b"")[:-3])
-    yield "header-goes-on", framed(plain_header(honest_names, 2, two, shapes, b"\0\0more"))
-    yield "no-block-elements", framed(plain_header(honest_names, 2, two, shapes, b"\0\0", unit=b"\0"))
-    yield "padded-varint", framed(plain_header(honest_names, 2, two, shapes, b"\0\0", unit=b"\x84\x00"))
-    yield "endless-varint", framed(plain_header(honest_names, 2, two, shapes, b"\0\0", unit=b"\xff" * 30))
-    yield "tensors-2-to-the-60", framed(plain_header(honest_names, 1 << 60, two, shapes, b"\0\0"))
-    yield "tensors-of-the-cap", framed(plain_header(honest_names, 1 << 18, two, shapes, b"\0\0"))
-    yield "unknown-dtype", framed(plain_header(honest_names, 2, b"\x0c\x63", shapes, b"\0\0"))
-    yield "names-not-sorted", framed(plain_header(name(b"b") + name(b"a"), 2, two, shapes, b"\0\0"))
-    yield "names-twice", framed(plain_header(name(b"a") + name(b"", 1), 2, two, shapes, b"\0\0"))
-    yield "name-shares-what-is-not-there", framed(plain_header(name(b"a", 5), 1, bf16, one + one, b"\0"))
+    none, block = varint(2) + b"\0\0", varint(2) + b"\3\0"
+    yield "header-ends-early", framed(plain_header(none)[:-1])
+    yield "header-goes-on", framed(plain_header(none + b"more"))
+    yield "padded-varint", framed(plain_header(none, slices=b"\x81\0\0\x90\x10"))
+    yield "endless-varint", framed(plain_header(none, slices=b"\xff" * 30))
+    yield "history-of-no-versions", framed(plain_header(none, history=b"\1\0" + bytes(8)))
+    yield "history-of-65-stretches", framed(plain_header(none, history=varint(65) + b"\1" * 65 + bytes(8)))
+    yield "history-cut", framed(plain_header(b"", history=b"\1\1" + bytes(7), slices=b""))
+    yield "history-that-is-not-named", framed(plain_header(varint(2) + b"\6\0" + b"\1\1" + bytes(8)), b"x")
+    yield "slices-2-to-the-60", framed(plain_header(none, slices=varint(1 << 60)))
+    yield "slices-of-the-cap", framed(plain_header(none, slices=varint(1 << 20)))
+    yield "slices-of-the-cap-that-are-there", framed(plain_header(none, slices=varint(1 << 20) + b"\1\1" * (1 << 20)))
+    yield "slices-that-touch", framed(plain_header(none, slices=b"\2\0" + varint(64) + b"\0" + varint(2000)))
+    yield "slices-of-nothing", framed(plain_header(none, slices=b"\2\0" + varint(2064) + b"\0\0"))
+    yield "slices-of-too-little", framed(plain_header(none, slices=b"\1\0" + varint(2063)))
+    yield "slices-of-too-much", framed(plain_header(none, slices=b"\1\0" + varint(2065)))
+    yield "slices-past-the-end", framed(plain_header(none, slices=b"\1" + varint(2060) + varint(2064)))
     yield (
-        "name-of-a-megabyte",
-        framed(plain_header(varint(0) + varint(1 << 20) + b"x" * 1000, 1, bf16, one + one, b"\0")),
+        "slices-with-a-hole",
+        framed(plain_header(varint(2) + b"\0\0", slices=b"\2\0" + varint(5) + varint(1) + varint(2058))),
     )
-    yield "name-not-utf-8", framed(plain_header(name(b"\xff\xfe"), 1, bf16, one + one, b"\0"))
-    yield "name-empty", framed(plain_header(name(b""), 1, bf16, one + one, b"\0"))
-    yield "name-of-the-metadata", framed(plain_header(name(b"__metadata__"), 1, bf16, one + one, b"\0"))
-    # Each name is the one before and a byte more, and then a counter behind a thousand shared bytes.
-    chain = name(b"x" * 1020) + b"".join(name(struct.pack(">I", k), 1020) for k in range(1, 40_000))
-    yield "name-bomb", framed(plain_header(chain, 40_000, bf16 * 40_000, b"\0" * 40_000, b"\0"))
-    short = name(b"\0\0\0\1") + b"".join(
-        name(struct.pack(">I", k)[3 - (k % 256 == 0) :], 3 - (k % 256 == 0)) for k in range(2, 1 << 18) if k % 65536
-    )
-    yield "many-tensors", framed(plain_header(short, (1 << 18) - 4, bf16 * (1 << 18), b"\0" * (1 << 18), b"\0"))
-
-    yield "dims-17", framed(plain_header(name(b"a"), 1, bf16, varint(17) + one * 17, b"\0"))
-    yield "terabytes", framed(plain_header(name(b"a"), 1, bf16, one + varint(TERA), b"\0"))
-    yield "terabytes-in-blocks", framed(plain_header(name(b"a"), 1, bf16, one + varint(TERA), bytes(1 << 18)))
-    yield "most-blocks", framed(plain_header(name(b"a"), 1, bf16, one + varint(TERA), bytes(1 << 20), unit=b"\1"))
-    yield "shape-overflows", framed(plain_header(name(b"a"), 1, bf16, varint(4) + varint(1 << 32) * 4, b"\0"))
-    yield "shape-of-2-to-the-64", framed(plain_header(name(b"a"), 1, bf16, one + varint((1 << 64) - 1), b"\0"))
-    yield (
-        "shape-zero-times-terabytes",
-        framed(plain_header(honest_names, 2, two, varint(2) + b"\0" + varint(TERA) + one + varint(64), b"\0")),
-    )
-    block = varint(1) + varint(10) + bytes(32)
+    yield "no-slices", framed(plain_header(b"\0", slices=b"\0"))
+    yield "terabytes", framed(plain_header(none, slices=b"\1\0" + varint(TERA)))
+    yield "terabytes-in-blocks", framed(plain_header(varint(1 << 18) + bytes(1 << 18), slices=b"\1\0" + varint(TERA)))
+    yield "most-blocks", header_of_many_blocks()
+    yield "slice-overflows", framed(plain_header(none, slices=b"\1" + varint((1 << 64) - 1) + varint(2064)))
+    yield "blocks-2-to-the-60", framed(plain_header(varint(1 << 60) + b"\0\0"))
+    yield "blocks-one-too-many", framed(plain_header(varint(3) + b"\0\0\0"))
+    yield "blocks-one-too-few", framed(plain_header(varint(1) + b"\0"))
     yield "unknown-codec", with_block(b"x", 99, 1)
-    yield (
-        "changes-past-the-block",
-        framed(plain_header(honest_names, 2, two, shapes, b"\3\0" + varint(2001) + block[1:])),
-    )
-    yield "no-changes", framed(plain_header(honest_names, 2, two, shapes, b"\3\0" + varint(0) + block[1:]), b"x" * 10)
-    yield (
-        "payload-of-terabytes",
-        framed(plain_header(honest_names, 2, two, shapes, b"\3\0" + one + varint(TERA) + bytes(32))),
-    )
-    yield "payload-of-no-digest", framed(plain_header(honest_names, 2, two, shapes, b"\3\0" + block), b"x" * 10)
-    other = PatchHeader("1" * 64, "2" * 64, 1 << 22, base().specs, (BlockEntry(0, 0, 0),) * 2)
-    yield "another-base", other.to_bytes()
+    yield "changes-past-the-block", framed(plain_header(block + varint(2001) + varint(10) + bytes(8)), b"x" * 10)
+    yield "no-changes", framed(plain_header(block + varint(0) + varint(10) + bytes(8)), b"x" * 10)
+    yield "payload-of-terabytes", framed(plain_header(block + varint(1) + varint(TERA) + bytes(8)))
+    yield "payload-of-no-checksum", framed(plain_header(block + varint(1) + varint(10) + bytes(8)), b"x" * 10)
+    entries = (BlockEntry(0, 0, 0),) * 2
+    yield "another-base", PatchHeader("1" * 64, "2" * 64, all_of(base().specs), entries).to_bytes()
 
     yield from blocks()
 
@@ -115,7 +98,7 @@ def blocks() -> Iterator[tuple[str, bytes]]:
     """Patches whose header is right and whose payload is not."""
     noise = random.Random(1).randbytes(400)
     old, new = base(), changed()
-    whole, count = GAPS.encode(old.read("a"), new.read("a"), cut(old.specs, 1 << 22)[0].layout)
+    whole, count = GAPS.encode(old.read("a"), new.read("a"), cut(old.specs)[0].layout)
     yield "context-nothing", with_block(b"\1", 3, 1)
     yield "context-noise", with_block(varint(7) + b"\0\0\xff" + noise, 3, 7)
     yield "context-zeros", with_block(varint(2000) + b"\0\0\xff" + bytes(300), 3, 2000)
@@ -141,7 +124,7 @@ def blocks() -> Iterator[tuple[str, bytes]]:
         where, what = zstd.compress(raw, 1), zstd.compress(data, 1)
         return struct.pack("<IBI", claimed, shown or width, len(where)) + where + what
 
-    good, _ = ZSTD.encode(old.read("a"), new.read("a"), cut(old.specs, 1 << 22)[0].layout)
+    good, _ = ZSTD.encode(old.read("a"), new.read("a"), cut(old.specs)[0].layout)
     yield "zstd-head-cut", with_block(good[:5], 2, 1)
     yield "zstd-claims-4-billion", with_block(gaps([0], 1, b"xx", 0xFFFFFFFF), 2, 1)
     yield "zstd-width-3", with_block(gaps([0], 1, b"xx", 1, shown=3), 2, 1)
@@ -214,8 +197,9 @@ def checkpoints() -> Iterator[tuple[str, bytes]]:
 def manifest(**changes: Any) -> dict[str, Any]:
     """A manifest of version 1 that would do."""
     good: dict[str, Any] = {
-        "format": FORMAT_WITHOUT_IDENTITY, "stream": "policy", "version": 1, "epoch": 1, "root": "0" * 64, "elements":
-        2064, "dense_bytes": 4512, "publisher": "hostile", "created": 0.5, "aliases": {}, "metadata": {}, "patch":
+        "format": FORMAT, "stream": "policy", "identity": "5" * 32, "version": 1, "epoch": 1, "root": "0" * 64,
+        "elements": 2064, "dense_bytes": 4512, "publisher": "hostile", "created": 0.5, "remembers": [], "aliases": {},
+        "metadata": {}, "patch":
         {"base": 0, "base_root": "0" * 64, "changed": 1, "parts": [{"sha256": "0" * 64, "bytes": 100}]}, "anchor": None,
         "digest": "", "signature": None,
     }  # fmt: skip
@@ -254,11 +238,14 @@ def manifests() -> Iterator[tuple[str, bytes]]:
     yield "other-version", sealed(manifest(version=2))
     yield "other-stream", sealed(manifest(stream="other"))
     yield "path-as-stream", sealed(manifest(stream="../../policy"))
-    yield "identity-missing", sealed(manifest(format=FORMAT))
-    for tag, identity in (("empty", ""), ("upper-case", "A" * 32), ("of-the-first-format", "a" * 32), ("null", None)):
-        value = manifest(**({} if tag == "of-the-first-format" else {"format": FORMAT}))
-        head = {key: value.pop(key) for key in ("format", "stream")}
-        yield f"identity-{tag}", sealed(head | {"identity": identity} | value)
+    yield "identity-missing", sealed({k: v for k, v in manifest().items() if k != "identity"})
+    for tag, identity in (("empty", ""), ("upper-case", "A" * 32), ("short", "a" * 31), ("null", None)):
+        yield f"identity-{tag}", sealed(manifest(identity=identity))
+    for tag, spans in (("0", [0]), ("65", [65]), ("65-times", [1] * 65), ("null", None), ("a-word", ["1"])):
+        yield f"remembers-{tag}", sealed(manifest(remembers=spans))
+    shard = {"shards": [{"sha256": "0" * 64, "bytes": 100}]}
+    yield "remembers-at-an-anchor", sealed(manifest(remembers=[1], anchor=shard))
+    yield "part-twice", sealed(manifest(patch=link | {"parts": parts * 2}))
     yield "other-format", sealed(manifest(format="pulse.manifest.9"))
     for wrong in ("", "0" * 63, "0" * 65, "A" * 64, "../" * 21 + "x", "0" * 63 + "\n", "０" * 64):
         tag = sha256(wrong.encode()).hexdigest()[:6]

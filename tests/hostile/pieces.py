@@ -9,7 +9,7 @@ import numpy as np
 
 from pulse_rl import Bits, State, patch
 from pulse_rl._util import zstd
-from pulse_rl.patch.header import BlockEntry, PatchHeader
+from pulse_rl.patch.header import BlockEntry, PatchHeader, all_of, check_of
 from pulse_rl.state.digest import state_digest
 
 _RAMP = np.arange(2000, dtype=np.uint16)
@@ -44,31 +44,31 @@ def framed(plain: bytes, body: bytes = b"", *, stored: bytes | None = None, clai
     """A patch file around a plain header; ``claim`` is the plain length it speaks of."""
     stored = zstd.compress(plain, 9) if stored is None else stored
     claim = len(plain) if claim is None else claim
-    return (
-        struct.pack("<8sIIII32s", b"\x89PULSE\r\n", 1, 0, len(stored), claim, sha256(stored).digest()) + stored + body
-    )
+    check = sha256(stored).digest()[:8]
+    return struct.pack("<8sIII8s", b"\x89PULSE\r\n", 1, len(stored), claim, check) + stored + body
 
 
-def plain_header(names: bytes, count: int, dtypes: bytes, shapes: bytes, blocks: bytes, unit: bytes = b"\x04") -> bytes:
-    root = bytes.fromhex(state_digest(base()).root)
-    return root + root + unit + varint(count) + names + dtypes + shapes + blocks
+ALL = varint(1) + varint(0) + varint(2064)
+"""The slices of a file that holds all of BASE."""
 
 
-def header_of_many_blocks() -> bytes:
-    """A patch file of some hundred bytes for one tensor of 2^40 elements, in 2^20 blocks that are as they were."""
-    return framed(plain_header(name(b"w"), 1, b"\x0c", varint(1) + varint(1 << 40), bytes(1 << 20), unit=b"\x01"))
+def plain_header(blocks: bytes, *, history: bytes = b"\0", slices: bytes = ALL, root: str = "") -> bytes:
+    both = bytes.fromhex(root or state_digest(base()).root)
+    return both + both + history + slices + blocks
 
 
-def name(text: bytes, shared: int = 0) -> bytes:
-    return varint(shared) + varint(len(text)) + text
+def header_of_many_blocks(root: str = "") -> bytes:
+    """A patch file of some hundred bytes for 2^40 elements, in 2^20 blocks that are as they were."""
+    slices = varint(1) + varint(0) + varint(1 << 40)
+    return framed(plain_header(varint(1 << 20) + bytes(1 << 20), slices=slices, root=root))
 
 
 def with_block(payload: bytes, codec_id: int, count: int, index: int = 0) -> bytes:
     """A well-formed patch for BASE one of whose blocks holds ``payload``. Block 0 is "a" and block 1 is "b"."""
     digest = state_digest(base())
     entries = [BlockEntry(0, 0, 0), BlockEntry(0, 0, 0)]
-    entries[index] = BlockEntry(codec_id, count, len(payload), sha256(payload).digest())
-    header = PatchHeader(digest.root, "0" * 64, patch.DEFAULT_BLOCK_ELEMENTS, base().specs, tuple(entries))
+    entries[index] = BlockEntry(codec_id, count, len(payload), check_of(payload))
+    header = PatchHeader(digest.root, "0" * 64, all_of(base().specs), tuple(entries))
     return header.to_bytes() + payload
 
 

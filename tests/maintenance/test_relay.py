@@ -10,6 +10,7 @@ import pytest
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Signer, Subscriber, fold_stream, gc_stream
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable
 from pulse_rl.events import Event, PathFailed, Relayed
+from tests.support.folds import fold_link
 from tests.support.relays import Counted, assert_whole, newest_root
 from tests.support.states import Rng, TinyTrainer, history, roots
 from tests.support.stores import FaultyStore, names
@@ -110,7 +111,7 @@ def test_a_fold_with_the_bytes_of_a_patch_can_be_collected_around(rng: Rng) -> N
     assert patch is not None
     assert unchanged is not None
     source.delete(f"policy/payloads/{unchanged.parts[0].sha256}.patch")
-    source.put(f"policy/links/{2:012d}-{0:012d}-{patch.parts[0].bytes:015d}-{patch.parts[0].sha256}", b"")
+    source.put(*fold_link("policy", 0, 2, (patch.parts[0].sha256, patch.parts[0].bytes)))
     done = Relay(source, target, stream="policy", threads=1).sync()
     assert done is not None
     assert done.links == ("the fold 0->2",)

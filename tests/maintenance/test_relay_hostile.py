@@ -10,6 +10,7 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, PulseError, Relay, Signer, Subscriber
 from pulse_rl.errors import PublisherConflict, StreamReplaced
 from tests.hostile.pieces import header_of_many_blocks
+from tests.support.folds import fold_link
 from tests.support.relays import assert_whole, newest_root
 from tests.support.states import Rng, TinyTrainer, history, roots
 from tests.support.stores import names
@@ -20,7 +21,7 @@ JUNK: dict[str, tuple[str, bytes]] = {
     "a version far ahead": ("policy/versions/000000099999.json", b"junk"),
     "the next version": ("policy/versions/000000000003.json", b""),
     "a payload that nobody names": (f"policy/payloads/{sha256(b'x').hexdigest()}.patch", b"x"),
-    "a link to nothing": (f"policy/links/{2:012d}-{0:012d}-{7:015d}-{sha256(b'x').hexdigest()}", b""),
+    "a link to nothing": fold_link("policy", 0, 2, (sha256(b"x").hexdigest(), 7)),
     "a huge link": (f"policy/links/{2:012d}-{0:012d}-{7:015d}-{sha256(b'x').hexdigest()}", bytes(5000)),
     "a claim": ("policy/epochs/000000000009", b"00ff00ff00ff00ff"),
     "something else": ("policy/README", b"hello"),
@@ -54,8 +55,8 @@ def test_a_fold_that_is_none_is_not_passed_on() -> None:
     patch = Subscriber(source, stream="s").stream.manifest(1).patch
     assert patch is not None
     (part,) = patch.parts
-    false = f"s/links/{16:012d}-{0:012d}-{part.bytes:015d}-{part.sha256}"
-    source.put(false, b"")
+    false, listed = fold_link("s", 0, 16, (part.sha256, part.bytes))
+    source.put(false, listed)
     done = Relay(source, target, stream="s", threads=1).sync()
     assert done is not None
     assert false not in names(target, "s/links")
@@ -184,8 +185,8 @@ def test_a_fold_of_another_size_of_state_is_not_cut(rng: Rng) -> None:
     bomb = header_of_many_blocks()
     name = f"s/payloads/{sha256(bomb).hexdigest()}.patch"
     source.put(name, bomb)
-    link = f"s/links/{16:012d}-{0:012d}-{len(bomb):015d}-{sha256(bomb).hexdigest()}"
-    source.put(link, b"")
+    link, listed = fold_link("s", 0, 16, (sha256(bomb).hexdigest(), len(bomb)))
+    source.put(link, listed)
     tracemalloc.start()
     Relay(source, target, stream="s", threads=1).sync()
     assert tracemalloc.get_traced_memory()[1] < 32 << 20

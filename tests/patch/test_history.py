@@ -12,16 +12,14 @@ import pytest
 from pulse_rl import Bits, State
 from pulse_rl.codec import HISTORY, SAME, element_kind
 from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase, WrongHistory
-from pulse_rl.patch import BuiltPatch, Patch, apply_patch, build_patch
-from pulse_rl.patch.blocks import DEFAULT_BLOCK_ELEMENTS, cut
-from pulse_rl.patch.header import BlockEntry, PatchHeader, closed_header, format_of, open_header, parse_header
+from pulse_rl.patch import BuiltPatch, apply_patch, build_patch, parse_patch
+from pulse_rl.patch.blocks import cut
+from pulse_rl.patch.header import BlockEntry, PatchHeader, check_of, closed_header, open_header, parse_header
 from pulse_rl.patch.history import MAX_SPAN, MAX_STRETCHES, History, HistoryName, Stretch
-from pulse_rl.patch.parts import parse_part_header
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.state.digest import StateDigest, state_digest
 from tests.support import history_oracle as oracle
 from tests.support.gaps_oracle import Kind
-from tests.support.parts import part, slices_of
 from tests.support.states import Rng, Tensors, bits, snapshot, weights
 
 MIB = 1 << 20
@@ -75,9 +73,8 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
     state, digest = digested(states[0])
     history = History()
     for k, built in enumerate(patches):
-        parsed = Patch.parse(built.to_bytes(), states[0].specs)
-        assert parsed.header == built.header
-        assert format_of(built.to_bytes()) == (3 if k else 1)
+        parsed = parse_patch([built.to_bytes()], digest)
+        assert parsed.header.files == (built.header,)
         assert built.header.history == history.name
         assert (HISTORY in {entry.codec_id for entry in built.header.blocks}) == (k > 0)
         root = digest.root
@@ -87,7 +84,7 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
         history = history.then(Stretch(1, root, applied.records))
         log = UndoLog(k, root)
         log.record(applied.undo)
-        for index, block in enumerate(cut(state.specs, DEFAULT_BLOCK_ELEMENTS)):
+        for index, block in enumerate(cut(state.specs)):
             np.testing.assert_array_equal(log.rewind(index, block.read(state)), block.read(states[k]))
         digest = applied.digest
     assert same_records(history, known)
@@ -96,7 +93,7 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
 
 
 def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
-    """So that older readers read it: nothing was remembered, nothing helps, or the blocks are of another size."""
+    """Nothing was remembered, nothing helps, or the codec has none."""
     states = chain(rng, 3)
     _, history = followed(states)
     digest = state_digest(states[2])
@@ -107,20 +104,18 @@ def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
         (states[1], None, {}),
         (states[1], nothing, {}),
         (elsewhere, history, {}),
-        (states[1], history, {"block_elements": MIB}),
     ):
         built = build_patch(states[2], new, digest, **({"most_records": 1 << 40, "history": known} | options))
         assert built.header.history is None
-        assert format_of(built.to_bytes()) == 1
         state, tree = digested(states[2])
-        apply_patch(Patch.parse(built.to_bytes()), state, tree)
+        apply_patch(parse_patch([built.to_bytes()], tree), state, tree)
         assert snapshot(state) == snapshot(new)
 
 
 def test_another_history_is_refused_before_anything_is_changed(rng: Rng) -> None:
     states = chain(rng, 4)
     patches, history = followed(states)
-    patch = Patch.parse(patches[-1].to_bytes())
+    patch = parse_patch([patches[-1].to_bytes()], state_digest(states[2]))
     base = History(history.stretches[:2])
     assert patch.header.history == base.name
     state, digest = digested(states[2])
@@ -154,14 +149,14 @@ def test_a_failure_leaves_the_state_as_it_was(rng: Rng) -> None:
     state, digest = digested(states[1])
     before = snapshot(state)
     body = b"".join(patches[1].chunks[1:])
-    false = Patch.parse(replace(patches[1].header, target_root=ROOTS[3]).to_bytes() + body)
+    false = parse_patch([replace(patches[1].header, target_root=ROOTS[3]).to_bytes() + body], digest)
     with pytest.raises(DigestMismatch):
         apply_patch(false, state, digest, history=base)
     assert snapshot(state) == before
     lies = {index: np.roll(records, 3) for index, records in base.stretches[0].records.items()}
     with pytest.raises((CorruptPatch, DigestMismatch)):
         apply_patch(
-            Patch.parse(patches[1].to_bytes()),
+            parse_patch([patches[1].to_bytes()], digest),
             state,
             digest,
             history=History((base.stretches[0]._replace(records=lies),)),
@@ -176,7 +171,7 @@ def test_a_block_by_stretches_that_remember_nothing_of_it_is_refused(rng: Rng) -
     patches, _ = followed(states)
     history = followed(states[:2])[1]
     state, digest = digested(states[1])
-    blocks = cut(state.specs, DEFAULT_BLOCK_ELEMENTS)
+    blocks = cut(state.specs)
     index = next(k for k, block in enumerate(blocks) if block.dtype.name == "I8")
     assert all(index not in stretch.records for stretch in history.stretches)
     old = blocks[index].read(state)
@@ -189,13 +184,13 @@ def test_a_block_by_stretches_that_remember_nothing_of_it_is_refused(rng: Rng) -
     payload = oracle.encode(old.tolist(), new.tolist(), kind, runs, [({}, 1)], chosen)
     entries, bodies = list(patches[1].header.blocks), list(patches[1].chunks[1:])
     assert entries[index].codec_id == SAME
-    entries[index] = BlockEntry(HISTORY, 2, len(payload), sha256(payload).digest())
+    entries[index] = BlockEntry(HISTORY, 2, len(payload), check_of(payload))
     bodies[index] = payload
     target = states[2].copy()
     blocks[index].read(target)[:] = new
     header = replace(patches[1].header, blocks=tuple(entries), target_root=state_digest(target).root)
     with pytest.raises(CorruptPatch, match="no element that is remembered changes"):
-        apply_patch(Patch.parse(header.to_bytes() + b"".join(bodies)), state, digest, history=history)
+        apply_patch(parse_patch([header.to_bytes() + b"".join(bodies)], digest), state, digest, history=history)
     assert snapshot(state) == before
 
 
@@ -212,7 +207,7 @@ def stretches(*spans: int) -> History:
 
 def test_names_and_parts_of_a_history() -> None:
     history = stretches(8, 2, 1, 1)
-    digest = sha256(b"".join(map(bytes.fromhex, ROOTS[2:4]))).digest()
+    digest = sha256(b"".join(map(bytes.fromhex, ROOTS[2:4]))).digest()[:8]
     last = History(history.stretches[2:])
     assert last.name == HistoryName((1, 1), digest)
     assert history.named(last.name) == last
@@ -293,7 +288,7 @@ def test_of_changes_that_cancel_each_other_only_the_class_is_kept() -> None:
 
 
 def plain_of(header: PatchHeader) -> bytes:
-    return open_header(memoryview(header.to_bytes()), 3)[0]
+    return open_header(memoryview(header.to_bytes()))[0]
 
 
 def a_header(rng: Rng) -> PatchHeader:
@@ -304,7 +299,6 @@ def a_header(rng: Rng) -> PatchHeader:
 @pytest.mark.parametrize(
     ("stretches", "words"),
     [
-        (b"\x00", "no stretches"),
         (b"\x01\x00", "spans no version"),
         (b"\x02\x01\x00", "spans no version"),
         (b"\x01" + bytes([MAX_SPAN + 1]), "more than 64"),
@@ -316,53 +310,30 @@ def test_histories_that_cannot_be(stretches: bytes, words: str, rng: Rng) -> Non
     plain = plain_of(a_header(rng))
     assert plain[64:66] == b"\x01\x01"
     good = plain[:64] + b"\x01\x40" + plain[66:]
-    assert parse_header(memoryview(closed_header(good, 3)))[0].history == HistoryName((64,), plain[66:98])
+    assert parse_header(memoryview(closed_header(good))).header.history == HistoryName((64,), plain[66:74])
     with pytest.raises(CorruptPatch, match=words):
-        parse_header(memoryview(closed_header(plain[:64] + stretches + plain[66:], 3)))
+        parse_header(memoryview(closed_header(plain[:64] + stretches + plain[66:])))
 
 
 def test_a_header_that_ends_within_its_history(rng: Rng) -> None:
     plain = plain_of(a_header(rng))
-    for end in (64, 65, 66, 97):
+    for end in (64, 65, 66, 73):
         with pytest.raises(CorruptPatch, match="ends too early"):
-            parse_header(memoryview(closed_header(plain[:end], 3)))
-
-
-def test_blocks_of_another_size_have_no_history(rng: Rng) -> None:
-    header = a_header(rng)
-    plain = plain_of(header)
-    assert plain[98] == DEFAULT_BLOCK_ELEMENTS // MIB
-    with pytest.raises(CorruptPatch, match="with a history has blocks of 8388608 elements"):
-        parse_header(memoryview(closed_header(plain[:98] + b"\x08" + plain[99:], 3)))
+            parse_header(memoryview(closed_header(plain[:end])))
 
 
 def test_a_block_of_this_codec_without_a_history(rng: Rng) -> None:
     header = a_header(rng)
     plain = plain_of(header)
-    assert parse_header(memoryview(closed_header(plain, 3)))[0] == header
-    for version, bare in ((1, plain[:64] + plain[98:]), (1, plain), (3, plain[:64] + plain[98:])):
-        with pytest.raises(CorruptPatch):
-            parse_header(memoryview(closed_header(bare, version)))
+    assert parse_header(memoryview(closed_header(plain))).header == header
     with pytest.raises(CorruptPatch, match="that the patch does not name"):
-        parse_header(memoryview(closed_header(plain[:64] + plain[98:], 1)))
-
-
-def test_a_part_has_no_blocks_of_this_codec(rng: Rng) -> None:
-    states = chain(rng, 2)
-    data = memoryview(part(states[0], states[1], slices_of(states[0], rng, 1)[0]))
-    header, _ = parse_part_header(data)
-    entries = [entry._replace(codec_id=HISTORY) if entry.codec_id else entry for entry in header.blocks]
-    assert tuple(entries) != header.blocks
-    with pytest.raises(CorruptPatch, match="which a part cannot name"):
-        parse_part_header(memoryview(replace(header, blocks=tuple(entries)).to_bytes()))
+        parse_header(memoryview(closed_header(plain[:64] + b"\0" + plain[74:])))
 
 
 def test_histories_that_cannot_be_read_are_not_written(rng: Rng) -> None:
     header = a_header(rng)
     for spans in ((), (0,), (MAX_SPAN + 1,), (1,) * (MAX_STRETCHES + 1)):
         with pytest.raises(InputError, match="1 to 64 stretches of 1 to 64 versions"):
-            replace(header, history=HistoryName(spans, bytes(32))).to_bytes()
-    with pytest.raises(InputError, match="blocks of"):
-        replace(header, block_elements=MIB).to_bytes()
-    most = HistoryName((MAX_SPAN,) * MAX_STRETCHES, bytes(32))
-    assert parse_header(memoryview(replace(header, history=most).to_bytes()), header.specs)[0].history == most
+            replace(header, history=HistoryName(spans, bytes(8))).to_bytes()
+    most = HistoryName((MAX_SPAN,) * MAX_STRETCHES, bytes(8))
+    assert parse_header(memoryview(replace(header, history=most).to_bytes())).header.history == most

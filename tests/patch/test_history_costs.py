@@ -7,14 +7,14 @@ import pytest
 
 from pulse_rl import Bits, State
 from pulse_rl.codec import Changes
-from pulse_rl.patch import Patch, apply_patch, build_patch
+from pulse_rl.patch import apply_patch, build_patch, parse_patch
 from pulse_rl.patch.history import History, Recorder, Stretch
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 from tests.support.states import Rng, weights
 
 
-@pytest.mark.parametrize("recurs", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize("recurs", [0.1, 1.0])
 def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs: float) -> None:
     flat, history = weights(rng, 20_000).array.copy(), History()
     moving, old = rng.choice(flat.size, 100, replace=False), State.of({"w": Bits(flat.copy(), "BF16")})
@@ -26,7 +26,7 @@ def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs
         new, digest = State.of({"w": Bits(flat.copy(), "BF16")}), state_digest(old)
         built = build_patch(old, new, digest, most_records=1 << 40, history=history)
         assert built.nbytes <= build_patch(old, new, digest).nbytes
-        parsed = Patch.parse(built.to_bytes(), old.specs)
+        parsed = parse_patch([built.to_bytes()], digest)
         assert parsed.header.history in (None, history.name)
         state, known = old.copy(), state_digest(old)
         assert apply_patch(parsed, state, known, history=history).digest.root == state_digest(new).root

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from hashlib import sha256
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,13 +12,23 @@ from hypothesis import strategies as st
 
 from pulse_rl import Bits, State, codec, patch
 from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, StateMismatch, WrongBase
-from pulse_rl.patch import BuiltPatch, Patch, apply_patch, build_patch
+from pulse_rl.patch import BuiltPatch, apply_patch, build_patch, parse_patch
+from pulse_rl.patch.blocks import cut
+from pulse_rl.patch.header import check_of
 from pulse_rl.patch.history import History, Stretch
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import DTYPES
 from tests.support.states import SPECIAL_BITS, Rng, Tensors, all_dtypes, bits, mutated, policy, snapshot, weights
 
 MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """Blocks of a leaf's bytes, so that small states have several."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pulse_rl.patch.blocks.BLOCK_ELEMENTS", MIB)
+        yield
 
 
 def built(old: Tensors, new: Tensors, **options: object) -> BuiltPatch:
@@ -36,7 +46,7 @@ def check_round_trip(old: Tensors, new: Tensors, **options: object) -> BuiltPatc
     made = built(old, new, **options)
     data = made.to_bytes()
     state, digest = digested(old)
-    applied = apply_patch(Patch.parse(data), state, digest)
+    applied = apply_patch(parse_patch([data], digest), state, digest)
     assert snapshot(state) == snapshot(new)
     assert (snapshot(old), snapshot(new)) == before
     assert applied.digest == made.target == state_digest(State.of(new))
@@ -91,13 +101,13 @@ def test_tensors_of_several_blocks(name: str, rng: Rng) -> None:
     }
     new = mutated(rng, {n: t for n, t in old.items() if n != "wide"}, 0.001) | {"wide": old["wide"]}
     flat = new["big"].array.reshape(-1)
-    blocks = built(old, new, block_elements=MIB, codec=name).header.cut()
+    blocks = cut(State.of(old).specs)
     edges = [s.start for b in blocks for s in b.segments if s.spec.name == "big"]
     assert len(edges) == 3
     flat[edges] ^= 1
     flat[np.array(edges[1:]) - 1] ^= 1
     flat[edges[1] + 1 : edges[2] - 1] = old["big"].array.reshape(-1)[edges[1] + 1 : edges[2] - 1]
-    made = check_round_trip(old, new, block_elements=MIB, codec=name)
+    made = check_round_trip(old, new, codec=name)
     assert [e.codec_id == codec.SAME for b, e in zip(blocks, made.header.blocks, strict=True)][-2:] == [True, True]
 
 
@@ -113,16 +123,16 @@ def test_random_states(seed: int, density: float, name: str) -> None:
 def test_a_patch_is_the_same_whatever_the_number_of_threads(rng: Rng) -> None:
     old = policy(rng) | {"big": weights(rng, 3, MIB)}
     new = mutated(rng, old)
-    assert len({built(old, new, threads=n, block_elements=MIB).to_bytes() for n in (1, 2, 5)}) == 1
+    assert len({built(old, new, threads=n).to_bytes() for n in (1, 2, 5)}) == 1
 
 
 def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
     old = policy(rng) | {"big": weights(rng, 3, MIB)}
     making: list[int] = []
     applying: list[int] = []
-    made = built(old, mutated(rng, old), progress=making.append, block_elements=MIB)
+    made = built(old, mutated(rng, old), progress=making.append)
     state, digest = digested(old)
-    apply_patch(Patch.parse(made.to_bytes()), state, digest, progress=applying.append)
+    apply_patch(parse_patch([made.to_bytes()], digest), state, digest, progress=applying.append)
     assert sum(making) == sum(applying) == state.nbytes
     assert len(making) == len(made.header.blocks) > 3
 
@@ -136,11 +146,11 @@ def test_a_baseline_is_advanced_without_decoding(
     old = {"big": weights(rng, MIB + 5), "small": weights(rng, 70), "wide": bits(rng, "F64", 300)}
     state, digest = digested(old)
     new = mutated(rng, old, density)
-    made = build_patch(state, State.of(new), digest, codec=codec_name, block_elements=MIB)
+    made = build_patch(state, State.of(new), digest, codec=codec_name)
     monkeypatch.setattr(codec, "decode_block", lambda *_: pytest.fail("decoded again"))
     undo = patch.advance_state(made, state, threads=2)
     assert snapshot(state) == snapshot(new)
-    blocks = made.header.cut()
+    blocks = cut(state.specs)
     for index, changes in undo.items():
         np.testing.assert_array_equal(changes.values, blocks[index].read(State.of(old))[changes.positions])
 
@@ -151,11 +161,11 @@ def test_unchanged_blocks_cost_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch
     state, digest = digested(old)
     for hashing in ("leaves_of", "changed_leaves_of"):
         monkeypatch.setattr(f"pulse_rl.patch.tree.{hashing}", lambda *_: pytest.fail("an unchanged block was hashed"))
-    made = build_patch(state, State.of(old), digest, block_elements=MIB)
+    made = build_patch(state, State.of(old), digest)
     assert made.nbytes < 400
     assert made.target == digest
     assert {e.codec_id for e in made.header.blocks} == {codec.SAME}
-    applied = apply_patch(Patch.parse(made.to_bytes()), state, digest)
+    applied = apply_patch(parse_patch([made.to_bytes()], digest), state, digest)
     assert applied.changes == {}
     assert applied.digest == digest
 
@@ -165,7 +175,7 @@ def test_one_changed_element_costs_its_block_only(rng: Rng) -> None:
     old = {"w": weights(rng, 8, MIB)}
     new = {"w": Bits(old["w"].array.copy(), "BF16")}
     new["w"].array[5, 77] ^= 1
-    made = check_round_trip(old, new, block_elements=MIB)
+    made = check_round_trip(old, new)
     assert [e.changed for e in made.header.blocks] == [0, 0, 0, 0, 0, 1, 0, 0]
     assert made.nbytes < 400
 
@@ -183,14 +193,14 @@ def test_one_changed_element_costs_its_block_only(rng: Rng) -> None:
 def test_other_tensors_are_a_mismatch_that_names_the_tensor(other: object, rng: Rng) -> None:
     old = policy(rng)
     changed = other(old)  # type: ignore[operator]
-    made = built(old, mutated(rng, old))
+    made, made_for = built(old, mutated(rng, old)), state_digest(State.of(old))
     with pytest.raises(StateMismatch, match=r"steps|new"):
         built(old, changed)
     state, digest = digested(changed)
     with pytest.raises(WrongBase):
-        apply_patch(Patch.parse(made.to_bytes()), state, digest)
+        apply_patch(parse_patch([made.to_bytes()], digest), state, digest)
     with pytest.raises(StateMismatch, match=r"steps|new"):
-        apply_patch(Patch.parse(made.to_bytes()), state, state_digest(State.of(old)))
+        apply_patch(parse_patch([made.to_bytes()], made_for), state, made_for)
     assert snapshot(state) == snapshot(changed)
 
 
@@ -200,7 +210,7 @@ def test_a_wrong_base_is_refused_and_untouched(rng: Rng) -> None:
     made = built(old, mutated(rng, old))
     state, digest = digested(other)
     with pytest.raises(WrongBase) as caught:
-        apply_patch(Patch.parse(made.to_bytes()), state, digest)
+        apply_patch(parse_patch([made.to_bytes()], digest), state, digest)
     assert digest.root[:16] in str(caught.value)
     assert made.header.base_root[:16] in str(caught.value)
     assert snapshot(state) == snapshot(other)
@@ -209,8 +219,8 @@ def test_a_wrong_base_is_refused_and_untouched(rng: Rng) -> None:
 def test_applying_twice_is_refused(rng: Rng) -> None:
     old = policy(rng)
     new = mutated(rng, old)
-    parsed = Patch.parse(built(old, new).to_bytes())
     state, digest = digested(old)
+    parsed = parse_patch([built(old, new).to_bytes()], digest)
     applied = apply_patch(parsed, state, digest)
     with pytest.raises(WrongBase):
         apply_patch(parsed, state, applied.digest)
@@ -222,8 +232,8 @@ def test_cancelling_at_any_block_leaves_the_state_as_it_was(threads: int, rng: R
     old = {f"{dtype}.{k}": bits(rng, dtype, 50) for k in range(3) for dtype in ("BF16", "F32", "U8")}
     new = mutated(rng, old, 0.3)
     made = built(old, new)
-    parsed = Patch.parse(made.to_bytes())
     state, digest = digested(old)
+    parsed = parse_patch([made.to_bytes()], digest)
     for stop_at in range(len(made.header.blocks)):
         seen: list[int] = []
 
@@ -245,7 +255,7 @@ def test_a_patch_that_does_not_lead_to_its_target_root_is_undone(rng: Rng) -> No
     lying = dataclasses.replace(made.header, target_root="0" * 64)
     state, digest = digested(old)
     with pytest.raises(DigestMismatch, match="0000000000000000"):
-        apply_patch(Patch.parse(lying.to_bytes() + made.to_bytes()[-lying.body_bytes :]), state, digest)
+        apply_patch(parse_patch([lying.to_bytes() + made.to_bytes()[-lying.body_bytes :]], digest), state, digest)
     assert snapshot(state) == snapshot(old)
 
 
@@ -256,7 +266,7 @@ def test_a_block_of_another_patch_under_its_own_digest_is_undone(rng: Rng) -> No
     mixed = dataclasses.replace(one.header, blocks=(one.header.blocks[0], two.header.blocks[1]))
     state, digest = digested(old)
     with pytest.raises(DigestMismatch):
-        apply_patch(Patch.parse(mixed.to_bytes() + one.chunks[1] + two.chunks[2]), state, digest)
+        apply_patch(parse_patch([mixed.to_bytes() + one.chunks[1] + two.chunks[2]], digest), state, digest)
     assert snapshot(state) == snapshot(old)
 
 
@@ -267,7 +277,7 @@ def test_a_wrong_count_of_changes_is_refused_and_undone(rng: Rng) -> None:
     lying = dataclasses.replace(made.header, blocks=(first, last._replace(changed=last.changed + 1)))
     state, digest = digested(old)
     with pytest.raises(CorruptPatch, match=r"block 1 \(b\[0:500\]\): 5 changes, but the header says 6"):
-        apply_patch(Patch.parse(lying.to_bytes() + b"".join(made.chunks[1:])), state, digest)
+        apply_patch(parse_patch([lying.to_bytes() + b"".join(made.chunks[1:])], digest), state, digest)
     assert snapshot(state) == snapshot(old)
 
 
@@ -276,12 +286,14 @@ def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(codec_id: 
     old = {"a": weights(rng, 500), "b": bits(rng, "F32", 500)}
     made = built(old, mutated(rng, old))
     junk = b"\xff" * 40
-    entry = made.header.blocks[1]._replace(codec_id=codec_id, length=len(junk), sha256=sha256(junk).digest())
+    entry = made.header.blocks[1]._replace(codec_id=codec_id, length=len(junk), check=check_of(junk))
     known = History((Stretch(1, "0" * 64, {}),) if codec_id == codec.HISTORY else ())
     lying = dataclasses.replace(made.header, blocks=(made.header.blocks[0], entry), history=known.name)
     state, digest = digested(old)
     with pytest.raises((CorruptPatch, DigestMismatch)) as caught:
-        apply_patch(Patch.parse(lying.to_bytes() + made.chunks[1] + junk), state, digest, history=known, threads=1)
+        apply_patch(
+            parse_patch([lying.to_bytes() + made.chunks[1] + junk], digest), state, digest, history=known, threads=1
+        )
     if isinstance(caught.value, CorruptPatch):
         assert "block 1 (b[0:500])" in str(caught.value)
     assert snapshot(state) == snapshot(old)
@@ -289,8 +301,5 @@ def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(codec_id: 
 
 def test_options_that_cannot_be_used(rng: Rng) -> None:
     old = policy(rng)
-    for wrong in (MIB - 1, MIB + 1, codec.MAX_BLOCK_ELEMENTS + MIB):
-        with pytest.raises(InputError, match="block_elements"):
-            built(old, old, block_elements=wrong)
     with pytest.raises(InputError, match="codec"):
         built(old, old, codec="gzip")

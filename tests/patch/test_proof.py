@@ -20,7 +20,7 @@ MANY = 300_000
 def changed_block(rng: Rng, elements: int) -> tuple[Block, UIntArray, UIntArray]:
     """A block, its old elements, and new ones, which may be written to."""
     old = {"w": weights(rng, elements)}
-    (block,) = cut(State.of(old).specs, 1 << 20)
+    (block,) = cut(State.of(old).specs)
     return block, block.read(State.of(old)), block.read(State.of(mutated(rng, old, 0.03))).copy()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from pulse_rl import Bits, State
 from pulse_rl.errors import CorruptPatch
-from pulse_rl.patch import Patch, apply_patch, build_patch
+from pulse_rl.patch import apply_patch, build_patch, parse_patch
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.patch.tree import block_leaves, changed_leaves, hashed_together
 from pulse_rl.state.digest import state_digest
@@ -15,6 +17,14 @@ from tests.support.states import Rng, Tensors, bits, snapshot, weights
 
 SMALLEST = 1 << 20
 LANES = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """Blocks of a leaf's bytes, so that small states have several."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pulse_rl.patch.blocks.BLOCK_ELEMENTS", SMALLEST)
+        yield
 
 
 @pytest.fixture
@@ -41,7 +51,7 @@ def leaves_of(block: Block) -> int:
 
 
 def test_groups_are_neighbours_of_one_dtype_that_fill_the_lanes(rng: Rng, always: None) -> None:
-    blocks = cut(State.of(many_blocks(rng)).specs, SMALLEST)
+    blocks = cut(State.of(many_blocks(rng)).specs)
     groups = hashed_together(blocks, 2)
     assert [index for group in groups for index in group] == list(range(len(blocks)))
     assert {len({blocks[k].dtype for k in group}) for group in groups} == {1}
@@ -54,12 +64,12 @@ def test_groups_are_neighbours_of_one_dtype_that_fill_the_lanes(rng: Rng, always
 
 
 def test_with_little_to_do_each_block_is_alone(rng: Rng) -> None:
-    blocks = cut(State.of(many_blocks(rng)).specs, SMALLEST)
+    blocks = cut(State.of(many_blocks(rng)).specs)
     assert hashed_together(blocks, 1) == [range(k, k + 1) for k in range(len(blocks))]
 
 
 def test_with_much_to_do_they_are_not() -> None:
-    blocks = cut(State.of({"w": Bits(np.zeros(32 * SMALLEST, np.uint16), "BF16")}).specs, SMALLEST)
+    blocks = cut(State.of({"w": Bits(np.zeros(32 * SMALLEST, np.uint16), "BF16")}).specs)
     assert [len(group) for group in hashed_together(blocks, 1)] == [LANES // 2] * 4
     assert len(hashed_together(blocks, 2)) == 32
 
@@ -77,12 +87,12 @@ def test_the_same_patch_as_block_by_block(
     before = State.of(old).copy()
     after = State.of(new) if copied else State.of(new).copy()
     digest = state_digest(before)
-    alone = build_patch(before, after, digest, block_elements=SMALLEST, threads=threads)
+    alone = build_patch(before, after, digest, threads=threads)
     monkeypatch.setattr("pulse_rl.patch.tree._ROUNDS", 0)
-    made = build_patch(before, after, digest, block_elements=SMALLEST, threads=threads)
+    made = build_patch(before, after, digest, threads=threads)
     assert made.to_bytes() == alone.to_bytes()
     assert made.target == alone.target == state_digest(State.of(new))
-    applied = apply_patch(Patch.parse(made.to_bytes()), before, digest, threads=threads)
+    applied = apply_patch(parse_patch([made.to_bytes()], digest), before, digest, threads=threads)
     assert applied.digest == made.target
     assert snapshot(before) == snapshot(new)
 
@@ -91,12 +101,12 @@ def test_a_damaged_block_in_the_middle_of_a_group_is_undone(rng: Rng, always: No
     old = many_blocks(rng)
     state = State.of(old).copy()
     digest = state_digest(state)
-    made = build_patch(state, State.of(stepped(rng, old)), digest, block_elements=SMALLEST)
+    made = build_patch(state, State.of(stepped(rng, old)), digest)
     payload = sum(len(chunk) for chunk in made.chunks[:6])
     data = bytearray(made.to_bytes())
     data[payload - 1] ^= 1
     with pytest.raises(CorruptPatch, match="block 4"):
-        apply_patch(Patch.parse(bytes(data)), state, digest, threads=2)
+        apply_patch(parse_patch([bytes(data)], digest), state, digest, threads=2)
     assert snapshot(state) == snapshot(old)
 
 
@@ -105,8 +115,8 @@ def test_as_they_are_and_with_changes(rng: Rng) -> None:
     old = {f"w{k}": weights(rng, SMALLEST) for k in range(3)}
     new = stepped(rng, old)
     state, after = State.of(old).copy(), State.of(new).copy()
-    blocks = cut(state.specs, SMALLEST)
-    made = build_patch(state, after, state_digest(state), block_elements=SMALLEST)
+    blocks = cut(state.specs)
+    made = build_patch(state, after, state_digest(state))
     elements = [blocks[0].read(state), blocks[1].read(after), blocks[2].read(state)]
     found = changed_leaves(blocks, elements, [made.changes[0], None, made.changes[2]])
     assert found == [[made.target.leaves[name]] for name in sorted(new)]

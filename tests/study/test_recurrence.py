@@ -262,7 +262,7 @@ def test_the_bytes_are_those_of_a_publishers_patch_files(rng: Rng) -> None:
 def remembered_after(versions: int, share: float = 0.002) -> Remembered:
     """Two blocks of a tensor, of which every version changes so much, always the same elements."""
     specs = State.of({"w": Bits(np.zeros((1 << 22) + 4096, np.uint16), "BF16")}).specs
-    blocks = dict(enumerate(cut(specs, 1 << 22)))
+    blocks = dict(enumerate(cut(specs)))
     remembered = Remembered(specs, blocks)
     records = {}
     for index, block in blocks.items():

@@ -15,6 +15,7 @@ FULL = Manifest(
     dense_bytes=2000,
     publisher="00ff00ff00ff00ff",
     created=1764000000.125,
+    remembers=(),
     aliases={"lm_head.weight": "model.embed_tokens.weight"},
     metadata={"step": 7, "reward": 0.5, "note": "größe", "kept": True},
     patch=PatchRef(6, "a" * 64, 12, (Payload("b" * 64, 99),)),

@@ -8,13 +8,14 @@ from hashlib import sha256
 import numpy as np
 
 from pulse_rl import State, Store
-from pulse_rl.integrations.fsdp.windows import cut_slices
 from pulse_rl.patch import parse_patch
+from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.build import encode_proved, entry_of
-from pulse_rl.patch.parts import PartHeader
+from pulse_rl.patch.header import PatchHeader
+from pulse_rl.patch.header import slices_of as header_slices
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.slices import Segment
-from pulse_rl.stream.manifest import FORMAT_OF_SLICES, AnchorRef, Manifest, PatchRef, Payload
+from pulse_rl.stream.manifest import FORMAT, AnchorRef, Manifest, PatchRef, Payload
 from pulse_rl.stream.names import PATCH, SHARD
 from pulse_rl.stream.slices import in_file_order, sliced_header
 from pulse_rl.stream.stream import Stream
@@ -38,13 +39,12 @@ def slices_of(state: State, rng: Rng, ranks: int) -> list[tuple[Segment, ...]]:
 
 def part(old: State, new: State, segments: Sequence[Segment], **other: str) -> bytes:
     """The part of the patch from ``old`` to ``new`` that holds ``segments``; ``other`` fields of its header."""
-    blocks = cut_slices(old.specs, tuple(s for s in segments if s.elements))
+    blocks = cut(old.specs, segments)
     coded = [encode_proved(block, block.read(old), block.read(new))[0] for block in blocks]
-    header = PartHeader(
+    header = PatchHeader(
         other.get("base_root", state_digest(old).root),
         other.get("target_root", state_digest(new).root),
-        tuple(segment.spec for segment in segments),
-        tuple(blocks),
+        header_slices(old.specs, segments),
         tuple(map(entry_of, coded)),
     )
     return header.to_bytes() + b"".join(encoded.payload for encoded in coded)
@@ -68,7 +68,7 @@ def sharded_stream(store: Store, name: str, states: Sequence[State], identity: s
         if version:
             before = states[version - 1]
             files = [part(before, state, segments) for segments in slices]
-            changed = sum(entry.changed for entry in parse_patch(files).header.blocks)
+            changed = sum(entry.changed for entry in parse_patch(files, state_digest(before)).header.blocks)
             patch = PatchRef(version - 1, state_digest(before).root, changed, tuple(map(payload, files)))
         else:
             files = [shard(state, segments) for segments in slices]
@@ -76,7 +76,7 @@ def sharded_stream(store: Store, name: str, states: Sequence[State], identity: s
         for data in files:
             stream.put_payload(payload(data), SHARD if anchor else PATCH, data)
         manifest = Manifest(
-            format=FORMAT_OF_SLICES,
+            format=FORMAT,
             stream=name,
             identity=identity,
             version=version,
@@ -86,6 +86,7 @@ def sharded_stream(store: Store, name: str, states: Sequence[State], identity: s
             dense_bytes=state.nbytes,
             publisher="5" * 16,
             created=1764000000.5,
+            remembers=(),
             aliases={},
             metadata={"step": version},
             patch=patch,

@@ -23,7 +23,7 @@ from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, Subscriber, state
 from pulse_rl.errors import ChainGap, IntegrityError, StoreUnavailable, WrongBase
 from pulse_rl.events import Event, PathFailed
 from pulse_rl.integrations.torch import apply_, to_torch
-from pulse_rl.patch import Patch, apply_patch
+from pulse_rl.patch import apply_patch, parse_patch
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.stream.stream import Stream
 from tests.support.states import Live, Rng, bits, history, mutated, roots, snapshot, weights
@@ -100,8 +100,9 @@ def test_xor_style_double_apply_is_refused(rng: Rng) -> None:
         live.apply(update)
         assert live.root == state_root(states[1])
     (link,) = [x for x in names(store, "policy/payloads") if x.endswith(".patch")]
+    host = subscriber._host
     with pytest.raises(WrongBase):
-        apply_patch(Patch.parse(store.get(link)), subscriber._host.state, subscriber._host.digest)
+        apply_patch(parse_patch([store.get(link)], host.digest), host.state, host.digest)
     assert snapshot(subscriber.state) == snapshot(states[1])
 
 

@@ -12,6 +12,7 @@ from pulse_rl.events import Event, FoldFailed, Synced
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.stream.stream import Stream
+from tests.support.folds import fold_link
 from tests.support.states import TinyTrainer
 
 
@@ -78,6 +79,7 @@ def test_a_damaged_fold_is_avoided() -> None:
     store, seen = MemoryStore(), []
     trainer = published(store, 18, folds=(4, 16))
     fold = next(link for link in Stream(store, "s").links() if (link.base, link.version) == (0, 16))
+    fold = Stream(store, "s").resolved(fold)
     assert fold.payloads is not None
     store.put(f"s/payloads/{fold.payloads[0].sha256}.patch", b"damaged")
     late = Subscriber(store, stream="s", threads=1, on_event=seen.append)
@@ -90,11 +92,11 @@ def test_a_link_that_lies_is_avoided() -> None:
     """Links are hints: a fold that leads elsewhere, or to no object, costs a detour and nothing else."""
     store = MemoryStore()
     trainer = published(store, 12, folds=())
-    store.put(f"s/links/{8:012d}-{0:012d}-{5:015d}-{'0' * 64}", b"")
+    store.put(*fold_link("s", 0, 8, ("0" * 64, 5)))
     wrong = Stream(store, "s").manifest(3).patch
     assert wrong is not None
     payload = wrong.parts[0]
-    store.put(f"s/links/{11:012d}-{2:012d}-{payload.bytes:015d}-{payload.sha256}", b"")
+    store.put(*fold_link("s", 2, 11, (payload.sha256, payload.bytes)))
     store.put("s/links/nonsense", b"")
     store.put(f"s/links/{7:012d}-anchor-{1:015d}", b"")
     late = Subscriber(store, stream="s", threads=1)

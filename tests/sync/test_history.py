@@ -24,8 +24,7 @@ from pulse_rl.events import Event, PathFailed, Published, Synced
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.maintenance.gc import gc_stream
 from pulse_rl.maintenance.relay import Relay
-from pulse_rl.patch import parse_patch
-from pulse_rl.patch.header import FORMAT_WITH_HISTORY, format_of
+from pulse_rl.patch.header import parse_header
 from pulse_rl.stream.stream import Stream
 
 ROWS, COLUMNS = 600, 200
@@ -80,7 +79,7 @@ class Made:
         stream = Stream(self.store, "s")
         patch = stream.manifest(version).patch
         assert patch
-        history = parse_patch([stream.fetch(patch.parts[0], "patch")]).header.history  # type: ignore[union-attr]
+        history = parse_header(memoryview(stream.fetch(patch.parts[0], "patch"))).header.history
         return history.spans if history else ()
 
 
@@ -243,7 +242,7 @@ def test_a_refused_patch_leaves_the_history_as_it_was() -> None:
     assert patch
     name = stream.names.payload(patch.parts[0].sha256, "patch")
     whole = made.store.get(name)
-    assert format_of(whole) == FORMAT_WITH_HISTORY
+    assert parse_header(memoryview(whole)).header.history
     made.store.put(name, whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(ChainGap):
         following.sync()

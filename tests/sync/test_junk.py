@@ -17,6 +17,7 @@ from pulse_rl.errors import FormatError, PublisherConflict, StoreError, StreamEr
 from pulse_rl.events import Event, PathFailed
 from pulse_rl.patch import header as patch_header
 from pulse_rl.stream.stream import Stream
+from tests.support.folds import fold_link
 from tests.support.states import Live, Rng, history, mutated, policy
 from tests.support.stores import FaultyStore
 
@@ -159,7 +160,8 @@ def test_thousands_of_junk_versions_cost_little(who: str, rng: Rng) -> None:
 def false_folds(store: MemoryStore, count: int, versions: int, content: bytes = b"") -> None:
     for k in range(count):
         base, version = k % (versions - 3), versions - 1
-        store.put(f"policy/links/{version:012d}-{base:012d}-{1 + k:015d}-{k:064x}", content)
+        name, listed = fold_link("policy", base, version, (f"{k:064x}", 1 + k))
+        store.put(name, listed + content)
 
 
 @pytest.mark.slow
@@ -247,12 +249,12 @@ def test_a_false_patch_cannot_claim_a_header_that_no_such_state_has(rng: Rng) ->
     plain = bytes(patch_header.MAX_HEADER_BYTES)
     stored = zstd.compress(plain, 3)
     prelude = patch_header._PRELUDE.pack(
-        patch_header.MAGIC, patch_header.FORMAT, 0, len(stored), len(plain), sha256(stored).digest()
+        patch_header.MAGIC, patch_header.FORMAT, len(stored), len(plain), patch_header.check_of(stored)
     )
     bomb = prelude + stored
     digest = sha256(bomb).hexdigest()
     store.put(f"policy/payloads/{digest}.patch", bomb)
-    store.put(f"policy/links/{11:012d}-{0:012d}-{len(bomb):015d}-{digest}", b"")
+    store.put(*fold_link("policy", 0, 11, (digest, len(bomb))))
     worker = Subscriber(store, stream="policy", threads=1)
     worker.sync(target=0)
     tracemalloc.start()

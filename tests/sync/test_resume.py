@@ -13,6 +13,7 @@ from pulse_rl.events import Event, Progress, Published, Resumed, Synced
 from pulse_rl.state import checkpoint
 from pulse_rl.stream.kept import KeptManifests
 from pulse_rl.stream.stream import Stream
+from tests.support.folds import fold_link
 from tests.support.states import Live, Rng, Tensors, history, mutated, policy, roots, state_root, weights
 from tests.support.stores import FaultyStore, names
 
@@ -288,7 +289,7 @@ def test_false_links_cost_a_few_requests(rng: Rng) -> None:
     states = history(rng, 6)
     store = FaultyStore(stream_of(states))
     for k in range(3000):
-        store.put(f"policy/links/{5:012d}-{0:012d}-{1 + k:015d}-{k:064x}", b"")
+        store.put(*fold_link("policy", 0, 5, (f"{k:064x}", 1 + k)))
     store.fail(10**9)
     subscriber = Subscriber(store, stream="policy")
     subscriber.sync()

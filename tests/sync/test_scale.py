@@ -88,6 +88,7 @@ def long_stream(versions: int) -> Counted:
             dense_bytes=states[at].nbytes,
             publisher="crafted",
             created=0.0,
+            remembers=(),
             aliases={},
             metadata={},
             patch=patch_ref,

@@ -98,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("inspect", parents=[common], help="show the contents of a patch")
     command.add_argument("patch", metavar="PATCH", help="a patch file")
+    command.add_argument("--base", metavar="CHECKPOINT", help="the checkpoint that the patch is for: names its tensors")
     command.set_defaults(run=files.inspect)
 
     command = commands.add_parser("digest", parents=[common], help="print a checkpoint's root")

@@ -13,8 +13,8 @@ from .._util.files import write_atomically
 from .._util.units import format_bytes
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
-from ..patch import Patch
-from ..patch.header import MAGIC, PatchHeader
+from ..patch.blocks import Block
+from ..patch.header import MAGIC, PRELUDE_BYTES, Base, PatchHeader, header_end, parse_header
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..state.digest import state_digest
 from .output import Console
@@ -36,7 +36,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
         progress=progress_to(console, "diff", old.nbytes),
     )
     write_atomically(out, built.chunks)
-    facts = _facts(built.header, built.nbytes) | {
+    facts = _facts(built.header, built.nbytes, old.nbytes) | {
         "codec": args.codec,
         "seconds": round(time.perf_counter() - started, 6),
     }
@@ -50,11 +50,14 @@ def apply(args: argparse.Namespace, console: Console) -> int:
     target = out if out.suffix == ".safetensors" else out / FILE_NAME
     if target.parent.is_dir() and (target.parent / INDEX_NAME).exists():
         raise InputError(f"{target.parent} holds a sharded checkpoint", hint="Choose another folder or a new file.")
-    parsed = _read(args.patch)
+    data = _read(args.patch)
     base, metadata = load(args.base)
     digest = state_digest(base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes))
-    if parsed.header.base_root == digest.root:
-        base = base.copy()
+    try:
+        parsed = patch.parse_patch([data], digest)
+    except CorruptPatch as error:
+        raise CorruptPatch(f"{args.patch}: {error}", hint=error.hint) from error
+    base = base.copy()
     applied = patch.apply_patch(
         parsed, base, digest, threads=args.threads, progress=progress_to(console, "apply", base.nbytes)
     )
@@ -71,25 +74,35 @@ def apply(args: argparse.Namespace, console: Console) -> int:
 
 
 def inspect(args: argparse.Namespace, console: Console) -> int:
-    parsed = _read(args.patch)
-    header = parsed.header
-    facts = _facts(header, Path(args.patch).stat().st_size)
-    facts["tensors"] = len(header.specs)
-    facts["blocks"] = [
-        {
-            "tensors": str(block),
-            "dtype": block.dtype.name,
-            "elements": block.elements,
+    data = _read(args.patch)
+    parsed = parse_header(data)
+    if parsed.end + parsed.header.body_bytes != len(data):
+        raise CorruptPatch(f"{args.patch} does not end where its header says")
+    blocks: tuple[Block, ...] | None = None
+    dense_bytes = None
+    if args.base:
+        base = load(args.base)[0]
+        root = state_digest(base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes)).root
+        blocks = parse_header(data, Base(base.specs, root)).cuts
+        dense_bytes = sum(block.nbytes for block in blocks or ())
+    facts = _facts(parsed.header, len(data), dense_bytes)
+    facts["history"] = list(parsed.header.history.spans) if parsed.header.history else []
+    facts["blocks"] = []
+    for k, entry in enumerate(parsed.header.blocks):
+        fact: dict[str, Any] = {
             "changed": entry.changed,
             "codec": codecs.codec_name(entry.codec_id),
             "bytes": entry.length,
         }
-        for block, entry in zip(header.cut(), header.blocks, strict=True)
-    ]
+        if blocks:
+            fact |= {"tensors": str(blocks[k]), "dtype": blocks[k].dtype.name, "elements": blocks[k].elements}
+        facts["blocks"].append(fact)
     lines = _lines(facts, args.patch)
-    for b in facts["blocks"]:
-        counts = f"{b['bytes']:>12,} B {b['changed']:>12,} of {b['elements']:>12,}"
-        lines.append(f"  {b['codec']:8}{counts} {b['dtype']} {b['tensors']}")
+    for k, b in enumerate(facts["blocks"]):
+        of = f" of {b['elements']:>12,} {b['dtype']} {b['tensors']}" if blocks else f" in block {k}"
+        lines.append(f"  {b['codec']:8}{b['bytes']:>12,} B {b['changed']:>12,}{of}")
+    if not args.base:
+        lines.append("  A patch does not repeat its base's tensors: --base CHECKPOINT shows them.")
     console.result(facts, lines)
     return 0
 
@@ -120,27 +133,30 @@ def _is_patch(path: Path) -> bool:
         return False
 
 
-def _read(path: str) -> Patch:
+def _read(path: str) -> memoryview:
+    """The bytes of a patch file, of which the header is well-formed. Raises InputError and CorruptPatch."""
     try:
         with Path(path).open("rb") as file:
-            start = file.read(len(MAGIC))
-            if start != MAGIC:  # before all of a file that may be anything is read
-                raise CorruptPatch("not a pulse patch: it does not start with the magic bytes")
-            return Patch.parse(start + file.read())
+            start = file.read(PRELUDE_BYTES)
+            header_end(start)  # before all of a file that may be anything is read
+            data = memoryview(start + file.read())
+        parse_header(data)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}", hint="Check the path.") from None
     except CorruptPatch as error:
         raise CorruptPatch(f"{path}: {error}", hint=error.hint) from error
+    return data
 
 
-def _facts(header: PatchHeader, nbytes: int) -> dict[str, Any]:
+def _facts(header: PatchHeader, nbytes: int, dense_bytes: int | None) -> dict[str, Any]:
+    """What a header tells; ``dense_bytes`` are those of the tensors that the patch is for, if they are known."""
     return {
         "elements": header.elements,
         "changed": header.changed,
         "density": header.changed / max(header.elements, 1),
-        "dense_bytes": header.dense_bytes,
+        "dense_bytes": dense_bytes,
         "patch_bytes": nbytes,
-        "ratio": header.dense_bytes / nbytes,
+        "ratio": None if dense_bytes is None else dense_bytes / nbytes,
         "bytes_per_changed": nbytes / header.changed if header.changed else None,
         "base_root": header.base_root,
         "target_root": header.target_root,
@@ -150,9 +166,11 @@ def _facts(header: PatchHeader, nbytes: int) -> dict[str, Any]:
 def _lines(facts: dict[str, Any], name: str) -> list[str]:
     per_changed = facts["bytes_per_changed"]
     cost = f", {per_changed:.3f} bytes per changed element" if per_changed else ""
-    patch_bytes, dense_bytes = format_bytes(facts["patch_bytes"]), format_bytes(facts["dense_bytes"])
+    size = format_bytes(facts["patch_bytes"])
+    if facts["ratio"] is not None:
+        size += f" for {format_bytes(facts['dense_bytes'])}, {facts['ratio']:.1f} times smaller"
     return [
-        f"{name}: {patch_bytes} for {dense_bytes}, {facts['ratio']:.1f} times smaller",
+        f"{name}: {size}",
         f"  {facts['changed']:,} of {facts['elements']:,} elements changed (density {facts['density']:.4%}){cost}",
         f"  from root {facts['base_root']}",
         f"  to root   {facts['target_root']}",

@@ -76,7 +76,7 @@ class Parameters:
         starts = np.cumsum([0, *(spec.elements for spec in self.specs)])
         self._starts = {spec.name: int(start) for spec, start in zip(self.specs, starts, strict=False)}
         self.blocks = []
-        for number, block in enumerate(cut(self.specs, BLOCK_ELEMENTS)):
+        for number, block in enumerate(cut(self.specs, most=BLOCK_ELEMENTS)):
             first = block.segments[0]
             start = self._starts[first.spec.name] + first.start
             self.blocks.append(FlatBlock(number, start, start + block.elements, block.segments))

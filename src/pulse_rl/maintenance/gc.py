@@ -46,7 +46,7 @@ def plan_gc(
     keep: int,
     before: float,
     also: Collection[int] = (),
-    parts_of: Callable[[FoldName], Collection[Payload] | None] = lambda fold: (Payload(fold.sha256, fold.nbytes),),
+    parts_of: Callable[[FoldName], Collection[Payload] | None] = lambda fold: None,
 ) -> GcPlan:
     """What may be deleted so that the last ``keep`` versions stay restorable, and those in ``also``. Pure.
 

@@ -25,8 +25,7 @@ from ..errors import (
     StreamReplaced,
 )
 from ..events import CallFailed, Listener, PathFailed, Relayed, checked_listener, failures_to
-from ..patch.header import MAX_HEADER_BYTES, PRELUDE_BYTES, PatchHeader, header_end, parse_header
-from ..patch.parts import PartHeader, Room, parse_part_header
+from ..patch.header import MAX_HEADER_BYTES, PRELUDE_BYTES, PatchHeader, Room, header_end, parse_header
 from ..store import Store, open_store
 from ..stream.chain import Link
 from ..stream.doubts import UNREADABLE
@@ -237,13 +236,13 @@ class Relay:
             return
         if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
             raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
-        statement = self.source.fold_statement(link)
-        if statement is None and manifest.patch and manifest.patch.base_root != self._target.manifest(link.base).root:
+        record = self.source.fold_record(link) if link.is_fold else None
+        if record is None and manifest.patch and manifest.patch.base_root != self._target.manifest(link.base).root:
             raise DigestMismatch(f"{link} starts from another version {link.base} than the one in the target")
         new = [payload for payload in link.payloads or () if self._copy_payload(payload, PATCH)]
-        if statement is not None:
+        if record is not None:
             self._check_fold(link, manifest, new)
-            self._target.put_fold_link_as(link, statement)
+            self._target.put_fold_record(link, record)
         self._show(manifest)
         if manifest.anchor and (self._anchor is None or self._anchor.given_up < _MOST_GIVEN_UP):
             self._anchor = _AnchorCopy(manifest, given_up=self._anchor.given_up + 1 if self._anchor else 0)
@@ -262,15 +261,14 @@ class Relay:
                 self._target.store.delete(self._target.names.payload(payload.sha256, PATCH))
             raise
 
-    def _headers(self, link: Link, manifest: Manifest) -> Iterator[PatchHeader | PartHeader]:
+    def _headers(self, link: Link, manifest: Manifest) -> Iterator[PatchHeader]:
         """Of each payload of a fold, from the target."""
         room = Room()
         for payload in link.payloads or ():
             name = self._target.names.payload(payload.sha256, PATCH)
             prelude = self._target.store.get(name, 0, min(PRELUDE_BYTES, payload.bytes))
             head = memoryview(self._target.store.get(name, 0, min(header_end(prelude), payload.bytes)))
-            whole = not link.parts
-            yield (parse_header(head, elements=manifest.elements) if whole else parse_part_header(head, room=room))[0]
+            yield parse_header(head, elements=manifest.elements, room=room).header
 
     def _show(self, manifest: Manifest) -> None:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for it: the target is the

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from .apply import AppliedPatch, Patch, advance_state, apply_patch, parse_patch
-from .blocks import DEFAULT_BLOCK_ELEMENTS
+from .blocks import BLOCK_ELEMENTS
 from .build import BuiltPatch, build_fold, build_patch
 from .changes import StateChanges, TensorChanges
-from .parts import PartsPatch
 
 __all__ = [
-    "DEFAULT_BLOCK_ELEMENTS",
+    "BLOCK_ELEMENTS",
     "AppliedPatch",
     "BuiltPatch",
-    "PartsPatch",
     "Patch",
     "StateChanges",
     "TensorChanges",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from hashlib import sha256
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -17,33 +16,23 @@ from ..codec import Changes
 from ..errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
 from ..state import bits
 from ..state.digest import StateDigest
-from ..state.tensors import State, TensorSpec, UIntArray
-from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, pieces_of
+from ..state.tensors import State, UIntArray
+from .blocks import Block, cut, pieces_of
 from .build import BuiltPatch
 from .changes import Piece, StateChanges, TensorChanges
-from .header import FORMAT_OF_PARTS, BlockEntry, PatchHeader, format_of, parse_header
+from .header import Base, BlockEntry, JoinedHeader, Room, check_of, parse_header
 from .history import History, Recorder, Records
 from .part import PartPatch
-from .parts import PartsHeader, PartsPatch
 from .tree import TreeUpdate, block_leaves, hashed_together, rehashed
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A parsed patch: the checked header and the blocks' bytes, not yet decoded."""
+    """A parsed patch: the checked headers of its files as one, and each file's bytes behind its header, not yet
+    decoded."""
 
-    header: PatchHeader
-    body: memoryview
-
-    @classmethod
-    def parse(cls, data: bytes | memoryview, specs: Sequence[TensorSpec] | None = None) -> Patch:
-        """Checks magic, header digest, caps and tiling; raises CorruptPatch. The blocks' own digests are checked when
-        they are decoded. ``specs``, where given, are the tensors that the patch has to be for."""
-        view = memoryview(data)
-        header, size = parse_header(view, specs)
-        if size + header.body_bytes != len(view):
-            raise CorruptPatch(f"the patch has {len(view)} bytes, its header implies {size + header.body_bytes}")
-        return cls(header, view[size:])
+    header: JoinedHeader
+    bodies: tuple[memoryview, ...]
 
     @property
     def tensors(self) -> bytes:
@@ -52,19 +41,34 @@ class Patch:
 
     def payloads(self) -> dict[int, memoryview]:
         """The blocks' bytes by index."""
-        ends = np.cumsum([0, *(entry.length for entry in self.header.blocks)], dtype=np.int64).tolist()
-        return {k: self.body[start:end] for k, (start, end) in enumerate(pairwise(ends))}
+        found: dict[int, memoryview] = {}
+        for file, body in zip(self.header.files, self.bodies, strict=True):
+            for start, end in pairwise(accumulate((entry.length for entry in file.blocks), initial=0)):
+                found[len(found)] = body[start:end]
+        return found
 
     def require(self, state: State, digest: StateDigest) -> None:
         """Raises StateMismatch unless the patch is for the tensors of ``state``, with the tree ``digest``."""
         state.require_specs(self.header.specs, "the patch")
 
 
-def parse_patch(payloads: Sequence[bytes], specs: Sequence[TensorSpec] | None = None) -> Patch | PartsPatch:
-    """The patch of these payloads, one file or one for each part; raises CorruptPatch."""
-    if len(payloads) == 1 and format_of(payloads[0]) != FORMAT_OF_PARTS:
-        return Patch.parse(payloads[0], specs)
-    return PartsPatch.parse(payloads, specs)
+def parse_patch(files: Sequence[bytes | memoryview], base: StateDigest) -> Patch:
+    """The patch that these ``files`` are together, for the state with the tree ``base``.
+
+    Raises WrongBase where it is for another state, and CorruptPatch: magic, checksum, caps and tiling are checked here,
+    the blocks' own bytes when they are decoded.
+    """
+    state, room = Base(base.specs, base.root), Room()
+    parsed, bodies = [], []
+    for data in files:
+        view = memoryview(data)
+        parsed.append(found := parse_header(view, state, room=room))
+        if found.end + found.header.body_bytes != len(view):
+            raise CorruptPatch(
+                f"the patch has {len(view)} bytes, its header implies {found.end + found.header.body_bytes}"
+            )
+        bodies.append(view[found.end :])
+    return Patch(JoinedHeader.of(parsed, state), tuple(bodies))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None
     patch's changes may become that of the old bits: a patch can be taken over once. A state in which this was
     interrupted must be given up.
     """
-    blocks = built.header.cut()
+    blocks = cut(built.target.specs)
     undo: dict[int, Changes] = {}
 
     def run(index: int) -> None:
@@ -106,7 +110,7 @@ def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None
 
 
 def apply_patch(
-    patch: Patch | PartPatch | PartsPatch,
+    patch: Patch | PartPatch,
     state: State,
     digest: StateDigest,
     *,
@@ -119,8 +123,7 @@ def apply_patch(
 
     The state's root must be the patch's base root (WrongBase), so that applying twice is refused rather than harmful.
     ``history``: what changed up to ``state``; a patch that needs another one is refused (WrongHistory).
-    ``most_records``: the bytes of records of it that may be kept, for a history; none of a patch in parts or in blocks
-    of another size.
+    ``most_records``: the bytes of records of it that may be kept, for a history; none of a patch in parts.
     Every block's bytes are checked against the header, every changed leaf is hashed again and the root compared with
     the target root (DigestMismatch). On any failure, cancellation included, what was written is undone first.
     """
@@ -128,12 +131,12 @@ def apply_patch(
     if header.base_root != digest.root:
         raise WrongBase(f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…")
     patch.require(state, digest)
-    blocks, payloads = header.cut(), patch.payloads()
+    blocks, payloads = header.cuts, patch.payloads()
     needed = header.history if any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads) else None
     known = (history or History()).named(needed)
-    sliced = isinstance(header, PartsHeader)  # blocks begin and end within leaves, which are hashed at the end
+    sliced = not header.is_whole  # blocks begin and end within leaves, which are hashed at the end
     recorder = None
-    if most_records and not sliced and header.block_elements == DEFAULT_BLOCK_ELEMENTS:
+    if most_records and not sliced:
         recorder = Recorder(most_records)
     indices = list(payloads)
     if sliced:
@@ -199,8 +202,8 @@ def decode_block(
     where = f"block {index} ({block})"
     if entry.codec_id == codecs.SAME:
         return Changes(np.empty(0, np.uint32), np.empty(0, block.dtype.uint))
-    if sha256(payload).digest() != entry.sha256:
-        raise CorruptPatch(f"{where} does not match its SHA-256")
+    if check_of(payload) != entry.check:
+        raise CorruptPatch(f"{where} does not match its checksum")
     try:
         changes = codecs.decode_block(entry.codec_id, payload, before, block.layout._replace(past=past))
     except PulseError as error:

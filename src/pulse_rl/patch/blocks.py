@@ -1,11 +1,12 @@
-"""How a state is cut into blocks: a pure function of the tensors' specs and one number (docs/format.md, section 3).
+"""How a state is cut into blocks: a pure function of the tensors' specs and of what a file holds of them
+(docs/format.md, section 3).
 
 Sender and receiver compute the same cut, so a patch header lists no block boundaries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from ..state.memory import Allocate, joined, pageable
 from ..state.slices import Segment
 from ..state.tensors import DType, State, TensorSpec, UIntArray
 
-DEFAULT_BLOCK_ELEMENTS = 1 << 22
+BLOCK_ELEMENTS = 1 << 22
 
 
 class Block(NamedTuple):
@@ -62,38 +63,57 @@ class Block(NamedTuple):
         return f"{first.spec.name} … {last.spec.name}"
 
 
-def cut(specs: tuple[TensorSpec, ...], block_elements: int) -> list[Block]:
-    """The blocks of a state. ``specs`` are in name order; tensors without elements are in no block.
+def cut(specs: Sequence[TensorSpec], held: Sequence[Segment] | None = None, *, most: int | None = None) -> list[Block]:
+    """The blocks of a file that holds the slices ``held`` of the tensors ``specs``, both in order; None: all of them.
 
-    A tensor of more than ``block_elements`` is cut into the fewest runs of nearly equal length, each but the last a
-    whole number of digest leaves. Consecutive smaller tensors of one dtype share a block while they fit.
+    Tensors of at most `BLOCK_ELEMENTS` elements share a block with their neighbours of one dtype while the whole
+    tensors fit, whatever the file holds of them: so a reader that decodes whole tensors can decode parts of them. A
+    slice of a larger tensor is cut by `runs_of`. Tensors without elements are in no block. ``most``: another number in
+    the place of `BLOCK_ELEMENTS`, for what is no patch file.
     """
+    most = BLOCK_ELEMENTS if most is None else most
+    of: dict[str, list[Segment]] = {}
+    for segment in held or ():
+        of.setdefault(segment.spec.name, []).append(segment)
     blocks: list[Block] = []
     group: list[Segment] = []
+    dtype: DType | None = None
     room = 0
 
     def close() -> None:
+        nonlocal dtype
         if group:
             blocks.append(Block(group[0].spec.dtype, tuple(group)))
             group.clear()
+        dtype = None
 
     for spec in specs:
-        if spec.elements > block_elements:
+        slices = of.get(spec.name, []) if held is not None else [Segment(spec, 0, spec.elements)]
+        if spec.elements > most:
             close()
-            leaf = LEAF_BYTES // spec.dtype.width
-            runs = -(-spec.elements // block_elements)
-            step = -(-spec.elements // (runs * leaf)) * leaf
-            for start in range(0, spec.elements, step):
-                blocks.append(Block(spec.dtype, (Segment(spec, start, min(start + step, spec.elements)),)))
+            blocks += [Block(spec.dtype, (run,)) for segment in slices for run in runs_of(segment, most)]
         elif spec.elements:
-            if group and (group[0].spec.dtype != spec.dtype or spec.elements > room):
+            if dtype is None or dtype != spec.dtype or spec.elements > room:
                 close()
-            if not group:
-                room = block_elements
-            group.append(Segment(spec, 0, spec.elements))
+                dtype, room = spec.dtype, most
+            group += slices
             room -= spec.elements
     close()
     return blocks
+
+
+def runs_of(segment: Segment, most: int | None = None) -> list[Segment]:
+    """A slice of one tensor as the pieces that are coded one by one: as it is, if the tensor has at most
+    `BLOCK_ELEMENTS` elements; else the fewest runs of nearly equal length that end between leaves."""
+    most = BLOCK_ELEMENTS if most is None else most
+    spec, start, stop = segment
+    if spec.elements <= most:
+        return [segment]
+    leaf = LEAF_BYTES // spec.dtype.width
+    first = start // leaf * leaf
+    runs = -(-(stop - first) // most)
+    step = -(-(stop - first) // (runs * leaf)) * leaf
+    return [Segment(spec, max(start, at), min(at + step, stop)) for at in range(first, stop, step)]
 
 
 def pieces_of(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Changes]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import chain
 
 import numpy as np
@@ -17,8 +16,8 @@ from ..state import bits
 from ..state.digest import StateDigest
 from ..state.memory import Allocate, SpareMemory
 from ..state.tensors import State, UIntArray
-from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
-from .header import BlockEntry, PatchHeader, check_block_elements
+from .blocks import Block, cut
+from .header import BlockEntry, PatchHeader, all_of, check_of
 from .history import History, HistoryName, Recorder, Records
 from .tree import TreeUpdate, changed_leaves, hashed_together
 from .undo import UndoLog
@@ -67,7 +66,6 @@ def build_patch(
     codec: str = codecs.AUTO,
     history: History | None = None,
     most_records: int = 0,
-    block_elements: int = DEFAULT_BLOCK_ELEMENTS,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> BuiltPatch:
@@ -76,17 +74,15 @@ def build_patch(
     One walk over both: each block is compared, coded, decoded again to prove it, and hashed. Blocks without changes are
     not hashed again. Raises StateMismatch unless both hold the same tensors, and IntegrityError where a block does not
     decode to the new elements, which means that they changed during the call. ``history``: what changed up to ``old``,
-    for the codec that needs it; only with blocks of the default size. ``most_records``: the bytes of the records that
+    for the codec that needs it. ``most_records``: the bytes of the records that
     are to be kept for the next one, at most. ``progress`` is called with the bytes of model that were worked through
     since its last call.
     """
     new.require_specs(old.specs, "the base state")
-    check_block_elements(block_elements)
     codecs.check_codec(codec)
-    usual = block_elements == DEFAULT_BLOCK_ELEMENTS
-    known = history if history and usual else History()
-    blocks = cut(old.specs, block_elements)
-    recorder = Recorder(most_records) if most_records and usual else None
+    known = history or History()
+    blocks = cut(old.specs)
+    recorder = Recorder(most_records) if most_records else None
 
     def run(group: range, copies: Allocate) -> list[_Built]:
         built, elements, made = [], [], []
@@ -128,7 +124,7 @@ def build_patch(
     used = any(encoded.codec_id == codecs.HISTORY for encoded in coded)
     named = known.name if used else None
     records, target = recorder.records if recorder else None, tree.finish()
-    made = _assemble(old_digest.root, target, block_elements, coded, kept, named, records)
+    made = _assemble(old_digest.root, target, coded, kept, named, records)
     if named is None or made.nbytes > _SMALL:
         return made
 
@@ -142,7 +138,7 @@ def build_patch(
         return encode_proved(blocks[index], before, after, codec=codec)[0]
 
     plain = list(ordered_map(without, range(len(coded)), threads))
-    return min(made, _assemble(old_digest.root, target, block_elements, plain, kept, None, records), key=_nbytes)
+    return min(made, _assemble(old_digest.root, target, plain, kept, None, records), key=_nbytes)
 
 
 def _nbytes(built: BuiltPatch) -> int:
@@ -154,14 +150,14 @@ def build_fold(
 ) -> BuiltPatch:
     """The patch from the version that ``log`` leads back to, to ``state`` with its tree ``digest``. Hashes nothing."""
     codecs.check_codec(codec)
-    blocks = cut(state.specs, DEFAULT_BLOCK_ELEMENTS)
+    blocks = cut(state.specs)
 
     def run(index: int) -> codecs.Encoded:
         after = blocks[index].read(state)
         return encode_proved(blocks[index], log.rewind(index, after), after, codec=codec)[0]
 
     coded = list(ordered_map(run, range(len(blocks)), threads))
-    return _assemble(log.base_root, digest, DEFAULT_BLOCK_ELEMENTS, coded, [None] * len(coded))
+    return _assemble(log.base_root, digest, coded, [None] * len(coded))
 
 
 def encode_proved(
@@ -216,17 +212,16 @@ def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, stri
 def _assemble(
     base_root: str,
     target: StateDigest,
-    block_elements: int,
     coded: list[codecs.Encoded],
     kept: list[Changes | None],
     history: HistoryName | None = None,
     records: Mapping[int, Records] | None = None,
 ) -> BuiltPatch:
     entries = tuple(map(entry_of, coded))
-    header = PatchHeader(base_root, target.root, block_elements, target.specs, entries, history)
+    header = PatchHeader(base_root, target.root, all_of(target.specs), entries, history)
     return BuiltPatch(header, (header.to_bytes(), *(e.payload for e in coded)), target, tuple(kept), records)
 
 
 def entry_of(encoded: codecs.Encoded) -> BlockEntry:
     """What a header says of a block."""
-    return BlockEntry(encoded.codec_id, encoded.changed, len(encoded.payload), sha256(encoded.payload).digest())
+    return BlockEntry(encoded.codec_id, encoded.changed, len(encoded.payload), check_of(encoded.payload))

@@ -1,63 +1,72 @@
-"""The header of a patch: its base, its target, and its blocks (docs/format.md, section 3).
+"""The header of a patch file: its base, its target, what it holds of the state, and its blocks (docs/format.md,
+section 3).
 
-File: a 56-byte prelude, the header (one zstd frame), the blocks' payloads one after another to the end of the file.
+File: a 28-byte prelude, the header (one zstd frame), the blocks' payloads one after another to the end of the file.
+Names, dtypes and shapes are those of the base, whose root proves them: a header repeats none of them, and says by
+ranges of elements what the file holds.
 """
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import accumulate
 from typing import NamedTuple
 
 from .._util import zstd as _zstd
-from ..codec import HISTORY, MAX_BLOCK_ELEMENTS, SAME
-from ..errors import CorruptPatch, FormatError, InputError
-from ..state.tensors import DTYPE_BY_ID, MAX_DIMS, MAX_NAME_BYTES, MAX_TENSORS, TensorSpec
-from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
+from ..codec import HISTORY, SAME
+from ..errors import CorruptPatch, FormatError, InputError, WrongBase
+from ..state.slices import Segment
+from ..state.tensors import TensorSpec
+from .blocks import BLOCK_ELEMENTS, Block, cut
 from .history import MAX_SPAN, MAX_STRETCHES, HistoryName
 
 MAGIC = b"\x89PULSE\r\n"
 FORMAT = 1
-FORMAT_OF_PARTS = 2
-"""Of a part of a patch, which holds slices of tensors (`parts`)."""
-FORMAT_WITH_HISTORY = 3
-"""Of a patch that names what changed before (`history`)."""
 MAX_HEADER_BYTES = 128 << 20
 MAX_BLOCKS = 1 << 20
-MAX_NAMES_BYTES = 1 << 25
-"""Of all names together, before front-coding: a small header must not unfold into gigabytes."""
-BLOCK_UNIT = 1 << 20
-"""``block_elements`` is a multiple of this: of a digest leaf's elements for every dtype."""
-_PRELUDE = struct.Struct("<8sIIII32s")  # magic, format, flags (0), stored bytes, plain bytes, SHA-256 of stored
+MAX_SLICES = 1 << 20
+"""Of all files of a patch together, counted by tensor."""
+CHECK_BYTES = 8
+"""Of a SHA-256: they tell damage apart from a file's own bytes. What proves a version is its root."""
+_PRELUDE = struct.Struct("<8sIII8s")  # magic, format, stored bytes, plain bytes, check of the stored header
 PRELUDE_BYTES = _PRELUDE.size
 _LEVEL = 9
 _NUMBER_BYTES = 10
+_MAX_ELEMENTS = 1 << 62
 _MAX_BLOCK_BYTES = 1 << 40
-_NO_DIGEST = sha256(b"").digest()
+_NO_CHECK = sha256(b"").digest()[:CHECK_BYTES]
+
+Slice = tuple[int, int]
+"""Elements [start, stop) of a state, counted through all its tensors in the order of their names."""
 
 
 class BlockEntry(NamedTuple):
-    """One block in the header. Blocks without changes (codec `SAME`) have no bytes and no digest in the file."""
+    """One block in the header. Blocks without changes (codec `SAME`) have no bytes and no ``check`` in the file."""
 
     codec_id: int
     changed: int
     length: int
-    sha256: bytes = _NO_DIGEST
+    check: bytes = _NO_CHECK
+
+
+def check_of(data: bytes | memoryview) -> bytes:
+    """The first bytes of the SHA-256 of ``data``, as a header has them."""
+    return sha256(data).digest()[:CHECK_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
 class PatchHeader:
-    """Roots are 64 hexadecimal digits; ``specs`` are in name order; ``blocks`` follow `cut`'s order. ``history``: what
-    a reader must remember to decode them, None if nothing."""
+    """Roots are 64 hexadecimal digits. ``slices`` ascend and do not touch: what the file holds of the state, all of it
+    or a rank's part. ``blocks`` are in the order of `cut`. ``history``: what a reader must know of the versions before
+    to decode them, None if nothing."""
 
     base_root: str
     target_root: str
-    block_elements: int
-    specs: tuple[TensorSpec, ...]
+    slices: tuple[Slice, ...]
     blocks: tuple[BlockEntry, ...]
     history: HistoryName | None = None
 
@@ -67,236 +76,246 @@ class PatchHeader:
 
     @property
     def elements(self) -> int:
-        return sum(s.elements for s in self.specs)
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of a full sync: the plain tensors."""
-        return sum(s.nbytes for s in self.specs)
+        """Elements that the file holds, changed or not."""
+        return sum(stop - start for start, stop in self.slices)
 
     @property
     def changed(self) -> int:
         return sum(b.changed for b in self.blocks)
 
-    def cut(self) -> list[Block]:
-        return cut(self.specs, self.block_elements)
-
     def to_bytes(self) -> bytes:
         """Prelude and header; raises InputError past the caps."""
-        check_block_elements(self.block_elements)
-        if len(self.blocks) > MAX_BLOCKS or sum(len(s.name.encode()) for s in self.specs) > MAX_NAMES_BYTES:
-            raise InputError(f"a patch holds at most {MAX_BLOCKS} blocks and {MAX_NAMES_BYTES} bytes of names")
-        if self.history:
-            self._check_history(self.history.spans)
-        return closed_header(self._plain(), FORMAT_WITH_HISTORY if self.history else FORMAT)
-
-    def _check_history(self, spans: Sequence[int]) -> None:
-        if not 0 < len(spans) <= MAX_STRETCHES or not all(0 < span <= MAX_SPAN for span in spans):
+        if len(self.blocks) > MAX_BLOCKS or len(self.slices) > MAX_SLICES:
+            raise InputError(f"a patch file holds at most {MAX_BLOCKS} blocks and {MAX_SLICES} slices")
+        out = bytearray(bytes.fromhex(self.base_root) + bytes.fromhex(self.target_root))
+        spans = self.history.spans if self.history else ()
+        if (self.history and not (0 < len(spans) <= MAX_STRETCHES)) or not all(0 < span <= MAX_SPAN for span in spans):
             raise InputError(
                 f"a history has 1 to {MAX_STRETCHES} stretches of 1 to {MAX_SPAN} versions, not {[*spans]}"
             )
-        if self.block_elements != DEFAULT_BLOCK_ELEMENTS:
-            raise InputError(f"a patch with a history has blocks of {DEFAULT_BLOCK_ELEMENTS} elements")
-
-    def _plain(self) -> bytes:
-        out = bytearray(bytes.fromhex(self.base_root) + bytes.fromhex(self.target_root))
+        put_number(out, len(spans))
+        for span in spans:
+            put_number(out, span)
         if self.history:
-            put_number(out, len(self.history.spans))
-            for span in self.history.spans:
-                put_number(out, span)
-            out += self.history.digest
-        put_number(out, self.block_elements // BLOCK_UNIT)
-        put_specs(out, self.specs)
-        put_entries(out, self.blocks)
-        return bytes(out)
+            out += self.history.check
+        put_number(out, len(self.slices))
+        at = 0
+        for start, stop in self.slices:
+            put_number(out, start - at)
+            put_number(out, stop - start)
+            at = stop
+        put_number(out, len(self.blocks))
+        out += bytes(entry.codec_id for entry in self.blocks)
+        for entry in self.blocks:
+            if entry.codec_id != SAME:
+                put_number(out, entry.changed)
+                put_number(out, entry.length)
+        for entry in self.blocks:
+            if entry.codec_id != SAME:
+                out += entry.check
+        return closed_header(bytes(out))
 
 
-def check_block_elements(block_elements: int) -> None:
-    if not 0 < block_elements <= MAX_BLOCK_ELEMENTS or block_elements % BLOCK_UNIT:
-        raise InputError(f"block_elements must be a multiple of {BLOCK_UNIT} up to {MAX_BLOCK_ELEMENTS}")
+def all_of(specs: Sequence[TensorSpec]) -> tuple[Slice, ...]:
+    """The slices of a file that holds all of a state."""
+    total = sum(spec.elements for spec in specs)
+    return ((0, total),) if total else ()
+
+
+def slices_of(specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> tuple[Slice, ...]:
+    """The slices of a file that holds these ``segments`` of the tensors ``specs``, all in order."""
+    begins = dict(zip((s.name for s in specs), accumulate((s.elements for s in specs), initial=0), strict=False))
+    found: list[Slice] = []
+    for segment in segments:
+        if segment.elements:
+            begin = begins[segment.spec.name]
+            start, stop = begin + segment.start, begin + segment.stop
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, stop))
+    return tuple(found)
+
+
+class Room:
+    """What the headers of all files of a patch may list together: slices, each counted once for every tensor that it
+    has elements of."""
+
+    def __init__(self, left: int = MAX_SLICES) -> None:
+        self.left = left
+
+    def take(self, count: int) -> None:
+        """Raises CorruptPatch."""
+        self.left -= count
+        if self.left < 0:
+            raise CorruptPatch(f"the files of the patch list more than {MAX_SLICES} slices")
+
+
+class Base:
+    """The state that a patch is for: its tensors in the order of their elements, and its root, where that is known
+    ("": any)."""
+
+    def __init__(self, specs: Sequence[TensorSpec], root: str = "") -> None:
+        self.specs = tuple(specs)
+        self.root = root
+        self._held = [spec for spec in specs if spec.elements]
+        self._ends = [*accumulate(spec.elements for spec in self._held)]
+
+    @property
+    def elements(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def most_header_bytes(self) -> int:
+        """An upper bound of the plain header of a patch file for these tensors."""
+        slices = min(MAX_SLICES, self.elements // 2 + 1)
+        blocks = min(MAX_BLOCKS, self.elements // BLOCK_ELEMENTS + len(self._held) + 2 * slices)
+        history = _NUMBER_BYTES * (1 + MAX_STRETCHES) + CHECK_BYTES
+        return 64 + history + _NUMBER_BYTES * (2 + 2 * slices) + blocks * (1 + 2 * _NUMBER_BYTES + CHECK_BYTES)
+
+    def cut(self, slices: Sequence[Slice], room: Room) -> list[Block]:
+        """The blocks of a file that holds ``slices``. Raises CorruptPatch."""
+        segments: list[Segment] = []
+        for start, stop in slices:
+            if stop > self.elements:
+                raise CorruptPatch(f"a slice ends at element {stop} of {self.elements}")
+            first, last = bisect_right(self._ends, start), bisect_right(self._ends, stop - 1)
+            room.take(last - first + 1)
+            for k in range(first, last + 1):
+                begin = self._ends[k] - self._held[k].elements
+                segments.append(Segment(self._held[k], max(start, begin) - begin, min(stop, self._ends[k]) - begin))
+        return cut(self.specs, segments)
+
+
+class ParsedHeader(NamedTuple):
+    """The ``header`` of a file, the blocks that it says the file has (None where the reader does not know the tensors),
+    and the bytes of prelude and header."""
+
+    header: PatchHeader
+    cuts: tuple[Block, ...] | None
+    end: int
 
 
 def parse_header(
-    data: memoryview, specs: Sequence[TensorSpec] | None = None, *, elements: int | None = None
-) -> tuple[PatchHeader, int]:
-    """(header, bytes of prelude and header) from the start of a patch file; raises CorruptPatch.
+    data: memoryview, state: Base | None = None, *, elements: int | None = None, room: Room | None = None
+) -> ParsedHeader:
+    """The header at the start of a patch file; raises CorruptPatch, and WrongBase where it is
+    for another state.
 
-    A reader that knows the ``specs`` of its state, or how many ``elements`` it has, says so: a header that is longer
-    than any for these tensors, or speaks of more elements, is then refused before it takes memory.
+    A reader that knows the ``state`` that it is for, or how many ``elements`` it has, says so: a header that is longer
+    than any for it, or speaks of more elements, is then refused before it takes memory. ``room``: that of all files
+    of the patch.
     """
-    if format_of(data) == FORMAT_OF_PARTS:
-        raise CorruptPatch(
-            "this is a part of a patch: it holds slices of tensors",
-            hint="Read the stream with a Subscriber or `pulse follow`: they follow all parts of a version.",
-        )
-    version = format_of(data)
-    plain, end = open_header(data, version, None if specs is None else most_bytes(specs))
-    with malformed():
-        expected = elements if specs is None else sum(s.elements for s in specs)
-        header = HeaderReader(plain).header(expected, with_history=version == FORMAT_WITH_HISTORY)
-    return header, end
+    plain, end = open_header(data, None if state is None else state.most_header_bytes)
+    most = state.elements if state is not None else _MAX_ELEMENTS if elements is None else elements
+    return _Reader(plain).header(state, most, room or Room(), end)
 
 
-def format_of(data: bytes | memoryview) -> int:
-    """The number of the format of a patch file, from its start; raises CorruptPatch."""
-    if len(data) < PRELUDE_BYTES:
-        raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this one has {len(data)}")
-    magic, version, flags, *_ = _PRELUDE.unpack_from(data)
-    if magic != MAGIC:
-        raise CorruptPatch("not a pulse patch: it does not start with the magic bytes")
-    if version not in (FORMAT, FORMAT_OF_PARTS, FORMAT_WITH_HISTORY) or flags != 0:
-        raise CorruptPatch(f"patch format {version} (flags {flags}) is unknown", hint="Upgrade pulse-rl to read it.")
-    return int(version)
-
-
-def open_header(data: memoryview, version: int, most: int | None = None) -> tuple[bytes, int]:
-    """(the plain header, bytes of prelude and header) of a patch file of format ``version``, checked against its
-    SHA-256. Raises CorruptPatch, also where it claims more than ``most`` bytes."""
-    if format_of(data) != version:
-        raise CorruptPatch(f"the patch has format {format_of(data)}, not {version}")
-    _, _, _, stored, plain, digest = _PRELUDE.unpack_from(data)
-    if stored > MAX_HEADER_BYTES or plain > MAX_HEADER_BYTES:
-        raise CorruptPatch(f"the header claims {max(stored, plain)} bytes, more than {MAX_HEADER_BYTES}")
+def open_header(data: memoryview, most: int | None = None) -> tuple[bytes, int]:
+    """(the plain header, bytes of prelude and header) of a patch file, checked against its checksum. Raises
+    CorruptPatch, also where it claims more than ``most`` bytes."""
+    end = header_end(data)
+    _, _, stored, plain, check = _PRELUDE.unpack_from(data)
     if most is not None and plain > most:
         raise CorruptPatch(f"the header claims {plain} bytes, more than one for these tensors can have")
-    body = data[PRELUDE_BYTES : PRELUDE_BYTES + stored]
-    if len(body) != stored or sha256(body).digest() != digest:
-        raise CorruptPatch("the header is truncated or does not match its SHA-256")
-    with malformed():
-        return _zstd.decompress(body, plain), PRELUDE_BYTES + stored
-
-
-def closed_header(plain: bytes, version: int) -> bytes:
-    """Prelude and stored header of a patch file of format ``version``. Raises InputError past the cap."""
-    if len(plain) > MAX_HEADER_BYTES:
-        raise InputError(f"the patch header has {len(plain)} bytes, more than {MAX_HEADER_BYTES}")
-    stored = _zstd.compress(plain, _LEVEL)
-    return _PRELUDE.pack(MAGIC, version, 0, len(stored), len(plain), sha256(stored).digest()) + stored
-
-
-@contextmanager
-def malformed() -> Iterator[None]:
-    """Within it, what is wrong with a header's values is a CorruptPatch."""
+    body = data[PRELUDE_BYTES:end]
+    if len(body) != stored or check_of(body) != check:
+        raise CorruptPatch("the header is truncated or does not match its checksum")
     try:
-        yield
-    except (FormatError, InputError) as error:
+        return _zstd.decompress(body, plain), end
+    except FormatError as error:
         raise CorruptPatch(f"the header is malformed: {error}") from error
 
 
-def header_end(prelude: bytes) -> int:
+def closed_header(plain: bytes) -> bytes:
+    """Prelude and stored header of a patch file. Raises InputError past the cap."""
+    if len(plain) > MAX_HEADER_BYTES:
+        raise InputError(f"the patch header has {len(plain)} bytes, more than {MAX_HEADER_BYTES}")
+    stored = _zstd.compress(plain, _LEVEL)
+    return _PRELUDE.pack(MAGIC, FORMAT, len(stored), len(plain), check_of(stored)) + stored
+
+
+def header_end(prelude: bytes | memoryview) -> int:
     """Bytes of prelude and header of a patch file, of which ``prelude`` are the first; raises CorruptPatch."""
     if len(prelude) < PRELUDE_BYTES:
         raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this one has {len(prelude)}")
-    stored: int = _PRELUDE.unpack_from(prelude)[3]
-    if stored > MAX_HEADER_BYTES:
-        raise CorruptPatch(f"the header claims {stored} bytes, more than {MAX_HEADER_BYTES}")
-    return PRELUDE_BYTES + stored
+    magic, version, stored, plain, _ = _PRELUDE.unpack_from(prelude)
+    if magic != MAGIC:
+        raise CorruptPatch("not a pulse patch: it does not start with the magic bytes")
+    if version != FORMAT:
+        raise CorruptPatch(f"patch format {version} is unknown", hint="Upgrade pulse-rl to read it.")
+    if stored > MAX_HEADER_BYTES or plain > MAX_HEADER_BYTES:
+        raise CorruptPatch(f"the header claims {max(stored, plain)} bytes, more than {MAX_HEADER_BYTES}")
+    return PRELUDE_BYTES + int(stored)
 
 
-def most_bytes(specs: Sequence[TensorSpec]) -> int:
-    """An upper bound of the plain header of a patch for these tensors."""
-    names = sum(len(spec.name.encode()) + _NUMBER_BYTES * (3 + len(spec.shape)) + 1 for spec in specs)
-    blocks = sum(spec.elements // BLOCK_UNIT + 1 for spec in specs)
-    history = _NUMBER_BYTES * (1 + MAX_STRETCHES) + 32
-    return 64 + 2 * _NUMBER_BYTES + history + names + blocks * (1 + 2 * _NUMBER_BYTES + 32)
-
-
-class HeaderReader:
+class _Reader:
     """Reads a plain header strictly: nothing may be missing, out of its caps, unsorted or left over."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
 
-    def header(self, elements: int | None, *, with_history: bool = False) -> PatchHeader:
-        base, target = self.take(32).hex(), self.take(32).hex()
-        history = self.history() if with_history else None
-        block_elements = self.number(MAX_BLOCK_ELEMENTS // BLOCK_UNIT) * BLOCK_UNIT
-        if block_elements == 0:
-            raise CorruptPatch("block_elements is 0")
-        specs = self.specs()
-        if elements is not None and sum(s.elements for s in specs) != elements:
-            raise CorruptPatch(f"the patch is for {sum(s.elements for s in specs)} elements, not for {elements}")
-        # A block takes at least a byte of the header: shapes that claim terabytes end here, before they are cut.
-        fewest = sum(s.elements // block_elements for s in specs)
-        if fewest > min(MAX_BLOCKS, len(self._data) - self._at):
-            raise CorruptPatch(f"the shapes need at least {fewest} blocks, more than the header lists")
-        cuts = cut(specs, block_elements)
-        if len(cuts) > MAX_BLOCKS:
-            raise CorruptPatch(f"the shapes need {len(cuts)} blocks, more than {MAX_BLOCKS}")
-        blocks = self.entries(cuts)
-        self.end()
-        if history and block_elements != DEFAULT_BLOCK_ELEMENTS:
-            raise CorruptPatch(f"a patch with a history has blocks of {block_elements} elements")
-        if any(entry.codec_id == HISTORY for entry in blocks) and not history:
+    def header(self, state: Base | None, elements: int, room: Room, end: int) -> ParsedHeader:
+        base, target = self._take(32).hex(), self._take(32).hex()
+        if state is not None and state.root and base != state.root:
+            raise WrongBase(f"the patch applies to root {base[:16]}…, the state has {state.root[:16]}…")
+        history = self._history()
+        slices = self._slices(elements, room.left)
+        cuts = None if state is None else tuple(state.cut(slices, room))
+        count = self._number(min(MAX_BLOCKS, len(self._data) - self._at))
+        if cuts is not None and count != len(cuts):
+            raise CorruptPatch(f"the header lists {count} blocks, but there are {len(cuts)} in its slices")
+        blocks = self._entries(count, cuts)
+        if self._at != len(self._data):
+            raise CorruptPatch(f"{len(self._data) - self._at} bytes follow the header's end")
+        if history is None and any(entry.codec_id == HISTORY for entry in blocks):
             raise CorruptPatch("a block is coded by a history that the patch does not name")
-        return PatchHeader(base, target, block_elements, specs, blocks, history)
+        return ParsedHeader(PatchHeader(base, target, slices, blocks, history), cuts, end)
 
-    def history(self) -> HistoryName:
-        count = self.number(MAX_STRETCHES)
-        if count == 0:
-            raise CorruptPatch("the history has no stretches")
-        spans = tuple(self.number(MAX_SPAN) for _ in range(count))
+    def _history(self) -> HistoryName | None:
+        spans = tuple(self._number(MAX_SPAN) for _ in range(self._number(MAX_STRETCHES)))
         if 0 in spans:
             raise CorruptPatch("a stretch of the history spans no version")
-        return HistoryName(spans, self.take(32))
+        return HistoryName(spans, self._take(CHECK_BYTES)) if spans else None
 
-    def specs(self, most: int = MAX_TENSORS) -> tuple[TensorSpec, ...]:
-        names: list[bytes] = []
-        previous, total = b"", 0
-        for _ in range(self.number(most)):
-            shared, length = self.number(len(previous)), self.number(MAX_NAME_BYTES)
-            if shared + length > MAX_NAME_BYTES:
-                raise CorruptPatch(f"a tensor name has {shared + length} bytes, more than {MAX_NAME_BYTES}")
-            name = previous[:shared] + self.take(length)
-            if names and name <= previous:
-                raise CorruptPatch("tensor names are not sorted")
-            names.append(name)
-            previous = name
-            total += len(name)
-            if total > MAX_NAMES_BYTES:
-                raise CorruptPatch(f"the names have more than {MAX_NAMES_BYTES} bytes")
-        ids = self.take(len(names))
-        specs = []
-        for name, dtype_id in zip(names, ids, strict=True):
-            if dtype_id not in DTYPE_BY_ID:
-                raise CorruptPatch(f"dtype {dtype_id} is unknown", hint="Upgrade pulse-rl to read it.")
-            shape = tuple(self.number((1 << 64) - 1) for _ in range(self.number(MAX_DIMS)))
-            try:
-                specs.append(TensorSpec(name.decode(), DTYPE_BY_ID[dtype_id], shape))
-            except UnicodeDecodeError:
-                raise CorruptPatch(f"tensor name {name!r} is not UTF-8") from None
-        return tuple(specs)
+    def _slices(self, elements: int, most: int) -> tuple[Slice, ...]:
+        found: list[Slice] = []
+        at = 0
+        for k in range(self._number(most)):
+            gap = self._number(elements - at)
+            length = self._number(elements - at - gap)
+            if not length or (k and not gap):
+                raise CorruptPatch("a slice is empty, or touches the one before")
+            found.append((at + gap, at + gap + length))
+            at += gap + length
+        return tuple(found)
 
-    def entries(self, cuts: list[Block]) -> tuple[BlockEntry, ...]:
-        ids = self.take(len(cuts))
+    def _entries(self, count: int, cuts: Sequence[Block] | None) -> tuple[BlockEntry, ...]:
+        ids = self._take(count)
         entries = [BlockEntry(codec_id, 0, 0) for codec_id in ids]
         coded = [k for k, codec_id in enumerate(ids) if codec_id != SAME]
         for k in coded:
-            changed, length = self.number(cuts[k].elements), self.number(_MAX_BLOCK_BYTES)
+            changed = self._number(BLOCK_ELEMENTS if cuts is None else cuts[k].elements)
+            length = self._number(_MAX_BLOCK_BYTES)
             if changed == 0 or length == 0:
                 raise CorruptPatch(f"block {k} is listed as changed but is empty")
             entries[k] = BlockEntry(ids[k], changed, length)
         for k in coded:
-            entries[k] = entries[k]._replace(sha256=self.take(32))
+            entries[k] = entries[k]._replace(check=self._take(CHECK_BYTES))
         return tuple(entries)
 
-    def end(self) -> None:
-        if self._at != len(self._data):
-            raise CorruptPatch(f"{len(self._data) - self._at} bytes follow the header's end")
-
-    def take(self, count: int) -> bytes:
+    def _take(self, count: int) -> bytes:
         part = self._data[self._at : self._at + count]
         if len(part) != count:
             raise CorruptPatch("the header ends too early")
         self._at += count
         return part
 
-    def number(self, most: int) -> int:
+    def _number(self, most: int) -> int:
         """An unsigned LEB128 number of at most ten bytes and at most ``most``."""
         value = 0
         for shift in range(0, 70, 7):
-            byte = self.take(1)[0]
+            byte = self._take(1)[0]
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 if value > most or (byte == 0 and shift):
@@ -313,31 +332,51 @@ def put_number(out: bytearray, value: int) -> None:
     out.append(value)
 
 
-def put_specs(out: bytearray, specs: Sequence[TensorSpec]) -> None:
-    """Appends the tensors as a plain header has them: their number, front-coded names, dtypes, shapes."""
-    put_number(out, len(specs))
-    previous = b""
-    for spec in specs:
-        name = spec.name.encode()
-        shared = len(os.path.commonprefix([previous, name]))  # noqa: RUF071 (bytes of a name, not a path)
-        put_number(out, shared)
-        put_number(out, len(name) - shared)
-        out += name[shared:]
-        previous = name
-    out += bytes(spec.dtype.id for spec in specs)
-    for spec in specs:
-        put_number(out, len(spec.shape))
-        for dim in spec.shape:
-            put_number(out, dim)
+@dataclass(frozen=True)
+class JoinedHeader:
+    """The headers of all ``files`` of a patch for the tensors ``specs``, as one. ``blocks`` has the entries of all
+    files in their order, ``cuts`` their blocks."""
 
+    specs: tuple[TensorSpec, ...]
+    files: tuple[PatchHeader, ...]
+    cuts: tuple[Block, ...]
+    blocks: tuple[BlockEntry, ...]
 
-def put_entries(out: bytearray, blocks: Sequence[BlockEntry]) -> None:
-    """Appends the blocks' entries, which end a plain header."""
-    out += bytes(entry.codec_id for entry in blocks)
-    for entry in blocks:
-        if entry.codec_id != SAME:
-            put_number(out, entry.changed)
-            put_number(out, entry.length)
-    for entry in blocks:
-        if entry.codec_id != SAME:
-            out += entry.sha256
+    @classmethod
+    def of(cls, parsed: Sequence[ParsedHeader], state: Base) -> JoinedHeader:
+        """Raises CorruptPatch unless the files belong together and hold each element once."""
+        files = tuple(each.header for each in parsed)
+        if len({(file.base_root, file.target_root, file.history) for file in files}) != 1:
+            raise CorruptPatch("the files of the patch do not have the same base, target and history")
+        at = 0
+        for start, stop in sorted(one for file in files for one in file.slices):
+            if start != at:
+                raise CorruptPatch(f"element {min(start, at)} of the state is not in one file of the patch alone")
+            at = stop
+        if at != state.elements:
+            raise CorruptPatch(f"element {at} of the state is in no file of the patch")
+        if len(files) > 1 and any(entry.codec_id == HISTORY for file in files for entry in file.blocks):
+            raise CorruptPatch("a block of a part is coded by a history, which is not known of parts")
+        cuts = tuple(block for each in parsed for block in each.cuts or ())
+        return cls(state.specs, files, cuts, tuple(entry for file in files for entry in file.blocks))
+
+    @property
+    def base_root(self) -> str:
+        return self.files[0].base_root
+
+    @property
+    def target_root(self) -> str:
+        return self.files[0].target_root
+
+    @property
+    def history(self) -> HistoryName | None:
+        return self.files[0].history
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its blocks are those of whole tensors: one file has all of the state."""
+        return len(self.files) == 1
+
+    @property
+    def elements(self) -> int:
+        return sum(spec.elements for spec in self.specs)

@@ -21,7 +21,7 @@ from .._util.threads import ordered_map
 from ..codec import Changes, Past, element_kind
 from ..errors import WrongHistory
 from ..state.tensors import DType, TensorSpec, UIntArray
-from .blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
+from .blocks import Block, cut
 
 MAX_STRETCHES = 64
 MAX_SPAN = 64
@@ -33,10 +33,10 @@ Records = npt.NDArray[np.uint8]
 
 class HistoryName(NamedTuple):
     """What a patch says of the history that it needs: the ``spans`` of its stretches, oldest first, which end at the
-    patch's base, and the SHA-256 of the roots at which they begin, 32 bytes each."""
+    patch's base, and the first 8 bytes of the SHA-256 of the roots at which they begin, 32 bytes each."""
 
     spans: tuple[int, ...]
-    digest: bytes
+    check: bytes
 
 
 class Stretch(NamedTuple):
@@ -68,7 +68,7 @@ class History:
         if not self.stretches:
             return None
         roots = b"".join(bytes.fromhex(stretch.base_root) for stretch in self.stretches)
-        return HistoryName(self.spans, sha256(roots).digest())
+        return HistoryName(self.spans, sha256(roots).digest()[:8])
 
     def named(self, name: HistoryName | None) -> History:
         """The part of this history that a patch names; raises WrongHistory where it is not that."""
@@ -111,7 +111,7 @@ class History:
                 break
             groups.insert(0, group)
             end = start
-        blocks = cut(specs, DEFAULT_BLOCK_ELEMENTS) if any(len(group) > 1 for group in groups) else []
+        blocks = cut(specs) if any(len(group) > 1 for group in groups) else []
         return History(tuple(_merged(group, blocks, threads) for group in groups))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import accumulate
 
 from .. import codec as codecs
@@ -13,8 +12,7 @@ from ..errors import CorruptPatch, StateMismatch
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec
 from .blocks import cut
-from .header import FORMAT_OF_PARTS, PatchHeader, format_of, header_end, parse_header
-from .parts import PartHeader, PartsHeader, Room, parse_part_header
+from .header import Base, JoinedHeader, ParsedHeader, PatchHeader, Room, check_of, header_end, parse_header
 
 _FIRST_READ = 1 << 12
 _LEAST_READ = 1 << 9
@@ -33,7 +31,7 @@ class PartPatch:
     """The whole ``header`` of a patch, the bytes of ``held`` blocks by index (empty where nothing changed), the digests
     of all ``tensors`` of the target, 32 bytes each, and the number of bytes that were ``read``."""
 
-    header: PatchHeader | PartsHeader
+    header: JoinedHeader
     held: dict[int, memoryview]
     tensors: bytes
     read: int
@@ -46,16 +44,16 @@ class PartPatch:
         """Raises StateMismatch unless the patch is for the tensors of which ``state`` is a part, and has all blocks of
         that part."""
         whole = digest.whole if isinstance(digest, PartDigest) else digest.specs
-        blocks = self.header.cut()
+        blocks = self.header.cuts
         covered = {segment.spec for index in self.held for segment in blocks[index].segments}
         if whole != self.header.specs or covered != {spec for spec in state.specs if spec.elements}:
             raise StateMismatch("the patch is for other tensors, or cut in another way, than the part that is held")
 
 
-def widened(specs: tuple[TensorSpec, ...], names: Collection[str], block_elements: int) -> tuple[TensorSpec, ...]:
+def widened(specs: tuple[TensorSpec, ...], names: Collection[str]) -> tuple[TensorSpec, ...]:
     """The tensors ``names``, and the small ones that share a block with one of them: a block is decoded as a whole."""
     held = set(names)
-    for block in cut(specs, block_elements):
+    for block in cut(specs):
         together = {segment.spec.name for segment in block.segments}
         if held & together:
             held |= together
@@ -68,20 +66,19 @@ class PatchFiles:
     Raises CorruptPatch, and StateMismatch where it is for another state."""
 
     def __init__(self, files: Sequence[tuple[Read, int]], specs: tuple[TensorSpec, ...]) -> None:
-        room = Room()
+        base, room = Base(specs), Room()
         heads = ordered_map(lambda file: _read_head(*file), files, _FILES_AT_ONCE)
-        headers = [_parse_header(head, file[1], specs, room) for head, file in zip(heads, files, strict=True)]
-        self.read = sum(nbytes for _, _, nbytes in headers)
-        self._files = [(read, header, start) for (read, _), (header, start, _) in zip(files, headers, strict=True)]
-        first = headers[0][0]
-        self.header: PatchHeader | PartsHeader
-        if isinstance(first, PatchHeader) and len(headers) == 1:
-            self.header = first
-        else:
-            self.header = PartsHeader.of([_part_of(header) for header, _, _ in headers])
-        if self.header.specs != specs:
-            raise StateMismatch("the patch is for other tensors than those of the state")
-        self.blocks = self.header.cut()
+        parsed = [parse_header(memoryview(head), base, room=room) for head in heads]
+        self.read = 0
+        for found, (_, nbytes) in zip(parsed, files, strict=True):
+            if found.end + found.header.body_bytes != nbytes:
+                raise CorruptPatch(
+                    f"the patch has {nbytes} bytes, its header implies {found.end + found.header.body_bytes}"
+                )
+            self.read += max(found.end, min(_first_read(nbytes), nbytes))
+        self._files = [(read, found) for (read, _), found in zip(files, parsed, strict=True)]
+        self.header = JoinedHeader.of(parsed, base)
+        self.blocks = self.header.cuts
 
     def payloads(self, chosen: Sequence[int]) -> dict[int, memoryview]:
         """The bytes of the ``chosen`` blocks by index, in ascending order; empty where nothing changed. What is damaged
@@ -90,7 +87,7 @@ class PatchFiles:
         tasks = []
         before = 0
         for file in self._files:
-            blocks = len(file[1].blocks)
+            blocks = len(file[1].header.blocks)
             tasks.append((before, file, [k - before for k in chosen if before <= k < before + blocks]))
             before += blocks
         for (first, _, _), (held, nbytes) in zip(
@@ -101,16 +98,9 @@ class PatchFiles:
         return found
 
 
-def _part_of(header: PatchHeader | PartHeader) -> PartHeader:
-    if isinstance(header, PatchHeader):
-        raise CorruptPatch("a whole patch is one of several parts")
-    return header
-
-
 def _read_head(read: Read, nbytes: int) -> bytes:
     """At least the prelude and header of a patch file of ``nbytes``."""
-    first = min(_FIRST_READ, max(_LEAST_READ, nbytes // _PART_READ))
-    head = read(0, min(first, nbytes))
+    head = read(0, min(_first_read(nbytes), nbytes))
     end = header_end(head)
     if end > nbytes:
         raise CorruptPatch(f"the header ends at byte {end} of {nbytes}")
@@ -119,44 +109,33 @@ def _read_head(read: Read, nbytes: int) -> bytes:
     return head
 
 
-def _parse_header(
-    head: bytes, nbytes: int, specs: tuple[TensorSpec, ...], room: Room
-) -> tuple[PatchHeader | PartHeader, int, int]:
-    """(header, bytes of prelude and header, bytes read) of a patch file of ``nbytes`` for a state of ``specs``."""
-    header: PatchHeader | PartHeader
-    if format_of(head) != FORMAT_OF_PARTS:
-        header, end = parse_header(memoryview(head), specs)
-    else:
-        header, end = parse_part_header(memoryview(head), specs, room=room)
-    if end + header.body_bytes != nbytes:
-        raise CorruptPatch(f"the patch has {nbytes} bytes, its header implies {end + header.body_bytes}")
-    return header, end, len(head)
+def _first_read(nbytes: int) -> int:
+    return min(_FIRST_READ, max(_LEAST_READ, nbytes // _PART_READ))
 
 
-def _read_blocks(
-    read: Read, header: PatchHeader | PartHeader, start: int, chosen: Sequence[int]
-) -> tuple[dict[int, memoryview], int]:
-    """The bytes of the ``chosen`` blocks of a file of which they begin at byte ``start``, and the number of bytes read
-    for them."""
-    places = list(accumulate((entry.length for entry in header.blocks), initial=start))
+def _read_blocks(read: Read, parsed: ParsedHeader, chosen: Sequence[int]) -> tuple[dict[int, memoryview], int]:
+    """The bytes of the ``chosen`` blocks of a file, and the number of bytes read for them."""
+    blocks = parsed.header.blocks
+    places = list(accumulate((entry.length for entry in blocks), initial=parsed.end))
     found = {k: memoryview(b"") for k in chosen}
     total = 0
-    for run in _runs([k for k in chosen if header.blocks[k].codec_id != codecs.SAME], header, places):
-        begin, end = places[run[0]], places[run[-1]] + header.blocks[run[-1]].length
+    for run in _runs([k for k in chosen if blocks[k].codec_id != codecs.SAME], parsed.header, places):
+        begin, end = places[run[0]], places[run[-1]] + blocks[run[-1]].length
         for again in reversed(range(_TRIES)):
             data = memoryview(read(begin, end))
             total += len(data)
-            pieces = {k: data[places[k] - begin :][: header.blocks[k].length] for k in run}
-            bad = [k for k, piece in pieces.items() if sha256(piece).digest() != header.blocks[k].sha256]
+            pieces = {k: data[places[k] - begin :][: blocks[k].length] for k in run}
+            bad = [k for k, piece in pieces.items() if check_of(piece) != blocks[k].check]
             if not bad:
                 found |= pieces
                 break
             if not again:
-                raise CorruptPatch(f"block {bad[0]} ({header.cut()[bad[0]]}) does not match its SHA-256")
+                assert parsed.cuts is not None
+                raise CorruptPatch(f"block {bad[0]} ({parsed.cuts[bad[0]]}) does not match its checksum")
     return found, total
 
 
-def _runs(chosen: list[int], header: PatchHeader | PartHeader, places: list[int]) -> Iterator[list[int]]:
+def _runs(chosen: list[int], header: PatchHeader, places: list[int]) -> Iterator[list[int]]:
     """The blocks that are read together: what lies between them is less than another request costs."""
     run: list[int] = []
     for k in chosen:

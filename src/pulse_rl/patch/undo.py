@@ -14,23 +14,21 @@ from ..codec import Changes
 from ..state import bits
 from ..state.tensors import UIntArray
 from .blocks import cut, pieces_of
-from .header import PatchHeader
-from .parts import PartsHeader
+from .header import JoinedHeader
 
 _PIECES = 8
 
 
-def by_whole_blocks(header: PatchHeader | PartsHeader, undo: Mapping[int, Changes]) -> Mapping[int, Changes]:
-    """The old bits by block of the default cut, from those by block of a patch with this ``header``."""
-    if isinstance(header, PatchHeader):
+def by_whole_blocks(header: JoinedHeader, undo: Mapping[int, Changes]) -> Mapping[int, Changes]:
+    """The old bits by block of the cut of whole tensors, from those by block of a patch with this ``header``."""
+    if header.is_whole:
         return undo
-    cuts = header.cut()
     of: dict[str, list[tuple[int, Changes]]] = {}
     for index, changes in undo.items():
-        for segment, base, piece in pieces_of(cuts[index], changes):
+        for segment, base, piece in pieces_of(header.cuts[index], changes):
             of.setdefault(segment.spec.name, []).append((segment.start - base, piece))
     found: dict[int, Changes] = {}
-    for index, block in enumerate(cut(header.specs, header.block_elements)):
+    for index, block in enumerate(cut(header.specs)):
         positions, values, base = [], [], 0
         for spec, start, stop in block.segments:
             for shift, piece in sorted(of.get(spec.name, ()), key=lambda item: item[0] + int(item[1].positions[0])):
@@ -45,7 +43,7 @@ def by_whole_blocks(header: PatchHeader | PartsHeader, undo: Mapping[int, Change
 
 
 class UndoLog:
-    """Leads back to version ``base`` with root ``base_root``. Blocks are the default cut's, or of a rank's part."""
+    """Leads back to version ``base`` with root ``base_root``. Its blocks are whole tensors' or a rank's."""
 
     def __init__(self, base: int, base_root: str) -> None:
         self.base = base

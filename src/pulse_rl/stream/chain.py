@@ -13,8 +13,8 @@ from ..errors import ChainGap
 from .manifest import Manifest, Payload
 
 Key = tuple[int | None, int, str]
-"""What tells two links apart: base, version, and the digest of the list of payloads, or of the first payload ("" while
-it is not known)."""
+"""What tells two links apart: base, version, and the digest of a fold's list, or of the first payload ("" while it is
+not known)."""
 
 
 _Place = tuple[int | None, bool]
@@ -22,8 +22,8 @@ _Place = tuple[int | None, bool]
 
 class Link(NamedTuple):
     """``base`` is None for an anchor. ``payloads`` are the objects to fetch, None while only their size is known or
-    guessed: the manifest of ``version`` lists them; or, of a fold in parts, its link, where the list has the SHA-256
-    ``parts``. ``is_fold``: it is not the version's own patch or anchor."""
+    guessed: the manifest of ``version`` lists them; or, of a fold, its link, where the list has the SHA-256 ``parts``.
+    ``is_fold``: it is not the version's own patch or anchor."""
 
     base: int | None
     version: int

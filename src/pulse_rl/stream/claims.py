@@ -12,8 +12,8 @@ from ..errors import FormatError, PublisherConflict, Untrusted
 from ..store.base import Store, create_or_confirm
 from .doubts import Doubts, read_again
 from .names import EpochName, StreamNames, first_free, in_reach
+from .signed_records import MAX_CLAIM_BYTES, NOBODY, Claim, read_claim
 from .signing import Signer, TrustedKeys
-from .statements import MAX_BYTES, NOBODY, Claim, read_claim
 
 _TRIES = 100
 
@@ -76,7 +76,7 @@ class Claims:
         """The first claim that counts."""
 
         def read(epoch: int) -> Claim:
-            if listed[epoch] > MAX_BYTES:
+            if listed[epoch] > MAX_CLAIM_BYTES:
                 raise FormatError(f"the claim to epoch {epoch} has {listed[epoch]} bytes")
             claim = read_again(
                 lambda: self._store.get(self._names.epoch(epoch)),

@@ -17,12 +17,7 @@ import numpy as np
 from ..errors import CorruptManifest, InputError
 from ..events import Metadata
 
-FORMAT = "pulse.manifest.2"
-FORMAT_WITHOUT_IDENTITY = "pulse.manifest.1"
-FORMAT_OF_SLICES = "pulse.manifest.3"
-"""Of a version that ranks of a sharded trainer have published: with parts or shards that hold slices of tensors."""
-FORMAT_WITH_HISTORY = "pulse.manifest.4"
-"""Of a version whose next patch may be coded by what changed before."""
+FORMAT = "pulse.manifest.1"
 MAX_PARTS = 1 << 16
 _MAX_STRETCHES = 64
 _MAX_SPAN = 64
@@ -44,7 +39,7 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A patch from version ``base``, whose root is ``base_root``, with ``changed`` elements. ``parts`` lists its files,
-    one per trainer rank."""
+    one for each trainer rank that has written some."""
 
     base: int
     base_root: str
@@ -53,7 +48,7 @@ class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnchorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The full state as safetensors files, its ``shards``; each tensor is in exactly one of them."""
+    """The full state as safetensors files, its ``shards``; each element is in exactly one of them."""
 
     shards: tuple[Payload, ...]
 
@@ -66,14 +61,12 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.2", or "pulse.manifest.3" where its patch
-    or its anchor holds slices of tensors, as the ranks of a sharded trainer publish them, or "pulse.manifest.4" where
-    it ``remembers`` the changes of the versions before it, in stretches of so many versions, oldest first: patches from
-    it may be coded by these, or the last of them.
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.1".
 
     ``identity`` is the stream's: 32 random hexadecimal digits, chosen at its birth, which tell it from every other
-    stream of this name; "" in the format "pulse.manifest.1", which has none. ``root`` is the root of the state, which
+    stream of this name. ``remembers`` are the changes of the versions before it by which patches from it may be coded,
+    or the last of them: stretches of so many versions, oldest first. ``root`` is the root of the state, which
     has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the other names of tied tensors to the stored
     ones; ``metadata`` is the publisher's own data. ``epoch`` is the publisher's claim to the stream, ``publisher`` a
     random identifier of the process that wrote the manifest: two publishers never write equal manifests. ``digest`` is
@@ -83,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     format: str
     stream: str
-    identity: str = ""
+    identity: str
     version: int
     epoch: int
     root: str
@@ -91,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     dense_bytes: int
     publisher: str
     created: float
-    remembers: tuple[int, ...] = ()
+    remembers: tuple[int, ...]
     aliases: dict[str, str]
     metadata: Metadata
     patch: PatchRef | None
@@ -133,7 +126,7 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         manifest = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptManifest(f"{what} does not decode: {error}") from error
-    if manifest.format not in (FORMAT, FORMAT_OF_SLICES, FORMAT_WITH_HISTORY, FORMAT_WITHOUT_IDENTITY):
+    if manifest.format != FORMAT:
         raise CorruptManifest(f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it.")
     if (manifest.stream, manifest.version) != (stream, version):
         raise CorruptManifest(f"{what} claims to be version {manifest.version} of {manifest.stream!r}")
@@ -147,15 +140,13 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
 def _flaws(manifest: Manifest) -> Iterator[str]:
     """What is wrong with the values of a manifest that is well-formed."""
     patch, anchor = manifest.patch, manifest.anchor
-    if (manifest.format != FORMAT_WITHOUT_IDENTITY) != is_identity(manifest.identity):
+    if not is_identity(manifest.identity):
         yield f"has the identity {manifest.identity!r}"
     payloads = [*(patch.parts if patch else ()), *(anchor.shards if anchor else ())]
     if patch and (not 0 <= patch.base < manifest.version or not patch.parts):
         yield f"has a patch from version {patch.base}"
-    if patch and len(patch.parts) > (MAX_PARTS if manifest.format == FORMAT_OF_SLICES else 1):
+    if patch and len(patch.parts) > MAX_PARTS:
         yield f"has a patch in {len(patch.parts)} parts"
-    if (manifest.format == FORMAT_WITH_HISTORY) != bool(manifest.remembers):
-        yield f"remembers {list(manifest.remembers)}"
     if anchor and manifest.remembers:
         yield "remembers what who starts at its anchor cannot know"
     spans = manifest.remembers

@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"[0-9]{12}")
 _VERSION = re.compile(r"([0-9]{12})\.json")
 _PAYLOAD = re.compile(r"([0-9a-f]{64})\.([a-z]+)")
 _TREE = re.compile(r"([0-9a-f]{64})\.([a-z]+)")
-_FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})(-parts)?")
+_FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 _NOTE = re.compile(
     rf"({_WORD.pattern})-([0-9]{{15}})-([0-9a-f]{{16}})-(?:(away|empty)|([0-9]{{12}})-(staged|switched))"
@@ -59,14 +59,13 @@ class TreeName(NamedTuple):
 
 
 class FoldName(NamedTuple):
-    """The link that lists a fold from ``base`` to ``version``, a payload of ``nbytes`` bytes. ``in_parts``: several of
-    so many bytes in all; ``sha256`` is that of their list, which the link holds."""
+    """The link that lists a fold from ``base`` to ``version``: files of ``nbytes`` bytes in all, and the ``sha256`` of
+    their list, which the link holds."""
 
     version: int
     base: int
     nbytes: int
     sha256: str
-    in_parts: bool = False
 
 
 class AnchorName(NamedTuple):
@@ -141,8 +140,7 @@ class StreamNames:
         return f"{self.trees}/{root}.{kind}"
 
     def fold(self, fold: FoldName) -> str:
-        end = "-parts" if fold.in_parts else ""
-        return f"{self.links}/{fold.version:012d}-{fold.base:012d}-{fold.nbytes:015d}-{fold.sha256}{end}"
+        return f"{self.links}/{fold.version:012d}-{fold.base:012d}-{fold.nbytes:015d}-{fold.sha256}"
 
     def anchor(self, version: int, nbytes: int) -> str:
         return f"{self.links}/{version:012d}-anchor-{nbytes:015d}"
@@ -164,7 +162,7 @@ class StreamNames:
         if folder == self.trees and (found := _TREE.fullmatch(last)) and found[2] in (TENSORS, LEAVES):
             return TreeName(found[1], found[2])
         if folder == self.links and (found := _FOLD.fullmatch(last)):
-            return FoldName(int(found[1]), int(found[2]), int(found[3]), found[4], bool(found[5]))
+            return FoldName(int(found[1]), int(found[2]), int(found[3]), found[4])
         if folder == self.links and (found := _ANCHOR.fullmatch(last)):
             return AnchorName(int(found[1]), int(found[2]))
         if folder == self.epochs and _NUMBER.fullmatch(last):

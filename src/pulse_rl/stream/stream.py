@@ -27,8 +27,8 @@ from .doubts import Doubts, read_again
 from .kept import KeptManifests
 from .manifest import Manifest, Payload, is_identity
 from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
+from .signed_records import MAX_FOLD_BYTES, fold_name, read_fold, write_fold
 from .signing import Signer, TrustedKeys
-from .statements import check_fold, fold_statement, list_of_parts, most_bytes, parts_of
 
 
 class Head(NamedTuple):
@@ -166,63 +166,46 @@ class Stream:
         return committed
 
     def links(self, after: int | None = None) -> list[Link]:
-        """The listed folds and anchors of versions greater than ``after``. One listing, no reads.
-
-        With trusted keys, folds whose links are empty are left out: nobody has signed them. Of folds in parts the
-        payloads are not known yet (`resolved`).
-        """
+        """The listed folds and anchors of versions greater than ``after``. One listing, no reads: the payloads of folds
+        are not known yet (`resolved`)."""
         start_after = None if after is None else self.names.links_from(after + 1)
         found = []
         for info in self.store.list(self.names.links, start_after):
             match self.names.parse(info.name):
-                case FoldName(version, base, nbytes, digest, in_parts) as fold if version - base > 1 and nbytes > 0:
-                    if (self._trusted or in_parts) and not 0 < info.nbytes <= most_bytes(fold):
-                        continue
-                    payloads = None if in_parts else (Payload(digest, nbytes),)
-                    found.append(Link(base, version, nbytes, payloads, digest if in_parts else "", is_fold=True))
+                case FoldName(version, base, nbytes, digest) if version - base > 1 and nbytes > 0:
+                    if 0 < info.nbytes <= MAX_FOLD_BYTES:
+                        found.append(Link(base, version, nbytes, None, digest, is_fold=True))
                 case AnchorName(version, nbytes):
                     found.append(Link(None, version, nbytes))
         return found
 
     def resolved(self, link: Link) -> Link:
-        """``link`` with its payloads, of which a manifest or the link of a fold in parts knows. Raises ChainGap where
-        the manifest of its version has no such link, what `manifest` raises, and for a fold what `fold_statement`
-        raises."""
+        """``link`` with its payloads, of which a manifest or the link of a fold knows. Raises ChainGap where the
+        manifest of its version has no such link, what `manifest` raises, and for a fold what `parts_of` raises."""
         if link.payloads is not None:
             return link
-        if not link.parts:
+        if not link.is_fold:
             return named(link, self.manifest(link.version))
-        return link._replace(payloads=parts_of(self._read_fold(fold := _name_of(link)), fold))
+        return link._replace(payloads=self.parts_of(_name_of(link)))
 
     def parts_of(self, fold: FoldName) -> tuple[Payload, ...]:
-        """The payloads of a listed fold. Raises as `resolved` does."""
-        payload = Payload(fold.sha256, fold.nbytes)
-        return parts_of(self._read_fold(fold), fold) if fold.in_parts else (payload,)
+        """The payloads of a listed fold. Raises NotFound, FormatError for a link that is longer than any or is not the
+        list of its name, and Untrusted for one that no trusted key has signed."""
+        return self._read_fold(fold)[0]
 
-    def check_link(self, link: Link) -> None:
-        """Raises Untrusted for a fold that no trusted key has signed: before anything is done for it."""
-        if self._trusted:
-            self.fold_statement(link)
+    def fold_record(self, link: Link) -> bytes:
+        """The content of the link of a fold. Raises as `parts_of`."""
+        return self._read_fold(_name_of(link))[1]
 
-    def fold_statement(self, link: Link) -> bytes | None:
-        """The content of the link of a fold, None for a patch. Raises NotFound, FormatError for one that is longer than
-        any, or does not list the fold's parts, and Untrusted for one that no trusted key has signed."""
-        if link.base is None or not link.payloads or (not link.parts and self._names_patch(link)):
-            return None
-        return self._read_fold(_name_of(link))
-
-    def put_fold_link(self, base: int, version: int, payloads: Sequence[Payload]) -> None:
-        """Lists a fold of one payload, or of several parts."""
-        listed = list_of_parts(payloads) if len(payloads) > 1 else b""
-        digest = sha256(listed).hexdigest() if listed else payloads[0].sha256
-        fold = FoldName(version, base, sum(payload.bytes for payload in payloads), digest, bool(listed))
+    def put_fold_link(self, base: int, version: int, parts: Sequence[Payload]) -> None:
+        """Lists a fold of one part or several."""
+        fold = fold_name(base, version, parts)
         hit("fold.before")
-        said = fold_statement(self.name, self.identity or "", fold, self._signer)
-        self.store.put(self.names.fold(fold), listed + said)
+        self.store.put(self.names.fold(fold), write_fold(self.name, self.identity or "", fold, parts, self._signer))
 
-    def put_fold_link_as(self, link: Link, statement: bytes) -> None:
-        """Lists a fold as another store does, whose `fold_statement` this is."""
-        self.store.put(self.names.fold(_name_of(link)), statement)
+    def put_fold_record(self, link: Link, record: bytes) -> None:
+        """Lists a fold as another store does, whose `fold_record` this is."""
+        self.store.put(self.names.fold(_name_of(link)), record)
 
     def put_anchor_link(self, version: int, nbytes: int) -> None:
         self.store.put(self.names.anchor(version, nbytes), b"")
@@ -247,23 +230,19 @@ class Stream:
                     return data
         raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
 
-    def _read_fold(self, fold: FoldName) -> bytes:
+    def _read_fold(self, fold: FoldName) -> tuple[tuple[Payload, ...], bytes]:
+        """What the link of a fold lists, and its content."""
         name = self.names.fold(fold)
-        most = most_bytes(fold)
-        if (fold.in_parts or not self._trusted) and self.store.head(name).nbytes > most:
-            raise FormatError(f"{name} has more than {most} bytes")
+        if self.store.head(name).nbytes > MAX_FOLD_BYTES:
+            raise FormatError(f"{name} has more than {MAX_FOLD_BYTES} bytes")
 
-        def parse(data: bytes) -> bytes:
-            if fold.in_parts:
-                parts_of(data, fold)
-            if self._trusted:
-                check_fold(data, self.name, self.identity or "", fold, self._trusted)
-            return data
+        def parse(data: bytes) -> tuple[tuple[Payload, ...], bytes]:
+            return read_fold(data, self.name, self.identity or "", fold, self._trusted), data
 
-        return read_again(lambda: self.store.get(name), parse) if fold.in_parts else parse(self.store.get(name))
+        return read_again(lambda: self.store.get(name), parse)
 
     def _is_ours(self, manifest: Manifest) -> bool:
-        return not self.identity or manifest.identity in ("", self.identity)
+        return not self.identity or manifest.identity == self.identity
 
     def _kept(self, version: int) -> Manifest | None:
         """The manifest of a version of this stream that was read before."""
@@ -292,11 +271,6 @@ class Stream:
 
         return read_again(lambda: self.store.get(name), parse)
 
-    def _names_patch(self, link: Link) -> bool:
-        """Whether the version's manifest names the link itself, as it does its patch."""
-        patch = self.manifest(link.version).patch
-        return patch is not None and (patch.base, patch.parts) == (link.base, link.payloads)
-
     def part_reader(self, payload: Payload, kind: str) -> RangeReader:
         """Reads ranges of a payload. Raises NotFound, and DigestMismatch where it has another length."""
         name = self.names.payload(payload.sha256, kind)
@@ -318,5 +292,4 @@ class Stream:
 def _name_of(link: Link) -> FoldName:
     """The name of the link that lists a fold."""
     assert link.base is not None
-    digest = link.parts or (link.payloads or ())[0].sha256
-    return FoldName(link.version, link.base, link.nbytes, digest, bool(link.parts))
+    return FoldName(link.version, link.base, link.nbytes, link.parts)

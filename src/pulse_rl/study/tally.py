@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codec import HISTORY
-from ..patch import DEFAULT_BLOCK_ELEMENTS
 from ..patch.blocks import Block, cut
-from ..patch.header import BlockEntry, PatchHeader
+from ..patch.header import BlockEntry, PatchHeader, all_of
 from ..patch.history import HistoryName
 from ..state.tensors import TensorSpec
 from .entropy import ClassCounts
@@ -68,7 +67,7 @@ class Tally:
     def __init__(self, specs: tuple[TensorSpec, ...], ks: Sequence[int], *, history: bool = False) -> None:
         self.specs = specs
         self.ks = tuple(ks)
-        self.blocks: list[Block] = cut(specs, DEFAULT_BLOCK_ELEMENTS)
+        self.blocks: list[Block] = cut(specs)
         self.elements = sum(s.elements for s in specs)
         self.layers = [layer_of(s.name) for s in specs]
         self.main_dtype = self._main_dtype()
@@ -157,7 +156,7 @@ class Tally:
         return self._file_bytes(entries, self.history.names[new] if used else None)
 
     def _file_bytes(self, entries: Sequence[BlockEntry], history: HistoryName | None = None) -> int:
-        header = PatchHeader(*_ROOTS, DEFAULT_BLOCK_ELEMENTS, self.specs, tuple(entries), history)
+        header = PatchHeader(*_ROOTS, all_of(self.specs), tuple(entries), history)
         return len(header.to_bytes()) + header.body_bytes
 
     def _count(self, block: Block, counts: Mapping[Pair, ChangeCount]) -> None:

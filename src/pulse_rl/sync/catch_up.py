@@ -124,7 +124,6 @@ def _payload_of(
         return None
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
         raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
-    stream.check_link(link)
     if selection:
         assert isinstance(held, PartDigest)
         return selection.fetch(stream, link, manifest, held)
@@ -145,7 +144,7 @@ def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
     if link.base != host.version:
         raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
     payload = fetched.payload
-    patch = payload if isinstance(payload, PartPatch) else parse_patch(payload, host.state.specs)
+    patch = payload if isinstance(payload, PartPatch) else parse_patch(payload, host.digest)
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
     _check_aliases(manifest, patch.header.specs)

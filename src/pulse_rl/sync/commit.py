@@ -20,21 +20,14 @@ _LATEST_COMMIT_SECONDS = 600.0
 
 
 class Content(NamedTuple):
-    """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``; ``sliced``: whether its
-    payloads hold slices of tensors; ``remembers``: the spans of what the next patch may be coded by."""
+    """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``;
+    ``remembers``: the spans of what the next patch may be coded by."""
 
     root: str
     elements: int
     nbytes: int
     aliases: dict[str, str]
-    sliced: bool = False
     remembers: tuple[int, ...] = ()
-
-
-def _format_of(content: Content) -> str:
-    if content.sliced:
-        return manifests.FORMAT_OF_SLICES
-    return manifests.FORMAT_WITH_HISTORY if content.remembers else manifests.FORMAT
 
 
 class Committer:
@@ -80,7 +73,7 @@ class Committer:
         """The store no longer holds the head: claims the stream again, and goes on from there. Raises PublisherConflict
         if somebody else has begun another stream under its name."""
         other = self._stream.newest(anybody=True).manifest
-        if other and other.identity not in ("", self.identity):
+        if other and other.identity != self.identity:
             self._refuse(f"the stream {self._stream.name!r} was deleted and begun anew by another publisher")
         self._find_head()
         self._claim()
@@ -88,7 +81,7 @@ class Committer:
     def manifest(self, content: Content, uploaded: Uploaded, metadata: Metadata) -> Manifest:
         """The manifest of the version after the head, sealed but not signed."""
         return Manifest(
-            format=_format_of(content),
+            format=manifests.FORMAT,
             stream=self._stream.name,
             identity=self.identity,
             version=self.next,

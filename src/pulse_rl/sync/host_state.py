@@ -16,7 +16,7 @@ from .._util.threads import Stopped
 from ..codec import Changes
 from ..errors import CorruptPatch, DigestMismatch, FormatError, IntegrityError, StateMismatch, WrongHistory
 from ..events import Listener, progress_to
-from ..patch import DEFAULT_BLOCK_ELEMENTS, AppliedPatch, BuiltPatch, PartsPatch, Patch, advance_state, apply_patch
+from ..patch import AppliedPatch, BuiltPatch, Patch, advance_state, apply_patch
 from ..patch.history import History, Stretch
 from ..patch.part import PartPatch
 from ..patch.undo import by_whole_blocks
@@ -150,7 +150,7 @@ class HostState:
     def apply(
         self,
         link: Link,
-        patch: Patch | PartPatch | PartsPatch,
+        patch: Patch | PartPatch,
         aliases: Mapping[str, str],
         remembers: Sequence[int] = (),
     ) -> None:
@@ -188,15 +188,13 @@ class HostState:
             knows = history.spans == tuple(remembers)
             self._at = _Position(link.version, at.state.with_aliases(aliases), applied.digest, delivery, history, knows)
             self.poisoned = False
-            if self._watcher and patch.header.block_elements == DEFAULT_BLOCK_ELEMENTS:
+            if self._watcher:
                 undo = by_whole_blocks(patch.header, applied.undo)
                 self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
-            elif self._watcher:
-                self._watcher.replaced()
         hit("apply.after")
 
     def _remembered(
-        self, link: Link, patch: Patch | PartPatch | PartsPatch, applied: AppliedPatch, remembers: Sequence[int]
+        self, link: Link, patch: Patch | PartPatch, applied: AppliedPatch, remembers: Sequence[int]
     ) -> History:
         """The history after a patch that was applied: as far as it can be had, that of these spans."""
         at, specs = self._position, patch.header.specs
@@ -248,5 +246,5 @@ class HostState:
         return self._at
 
 
-def _most_records(patch: Patch | PartPatch | PartsPatch) -> int:
+def _most_records(patch: Patch | PartPatch) -> int:
     return sum(spec.nbytes for spec in patch.header.specs) // _LARGEST_SHARE

@@ -51,7 +51,7 @@ def check_identity(version: int, stream: Stream, found: Head) -> None:
     if stream.identity is None or (found.manifest and holds(found.manifest)):
         return
     other = stream.newest(anybody=True).manifest
-    if other and other.identity not in ("", stream.identity):
+    if other and other.identity != stream.identity:
         raise StreamReplaced(
             f"the stream {stream.name!r} was deleted and begun anew: it is {other.identity} now, at version "
             f"{other.version}, and was {stream.identity} at version {version}"

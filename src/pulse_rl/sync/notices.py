@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..events import Listener, Notice
+from ..patch.blocks import cut
 from ..state.cast import is_wide
 from ..state.wrappers import is_wrapped
 from .draft import Draft, PatchDraft
@@ -56,6 +57,7 @@ def _wide_density(draft: Draft) -> float:
     """Changed elements of FP32 and FP64 / all elements."""
     if not isinstance(draft, PatchDraft):
         return 0.0
-    header = draft.built.header
-    changed = sum(e.changed for block, e in zip(header.cut(), header.blocks, strict=True) if is_wide(block.dtype))
-    return changed / max(header.elements, 1)
+    built = draft.built
+    blocks = zip(cut(built.target.specs), built.header.blocks, strict=True)
+    changed = sum(entry.changed for block, entry in blocks if is_wide(block.dtype))
+    return changed / max(built.header.elements, 1)

@@ -9,7 +9,6 @@ from fnmatch import translate
 from .._util.settings import checked_collection
 from ..errors import InputError, StateMismatch
 from ..events import Listener, progress_to
-from ..patch import DEFAULT_BLOCK_ELEMENTS
 from ..patch.part import PartPatch, PatchFiles, widened
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State, TensorSpec
@@ -40,7 +39,7 @@ class Selection:
         for pattern in self._patterns:
             if not any(self._matches(name, [pattern]) for name in names):
                 raise InputError(f"no tensor is called {pattern!r}", hint="Check the names with `pulse inspect`.")
-        return widened(specs, self._chosen(names, aliases), DEFAULT_BLOCK_ELEMENTS)
+        return widened(specs, self._chosen(names, aliases))
 
     def shown(self, state: State) -> State:
         """What is selected of what is held; the same memory."""

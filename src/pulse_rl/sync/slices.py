@@ -12,8 +12,7 @@ import numpy as np
 from .._util.threads import ordered_map
 from ..errors import ChainGap, CorruptCheckpoint, StateMismatch, WrongHistory
 from ..patch.apply import decode_block, scatter
-from ..patch.blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
-from ..patch.header import PatchHeader
+from ..patch.blocks import BLOCK_ELEMENTS, Block, cut
 from ..patch.part import PatchFiles
 from ..state.slices import Segment, SlicedState
 from ..state.tensors import State, TensorSpec, UIntArray
@@ -75,7 +74,7 @@ def _patch_files(stream: Stream, link: Link, specs: tuple[TensorSpec, ...]) -> P
     payloads = link.payloads or ()
     readers = list(ordered_map(lambda payload: stream.part_reader(payload, PATCH), payloads, _FILES_AT_ONCE))
     patch = PatchFiles([(read, payload.bytes) for read, payload in zip(readers, payloads, strict=True)], specs)
-    if isinstance(patch.header, PatchHeader) and patch.header.history:
+    if patch.header.history:
         raise WrongHistory(f"{link} needs a history, and slices are read without one")
     return patch
 
@@ -85,10 +84,10 @@ def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iter
     mine = {segment.spec.name: segment for segment in segments if segment.elements}
     batch: list[Segment] = []
     size = 0
-    for block in cut(specs, DEFAULT_BLOCK_ELEMENTS):
+    for block in cut(specs):
         held = [mine.pop(s.spec.name) for s in block.segments if s.spec.name in mine]
         # Beside a segment about a block is read, too.
-        cost = sum(s.nbytes for s in held) + (DEFAULT_BLOCK_ELEMENTS * block.dtype.width if held else 0)
+        cost = sum(s.nbytes for s in held) + (BLOCK_ELEMENTS * block.dtype.width if held else 0)
         if batch and size + cost > _BATCH_BYTES:
             yield batch
             batch, size = [], 0

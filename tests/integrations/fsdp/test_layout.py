@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pulse_rl.errors import StateMismatch
 from pulse_rl.integrations.fsdp.layout import Box, Held, Layout, ended_leaves, make_layout
 from pulse_rl.integrations.fsdp.messages import of_held, of_layout, to_held, to_layout
-from pulse_rl.integrations.fsdp.windows import _put, cut_slices
-from pulse_rl.patch.blocks import DEFAULT_BLOCK_ELEMENTS, cut
-from pulse_rl.patch.parts import require_tiled
+from pulse_rl.integrations.fsdp.windows import _put
+from pulse_rl.patch.blocks import cut
+from pulse_rl.patch.header import slices_of
 from pulse_rl.state.digest import LEAF_BYTES
 from pulse_rl.state.slices import Segment
 from pulse_rl.state.tensors import DTYPES, TensorSpec
@@ -106,9 +106,10 @@ def four_ranks() -> Layout:
 
 def test_blocks_tile_and_join_what_is_joined_in_the_whole_state() -> None:
     layout = four_ranks()
-    parts = [cut_slices(layout.specs, layout.segments(rank)) for rank in range(4)]
-    require_tiled([block for blocks in parts for block in blocks], layout.specs)
-    whole = [{s.spec.name for s in block.segments} for block in cut(layout.specs, DEFAULT_BLOCK_ELEMENTS)]
+    parts = [cut(layout.specs, layout.segments(rank)) for rank in range(4)]
+    slices = sorted(one for rank in range(4) for one in slices_of(layout.specs, layout.segments(rank)))
+    assert [0, *(stop for _, stop in slices)] == [*(start for start, _ in slices), layout.elements]
+    whole = [{s.spec.name for s in block.segments} for block in cut(layout.specs)]
     for blocks in parts:
         for block in blocks:
             assert any({s.spec.name for s in block.segments} <= names for names in whole)

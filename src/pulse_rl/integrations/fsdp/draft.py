@@ -13,10 +13,9 @@ from ... import codec as codecs
 from ..._util.collective import RankGroup
 from ..._util.threads import ordered_map
 from ...codec import Changes
-from ...patch.blocks import DEFAULT_BLOCK_ELEMENTS, Block, pieces_of
+from ...patch.blocks import Block, cut, pieces_of
 from ...patch.build import encode_proved, entry_of, to_keep
-from ...patch.header import BlockEntry, PatchHeader
-from ...patch.parts import PartHeader
+from ...patch.header import PatchHeader, slices_of
 from ...state import bits
 from ...state.digest import StateDigest
 from ...state.slices import Segment, SlicedState
@@ -24,7 +23,7 @@ from ...state.tensors import UIntArray
 from .layout import Fragment, Layout
 from .leaves import Leaves, changed_inner_leaves, hash_shared, inner_leaves
 from .local import LocalState
-from .windows import Windows, cut_slices
+from .windows import Windows
 
 
 class Baseline(NamedTuple):
@@ -39,14 +38,10 @@ class Baseline(NamedTuple):
     leaves: Leaves
 
 
-def header_of(
-    baseline: Baseline, base_root: str, target_root: str, coded: Sequence[codecs.Encoded], *, whole: bool
-) -> PatchHeader | PartHeader:
-    """The header of this rank's part of a patch with such blocks; of a ``whole`` patch if it is the only one."""
-    entries: tuple[BlockEntry, ...] = tuple(map(entry_of, coded))
-    if whole:
-        return PatchHeader(base_root, target_root, DEFAULT_BLOCK_ELEMENTS, baseline.layout.specs, entries)
-    return PartHeader(base_root, target_root, baseline.state.specs, tuple(baseline.blocks), entries)
+def header_of(baseline: Baseline, base_root: str, target_root: str, coded: Sequence[codecs.Encoded]) -> PatchHeader:
+    """The header of this rank's file of a patch with such blocks."""
+    slices = slices_of(baseline.layout.specs, baseline.state.segments)
+    return PatchHeader(base_root, target_root, slices, tuple(map(entry_of, coded)))
 
 
 @dataclass
@@ -72,10 +67,10 @@ class Draft:
     def changed(self) -> int:
         return sum(encoded.changed for encoded in self.coded)
 
-    def header(self, root: str, *, whole: bool) -> PatchHeader | PartHeader:
-        """The header of this rank's part of the patch to ``root``; of a ``whole`` patch if it is the only one."""
+    def header(self, root: str) -> PatchHeader:
+        """The header of this rank's file of the patch to ``root``."""
         assert self.base is not None
-        return header_of(self.base, self.base.root, root, self.coded, whole=whole)
+        return header_of(self.base, self.base.root, root, self.coded)
 
     def elements(self, segment: Segment) -> UIntArray:
         """The new elements of a segment that lies in one segment of a block."""
@@ -155,7 +150,7 @@ def make_draft(
     rank has a piece of. Raises what `build_patch` raises, and RankLost: whatever fails here, this rank has taken part
     in moving columns to rows when this returns or raises."""
     segments = layout.segments(ranks.rank)
-    blocks = cut_slices(layout.specs, segments)
+    blocks = cut(layout.specs, segments)
     windows = Windows(layout, ranks, local)
     source = SlicedState([s for s in segments if s.spec.name not in layout.moved], local.state)
     try:

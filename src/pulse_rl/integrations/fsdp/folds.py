@@ -112,7 +112,7 @@ class RankFolds:
         def code() -> bytes:
             if at.state.segments or sole == ranks.rank:
                 coded = self._coded(log, at)
-                header = header_of(at, log.base_root, at.root, coded, whole=sole == ranks.rank)
+                header = header_of(at, log.base_root, at.root, coded)
                 chunks.extend([header.to_bytes(), *(encoded.payload for encoded in coded)])
             return sum(map(len, chunks)).to_bytes(8, "little")
 

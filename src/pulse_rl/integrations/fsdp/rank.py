@@ -272,7 +272,7 @@ class RankPublisher:
         timer.end("upload")
 
         def commit() -> bytes:
-            content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, any(s.sliced for s in stored))
+            content = Content(built.root, layout.elements, layout.nbytes, layout.aliases)
             made = uploaded(stored, (base.version, base.root) if base else None)
             return self._head_of_all.commit(content, made, order.metadata)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..._util.collective import RankGroup
+from ...patch.blocks import cut
 from ...state.slices import Segment
 from ...state.tensors import UIntArray
 from ...stream.stream import Stream
@@ -14,7 +15,6 @@ from .draft import Baseline, all_inner_leaves
 from .head import Head, links_of_message
 from .layout import Layout
 from .leaves import gather_tree, hash_shared
-from .windows import cut_slices
 
 _FINE = b"+"
 
@@ -31,7 +31,7 @@ def restore_baseline(
 
     def restore() -> bytes:
         state = restore_slices(stream, links, layout.specs, layout.segments(ranks.rank), threads=threads)
-        blocks = cut_slices(layout.specs, state.segments)
+        blocks = cut(layout.specs, state.segments)
         leaves = all_inner_leaves(blocks, state, threads)
         made.append(Baseline(version, root, layout, blocks, state, leaves))
         return b""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._util.threads import ordered_map
-from ...patch.header import PatchHeader
+from ...patch.blocks import runs_of
 from ...state.slices import Segment
 from ...stream.manifest import AnchorRef, PatchRef, Payload
 from ...stream.names import PATCH, SHARD
@@ -19,25 +19,23 @@ from ...stream.slices import in_file_order, sliced_header
 from ...stream.stream import Stream
 from ...sync.upload import Uploaded
 from .draft import Draft
-from .windows import runs_of
 
 
 class Stored(NamedTuple):
-    """What one rank has stored: its part of the patch and its shards; ``sliced`` if these hold slices of tensors."""
+    """What one rank has stored: its part of the patch and its shards."""
 
     parts: list[Payload]
     shards: list[Payload]
     changed: int
-    sliced: bool
 
     def to_message(self) -> bytes:
         payloads = [[[p.sha256, p.bytes] for p in some] for some in (self.parts, self.shards)]
-        return json.dumps([*payloads, self.changed, self.sliced]).encode()
+        return json.dumps([*payloads, self.changed]).encode()
 
     @classmethod
     def from_message(cls, message: bytes) -> Stored:
-        parts, shards, changed, sliced = json.loads(message)
-        return cls([Payload(*p) for p in parts], [Payload(*p) for p in shards], changed, sliced)
+        parts, shards, changed = json.loads(message)
+        return cls([Payload(*p) for p in parts], [Payload(*p) for p in shards], changed)
 
 
 def store(
@@ -45,12 +43,11 @@ def store(
 ) -> Stored:
     """Stores this rank's part, if there is a base, and its shards, if there is none or ``with_anchor``. Raises
     StoreError."""
-    parts, sliced = [], False
+    parts = []
     segments = draft.state.segments
     sole = draft.layout.sole
     if draft.base and (segments or sole == rank):
-        header = draft.header(root, whole=sole == rank)
-        sliced = not isinstance(header, PatchHeader)
+        header = draft.header(root)
         chunks = (header.to_bytes(), *(encoded.payload for encoded in draft.coded))
         payload = Payload(digest_of(chunks), sum(map(len, chunks)))
         stream.put_payload(payload, PATCH, chunks)
@@ -60,7 +57,6 @@ def store(
         groups = _groups(segments, shard_bytes)
         if not segments and sole == rank:
             groups = [()]
-        sliced = sliced or any(not segment.is_whole for group in groups for segment in group)
 
         def hashed(group: tuple[Segment, ...]) -> Payload:
             running, length = sha256(), 0
@@ -73,7 +69,7 @@ def store(
             for group, payload in zip(groups, payloads, strict=True):
                 stream.put_payload(payload, SHARD, _chunks(draft, group))
                 shards.append(payload)
-    return Stored(parts, shards, draft.changed, sliced)
+    return Stored(parts, shards, draft.changed)
 
 
 def uploaded(stored: Sequence[Stored], base: tuple[int, str] | None) -> Uploaded:

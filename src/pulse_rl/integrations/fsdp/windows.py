@@ -4,50 +4,17 @@ them, so that no rank ever holds a whole tensor."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from ..._util.collective import RankGroup
 from ...errors import RankLost
-from ...patch.blocks import DEFAULT_BLOCK_ELEMENTS, Block, cut
-from ...state.digest import LEAF_BYTES
+from ...patch.blocks import Block, runs_of
 from ...state.slices import Segment
-from ...state.tensors import TensorSpec, UIntArray
+from ...state.tensors import UIntArray
 from .layout import Box, Layout
 from .local import LocalState
-
-
-def runs_of(segment: Segment) -> list[Segment]:
-    """A rank's segment of a tensor as the pieces that are coded one by one: of a tensor that is one block or less, all
-    of it; of others about a block's elements each, cut between leaves."""
-    spec, start, stop = segment
-    if segment.is_whole:
-        return [piece for block in cut((spec,), DEFAULT_BLOCK_ELEMENTS) for piece in block.segments]
-    per_leaf = LEAF_BYTES // spec.dtype.width
-    count = 1 if spec.elements <= DEFAULT_BLOCK_ELEMENTS else -(-segment.elements // DEFAULT_BLOCK_ELEMENTS)
-    inner = [-(-(start + segment.elements * k // count) // per_leaf) * per_leaf for k in range(1, count)]
-    ends = [start, *(end for end in inner if end < stop), stop]
-    return [Segment(spec, low, high) for low, high in pairwise(ends) if low < high]
-
-
-def cut_slices(specs: tuple[TensorSpec, ...], segments: tuple[Segment, ...]) -> list[Block]:
-    """The blocks of a part that holds ``segments`` of the tensors ``specs``. Small tensors share a block here if they
-    share one in the cut of whole tensors, so that who decodes these can decode those (docs/format.md, 3.9)."""
-    mine = {segment.spec.name: segment for segment in segments}
-    blocks: list[Block] = []
-    cut_already: set[str] = set()
-    for block in cut(specs, DEFAULT_BLOCK_ELEMENTS):
-        held = [mine[s.spec.name] for s in block.segments if s.spec.name in mine]
-        if not held or held[0].spec.name in cut_already:
-            continue
-        if held[0].spec.elements <= DEFAULT_BLOCK_ELEMENTS:
-            blocks.append(Block(block.dtype, tuple(held)))
-        else:
-            cut_already.add(held[0].spec.name)
-            blocks += [Block(block.dtype, (run,)) for run in runs_of(held[0])]
-    return blocks
 
 
 class _Window(NamedTuple):
