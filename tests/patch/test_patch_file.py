@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import Bits, State
-from pulse_rl.errors import CorruptPatch, InputError, WrongBase
 from pulse_rl._util import zstd
 from pulse_rl.codec import HISTORY, SAME
+from pulse_rl.errors import CorruptPatch, InputError, WrongBase
 from pulse_rl.patch import apply_patch, build_patch, parse_patch
 from pulse_rl.patch import header as patch_header
 from pulse_rl.patch.blocks import cut
