@@ -8,9 +8,10 @@ What reads a copy of its own, or weights in another place, is as far off as can 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,13 @@ _PERIOD = 100_003
 _SPREAD = 0.05
 _NOISE = 2.0**-8
 """Of the largest output of a module: what kernels may differ by from one call to the next."""
+_CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Where a container's limit of memory is. What it has used counts its cache of files, so that less seems free."""
+_SLACK = 1 << 28
+"""What making a model takes beside its weights: one weight twice while it is processed, code, outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,39 @@ class Fresh:
 
     make: Callable[[Iterator[tuple[str, torch.Tensor]]], nn.Module]
     run: Callable[[nn.Module], torch.Tensor | None]
+
+
+def shortage(weights: Iterable[torch.Tensor], workers: int) -> str | None:
+    """Which memory does not clearly suffice for another model of as many bytes as ``weights``, for the old bits of the
+    live one, and for what is derived; None where all does. ``workers``: so many of this host do it at once."""
+    sizes = {
+        tensor.untyped_storage().data_ptr(): (tensor.device, tensor.untyped_storage().nbytes()) for tensor in weights
+    }
+    needed: dict[torch.device, int] = {torch.device("cpu"): 2 * workers * sum(size for _, size in sizes.values())}
+    for device, size in sizes.values():
+        needed[device] = needed.get(device, 0) + size * (workers if device.type == "cpu" else 1)
+    for device, size in needed.items():
+        wanted = size + size // 4 + _SLACK * (workers if device.type == "cpu" else 1)
+        free = _free_bytes(device)
+        if free is None or free < wanted:
+            there = "an unknown amount is" if free is None else f"{free >> 20} MiB are"
+            return f"{wanted >> 20} MiB of {device} are needed, {there} free"
+    return None
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """What can be allocated on ``device`` now, None if that is not known."""
+    if device.type != "cpu":
+        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+        return int(ask(device)[0]) if ask is not None else None
+    found = []
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    for folder, limit, used in _CGROUPS:
+        with suppress(OSError, ValueError):  # "max" is no number: no limit
+            found.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
+    return min(found, default=None)
 
 
 def trial_state(specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> State:
@@ -72,19 +113,20 @@ def unlike(
     other: nn.Module,
     run: Callable[[nn.Module], torch.Tensor | None],
     weights: Mapping[str, torch.Tensor],
-) -> list[str]:
-    """The modules of ``live`` whose parameters or outputs are not those of ``other``. ``weights``: which elements of
-    parameters, by name, are no padding. Collective."""
+) -> tuple[list[str], str | None]:
+    """The modules of ``live`` whose parameters or outputs are not those of ``other``; and why outputs could not be
+    compared, None if they were. ``weights``: which elements of parameters, by name, are no padding. Collective."""
     wrong = _unlike_bits(live, other, weights)
     try:
         first, again, expected = (_observed(model, run) for model in (live, live, other))
-    except _CannotRun:
-        return sorted(set(wrong))
+    except _CannotRun as error:
+        return sorted(set(wrong)), " ".join(f"{type(error.__cause__).__name__}: {error.__cause__}".split())[:200]
     for name, outputs in first.items():
         steady = _apart(outputs, again.get(name, [])) == 0
         if steady and _apart(outputs, expected.get(name, [])) > _NOISE:
             wrong.append(name)
-    return sorted({name for name in wrong if not any(other.startswith(f"{name}.") for other in wrong) or not name})
+    innermost = {name for name in wrong if not any(other.startswith(f"{name}.") for other in wrong) or not name}
+    return sorted(innermost), None
 
 
 class _CannotRun(Exception):

@@ -6,6 +6,7 @@ fails, all do, and all roll back.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,7 @@ from ...state.digest import StateDigest
 from ...state.tensors import State, TensorSpec
 from ...sync.subscriber import Subscriber
 from .derived import DerivedLayers, LoadedForms
-from .functional import Fresh, as_tensors, padded, trial_state, unlike
+from .functional import Fresh, as_tensors, padded, shortage, trial_state, unlike
 from .live import Change, Journal, LiveWeights, located
 from .node import Node
 from .proof import differing, load_all, require_whole, write_all
@@ -31,6 +32,7 @@ from .staging import Prepared, Staging
 from .trace import TensorMap, learn
 from .transport import InitInfo
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 _TAKE_OVER_SECONDS = 60.0
 
@@ -38,12 +40,14 @@ _TAKE_OVER_SECONDS = 60.0
 @dataclass(slots=True)
 class Learnt:
     """What a worker knows of its model beyond one session: the map for the tensors ``specs``, whether it has been
-    proved by the checkpoint that the model's own loader had read, and whether an update has ``written`` to it."""
+    proved by the checkpoint that the model's own loader had read, and whether an update has ``written`` to it.
+    ``proof``: how far that by a second model went: "computed", "bits only: ...", "left out: ..."; empty before it."""
 
     tensor_map: TensorMap | None = None
     specs: object = None
     proved: bool = False
     written: bool = False
+    proof: str = ""
 
 
 class _Version(NamedTuple):
@@ -140,6 +144,11 @@ class Session:
         return bool(self._forms.layers)
 
     @property
+    def proof(self) -> str:
+        """See `Learnt`."""
+        return self._learnt.proof
+
+    @property
     def left(self) -> int:
         """How much `prepare` has still to do before the pause; of meaning on the leader."""
         if self._learnt.tensor_map is None:
@@ -188,10 +197,15 @@ class Session:
 
     def _unlike_fresh(self, stream: State) -> list[str]:
         """The modules that compute something else than those of a fresh model, once both have weights of trial for the
-        tensors of ``stream``. The live weights are what they were then. Collective."""
+        tensors of ``stream``. The live weights are what they were then. Notes the ``proof``. Collective."""
         tensor_map = self._learnt.tensor_map
         if self._fresh is None or tensor_map is None:
-            return []
+            return self._say("left out: this kind of engine makes no second model")
+        # What is allocated below is bounded here, before: a process that the kernel kills takes its requests with it.
+        short = self._node.together(lambda: shortage(self._weights.flat.values(), self._node.size))
+        short = next((found for found in self._node.gathered(short) if found is not None), None)
+        if short is not None:
+            return self._say(f"left out: no memory for a second model ({short})")
         fresh, trial = self._fresh, trial_state(stream.specs, stream.aliases)
         other = self._node.together(lambda: fresh.make(as_tensors(trial)))
         journal = Journal(self._weights)
@@ -201,10 +215,19 @@ class Session:
             write_all(self._node, journal, tensor_map, leading)
             self._node.together(lambda: journal.apply(derived))
             weights = padded(tensor_map, self._model)
-            wrong = self._node.together(lambda: unlike(self._model, other, fresh.run, weights))
+            wrong, failed = self._node.together(lambda: unlike(self._model, other, fresh.run, weights))
         finally:
             journal.roll_back()
+        failed = next((found for found in self._node.gathered(failed) if found is not None), None)
+        self._say("computed" if failed is None else f"bits only: the model does not run by itself ({failed})")
         return sorted({name for names in self._node.gathered(wrong) for name in names})
+
+    def _say(self, proof: str) -> list[str]:
+        """Notes how far the proof by a second model went, in the log too unless it was whole. Returns no names."""
+        self._learnt.proof = proof
+        if proof != "computed" and self._node.leader:
+            _log.warning("proof of the engine by a second model %s", proof)
+        return []
 
     def _learn(self, state: State) -> TensorMap:
         with self._forms.within():
@@ -330,7 +353,10 @@ class Session:
         specs = self._node.common(self._node.together(self._held_tensors))
         self._learn_map()
         with self._steady():
-            return self._unlike_fresh(State(specs[0], {}, specs[1]))
+            wrong = self._unlike_fresh(State(specs[0], {}, specs[1]))
+        if self._learnt.proof.startswith("left out"):
+            raise InputError(f"the engine cannot be compared with a second model, which was {self._learnt.proof}")
+        return wrong
 
     def _identity(self) -> str | None:
         return self.staging.subscriber.identity if self.staging.subscriber is not None else None

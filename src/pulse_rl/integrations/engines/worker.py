@@ -108,6 +108,7 @@ class Worker:
                 "answered": staging.state.answered,
                 "left": session.left,
                 "derives": session.derives,
+                "proof": session.proof,
                 "report": session.live.report,
             }
             status["failed"] = error is not None
