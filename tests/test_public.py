@@ -217,11 +217,11 @@ def test_what_is_public_says_what_it_takes(name: str, value: Any) -> None:
 
 
 def test_what_owns_something_can_be_closed_and_used_with() -> None:
-    from pulse_rl.loco import Ddp, OuterLoop
+    from pulse_rl.loco import DiLoCo, PulseLoCo
     from pulse_rl.metrics import JsonLines
     from pulse_rl.study import SparsityMeter
 
-    for owner in (pulse_rl.Publisher, pulse_rl.Subscriber, SparsityMeter, JsonLines, OuterLoop, Ddp):
+    for owner in (pulse_rl.Publisher, pulse_rl.Subscriber, SparsityMeter, JsonLines, PulseLoCo, DiLoCo):
         for member in ("close", "__enter__", "__exit__"):
             assert callable(getattr(owner, member)), f"{owner.__name__}.{member}"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -19,17 +19,19 @@ from typing import Any
 import torch
 
 from benchmarks.loco import tasks
+from benchmarks.loco.baselines import sparse_loco
 from benchmarks.loco.convergence import LAST, LR, ROUNDS
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, TRAINERS
 from benchmarks.loco.threads import Masters, train
-from pulse_rl.loco import DiLoCo, OuterLoop, PulseLoCo, SparseLoCo
+from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo
+from pulse_rl.loco.loop import OuterLoop
 
 
 @dataclass(frozen=True)
 class Variant:
     """``rounds`` are those of `SYNC_EVERY` steps; with another ``sync_every`` the inner steps stay as many."""
 
-    method: type[OuterLoop] = PulseLoCo
+    method: Callable[..., OuterLoop] = PulseLoCo
     task: str = tasks.ARITHMETIC
     trainers: int = TRAINERS
     lr: float = LR
@@ -77,7 +79,7 @@ GROUPS: dict[str, list[Variant]] = {
         *(Variant(task=tasks.APART, settings=settings) for settings in ({}, {"gate_sums": True})),
     ],
     "SparseLoCo": [
-        Variant(SparseLoCo, settings={"fraction": share, "outer_lr": lr})
+        Variant(sparse_loco, settings={"fraction": share, "outer_lr": lr})
         for share, lr in ((0.03, 1.0), (0.1, 1.0), (0.1, 3.0))
     ],
 }
@@ -110,11 +112,14 @@ class Outcome:
 def measure(variant: Variant, seed: int, rounds: int) -> Outcome:
     """``rounds`` of `SYNC_EVERY` steps; the last `LAST` of those count."""
     count = rounds * SYNC_EVERY // variant.sync_every
-    outer = {} if variant.method is SparseLoCo else {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+    outer = {} if variant.method is sparse_loco else {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
 
     def make_loop(rank: int, masters: Masters, optimizer: torch.optim.Optimizer) -> OuterLoop:
-        settings = {"sync_every": variant.sync_every, "threads": 1, **outer, **variant.settings}
-        return variant.method(masters, optimizer, **settings)
+        settings = {"sync_every": variant.sync_every, **outer, **variant.settings}
+        of_exchange = {name: settings.pop(name) for name in ("gate_sums", "wire_dtype") if name in settings}
+        loop = variant.method(masters, optimizer, exchange=Exchange(**of_exchange), **settings)
+        loop.threads = 1
+        return loop
 
     done = train(variant.task, variant.trainers, make_loop, lr=variant.lr, rounds=count, seed=seed, evaluate=True)
     last = -max(1, LAST * SYNC_EVERY // variant.sync_every)

@@ -16,11 +16,10 @@ from statistics import fmean
 import torch
 
 from benchmarks.loco import tasks
-from benchmarks.loco.jobs import TRAINERS, Job
+from benchmarks.loco.jobs import PRETRAINED_RATES, TRAINERS, WARM_UP, Job
 from benchmarks.loco.methods import DILOCO, LOOPS, PULSE, make_loop
 from benchmarks.loco.threads import Masters, train
-from benchmarks.loco.traffic import PRETRAINED_RATES, WARM_UP
-from pulse_rl.loco import OuterLoop
+from pulse_rl.loco.loop import OuterLoop
 
 RATES = (*PRETRAINED_RATES, 1e-5)
 ROUNDS = 8

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 TRAINERS = 4
 SYNC_EVERY = 8
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
+WARM_UP = 20
+PRETRAINED_RATES = (1e-6, 3e-6)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
+from benchmarks.loco.baselines import CastDifferenceGate, Ddp, NoFeedbackGate, TopKGate, gated, sparse_loco
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, Job
-from pulse_rl.loco import CastDifference, Ddp, DiLoCo, OuterLoop, PulseLoCo, SparseLoCo, TopK, WithoutFeedback
-from pulse_rl.loco.gate import Positions
+from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo
+from pulse_rl.loco.loop import OuterLoop
+from pulse_rl.loco.parameters import Positions
 
 if TYPE_CHECKING:
     from benchmarks.loco.torchft_diloco import TorchftDiLoCo
@@ -29,26 +33,25 @@ METHODS = (
     *(NO_FEEDBACK, TOP_K, CAST_DIFFERENCE, SPARSELOCO, SPARSELOCO_10),
 )
 
-_OUTER: dict[str, tuple[type[OuterLoop], dict[str, Any]]] = {
-    DILOCO: (DiLoCo, {}),
-    PULSE: (PulseLoCo, {}),
-    PULSE_BF16: (PulseLoCo, {"wire_dtype": torch.bfloat16}),
-    PAPER: (PulseLoCo, {"lookahead": 0.0}),
-    PAPER_BF16: (PulseLoCo, {"lookahead": 0.0, "wire_dtype": torch.bfloat16}),
-    AHEAD_3: (PulseLoCo, {"lookahead": 3.0}),
-    GATED_SUMS: (PulseLoCo, {"gate_sums": True}),
-    GATED_SUMS_BF16: (PulseLoCo, {"gate_sums": True, "wire_dtype": torch.bfloat16}),
-    GATE_2: (PulseLoCo, {"gate_scale": 2.0}),
-    GATE_2_SUMS: (PulseLoCo, {"gate_scale": 2.0, "gate_sums": True}),
-    GATE_2_SUMS_BF16: (PulseLoCo, {"gate_scale": 2.0, "gate_sums": True, "wire_dtype": torch.bfloat16}),
-    NO_FEEDBACK: (WithoutFeedback, {}),
-    TOP_K: (TopK, {}),
-    CAST_DIFFERENCE: (CastDifference, {}),
+_OUTER: dict[str, Callable[..., OuterLoop]] = {
+    DILOCO: DiLoCo,
+    PULSE: PulseLoCo,
+    PULSE_BF16: partial(PulseLoCo, exchange=Exchange(wire_dtype=torch.bfloat16)),
+    PAPER: partial(PulseLoCo, lookahead=0.0),
+    PAPER_BF16: partial(PulseLoCo, lookahead=0.0, exchange=Exchange(wire_dtype=torch.bfloat16)),
+    AHEAD_3: partial(PulseLoCo, lookahead=3.0),
+    GATED_SUMS: partial(PulseLoCo, exchange=Exchange(gate_sums=True)),
+    GATED_SUMS_BF16: partial(PulseLoCo, exchange=Exchange(gate_sums=True, wire_dtype=torch.bfloat16)),
+    GATE_2: partial(PulseLoCo, gate_scale=2.0),
+    GATE_2_SUMS: partial(PulseLoCo, gate_scale=2.0, exchange=Exchange(gate_sums=True)),
+    GATE_2_SUMS_BF16: partial(PulseLoCo, gate_scale=2.0, exchange=Exchange(gate_sums=True, wire_dtype=torch.bfloat16)),
+    NO_FEEDBACK: partial(gated, NoFeedbackGate(torch.bfloat16, 1.0)),
+    CAST_DIFFERENCE: partial(gated, CastDifferenceGate(torch.bfloat16, 1.0)),
     # As published: no outer momentum, an outer lr of 1, and the most of the 1 to 3% of entries that it is for.
-    SPARSELOCO: (SparseLoCo, {"fraction": 0.03, "outer_lr": 1.0}),
-    SPARSELOCO_10: (SparseLoCo, {"fraction": 0.1, "outer_lr": 1.0}),
+    SPARSELOCO: partial(sparse_loco, fraction=0.03),
+    SPARSELOCO_10: partial(sparse_loco, fraction=0.1),
 }
-LOOPS = tuple(_OUTER)
+LOOPS = (*_OUTER, TOP_K)
 """Those of `METHODS` that take rounds."""
 _TIMEOUT_SECONDS = 900.0
 
@@ -64,19 +67,32 @@ def make_loop(job: Job, parameters: Parameters, optimizer: torch.optim.Optimizer
         from benchmarks.loco.torchft_diloco import TorchftDiLoCo
 
         return TorchftDiLoCo(parameters, optimizer, timeout_seconds=_TIMEOUT_SECONDS)
-    method, settings = _OUTER[job.method]
-    if method is not SparseLoCo:
-        settings = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM} | settings
-    if job.fraction is not None:
-        settings = settings | {"fraction": job.fraction}
-    return method(parameters, optimizer, sync_every=SYNC_EVERY, timeout_seconds=_TIMEOUT_SECONDS, threads=1, **settings)
+    if job.method == TOP_K:
+        assert job.fraction is not None
+        make: Callable[..., OuterLoop] = partial(gated, TopKGate(job.fraction))
+    else:
+        make = _OUTER[job.method]
+    outer = (
+        {} if job.method in (SPARSELOCO, SPARSELOCO_10) else {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+    )
+    given = getattr(make, "keywords", {}).get("exchange", Exchange())
+    loop = make(
+        parameters,
+        optimizer,
+        sync_every=SYNC_EVERY,
+        **outer,
+        exchange=replace(given, timeout_seconds=_TIMEOUT_SECONDS),
+    )
+    loop.threads = 1
+    return loop
 
 
 def record_positions(loop: Loop) -> Callable[[], list[Positions]]:
     """A function that returns the positions that ``loop`` selected in the last round, by block, and forgets them."""
     selected: list[Positions] = []
     if isinstance(loop, PulseLoCo):
-        select = loop._select
+        gate = loop.reduction.gate
+        select = gate.select
 
         def record(*arrays: Any) -> Positions | None:
             positions = select(*arrays)
@@ -84,7 +100,7 @@ def record_positions(loop: Loop) -> Callable[[], list[Positions]]:
                 selected.append(positions)
             return positions
 
-        loop._select = record  # type: ignore[assignment, method-assign]
+        gate.select = record  # type: ignore[method-assign]
 
     def take() -> list[Positions]:
         taken = selected.copy()

@@ -10,16 +10,16 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, STEADY_FROM, SYNC_EVERY
+from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, PRETRAINED_RATES, STEADY_FROM, SYNC_EVERY
 from benchmarks.loco.tasks import ARITHMETIC, PRETRAINED
 from benchmarks.loco.threads import Masters, train
-from benchmarks.loco.traffic import PRETRAINED_RATES
-from pulse_rl.loco import PulseLoCo, Round
-from pulse_rl.loco.transfer import Own
+from pulse_rl.loco import Exchange, PulseLoCo, Round
+from pulse_rl.loco.wire import LocalMessage
 
 BEYOND = (16, 32, 64)
 
@@ -59,7 +59,7 @@ def measure(
     rounds: int = STEADY_FROM,
 ) -> Row:
     """Trains ``rounds`` rounds; the last one counts."""
-    owns: list[Own | None] = [None] * trainers
+    owns: list[LocalMessage | None] = [None] * trainers
 
     def make_loop(rank: int, masters: Masters, optimizer: torch.optim.Optimizer) -> PulseLoCo:
         loop = PulseLoCo(
@@ -68,28 +68,26 @@ def measure(
             sync_every=SYNC_EVERY,
             outer_lr=OUTER_LR,
             outer_momentum=OUTER_MOMENTUM,
-            wire_dtype=wire,
-            gate_sums=gate_sums,
-            threads=1,
+            exchange=Exchange(wire_dtype=wire, gate_sums=gate_sums),
         )
-        gate = loop._gate
+        loop.threads = 1
+        gate = loop.reduction.gate
+        local_message = gate.local_message
 
-        def kept() -> Own:
-            own = owns[rank] = gate()
+        def kept(*arguments: Any) -> LocalMessage:
+            own = owns[rank] = local_message(*arguments)
             return own
 
-        loop._gate = kept  # type: ignore[method-assign]
+        gate.local_message = kept  # type: ignore[method-assign]
         return loop
 
     loops = [done.loop for done in train(task, trainers, make_loop, lr=lr, rounds=rounds)]
     return _row(task, lr, wire, [loop for loop in loops if isinstance(loop, PulseLoCo)], [own for own in owns if own])
 
 
-def _row(task: str, lr: float, wire: torch.dtype, loops: list[PulseLoCo], owns: list[Own]) -> Row:
+def _row(task: str, lr: float, wire: torch.dtype, loops: list[PulseLoCo], owns: list[LocalMessage]) -> Row:
     done: list[Round] = [loop.last_round for loop in loops if loop.last_round]
-    known, blocks = loops[0]._known, loops[0].parameters.blocks
-    assert known is not None
-    union = 0
+    blocks, union = loops[0].parameters.blocks, 0
     for block in blocks:
         held = np.zeros(block.stop - block.start, np.bool_)
         for own in owns:
@@ -100,7 +98,7 @@ def _row(task: str, lr: float, wire: torch.dtype, loops: list[PulseLoCo], owns: 
         lr=lr,
         wire=str(wire).removeprefix("torch."),
         trainers=len(loops),
-        gated=loops[0].gate_sums is True,
+        gated=loops[0].exchange.gate_sums is True,
         rounds=done[0].number,
         parameters=done[0].parameters,
         entries=fmean(r.entries for r in done),
@@ -108,7 +106,7 @@ def _row(task: str, lr: float, wire: torch.dtype, loops: list[PulseLoCo], owns: 
         payload=fmean(r.payload_bytes for r in done),
         scattered=done[0].scattered,
         link=fmean(r.sent_bytes for r in done),
-        gathered=(len(loops) - 1) * (40 + known.longest + 1 + 32),
+        gathered=(len(loops) - 1) * (40 + max(r.payload_bytes for r in done) + 1 + 32),
         union=union,
     )
 

@@ -6,34 +6,34 @@ trainers as threads of one process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 
 from benchmarks.loco import convergence
-from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, STEADY_FROM, SYNC_EVERY
+from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, PRETRAINED_RATES, STEADY_FROM, SYNC_EVERY
 from benchmarks.loco.tasks import ARITHMETIC, PRETRAINED
 from benchmarks.loco.threads import Masters, Trained, train
-from benchmarks.loco.traffic import PRETRAINED_RATES
-from pulse_rl.loco import DiLoCo, OuterLoop, PulseLoCo
-from pulse_rl.loco.exchange import Exchange
-from pulse_rl.loco.sites import Sites
+from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo
+from pulse_rl.loco.exchange import Sites
+from pulse_rl.loco.loop import OuterLoop
 
 ROUNDS = 16
 MEMBERS = 4
 """Trainers of each of the two sites."""
 
 
-class OneLevel(PulseLoCo):
+def one_level(*arguments: Any, **settings: Any) -> PulseLoCo:
     """Knows the sites, and does as if there were none."""
+    loop = PulseLoCo(*arguments, **settings)
+    loop.reduction.sites = lambda group: Sites.of([""] * group.size)  # type: ignore[method-assign]
+    return loop
 
-    def _sites(self, exchange: Exchange) -> Sites:
-        return Sites.of([""] * exchange.size)
 
-
-METHODS: dict[str, type[OuterLoop]] = {"DiLoCo": DiLoCo, "one level": OneLevel, "two levels": PulseLoCo}
+METHODS: dict[str, Callable[..., OuterLoop]] = {"DiLoCo": DiLoCo, "one level": one_level, "two levels": PulseLoCo}
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,11 @@ class Row:
 
 def measure(task: str, lr: float, method: str, rounds: int, *, members: int = MEMBERS, evaluate: bool = False) -> Row:
     def make_loop(rank: int, masters: Masters, optimizer: torch.optim.Optimizer) -> OuterLoop:
-        kind, outer = METHODS[method], {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
-        site = {} if kind is DiLoCo else {"site": "ab"[rank // members]}
-        return kind(masters, optimizer, sync_every=SYNC_EVERY, threads=1, **outer, **site)
+        exchange = Exchange(site="ab"[rank // members])
+        outer = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+        loop = METHODS[method](masters, optimizer, sync_every=SYNC_EVERY, exchange=exchange, **outer)
+        loop.threads = 1
+        return loop
 
     done = train(task, 2 * members, make_loop, lr=lr, rounds=rounds, evaluate=evaluate)
     return row(task, lr, method, done, members)

@@ -18,9 +18,9 @@ from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, TRAINERS
 from benchmarks.loco.tasks import PRETRAINED, TASKS, ensure
 from pulse_rl._native import add_entries, sparse_outer_step
 from pulse_rl.loco import PulseLoCo
-from pulse_rl.loco.gate import Floats, Positions, open_entries, rounding_of
-from pulse_rl.loco.parameters import FlatBlock
-from pulse_rl.loco.shares import GRANULE
+from pulse_rl.loco.gate import open_entries, rounding_of
+from pulse_rl.loco.outer import OuterState
+from pulse_rl.loco.parameters import BLOCK_ELEMENTS, FlatBlock, Floats, Positions
 from pulse_rl.loco.wire import Entries, Wire
 
 LR, WARM_UP, ROUNDS, REPEATS = 1e-6, 20, 6, 3
@@ -52,19 +52,23 @@ class Block:
     lookahead: float
 
 
-class _RecordingPulseLoCo(PulseLoCo):
-    """Keeps the blocks of the last round as they were before it."""
+def record_blocks(loop: PulseLoCo) -> dict[int, Block]:
+    """The blocks of the last round as they were before it, by number."""
+    kept: dict[int, Block] = {}
+    gate = loop.reduction.gate
+    select = gate.select
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self.last_blocks: dict[int, Block] = {}
-        super().__init__(*args, **settings)
-
-    def _select(self, block: FlatBlock, residual: Floats, s: Floats) -> Positions | None:
+    def record(
+        state: OuterState, block: FlatBlock, residual: Floats, s: Floats, lookahead: np.float32
+    ) -> Positions | None:
         now = np.empty_like(s)
-        self.parameters.read_block(block, now)
-        theta, momentum = (block.of(flat).copy() for flat in (self.theta_flat, self.momentum_flat))
-        self.last_blocks[block.number] = Block(theta, momentum, residual.copy(), now, float(self._started_with))
-        return super()._select(block, residual, s)
+        state.parameters.read_block(block, now)
+        theta, momentum = (block.of(flat).copy() for flat in (state.theta, state.momentum))
+        kept[block.number] = Block(theta, momentum, residual.copy(), now, float(lookahead))
+        return select(state, block, residual, s, lookahead)
+
+    gate.select = record  # type: ignore[method-assign]
+    return kept
 
 
 def measure(rounds: int = ROUNDS) -> Speeds:
@@ -73,14 +77,17 @@ def measure(rounds: int = ROUNDS) -> Speeds:
     ensure(PRETRAINED)
     task = TASKS[PRETRAINED](0, 0)
     optimizer = torch.optim.AdamW(task.masters.values(), lr=LR, weight_decay=0.0)
-    with _RecordingPulseLoCo(task.masters, optimizer, sync_every=SYNC_EVERY, threads=1) as loop:
+    loop = PulseLoCo(task.masters, optimizer, sync_every=SYNC_EVERY)
+    loop.threads = 1
+    blocks = record_blocks(loop)
+    with loop:
         for step in range(rounds * SYNC_EVERY):
             task.gradient(step)
             for group in optimizer.param_groups:
                 group["lr"] = LR * min(1.0, (step + 1) / WARM_UP)
             optimizer.step()
             task.cast()
-    return time_kernels(list(loop.last_blocks.values()))
+    return time_kernels(list(blocks.values()))
 
 
 def time_kernels(blocks: Sequence[Block]) -> Speeds:
@@ -111,10 +118,12 @@ def time_kernels(blocks: Sequence[Block]) -> Speeds:
     def outer() -> None:
         for block, residual, entries in zip(blocks, s, sent, strict=True):
             arrays, outer = (block.theta, block.momentum, residual), (TRAINERS, OUTER_LR, OUTER_MOMENTUM)
-            counts = np.zeros(len(residual) // GRANULE + 1, np.int64)
+            counts = np.zeros(1, np.int64)
             summands = [entries] * TRAINERS
             classes = _ROUNDING, (0, 0), np.empty(len(residual), np.uint8)
-            sparse_outer_step(*arrays, block.lookahead, block.now, 0, summands, *outer, 0, GRANULE, counts, *classes)
+            sparse_outer_step(
+                *arrays, block.lookahead, block.now, 0, summands, *outer, 0, BLOCK_ELEMENTS, counts, *classes
+            )
 
     # Last: it changes theta.
     speeds["outer_step"] = speed(outer)

@@ -218,7 +218,7 @@ TASKS: dict[str, Callable[[int, int], Task]] = {
 
 def evaluate_theta(loop: object, task: Task) -> tuple[float, float]:
     """(reward, loss) of theta, which the masters may be away from between rounds."""
-    with loop.at_theta() if isinstance(loop, PulseLoCo) else nullcontext():
+    with loop.global_weights() if isinstance(loop, PulseLoCo) else nullcontext():
         task.cast()
         found = task.evaluate()
     task.cast()

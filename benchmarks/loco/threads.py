@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.loco.jobs import TRAINERS
+from benchmarks.loco.jobs import TRAINERS, WARM_UP
 from benchmarks.loco.tasks import TASKS, Task, evaluate_theta
-from benchmarks.loco.traffic import WARM_UP
-from pulse_rl.loco import OuterLoop, PulseLoCo, Round, outer
-from pulse_rl.loco.exchange import Exchange
+from pulse_rl.loco import PulseLoCo, Round
+from pulse_rl.loco import loop as loop_module
+from pulse_rl.loco.group import TrainerGroup
+from pulse_rl.loco.loop import OuterLoop
 
 _WAIT_SECONDS = 3600.0
 _MAX_NORM = 1.0
@@ -30,8 +31,8 @@ MakeLoop = Callable[[int, Masters, torch.optim.Optimizer], OuterLoop]
 """The loop of the trainer of a rank."""
 
 
-class ThreadedExchange(Exchange):
-    """The collectives among threads. What would leave a process is counted as `Exchange` counts it."""
+class ThreadedGroup(TrainerGroup):
+    """The collectives among threads. What would leave a process is counted as `TrainerGroup` counts it."""
 
     def __init__(self, rank: int, size: int, places: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(timeout_seconds=_WAIT_SECONDS)
@@ -93,7 +94,7 @@ def train(
                     done.held_out.append(evaluate_theta(loop, job))
                     done.ahead.append(job.evaluate() if isinstance(loop, PulseLoCo) else done.held_out[-1])
             if evaluate and isinstance(loop, PulseLoCo):
-                done.consensus = _evaluate_consensus(job, loop.consensus())
+                done.consensus = _evaluate_consensus(job, loop.averaged_state())
 
     started = time.monotonic()
     as_threads(run, trainers)
@@ -151,8 +152,8 @@ def _exchanges(trainers: int, barrier: threading.Barrier) -> Iterator[threading.
     places: list[Any] = [None] * trainers
     rank_of = threading.local()
 
-    def make(*_: object, **__: object) -> Exchange:
-        return ThreadedExchange(rank_of.value, trainers, places, barrier)
+    def make(*_: object, **__: object) -> TrainerGroup:
+        return ThreadedGroup(rank_of.value, trainers, places, barrier)
 
-    with mock.patch.object(outer, "Exchange", make):
+    with mock.patch.object(loop_module, "TrainerGroup", make):
         yield rank_of

@@ -127,6 +127,7 @@ class TorchftDiLoCo:
             scattered=False,
             payload_bytes=payload,
             sent_bytes=2 * (trainers - 1) * payload // trainers,
+            between_bytes=0,
             root=theta.hexdigest(),
             seconds={},
         )

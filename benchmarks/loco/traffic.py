@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks.loco.jobs import NOT_STEADY, STEADY_FROM, SYNC_EVERY, TRAINERS, Job, JobResult
+from benchmarks.loco.jobs import (
+    NOT_STEADY,
+    PRETRAINED_RATES,
+    STEADY_FROM,
+    SYNC_EVERY,
+    TRAINERS,
+    WARM_UP,
+    Job,
+    JobResult,
+)
 from benchmarks.loco.methods import DDP, DENSE, DILOCO, PULSE, PULSE_BF16
 from benchmarks.loco.tasks import ARITHMETIC, PRETRAINED
 
-WARM_UP = 20
-PRETRAINED_RATES = (1e-6, 3e-6)
 ARITHMETIC_RATE = 1e-5
 _SEED = 0
 

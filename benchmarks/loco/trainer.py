@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.loco.baselines import Ddp
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, RoundRecord
 from benchmarks.loco.methods import gap16_bytes, make_loop, record_positions, u32_bytes
 from benchmarks.loco.tasks import TASKS, evaluate_theta
-from pulse_rl.loco import Ddp
 
 _MAX_NORM = 1.0
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import pulse_rl
 from pulse_rl.events import Published
-from pulse_rl.loco import PulseLoCo, Round
+from pulse_rl.loco import Exchange, PulseLoCo, Round
 from pulse_rl.metrics import JsonLines
 
 from ..grpo import policy
@@ -65,8 +65,7 @@ class Trainer:
             self.optimizer,
             sync_every=settings.sync_every,
             on_round=self._end_round,
-            timeout_seconds=settings.patience,
-            threads=1,
+            exchange=Exchange(timeout_seconds=settings.patience),
         )
         if saved is not None:
             self.loco.load_state_dict(saved["loco"])
@@ -155,7 +154,7 @@ class Trainer:
         """The trainers have met. What is theta now becomes the stream's newest version, unless it is that already."""
         if not self.checkpoint.exists():
             self._save()
-        with self.loco.at_theta():
+        with self.loco.global_weights():
             root = self.roots[self.loco.round] = self._serve()
             if self.publisher is not None:
                 head = self.publisher.head()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.loco import convergence, cost, methods, plot, scaling, sites, tasks, traffic, trainer
 from benchmarks.loco.jobs import NOT_STEADY, SYNC_EVERY, TRAINERS, Job, JobResult, RoundRecord
-from pulse_rl.loco import PulseLoCo
+from tests.support.loco_reference import pulse_loco
 from tests.support.trainers import Trainer, together
 
 pytestmark = pytest.mark.slow  # the benchmark imports transformers: seconds
@@ -232,7 +232,7 @@ def scaled(process: Trainer) -> tuple[scaling.Row, list[int]]:
     tasks.TASKS["tiny"] = Tiny
     job = Tiny(0, process.rank)
     optimizer = torch.optim.AdamW(job.masters.values(), lr=1e-4, weight_decay=0.0)
-    with PulseLoCo(job.masters, optimizer, sync_every=SYNC_EVERY) as loop:
+    with pulse_loco(job.masters, optimizer, sync_every=SYNC_EVERY) as loop:
         for step in range(2 * SYNC_EVERY):
             job.gradient(step)
             torch.nn.utils.clip_grad_norm_(job.masters.values(), 1.0)

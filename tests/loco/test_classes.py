@@ -12,12 +12,11 @@ import torch
 
 from pulse_rl._native import shared_octaves, sparse_outer_step
 from pulse_rl.loco import PulseLoCo
-from pulse_rl.loco.classes import Classes
-from pulse_rl.loco.gate import Floats, rounding_of
-from pulse_rl.loco.shares import Unit
-from pulse_rl.loco.wire import Entries, KnownClasses, Wire
+from pulse_rl.loco.gate import rounding_of
+from pulse_rl.loco.parameters import Floats
+from pulse_rl.loco.wire import Classes, Entries, KnownClasses, Unit, Wire
 from tests.support.entries_oracle import Rounding, class_of
-from tests.support.loco_reference import Job
+from tests.support.loco_reference import Job, pulse_loco
 
 BF16 = rounding_of(torch.bfloat16)
 
@@ -84,7 +83,7 @@ def seen_by_messages(loop: PulseLoCo) -> Iterator[list[bool]]:
 @pytest.mark.slow
 def test_classes_are_those_of_theta_through_rounds_rewinds_and_checkpoints() -> None:
     job = Job()
-    loop = PulseLoCo(job.model, job.optimizer, sync_every=1)
+    loop = pulse_loco(job.model, job.optimizer, sync_every=1)
     with seen_by_messages(loop) as seen:
         with loop:
             for _ in range(3):
@@ -110,7 +109,7 @@ def test_classes_are_those_of_theta_through_rounds_rewinds_and_checkpoints() -> 
 
 def test_classes_of_a_unit_are_a_part_of_its_blocks() -> None:
     job = Job()
-    (block,) = PulseLoCo(job.model, job.optimizer, sync_every=1).parameters.blocks
+    (block,) = pulse_loco(job.model, job.optimizer, sync_every=1).parameters.blocks
     classes = Classes([block])
     part = Unit(block, 100, 300)
     assert classes.of(part) is None

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pulse_rl.errors import CorruptMessage, Diverged, InputError, TrainerLost
-from pulse_rl.loco import PulseLoCo, parameters
-from pulse_rl.loco.exchange import Exchange
+from pulse_rl.loco import parameters
+from pulse_rl.loco.group import TrainerGroup
 from tests.support import site_members
-from tests.support.loco_reference import Flat, Job, flat, same
+from tests.support.loco_reference import Flat, Job, flat, pulse_loco, same
 from tests.support.site_members import Member, members
 from tests.support.trainers import Trainer, together
 
@@ -33,11 +33,11 @@ def expected(theta: Flat, residuals: list[Flat], lookahead: float) -> Flat:
 
 def test_of_one_trainer_it_is_where_its_steps_start() -> None:
     job = Job(0, lr=1e-3)
-    with PulseLoCo(job.model, job.optimizer, sync_every=2) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=2) as loop:
         job.step(0)
         job.step(0)
         assert loop.residual()["0.weight"].any()
-        assert same(flat(loop.consensus()), job.weights())
+        assert same(flat(loop.averaged_state()), job.weights())
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -50,7 +50,7 @@ def test_it_is_the_rule_to_the_bit_and_changes_nothing(names: str, lookahead: fl
         for _ in range(3):
             member.round()  # checked against the reference, to the bit, after each consensus too
             residual = member.reference.residual.clone()
-            found.setdefault(member.rank, []).extend([residual, flat(member.loop.consensus())])
+            found.setdefault(member.rank, []).extend([residual, flat(member.loop.averaged_state())])
 
     everyone = members(names, work, lookahead=lookahead, gate_sums=True)
     theta = everyone[0].reference.theta.detach()
@@ -63,10 +63,10 @@ def test_it_is_the_rule_to_the_bit_and_changes_nothing(names: str, lookahead: fl
 def test_without_a_lookahead_it_is_theta_and_costs_a_root() -> None:
     def work(member: Member) -> None:
         member.round()
-        exchange = member.loop._exchange
+        exchange = member.loop._group
         assert exchange is not None
         sent = exchange.sent_bytes
-        assert same(flat(member.loop.consensus()), flat(member.loop.theta()))
+        assert same(flat(member.loop.averaged_state()), flat(member.loop.global_state()))
         assert exchange.sent_bytes - sent == 2 * 32
 
     members("   ", work, lookahead=0.0, gate_sums=True)
@@ -74,24 +74,24 @@ def test_without_a_lookahead_it_is_theta_and_costs_a_root() -> None:
 
 def test_it_is_refused_where_it_would_be_something_else() -> None:
     job = Job(0)
-    loop = PulseLoCo(job.model, job.optimizer, sync_every=2)
+    loop = pulse_loco(job.model, job.optimizer, sync_every=2)
     with pytest.raises(InputError, match="have not met"):
-        loop.consensus()
+        loop.averaged_state()
     with loop:
         job.step(0)
         with pytest.raises(InputError, match="1 inner steps of the round"):
-            loop.consensus()
+            loop.averaged_state()
 
 
 def test_it_may_be_asked_for_when_a_round_is_told() -> None:
     seen: list[bool] = []
     job = Job(0, lr=1e-3)
-    loop = PulseLoCo(
+    loop = pulse_loco(
         job.model, job.optimizer, sync_every=2, on_round=lambda _: seen.append(not same(common(), job.weights()))
     )
 
     def common() -> Flat:
-        return flat(loop.consensus())
+        return flat(loop.averaged_state())
 
     with loop:
         job.step(0)
@@ -105,9 +105,9 @@ def test_trainers_that_do_not_agree_are_named() -> None:
 
     def work(member: Member) -> None:
         member.round()
-        member.loop.theta_flat[7] += np.float32(member.rank == 1)
+        member.loop.state.theta[7] += np.float32(member.rank == 1)
         with pytest.raises(Diverged, match="the consensus"):
-            member.loop.consensus()
+            member.loop.averaged_state()
 
     members("   ", work, gate_sums=True)
 
@@ -120,10 +120,10 @@ def test_what_one_cannot_read_is_refused_by_all(
 ) -> None:
     """Damaged on the way to one trainer, which may have an empty share; the trainers can go on."""
     monkeypatch.setattr(site_members, "SIZE", size)
-    whole = getattr(Exchange, where)
+    whole = getattr(TrainerGroup, where)
     ready: set[int] = set()
 
-    def altered(exchange: Exchange, *messages: Any, max_bytes: Any) -> Any:
+    def altered(exchange: TrainerGroup, *messages: Any, max_bytes: Any) -> Any:
         found = whole(exchange, *messages, max_bytes=max_bytes)
         if exchange.rank == reader and exchange.rank in ready:
             raise CorruptMessage("the message of trainer 1 was damaged in transit")
@@ -132,25 +132,25 @@ def test_what_one_cannot_read_is_refused_by_all(
     def work(member: Member) -> None:
         for _ in range(2):
             member.round()
-            before = flat(member.loop.theta()).clone()
+            before = flat(member.loop.global_state()).clone()
             ready.add(member.rank)
             words = "damaged in transit" if member.rank == reader else f"trainer {reader} could not"
             with pytest.raises(CorruptMessage, match=words):
-                member.loop.consensus()
+                member.loop.averaged_state()
             ready.discard(member.rank)
-            assert same(flat(member.loop.theta()), before)
-            assert member.loop.consensus()
+            assert same(flat(member.loop.global_state()), before)
+            assert member.loop.averaged_state()
 
-    monkeypatch.setattr(Exchange, where, altered)
+    monkeypatch.setattr(TrainerGroup, where, altered)
     members("   ", work, gate_sums=True)
 
 
 @pytest.mark.parametrize("where", ["all_to_all", "all_gather"])
 def test_messages_of_another_length_are_refused_by_all(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = getattr(Exchange, where)
+    whole = getattr(TrainerGroup, where)
     ready: set[int] = set()
 
-    def altered(exchange: Exchange, messages: Any, *, max_bytes: Any) -> Any:
+    def altered(exchange: TrainerGroup, messages: Any, *, max_bytes: Any) -> Any:
         if exchange.rank == 1 and exchange.rank in ready:
             messages = messages[:-4] if isinstance(messages, bytes) else [*messages[:2], messages[2][:-4]]
         return whole(exchange, messages, max_bytes=max_bytes)
@@ -159,23 +159,23 @@ def test_messages_of_another_length_are_refused_by_all(where: str, monkeypatch: 
         member.round()
         ready.add(member.rank)
         with pytest.raises(CorruptMessage, match=r"trainer [12] (sent 3996 bytes|could not)"):
-            member.loop.consensus()
+            member.loop.averaged_state()
 
-    monkeypatch.setattr(Exchange, where, altered)
+    monkeypatch.setattr(TrainerGroup, where, altered)
     members("   ", work, gate_sums=True)
 
 
 def real_trainers(trainer: Trainer) -> bytes:
     trainer.connect("all")
     job = Job(0, lr=1e-3)
-    with PulseLoCo(job.model, job.optimizer, sync_every=2) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=2) as loop:
         for _ in range(4):
             job.step(trainer.rank)
         residuals = [
             trainer.put("residual", loop.residual()) or trainer.get("residual", r) for r in range(trainer.size)
         ]
-        found = flat(loop.consensus())
-        assert same(found, expected(flat(loop.theta()), list(map(flat, residuals)), 7.0))
+        found = flat(loop.averaged_state())
+        assert same(found, expected(flat(loop.global_state()), list(map(flat, residuals)), 7.0))
         for _ in range(2):
             job.step(trainer.rank)
         return found.numpy().tobytes()
@@ -189,7 +189,7 @@ def test_among_processes() -> None:
 def one_leaves(trainer: Trainer) -> str:
     trainer.connect("all")
     job = Job(0, lr=1e-3)
-    loop = PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=3)
+    loop = pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=3)
     with loop:
         for _ in range(2):
             job.step(trainer.rank)
@@ -199,9 +199,9 @@ def one_leaves(trainer: Trainer) -> str:
             return "closed"
         trainer.get("closed", 1)
         with pytest.raises(TrainerLost, match="trainer 1"):
-            loop.consensus()
+            loop.averaged_state()
         with pytest.raises(InputError, match="have not met"):
-            loop.consensus()
+            loop.averaged_state()
     return "lost"
 
 

@@ -17,7 +17,7 @@ from pulse_rl.loco.wire import Message, Wire
 from tests.support import entries_oracle as oracle
 from tests.support.entry_blocks import BF16, WIRES, Block, both_wires, patterns
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "loco-2"
+GOLDEN = Path(__file__).parents[1] / "golden" / "loco-1"
 SIZES = [1, 63, 64, 65, 1000, 4095]
 LARGE = [8192, 8193, 13000]
 

@@ -8,7 +8,8 @@ import torch
 
 from pulse_rl._native import gate
 from pulse_rl.errors import InputError
-from pulse_rl.loco.gate import ROUNDINGS, Floats, open_entries, rounding_of
+from pulse_rl.loco.gate import ROUNDINGS, open_entries, rounding_of
+from pulse_rl.loco.parameters import Floats
 from tests.support.arrays import floats
 from tests.support.loco_reference import bits
 

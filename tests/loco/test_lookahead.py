@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from pulse_rl.errors import InputError, StateMismatch
-from pulse_rl.loco import PulseLoCo, Round, TopK
-from tests.support.loco_reference import Flat, Job, Reference, flat, same
+from pulse_rl.loco import PulseLoCo, Round
+from tests.support.loco_reference import Flat, Job, Reference, flat, pulse_loco, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(seed: int = 0, **settings: Any) -> tuple[Job, PulseLoCo]:
     job = Job(seed, lr=1e-3)
-    return job, PulseLoCo(job.model, job.optimizer, **({"sync_every": 2, "lookahead": 7.0} | settings))
+    return job, pulse_loco(job.model, job.optimizer, **({"sync_every": 2, "lookahead": 7.0} | settings))
 
 
 def round_of(job: Job) -> None:
@@ -28,14 +28,14 @@ def round_of(job: Job) -> None:
 
 
 def start(loop: PulseLoCo) -> Flat:
-    return flat(loop.theta()) - torch.tensor(7.0) * flat(loop.residual())
+    return flat(loop.global_state()) - torch.tensor(7.0) * flat(loop.residual())
 
 
 def test_the_model_holds_theta_while_it_is_looked_at() -> None:
     seen: list[bool] = []
 
     def look(_: Round) -> None:
-        seen.append(same(job.weights(), flat(loop.theta())))
+        seen.append(same(job.weights(), flat(loop.global_state())))
 
     job, loop = made(on_round=look)
     with loop:
@@ -43,12 +43,12 @@ def test_the_model_holds_theta_while_it_is_looked_at() -> None:
         assert seen == [True]
         assert loop.residual()["0.weight"].any()
         assert same(job.weights(), start(loop))
-        assert not same(job.weights(), flat(loop.theta()))
-        with loop.at_theta():
-            assert same(job.weights(), flat(loop.theta()))
+        assert not same(job.weights(), flat(loop.global_state()))
+        with loop.global_weights():
+            assert same(job.weights(), flat(loop.global_state()))
         assert same(job.weights(), start(loop))
         job.step(0)
-        with pytest.raises(InputError, match="1 inner steps"), loop.at_theta():
+        with pytest.raises(InputError, match="1 inner steps"), loop.global_weights():
             pass
         loop.rewind()
         assert same(job.weights(), start(loop))
@@ -59,11 +59,11 @@ def test_a_look_within_a_look_leaves_theta_in_the_model() -> None:
     seen: list[bool] = []
 
     def look(_: Round) -> None:
-        with loop.at_theta():
-            seen.append(same(job.weights(), flat(loop.theta())))
-        seen.append(same(job.weights(), flat(loop.theta())))
+        with loop.global_weights():
+            seen.append(same(job.weights(), flat(loop.global_state())))
+        seen.append(same(job.weights(), flat(loop.global_state())))
         loop.rewind()
-        seen.append(same(job.weights(), flat(loop.theta())))
+        seen.append(same(job.weights(), flat(loop.global_state())))
 
     job, loop = made(on_round=look)
     with loop:
@@ -84,7 +84,7 @@ def test_who_leaves_tells_the_others_even_if_the_model_cannot_be_written(monkeyp
     monkeypatch.setattr(loop.parameters, "write", fails)
     with pytest.raises(RuntimeError, match="device"):
         loop.close()
-    assert loop._exchange is None
+    assert loop._group is None
 
 
 def test_outside_the_loop_the_model_holds_theta() -> None:
@@ -93,13 +93,13 @@ def test_outside_the_loop_the_model_holds_theta() -> None:
     with loop:
         round_of(job)
     assert loop.residual()["0.weight"].any()
-    assert same(job.weights(), flat(loop.theta()))
-    with loop.at_theta():
+    assert same(job.weights(), flat(loop.global_state()))
+    with loop.global_weights():
         pass
-    assert same(job.weights(), flat(loop.theta()))
+    assert same(job.weights(), flat(loop.global_state()))
     other, resumed = made(5)
     resumed.load_state_dict(loop.state_dict())
-    assert same(other.weights(), flat(loop.theta()))
+    assert same(other.weights(), flat(loop.global_state()))
     for into in ((job, loop), (other, resumed)):
         with into[1]:
             assert same(into[0].weights(), start(loop))
@@ -110,8 +110,7 @@ def test_outside_the_loop_the_model_holds_theta() -> None:
 
 def test_the_default_is_auto() -> None:
     job = Job()
-    assert PulseLoCo(job.model, job.optimizer, sync_every=2).lookahead == pytest.approx(7.0)
-    assert TopK(job.model, job.optimizer, sync_every=2, fraction=0.1).lookahead == 0
+    assert pulse_loco(job.model, job.optimizer, sync_every=2).lookahead == pytest.approx(7.0)
 
 
 def test_auto_is_what_an_entry_moves_theta_by_in_the_end() -> None:
@@ -155,9 +154,9 @@ def followed(job: Job, loop: PulseLoCo, reference: Reference, *, from_theta: boo
         reference.lookahead = torch.tensor(0.0)
     hook = job.optimizer.register_step_post_hook(lambda *_: sent.append(job.weights()))
     job.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # before the loop's own
-    with loop.at_theta() if from_theta else nullcontext():
+    with loop.global_weights() if from_theta else nullcontext():
         round_of(job)
-        assert same(job.weights(), flat(loop.theta())) == from_theta
+        assert same(job.weights(), flat(loop.global_state())) == from_theta
     hook.remove()
     _, values = reference.select(sent[-1])
     reference.lookahead = torch.tensor(7.0)
@@ -172,7 +171,7 @@ def test_an_error_of_the_listener_changes_nothing() -> None:
 
     fails = [KeyboardInterrupt()]
     job, loop = made(on_round=fail)
-    reference = Reference(flat(loop.theta()), lookahead=7.0)
+    reference = Reference(flat(loop.global_state()), lookahead=7.0)
     with loop:
         with pytest.raises(KeyboardInterrupt):
             followed(job, loop, reference)
@@ -184,7 +183,7 @@ def test_an_error_of_the_listener_changes_nothing() -> None:
 
 def test_steps_that_start_at_theta_are_counted_from_there() -> None:
     job, loop = made()
-    reference = Reference(flat(loop.theta()), lookahead=7.0)
+    reference = Reference(flat(loop.global_state()), lookahead=7.0)
     with loop:
         followed(job, loop, reference)
         followed(job, loop, reference, from_theta=True)
@@ -193,20 +192,20 @@ def test_steps_that_start_at_theta_are_counted_from_there() -> None:
 
 def test_a_round_that_was_begun_with_another_lookahead_is_ended_with_it() -> None:
     job, loop = made()
-    reference = Reference(flat(loop.theta()), lookahead=7.0)
+    reference = Reference(flat(loop.global_state()), lookahead=7.0)
     with loop:
         followed(job, loop, reference)
         job.step(0)
         saved = copy.deepcopy((job.state_dict(), loop.state_dict()))
         job.step(0)
-        theta = flat(loop.theta())
+        theta = flat(loop.global_state())
     for ahead in (0.0, 3.0):
         other, resumed = made(5, lookahead=ahead)
         other.load_state_dict(copy.deepcopy(saved[0]))
         resumed.load_state_dict(saved[1])
         with resumed:
             other.step(0)
-            assert same(flat(resumed.theta()), theta)
+            assert same(flat(resumed.global_state()), theta)
     with pytest.raises(StateMismatch, match="lookahead"):
         loop.load_state_dict({**saved[1], "started_with": "7"})
 

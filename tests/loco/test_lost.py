@@ -15,8 +15,8 @@ import torch
 
 from pulse_rl.errors import InputError, TrainerLost
 from pulse_rl.loco import PulseLoCo
-from pulse_rl.loco.exchange import Exchange
-from tests.support.loco_reference import Job, Reference, flat, same
+from pulse_rl.loco.group import TrainerGroup
+from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
 from tests.support.trainers import Group, Trainer, force_scattered, lose, together
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ class CheckedTrainer:
         self.trainer, self.job, self.way = trainer, Job(seed, lr=1e-3), way
         self.s = self.sent = torch.empty(0)
         self.job.optimizer.register_step_post_hook(lambda *_: self._put_sent())
-        self.loop = PulseLoCo(
+        self.loop = pulse_loco(
             self.job.model,
             self.job.optimizer,
             sync_every=2,
@@ -58,7 +58,7 @@ class CheckedTrainer:
 
     def __enter__(self) -> Self:
         self.loop.__enter__()
-        self.reference = Reference(flat(self.loop.theta()), gate_sums=self.way == "gated")
+        self.reference = Reference(flat(self.loop.global_state()), gate_sums=self.way == "gated")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -103,7 +103,7 @@ class CheckedTrainer:
 
 def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:
     """Once; a process that was stopped may go on."""
-    exchange = loop._exchange
+    exchange = loop._group
     assert exchange is not None
     phase, calls = loop._phase, 0
     all_gather, all_to_all = exchange._all_gather_array, exchange._all_to_all_arrays
@@ -182,7 +182,7 @@ def test_the_others_go_on(how: signal.Signals, way: str) -> None:
 
 def miss_the_end(loop: PulseLoCo) -> None:
     """The next round ends on all others; this trainer loses them when it has sent everything."""
-    exchange = loop._exchange
+    exchange = loop._group
     assert exchange is not None
     all_gather = exchange.all_gather_fixed
 
@@ -304,15 +304,15 @@ def meetings(trainer: Trainer) -> None:
     # Trainer 1 does not come.
     trainer.connect("a")
     job = Job(trainer.rank)
-    loop = PulseLoCo(job.model, job.optimizer, sync_every=1, timeout_seconds=3)
-    before = flat(loop.theta())
+    loop = pulse_loco(job.model, job.optimizer, sync_every=1, timeout_seconds=3)
+    before = flat(loop.global_state())
     if trainer.rank != 1:
         started = time.monotonic()
         with pytest.raises(TrainerLost):
             loop.__enter__()
         assert time.monotonic() - started < 10
         assert not job.optimizer._optimizer_step_post_hooks
-        assert same(flat(loop.theta()), before)
+        assert same(flat(loop.global_state()), before)
     trainer.barrier("nobody met", (0, 1, 2))
 
     # All but trainer 2 go on for some rounds. It loses them in the middle of the state that it fetches.
@@ -323,9 +323,9 @@ def meetings(trainer: Trainer) -> None:
             job.step(trainer.rank)
     trainer.barrier("three rounds on", (0, 1, 2))
     trainer.connect("c")
-    broadcast, calls = Exchange.broadcast, []
+    broadcast, calls = TrainerGroup.broadcast, []
 
-    def half(self: Exchange, array: Any, source: int) -> None:
+    def half(self: TrainerGroup, array: Any, source: int) -> None:
         calls.append(len(array))
         if len(calls) == 2:
             if trainer.rank == 2:
@@ -333,12 +333,12 @@ def meetings(trainer: Trainer) -> None:
             raise TrainerLost("the line went dead")
         broadcast(self, array, source)
 
-    Exchange.broadcast = half  # type: ignore[method-assign]
+    TrainerGroup.broadcast = half  # type: ignore[method-assign]
     with pytest.raises(TrainerLost):
         loop.rejoin() if trainer.rank != 2 else loop.__enter__()
-    Exchange.broadcast = broadcast  # type: ignore[method-assign]
+    TrainerGroup.broadcast = broadcast  # type: ignore[method-assign]
     if trainer.rank == 2:
-        assert same(flat(loop.theta()), before)
+        assert same(flat(loop.global_state()), before)
         assert not flat(loop.state_dict()["momentum"]).any()
         assert same(job.weights(), before)
         assert loop.round == 0
@@ -355,7 +355,7 @@ def meetings(trainer: Trainer) -> None:
     assert loop.round == 4
 
     # Ctrl-C on trainer 1 between two collectives. Nobody died, so torch.distributed need not be initialised anew.
-    exchange = loop._exchange
+    exchange = loop._group
     assert exchange is not None
     if trainer.rank == 1:
         exchange.all_gather_fixed = interrupt  # type: ignore[method-assign]
@@ -365,8 +365,8 @@ def meetings(trainer: Trainer) -> None:
     trainer.barrier("interrupted", (0, 1, 2))
     loop.rejoin()
     assert loop.round == 5
-    trainer.put("theta", flat(loop.theta()))
-    assert same(trainer.get("theta", 0), flat(loop.theta()))
+    trainer.put("theta", flat(loop.global_state()))
+    assert same(trainer.get("theta", 0), flat(loop.global_state()))
     loop.close()
 
 

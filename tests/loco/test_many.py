@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.loco.threads import as_threads
-from pulse_rl.loco import PulseLoCo
-from tests.support.loco_reference import flat
+from tests.support.loco_reference import flat, pulse_loco
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +24,7 @@ class Member:
         self.random = torch.Generator().manual_seed(100 + number)
         self.weight = nn.Parameter(torch.randn(SIZE, generator=torch.Generator().manual_seed(0)) / 50)
         self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
-        self.loop = PulseLoCo({"w": self.weight}, self.optimizer, sync_every=1, threads=1, **settings)
+        self.loop = pulse_loco({"w": self.weight}, self.optimizer, sync_every=1, threads=1, **settings)
         self.learnt = torch.zeros(SIZE, dtype=torch.float64)
 
     def meet(self) -> None:
@@ -46,7 +45,7 @@ def virtual(members: list[Member]) -> torch.Tensor:
     """The iterate that only what is learnt moves (docs/design/0029)."""
     held = torch.stack([flat(member.loop.residual()).double() for member in members]).mean(0)
     momentum = flat(members[0].loop.state_dict()["momentum"]).double()
-    return flat(members[0].loop.theta()).double() - IN_THE_END * (held + 0.81 * momentum)
+    return flat(members[0].loop.global_state()).double() - IN_THE_END * (held + 0.81 * momentum)
 
 
 @pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16], ids=str)

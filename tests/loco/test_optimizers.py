@@ -11,7 +11,7 @@ from torch import nn
 
 from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.loco import DiLoCo, PulseLoCo
-from tests.support.loco_reference import Job, Reference, flat, same
+from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +39,7 @@ def test_two_optimizers_are_one_that_trains_all(method: Any) -> None:
             step(one, whole)
             step(two, *parts)
     assert (loop.round, loop.inner_step) == (alone.round, alone.inner_step) == (3, 0)
-    assert same(flat(loop.theta()), flat(alone.theta()))
+    assert same(flat(loop.global_state()), flat(alone.global_state()))
     step(two, *parts)
     assert loop.inner_step == 0, "no hook is left behind"
     assert not parts[0]._optimizer_step_pre_hooks
@@ -51,13 +51,13 @@ def test_muon_beside_adamw_equals_the_dense_algorithm() -> None:
     job = Job()
     muon, _ = halves(job, torch.optim.Muon, lr=1e-3)
     adamw = torch.optim.AdamW([p for p in job.model.parameters() if p.ndim == 1], lr=1e-3)
-    loop = PulseLoCo(job.model, iter([muon, adamw]), sync_every=2)
-    reference, sent = Reference(flat(loop.theta())), []
+    loop = pulse_loco(job.model, iter([muon, adamw]), sync_every=2)
+    reference, sent = Reference(flat(loop.global_state())), []
     adamw.register_step_post_hook(
         lambda *_: sent.append(reference.select(job.weights())[1]) if loop.inner_step == 1 else None
     )
     with loop:
-        assert list(loop.theta()) == sorted(name for name, _ in job.model.named_parameters())
+        assert list(loop.global_state()) == sorted(name for name, _ in job.model.named_parameters())
         for _ in range(3):
             step(job, muon, adamw)
             step(job, muon, adamw)
@@ -75,7 +75,7 @@ def test_a_scaler_that_skips_one_of_two_optimizers(skipped: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     ends: list[tuple[int, int]] = []
     batches = 0
-    with PulseLoCo(
+    with pulse_loco(
         job.model, optimizers, sync_every=2, on_round=lambda done: ends.append((done.number, batches))
     ) as loop:
         for batches in range(6):
@@ -94,10 +94,10 @@ def test_a_scaler_that_skips_one_of_two_optimizers(skipped: int) -> None:
 def test_the_order_of_the_list_is_that_of_the_steps() -> None:
     job = Job()
     first, last = halves(job, lr=0.1)
-    with PulseLoCo(job.model, [last, first], sync_every=2), pytest.raises(InputError, match="steps after") as caught:
+    with pulse_loco(job.model, [last, first], sync_every=2), pytest.raises(InputError, match="steps after") as caught:
         step(job, first, last)
     assert "order" in caught.value.hint
-    with PulseLoCo(job.model, [first, last], sync_every=2) as loop:
+    with pulse_loco(job.model, [first, last], sync_every=2) as loop:
         for _ in range(4):
             step(job, first, last)
             for p in job.model.parameters():
@@ -126,30 +126,30 @@ def test_the_order_of_the_list_is_that_of_the_steps() -> None:
 def test_optimizers_that_do_not_fit_are_refused(make: Callable[[Any], Any], match: str) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(InputError, match=match):
-        PulseLoCo(model, make(model), sync_every=1)
+        pulse_loco(model, make(model), sync_every=1)
 
 
 def test_parameters_that_change_in_mid_run_are_named() -> None:
     job = Job()
-    with PulseLoCo(job.model, job.optimizer, sync_every=1) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=1) as loop:
         job.model[0].weight.requires_grad_(False)  # it stands still, and all is well
         job.step(0)
-        before = flat(loop.theta())
+        before = flat(loop.global_state())
         job.model[0].weight.requires_grad_(True)
         job.step(0)
         assert loop.round == 2
-        assert not same(flat(loop.theta()), before)
+        assert not same(flat(loop.global_state()), before)
     job = Job()
     first = torch.optim.SGD([job.model[0].weight], lr=0.1)
-    with PulseLoCo(job.model, first, sync_every=1):
+    with pulse_loco(job.model, first, sync_every=1):
         first.add_param_group({"params": [job.model[2].bias]})
         with pytest.raises(InputError, match=r"now also '2\.bias'"):
             step(job, first)
-    with PulseLoCo(job.model, first, sync_every=1):
+    with pulse_loco(job.model, first, sync_every=1):
         del first.param_groups[1:]
         with pytest.raises(InputError, match=r"no longer '2\.bias'"):
             step(job, first)
-    with PulseLoCo(job.model, first, sync_every=1):
+    with pulse_loco(job.model, first, sync_every=1):
         job.model.add_module("adapter", nn.Linear(7, 7))
         with pytest.raises(InputError, match=r"parameters have changed: 'adapter\.bias', 'adapter\.weight'"):
             first.step()
@@ -172,11 +172,11 @@ def test_what_cannot_be_kept_equal_is_refused_by_name(
     model = nn.Linear(2, 2)
     model.register_buffer("odd", make(), persistent=False)
     with pytest.raises(UnsupportedTensor, match="buffer 'odd'"):
-        PulseLoCo(model, torch.optim.SGD(model.parameters()), sync_every=1)
+        pulse_loco(model, torch.optim.SGD(model.parameters()), sync_every=1)
     if request.node.callspec.id in ("sparse", "meta", "expanded"):
         model = nn.Linear(2, 2)
         model.odd = nn.Parameter(make(), requires_grad=False)
         with pytest.raises(UnsupportedTensor, match="parameter 'odd'"):
-            PulseLoCo(model, torch.optim.SGD([model.weight]), sync_every=1)
+            pulse_loco(model, torch.optim.SGD([model.weight]), sync_every=1)
         with pytest.raises(UnsupportedTensor, match="parameter 'odd'"):
-            PulseLoCo(model, torch.optim.SGD([model.odd]), sync_every=1)
+            pulse_loco(model, torch.optim.SGD([model.odd]), sync_every=1)

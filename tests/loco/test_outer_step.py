@@ -18,8 +18,8 @@ from pulse_rl._native import (
     sparse_outer_step,
     sum_entries,
 )
-from pulse_rl.loco.gate import Floats, rounding_of
-from pulse_rl.loco.shares import Counts
+from pulse_rl.loco.gate import rounding_of
+from pulse_rl.loco.parameters import Floats
 from pulse_rl.loco.wire import Entries
 from tests.support.arrays import Array, floats, misaligned
 from tests.support.entries_oracle import Rounding, class_of
@@ -64,7 +64,7 @@ class State(NamedTuple):
     momentum: Floats
     residual: Floats
     start: Floats
-    counts: Counts
+    counts: np.ndarray
 
     def copy(self) -> State:
         return State(*(array.copy() for array in self))  # type: ignore[arg-type]

@@ -13,10 +13,10 @@ import torch
 
 from pulse_rl.errors import CorruptMessage, Diverged, InputError, NonFinite, PulseError, StateMismatch
 from pulse_rl.loco import DiLoCo, PulseLoCo
-from pulse_rl.loco.exchange import Exchange
-from pulse_rl.loco.transfer import Coder, Transfer
-from pulse_rl.loco.wire import Message
-from tests.support.loco_reference import Job, flat, same
+from pulse_rl.loco.exchange import Transfer
+from pulse_rl.loco.group import TrainerGroup
+from pulse_rl.loco.wire import Coder, Message
+from tests.support.loco_reference import Job, flat, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together
 
 
@@ -34,7 +34,7 @@ def other_settings(trainer: Trainer) -> None:
     lr = 0.7 if trainer.rank != 1 else 0.5
     with (
         pytest.raises(InputError, match="trainer") as caught,
-        PulseLoCo(job.model, job.optimizer, sync_every=2, outer_lr=lr),
+        pulse_loco(job.model, job.optimizer, sync_every=2, outer_lr=lr),
     ):
         pass
     assert not isinstance(caught.value, StateMismatch)
@@ -46,7 +46,7 @@ def other_settings(trainer: Trainer) -> None:
 def other_model(trainer: Trainer) -> None:
     model = torch.nn.Linear(3, 5 if trainer.rank else 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(StateMismatch, match="trainer"), PulseLoCo(model, optimizer, sync_every=2):
+    with pytest.raises(StateMismatch, match="trainer"), pulse_loco(model, optimizer, sync_every=2):
         pass
     assert not optimizer._optimizer_step_post_hooks
 
@@ -54,7 +54,7 @@ def other_model(trainer: Trainer) -> None:
 def not_finite(trainer: Trainer) -> None:
     """NaN and Inf of one trainer stop all of them, name it and the parameter, and nothing has changed anywhere."""
     job = Job()
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=10, threads=2) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=10, threads=2) as loop:
         for _ in range(2):
             job.step(trainer.rank)
         for value in (float("nan"), float("-inf")):
@@ -68,7 +68,7 @@ def not_finite(trainer: Trainer) -> None:
             assert kept(loop, before)
             assert (loop.round, loop.inner_step) == (1, 2)
             loop.rewind()
-            with loop.at_theta():
+            with loop.global_weights():
                 assert same(job.weights(), before[0])
             assert loop.inner_step == 0
             assert kept(loop, before)
@@ -86,7 +86,7 @@ def overflowing(trainer: Trainer) -> None:
     for wire, size in ((torch.bfloat16, 3.4e38), (torch.float32, 3e38)):
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with PulseLoCo(model, optimizer, sync_every=1, wire_dtype=wire, timeout_seconds=10) as loop:
+        with pulse_loco(model, optimizer, sync_every=1, wire_dtype=wire, timeout_seconds=10) as loop:
             before = held(loop)
             for p in model.parameters():
                 p.grad = torch.full_like(p, size if trainer.rank != 1 or wire == torch.float32 else 0.1)
@@ -99,7 +99,7 @@ def differing(trainer: Trainer, flip: Callable[[PulseLoCo], np.ndarray], bits: t
     """One bit of the common state differs on trainer 1: all of them stop. Often the messages cannot even be read."""
     for bit in bits:
         job = Job()
-        with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
+        with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
             for _ in range(2):
                 job.step(trainer.rank)
             if trainer.rank == 1:
@@ -111,9 +111,9 @@ def differing(trainer: Trainer, flip: Callable[[PulseLoCo], np.ndarray], bits: t
 
 def two_states(trainer: Trainer) -> None:
     """Trainers that meet in the same round must hold the same state."""
-    for flip in ((lambda loop: loop.theta_flat), (lambda loop: loop.momentum_flat)):
+    for flip in ((lambda loop: loop.state.theta), (lambda loop: loop.state.momentum)):
         job = Job()
-        with PulseLoCo(job.model, job.optimizer, sync_every=1, timeout_seconds=5) as loop:
+        with pulse_loco(job.model, job.optimizer, sync_every=1, timeout_seconds=5) as loop:
             job.step(trainer.rank)
             if trainer.rank == 1:
                 flip(loop).view(np.uint32)[47] ^= 1
@@ -128,7 +128,7 @@ def damaged(trainer: Trainer, damage: Callable[[PulseLoCo, bytes], bytes], *, su
     takes any of it."""
     job = Job()
     wire = torch.bfloat16
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=3, wire_dtype=wire) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=3, wire_dtype=wire) as loop:
         for _ in range(2):
             job.step(trainer.rank)
         before = held(loop)
@@ -173,7 +173,7 @@ def too_many(loop: PulseLoCo, message: bytes) -> bytes:
 
 def announced(trainer: Trainer) -> None:
     """A trainer that announces more bytes than any message takes: nobody allocates them."""
-    exchange = Exchange(timeout_seconds=5)
+    exchange = TrainerGroup(timeout_seconds=5)
     if trainer.rank == 2:
         header = struct.pack("<Q", 1 << 50) + sha256(b"").digest()
         exchange._all_gather_array(np.frombuffer(header, np.uint8))
@@ -185,7 +185,7 @@ def announced(trainer: Trainer) -> None:
 
 def announced_to_one(trainer: Trainer) -> None:
     """The same of a message for one trainer: all refuse, as all know all lengths."""
-    exchange = Exchange(timeout_seconds=5)
+    exchange = TrainerGroup(timeout_seconds=5)
     messages = [bytes(10), bytes(101 if trainer.rank == 2 else 10), bytes(10)]
     with pytest.raises(CorruptMessage, match="trainer 2 announces 101"):
         exchange.all_to_all(messages, max_bytes=[[200, 100, 200]] * 3)
@@ -195,7 +195,7 @@ def announced_to_one(trainer: Trainer) -> None:
     exchange.close()
 
 
-def flip_on_the_way(exchange: Exchange, length: int, *names: str) -> None:
+def flip_on_the_way(exchange: TrainerGroup, length: int, *names: str) -> None:
     """Once, a byte of trainer 2's message changes before it arrives here."""
 
     def flipping(name: str) -> None:
@@ -216,7 +216,7 @@ def flip_on_the_way(exchange: Exchange, length: int, *names: str) -> None:
 
 
 def garbled(trainer: Trainer) -> None:
-    exchange = Exchange(timeout_seconds=5)
+    exchange = TrainerGroup(timeout_seconds=5)
     if trainer.rank == 1:
         flip_on_the_way(exchange, 50, "_all_gather_array")
         with pytest.raises(CorruptMessage, match="trainer 2"):
@@ -229,8 +229,8 @@ def garbled(trainer: Trainer) -> None:
 def garbled_round(trainer: Trainer, collective: str = "_all_gather_array") -> None:
     """What only one trainer could not read is refused by all, and the next try may succeed."""
     job = Job()
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
-        exchange = loop._exchange
+    with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
+        exchange = loop._group
         assert exchange is not None
         for _ in range(2):
             job.step(trainer.rank)
@@ -248,7 +248,7 @@ def garbled_round(trainer: Trainer, collective: str = "_all_gather_array") -> No
 def unknown_answer(trainer: Trainer, answer: bytes) -> None:
     """Trainer 0 answers with what is neither sums nor one of the reasons why there are none."""
     job = Job()
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=3) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=3) as loop:
         for _ in range(2):
             job.step(trainer.rank)
         before = held(loop)
@@ -259,7 +259,7 @@ def unknown_answer(trainer: Trainer, answer: bytes) -> None:
             with pytest.raises(CorruptMessage, match="no known form"):
                 job.step(trainer.rank)
         assert kept(loop, before)
-        assert loop._pending_message is None, "nobody has counted it"
+        assert loop.reduction.residual.pending_message is None, "nobody has counted it"
         job.step(trainer.rank)
         assert loop.round == 2
 
@@ -271,8 +271,10 @@ def refuse(trainer: Trainer, scattered: bool) -> list[str]:
     cases: dict[str, Callable[[Trainer], None]] = {
         "not finite": not_finite,
         "overflowing": overflowing,
-        "theta": lambda t: differing(t, lambda loop: loop.theta_flat, (3, 12, 25, 31), r"0\.weight' on trainers \[1\]"),
-        "momentum": lambda t: differing(t, lambda loop: loop.momentum_flat, (20, 25, 29), r"trainers \[1\]"),
+        "theta": lambda t: differing(
+            t, lambda loop: loop.state.theta, (3, 12, 25, 31), r"0\.weight' on trainers \[1\]"
+        ),
+        "momentum": lambda t: differing(t, lambda loop: loop.state.momentum, (20, 25, 29), r"trainers \[1\]"),
         "garbled round": garbled_round,
         **{f.__name__: lambda t, f=f: damaged(t, f) for f in damages},
     }

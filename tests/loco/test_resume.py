@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pulse_rl.errors import NonFinite, StateMismatch
-from pulse_rl.loco import PulseLoCo, outer, parameters, pulseloco, wire
-from tests.support.loco_reference import Job, flat, same
+from pulse_rl.loco import PulseLoCo, gate, outer, parameters, wire
+from tests.support.loco_reference import Job, flat, pulse_loco, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +35,7 @@ def whole(job: Job, loop: PulseLoCo) -> list[torch.Tensor]:
 def test_resume_is_exact_at_a_boundary_and_in_mid_round(stop: int, dtype: torch.dtype, lookahead: float) -> None:
     def make(seed: int) -> tuple[Job, PulseLoCo]:
         job = Job(seed, dtype=dtype, lr=1e-2)
-        return job, PulseLoCo(job.model, job.optimizer, sync_every=3, wire_dtype=torch.bfloat16, lookahead=lookahead)
+        return job, pulse_loco(job.model, job.optimizer, sync_every=3, wire_dtype=torch.bfloat16, lookahead=lookahead)
 
     job, loop = make(0)
     run(job, loop, 11)
@@ -56,10 +56,10 @@ def test_resume_is_exact_at_a_boundary_and_in_mid_round(stop: int, dtype: torch.
 
 def test_at_a_boundary_the_model_needs_no_checkpoint() -> None:
     job = Job()
-    loop = PulseLoCo(job.model, job.optimizer, sync_every=2)
+    loop = pulse_loco(job.model, job.optimizer, sync_every=2)
     run(job, loop, 2)
     other = Job(5)
-    resumed = PulseLoCo(other.model, other.optimizer, sync_every=2)
+    resumed = pulse_loco(other.model, other.optimizer, sync_every=2)
     resumed.load_state_dict(loop.state_dict())
     assert same(other.weights(), job.weights())
 
@@ -86,7 +86,7 @@ def test_at_a_boundary_the_model_needs_no_checkpoint() -> None:
 )
 def test_another_state_is_refused_and_nothing_has_changed(spoil: Callable[[dict[str, Any]], Any]) -> None:
     job = Job()
-    loop = PulseLoCo(job.model, job.optimizer, sync_every=2)
+    loop = pulse_loco(job.model, job.optimizer, sync_every=2)
     run(job, loop, 3)
     before, state = whole(job, loop), loop.state_dict()
     spoil(state)
@@ -107,15 +107,15 @@ def test_an_interrupt_leaves_the_state_of_one_round_or_the_other(name: str, monk
     monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", 1 << 8)
     states: dict[int, list[torch.Tensor]] = {}
     job = Job()
-    loop = PulseLoCo(job.model, job.optimizer, sync_every=1, threads=2)
+    loop = pulse_loco(job.model, job.optimizer, sync_every=1, threads=2)
     with loop:
         for number in range(3):
             states[number] = [flat(loop.state_dict()[k]) for k in ("theta", "momentum", "residual")]
             job.step(0)
     job = Job()
-    loop = PulseLoCo(job.model, job.optimizer, sync_every=1, threads=2)
+    loop = pulse_loco(job.model, job.optimizer, sync_every=1, threads=2)
     calls = 0
-    module = next(m for m in (wire, pulseloco, outer) if hasattr(m, name))
+    module = next(m for m in (wire, gate, outer) if hasattr(m, name))
     kernel = getattr(module, name)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:

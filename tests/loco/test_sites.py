@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.loco.sites import OneLevel
 from benchmarks.loco.threads import as_threads
 from pulse_rl.errors import CorruptMessage, InputError, NonFinite
 from pulse_rl.loco import PulseLoCo, parameters
-from pulse_rl.loco.exchange import Exchange
-from pulse_rl.loco.sites import Sites
-from tests.support.loco_reference import Flat, flat, same
+from pulse_rl.loco.exchange import Sites
+from pulse_rl.loco.group import TrainerGroup
+from tests.support.loco_reference import Flat, flat, pulse_loco, same
 from tests.support.site_members import SIZE, Member, members
 from tests.support.trainers import Trainer, together
 
@@ -33,10 +32,10 @@ def test_sites_are_in_the_order_of_their_lowest_rank() -> None:
     sites = Sites.of(["west", "east", "west", "east", "east"])
     assert sites.members == ((0, 2), (1, 3, 4))
     assert [sites.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, 1]
-    assert sites.beside(3) == (1, 3, 4)
+    assert sites.same_site(3) == (1, 3, 4)
     assert (sites.several, sites.trainers) == (True, 5)
     # An owner sums for its own site. Elsewhere it is the member that its number counts off.
-    assert [[sites.forwarder(site, owner) for owner in range(5)] for site in (0, 1)] == [
+    assert [[sites.site_reducer(site, owner) for owner in range(5)] for site in (0, 1)] == [
         [0, 2, 2, 2, 0],
         [1, 1, 4, 3, 4],
     ]
@@ -47,13 +46,13 @@ def test_alone_or_all_together_sites_make_no_difference(names: str) -> None:
     sites = Sites.of(list(names))
     assert sites.members == (tuple(range(len(names))),)
     assert not sites.several
-    assert [sites.forwards(rank) for rank in range(len(names))] == [[rank] for rank in range(len(names))]
+    assert [sites.reduces_for(rank) for rank in range(len(names))] == [[rank] for rank in range(len(names))]
 
 
 @pytest.mark.parametrize("names", ["aabb", "aaab", "abab", "aaabb", "aaaabbbbcccc", "abcddd"])
 def test_every_share_has_one_forwarder_in_every_site(names: str) -> None:
     sites = Sites.of(list(names))
-    work = {rank: sites.forwards(rank) for rank in range(len(names))}
+    work = {rank: sites.reduces_for(rank) for rank in range(len(names))}
     for ranks in sites.members:
         assert sorted(itertools.chain.from_iterable(work[rank] for rank in ranks)) == list(range(len(names)))
     assert all(rank in owners for rank, owners in work.items())
@@ -125,7 +124,7 @@ def test_sites_that_make_no_difference_change_nothing(names: str) -> None:
 
 def by_hand(member: Member, names: str) -> Callable[[], int]:
     """What this member gives to the network for other sites from now on: a gathered message goes around the ring."""
-    exchange, counts = member.loop._exchange, [0]
+    exchange, counts = member.loop._group, [0]
     assert exchange is not None
     all_gather, all_to_all = exchange._all_gather_array, exchange._all_to_all_arrays
     here, following = names[member.rank], names[(member.rank + 1) % len(names)]
@@ -166,14 +165,14 @@ def test_a_site_sends_about_what_a_trainer_sends() -> None:
     assert min(two_levels[3], two_levels[7]) > 3 * max(two_levels[:3] + two_levels[4:7])
     apart = crossing("abababab")
     assert sum(apart) > 3 * sum(two_levels), "the ring of sums crosses with every step"
-    one_level = crossing("aaaabbbb", kind=OneLevel, gate_sums=True)
+    one_level = crossing("aaaabbbb", one_level=True, gate_sums=True)
     assert sum(one_level) > 1.5 * sum(two_levels)
 
 
 def counted(trainer: Trainer) -> tuple[int, int]:
     """Over the network, as among threads."""
     trainer.connect("start")
-    exchange = Exchange(timeout_seconds=20)
+    exchange = TrainerGroup(timeout_seconds=20)
     exchange.all_gather_fixed(bytes(100))
     assert exchange.between_bytes == 0
     exchange.sites = ["a", "b", "b"]
@@ -205,7 +204,7 @@ def held(loop: PulseLoCo) -> list[Flat]:
 
 def spoil(member: Member, call: int, change: Callable[[list[bytes]], list[bytes]]) -> None:
     """Once, what this member sends with the call of that number, from 1, is another thing."""
-    exchange, calls = member.loop._exchange, itertools.count(1)
+    exchange, calls = member.loop._group, itertools.count(1)
     assert exchange is not None
     all_to_all = exchange.all_to_all
 
@@ -250,7 +249,11 @@ def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
         with pytest.raises(CorruptMessage, match=words):
             member.step()
         assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
-        assert (member.loop.round, member.loop._pending_message, member.loop._sums_gate) == (1, None, None)
+        assert (member.loop.round, member.loop.reduction.residual.pending_message, member.loop._sums_gate) == (
+            1,
+            None,
+            None,
+        )
         member.loop.rewind()
         member.reference.residual = reference
         for _ in range(2):
@@ -263,7 +266,7 @@ def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
 def test_what_is_damaged_on_the_way_to_one_is_refused_by_all(call: int) -> None:
     def work(member: Member) -> None:
         member.round()
-        before, calls, exchange = held(member.loop), itertools.count(1), member.loop._exchange
+        before, calls, exchange = held(member.loop), itertools.count(1), member.loop._group
         assert exchange is not None
         receive = exchange._all_to_all_arrays
 
@@ -318,7 +321,7 @@ def test_sums_that_no_message_takes_are_gathered(who: tuple[int, int], *, gated:
         assert done.summed > 1000
         member.reference.sites, member.reference.gate_sums = (), False
         member.reference.outer_step([member.seen[0, rank] for rank in range(4)])
-        assert same(flat(member.loop.theta()), member.reference.theta.data)
+        assert same(flat(member.loop.global_state()), member.reference.theta.data)
         assert same(flat(member.loop.residual()), member.reference.residual)
         member.reference.sites, member.reference.gate_sums = list("aabb"), gated
         member.round()
@@ -333,7 +336,7 @@ def test_sums_that_no_message_takes_are_gathered(who: tuple[int, int], *, gated:
 def test_a_site_is_a_name(site: Any) -> None:
     weight = nn.Parameter(torch.ones(3))
     with pytest.raises(InputError, match="site is") as caught:
-        PulseLoCo({"w": weight}, torch.optim.SGD([weight], lr=1.0), sync_every=1, site=site)
+        pulse_loco({"w": weight}, torch.optim.SGD([weight], lr=1.0), sync_every=1, site=site)
     assert caught.value.hint
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pulse_rl.loco import PulseLoCo, Round, parameters
-from tests.support.loco_reference import Job, Reference, flat, same
+from pulse_rl.loco import Round, parameters
+from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def agreed(
     job = Job(seed=trainer.rank, dtype=dtype, lr=rate)
     selected: list[tuple[torch.Tensor, torch.Tensor]] = []
     rounds: list[Round] = []
-    loop = PulseLoCo(
+    loop = pulse_loco(
         job.model,
         job.optimizer,
         sync_every=2,
@@ -64,7 +64,7 @@ def agreed(
         lambda *_: selected.append(reference.select(job.weights())) if job.steps % 2 == 0 else None
     )
     with loop:
-        reference = Reference(flat(loop.theta()), model_dtype=dtype, rank=trainer.rank, **settings)
+        reference = Reference(flat(loop.global_state()), model_dtype=dtype, rank=trainer.rank, **settings)
         for number in range(ROUNDS):
             still = (number == 0 and trainer.rank == 1) or number == 3
             for group in job.optimizer.param_groups:

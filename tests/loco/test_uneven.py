@@ -13,7 +13,7 @@ import torch
 
 from pulse_rl.errors import InputError, TrainerLeft, TrainerLost
 from pulse_rl.loco import PulseLoCo
-from tests.support.loco_reference import Job, root_of
+from tests.support.loco_reference import Job, pulse_loco, root_of
 from tests.support.trainers import Group, Trainer, each, together
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ def fewer_batches(trainer: Trainer) -> None:
     """The loop of trainer 1 ends one batch before a round; that of trainer 0 at a round, when the others go on."""
     for early, batches, where in ((1, 3, "1 of 2 inner steps of round 2"), (0, 4, "0 of 2 inner steps of round 3")):
         job = Job(trainer.rank)
-        with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=20) as loop:
+        with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=20) as loop:
             steps(loop, job, trainer.rank, batches)
             if trainer.rank == early:
                 continue
@@ -46,12 +46,12 @@ def fewer_batches(trainer: Trainer) -> None:
 def an_error_in_the_loop(trainer: Trainer) -> None:
     job = Job(trainer.rank)
     if trainer.rank == 1:
-        loop = PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=20)
+        loop = pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=20)
         with suppress(OSError), loop:
             steps(loop, job, 1, 3)
             raise OSError("no such batch")
         return
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=20) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=20) as loop:
         steps(loop, job, trainer.rank, 3)
         with pytest.raises(TrainerLost, match="trainer 1 left with OSError: no such batch") as caught:
             steps(loop, job, trainer.rank, 1)
@@ -61,7 +61,7 @@ def an_error_in_the_loop(trainer: Trainer) -> None:
 def other_parameters(trainer: Trainer) -> None:
     """An error of one trainer alone, in a round, reaches the others at once and with its words."""
     job = Job(trainer.rank)
-    with PulseLoCo(job.model, job.optimizer, sync_every=1, timeout_seconds=20) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=1, timeout_seconds=20) as loop:
         steps(loop, job, trainer.rank, 1)
         if trainer.rank == 1:
             job.model[0].bias = torch.nn.Parameter(torch.zeros(40))
@@ -75,7 +75,7 @@ def other_parameters(trainer: Trainer) -> None:
 def stalled(trainer: Trainer) -> None:
     """Trainer 1 waits for the others in a barrier of the training loop."""
     job = Job(trainer.rank)
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=2) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=2) as loop:
         steps(loop, job, trainer.rank, 3)
         if trainer.rank != 1:
             with pytest.raises(TrainerLost, match=r"trainer 1 had taken 1 of 2 inner steps of round 2.*GradScaler"):
@@ -98,7 +98,7 @@ def skipped_steps(trainer: Trainer) -> None:
         scaler.step(job.optimizer)
         scaler.update()
 
-    with PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=20) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=20) as loop:
         batch()
         if trainer.rank == 1:
             batch(overflow=True)
@@ -135,7 +135,7 @@ def exits(trainer: Trainer) -> Any:
     """A process that ends without leaving the loop."""
     trainer.connect("start")
     job = Job(trainer.rank)
-    loop = PulseLoCo(job.model, job.optimizer, sync_every=2, timeout_seconds=20)
+    loop = pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=20)
     loop.__enter__()
     steps(loop, job, trainer.rank, 3)
     if trainer.rank == 1:

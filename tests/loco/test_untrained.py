@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from pulse_rl.errors import CorruptMessage, Diverged, NonFinite, StateMismatch
-from pulse_rl.loco import DiLoCo, OuterLoop, PulseLoCo, bits, untrained_message
-from tests.support.loco_reference import root_of, same
+from pulse_rl.loco import DiLoCo, PulseLoCo, buffers
+from pulse_rl.loco.loop import OuterLoop
+from tests.support.loco_reference import pulse_loco, root_of, same
 from tests.support.trainers import Trainer, each, together
 
 SIZE = 3
@@ -55,7 +56,7 @@ def step(model: Model, optimizer: Any, who: int, number: int) -> None:
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(bits.bits_of(a[n]), bits.bits_of(b[n])) for n in a)
+    return a.keys() == b.keys() and all(torch.equal(buffers.bits_of(a[n]), buffers.bits_of(b[n])) for n in a)
 
 
 def all_equal(trainer: Trainer, name: str, model: Model) -> bool:
@@ -182,7 +183,7 @@ def other_models(trainer: Trainer) -> None:
     model, optimizer, _ = make(trainer.rank)
     if trainer.rank == 1:
         model.register_buffer("more", torch.zeros(2))
-    with pytest.raises(StateMismatch, match="buffers"), PulseLoCo(model, optimizer, sync_every=1, timeout_seconds=10):
+    with pytest.raises(StateMismatch, match="buffers"), pulse_loco(model, optimizer, sync_every=1, timeout_seconds=10):
         pass
 
 
@@ -191,7 +192,7 @@ def damaged(trainer: Trainer) -> None:
     model, optimizer, loop = make(trainer.rank, sync_every=1)
     with loop:
         before = model.tensors()
-        exchange = loop._exchange
+        exchange = loop._group
         all_gather = exchange._all_gather_array
 
         def flipped(data: Any) -> Any:
@@ -211,8 +212,8 @@ def damaged(trainer: Trainer) -> None:
         step(model, optimizer, trainer.rank, 1)
         assert all_equal(trainer, "undamaged", model)
         if trainer.rank == 1:
-            loop.untrained.common["steep"][0] ^= 1
-            loop.untrained._set_common(loop.untrained.common)
+            loop.buffers.common["steep"][0] ^= 1
+            loop.buffers._set_common(loop.buffers.common)
         with pytest.raises(Diverged, match="disagree on the buffers"):
             step(model, optimizer, trainer.rank, 2)
 
@@ -302,9 +303,9 @@ def test_other_buffers_in_a_checkpoint_are_refused(spoil: Callable[[dict[str, An
 
 def test_a_model_without_untrained_tensors_saves_what_it_always_did() -> None:
     model = nn.Linear(2, 2)
-    loop = PulseLoCo(model, torch.optim.SGD(model.parameters()), sync_every=1)
+    loop = pulse_loco(model, torch.optim.SGD(model.parameters()), sync_every=1)
     assert loop.state_dict().keys() == {"round", "inner_step", "messages", "theta", "momentum", "residual"}
-    assert not loop.untrained
+    assert not loop.buffers
 
 
 def test_memory_shared_with_trained_parameters_is_theirs() -> None:
@@ -312,11 +313,11 @@ def test_memory_shared_with_trained_parameters_is_theirs() -> None:
     model.register_buffer("view", model.weight.data[1])
     model.tied = nn.Parameter(model.bias.data, requires_grad=False)
     optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
-    with PulseLoCo(model, optimizer, sync_every=1) as loop:
+    with pulse_loco(model, optimizer, sync_every=1) as loop:
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
     assert loop.round == 1
-    assert not loop.untrained
+    assert not loop.buffers
 
 
 # -- numbers and bytes
@@ -328,21 +329,21 @@ def test_the_mean_of_equal_bits_is_those_bits(dtype: torch.dtype) -> None:
     x = torch.from_numpy(rng.normal(0, 1, 1000) * np.exp2(rng.integers(-10, 10, 1000))).to(dtype)
     x[:3] = torch.tensor([float("nan"), float("-inf"), -0.0])
     for count in (1, 2, 3, 7, 10):
-        found, finite = bits.mean(count * [x])
+        found, finite = buffers.mean(count * [x])
         assert finite
-        assert torch.equal(bits.bits_of(found), bits.bits_of(x))
+        assert torch.equal(buffers.bits_of(found), buffers.bits_of(x))
     y = x.clone()
     y[0] = 1
-    assert not bits.mean([x, y])[1]
+    assert not buffers.mean([x, y])[1]
     pair = [torch.tensor([1.0, 65504.0], dtype=dtype), torch.tensor([2.0, 65504.0], dtype=dtype)]
-    assert bits.mean(pair)[0].tolist() == [1.5, pair[0][1].item()]
+    assert buffers.mean(pair)[0].tolist() == [1.5, pair[0][1].item()]
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, where it is no SHA-256: changes that cancel in a sum, in any piece, and another order."""
-    monkeypatch.setattr(bits, "_PIECE", 1 << 4)
-    bits._weights.cache_clear()
+    monkeypatch.setattr(buffers, "_PIECE", 1 << 4)
+    buffers._weights.cache_clear()
     x = torch.arange(40).to(dtype)
     others = [x.clone() for _ in range(4)]
     others[0][33] = others[0][32]
@@ -350,21 +351,23 @@ def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.Mon
     others[2][3], others[2][19] = x[19].clone() + 1, x[3].clone() - 1
     others[3] = x.roll(16)
     try:
-        found = [bits.fingerprint_on_device(t) for t in [x, x.clone(), x.reshape(5, 8).t().contiguous().t(), *others]]
+        found = [
+            buffers.fingerprint_on_device(t) for t in [x, x.clone(), x.reshape(5, 8).t().contiguous().t(), *others]
+        ]
     finally:
-        bits._weights.cache_clear()
+        buffers._weights.cache_clear()
     assert found[0] == found[1] == found[2]
     assert len(set(found)) == 1 + len(others)
 
 
-MESSAGE = untrained_message.UntrainedMessage("aa", {"f": "bb"}, {"b": b"1234"}, "")
+MESSAGE = buffers.BuffersMessage("aa", {"f": "bb"}, {"b": b"1234"}, "")
 LENGTHS = (frozenset({"f"}), {"b": 4, "c": 2})
 
 
 def test_a_message_about_buffers_is_read_as_it_was_written() -> None:
     data = MESSAGE.to_bytes()
     assert data[:4] == b"PLSU"
-    assert untrained_message.UntrainedMessage.parse(data, LENGTHS) == MESSAGE
+    assert buffers.BuffersMessage.parse(data, LENGTHS) == MESSAGE
 
 
 @pytest.mark.parametrize(
@@ -385,4 +388,4 @@ def test_a_message_about_buffers_is_read_as_it_was_written() -> None:
 )
 def test_a_message_about_buffers_that_does_not_fit_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptMessage):
-        untrained_message.UntrainedMessage.parse(data, LENGTHS)
+        buffers.BuffersMessage.parse(data, LENGTHS)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from pulse_rl.loco import OuterLoop
+from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo
+from pulse_rl.loco.loop import OuterLoop
 
 Flat = torch.Tensor
 
@@ -117,28 +119,22 @@ class Reference:
         self.residual = torch.where(mine & (rest != 0), self.residual + rest, self.residual)
 
     def owners(self, trainers: int) -> torch.Tensor:
-        """Who sums each parameter, from what the last sums were."""
-        pieces = self.summed.split(256)
-        weights = [1 + int(piece.count_nonzero()) for piece in pieces]
-        owners, passed, owner = torch.zeros(len(self.summed), dtype=torch.int64), 0, 0
-        for number, weight in enumerate(weights):
-            passed += weight
-            while owner + 1 < trainers and passed >= (owner + 1) * sum(weights) // trainers:
-                owner += 1
-            owners[256 * number : 256 * (number + 1)] = owner
-        return owners
+        """Who sums each parameter of a model in one block."""
+        count = len(self.summed)
+        bounds = [count * owner // trainers for owner in range(trainers + 1)]
+        return torch.cat([torch.full((last - first,), owner) for owner, (first, last) in enumerate(pairwise(bounds))])
 
     def momentum(self) -> Flat:
         return self.outer.state[self.theta]["momentum_buffer"]
 
     def check(self, loop: Any) -> None:
         """``loop`` holds the same theta, residual and momentum, bit for bit, and its model the start as cast."""
-        assert same(flat(loop.theta()), self.theta.data)
+        assert same(flat(loop.global_state()), self.theta.data)
         assert same(flat(loop.residual()), self.residual)
         # -0 and 0 are one momentum: torch's first step copies the gradient, others add it to 0.
         torch.testing.assert_close(flat(loop.state_dict()["momentum"]), self.momentum(), rtol=0, atol=0)
         at, start = 0, self.start()
-        for name in loop.theta():
+        for name in loop.global_state():
             p = loop.parameters.tensors[name].detach()
             assert same(p.reshape(-1), start[at : at + p.numel()])
             at += p.numel()
@@ -180,8 +176,27 @@ class Job:
         return flat(dict(self.model.named_parameters()))
 
 
+_OF_EXCHANGE = ("group", "site", "wire_dtype", "gate_sums", "timeout_seconds")
+
+
+def pulse_loco(model: Any, optimizers: Any, **settings: Any) -> PulseLoCo:
+    """A PulseLoCo with those of the ``settings`` that belong to its exchange in there, and its ``threads``."""
+    return made(PulseLoCo, model, optimizers, **settings)
+
+
+def diloco(model: Any, optimizers: Any, **settings: Any) -> DiLoCo:
+    return made(DiLoCo, model, optimizers, **settings)
+
+
+def made(kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, **settings: Any) -> Any:
+    exchange = Exchange(**{name: settings.pop(name) for name in _OF_EXCHANGE if name in settings})
+    loop = kind(model, optimizers, exchange=exchange, **settings)
+    loop.threads = threads
+    return loop
+
+
 def root_of(loop: OuterLoop) -> str:
     """The root of theta as it is now, whatever the last round reported."""
     from pulse_rl import state_root
 
-    return state_root(dict(loop.theta()))
+    return state_root(dict(loop.global_state()))

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.loco.threads import as_threads
-from pulse_rl.loco import PulseLoCo
-from tests.support.loco_reference import Flat, Reference
+from pulse_rl.loco.exchange import Sites
+from tests.support.loco_reference import Flat, Reference, pulse_loco
 
 SIZE = 3000
 
@@ -23,7 +23,7 @@ class Member:
         rank: int,
         sites: Sequence[str],
         seen: dict[tuple[int, int], Flat],
-        kind: type[PulseLoCo] = PulseLoCo,
+        one_level: bool = False,
         **settings: Any,
     ) -> None:
         self.rank, self.size, self.seen, self.settings = rank, len(sites), seen, settings
@@ -32,9 +32,11 @@ class Member:
         self.weight = nn.Parameter(start.clone())
         self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
         self.optimizer.register_step_post_hook(lambda *_: self._select())
-        self.loop = kind(
+        self.loop = pulse_loco(
             {"w": self.weight}, self.optimizer, sync_every=1, threads=1, site=sites[rank] or None, **settings
         )
+        if one_level:
+            self.loop.reduction.sites = lambda group: Sites.of([""] * group.size)  # type: ignore[method-assign]
         known = {"gate_sums": True} | settings
         self.reference = Reference(start, rank=rank, sites=sites, **known)
 

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from pulse_rl.errors import PulseError
-from pulse_rl.loco import pulseloco, shares
+from pulse_rl.loco import loop as loop_module
+from pulse_rl.loco.exchange import SCATTER_FROM
 
 _SHARDED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 
@@ -141,7 +142,7 @@ def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int
 
 def force_scattered(scattered: bool | None) -> None:
     """From now on all rounds of this process are scattered, none is, or (None) the rule decides."""
-    pulseloco.scatters = shares.scatters if scattered is None else lambda *_: scattered
+    loop_module.SCATTER_FROM = SCATTER_FROM if scattered is None else 1 if scattered else 1 << 30
 
 
 def lose(how: signal.Signals) -> None:

@@ -1,25 +1,10 @@
 """PULSELoCo: keeps trainers in sync by exchanging only what would change the next forward pass (docs/loco.md).
 
-`PulseLoCo` wraps one inner optimizer or several; `DiLoCo`, `SparseLoCo`, `Ddp`, `TopK` and two ablations are the same
-loop with different exchanges.
+`PulseLoCo` wraps one inner optimizer or several; `DiLoCo` is the same loop with a dense all-reduce.
 """
 
-from .baselines import CastDifference, Ddp, DiLoCo, TopK, WithoutFeedback
-from .feedback import ErrorFeedbackLoop
-from .outer import OuterLoop
-from .pulseloco import PulseLoCo
-from .rounds import Round
-from .sparseloco import SparseLoCo
+from .exchange import Exchange
+from .loop import Round
+from .pulseloco import DiLoCo, PulseLoCo
 
-__all__ = [
-    "CastDifference",
-    "Ddp",
-    "DiLoCo",
-    "ErrorFeedbackLoop",
-    "OuterLoop",
-    "PulseLoCo",
-    "Round",
-    "SparseLoCo",
-    "TopK",
-    "WithoutFeedback",
-]
+__all__ = ["DiLoCo", "Exchange", "PulseLoCo", "Round"]

@@ -1,190 +1,382 @@
-"""Collectives of variable-length messages over torch.distributed (docs/loco.md, section 4)."""
+"""How a round's entries travel: to all trainers, or to the owners of shares and back as sums, by site where there are
+several (docs/loco.md, sections 4.3 to 4.5)."""
 
 from __future__ import annotations
 
-import os
-import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from functools import partial
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Literal, NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ..errors import CorruptMessage, InputError
-from .progress import Progress
+from .._native import sum_entries
+from .._util.threads import ordered_map
+from ..errors import CorruptMessage, InputError, NonFinite
+from .gate import ReduceGate
+from .group import TrainerGroup
+from .parameters import FlatBlock, is_finite
+from .wire import Coder, Entries, LocalMessage, SumsMessage, Unit, Wire, digest_of
 
-T = TypeVar("T")
-_DIGEST_BYTES = 32
-_MAX_BROADCAST_BYTES = 1 << 26
+_NON_FINITE = b"PLSN"
+_TOO_LARGE = b"PLSH"
+SCATTER_FROM = 4
+"""Trainers from which on each sums a share: (1 - 1/R) of a message and of all sums leave a process then, not R - 1
+messages, which is more as soon as trainers send some of the same entries."""
+GATE_SUMS_FROM = 8
+Phase = Callable[[str], AbstractContextManager[None]]
+
+Sums = list[Entries] | bytes
+"""The sums of a share that are not 0, by unit; or the control word in place of them (`_is_control`)."""
 
 
+@dataclass(frozen=True)
 class Exchange:
-    """One trainer's side of a group of trainers; a single trainer if torch.distributed is not initialised.
+    """Who takes part, and how messages travel between them. All but ``site`` is one setting of all trainers.
 
-    It creates its own gloo group, whatever the user's backend is: messages are small and made on the host, a lost peer
-    is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
-    ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all others. ``sent_bytes``
-    counts what left this process: gathered messages travel around a ring, each process to the next rank, so each
-    forwards all but one of them, padded. ``between_bytes`` counts those of them that went to a trainer of another one
-    of the ``sites``, names by rank, "" of all trainers until they have met; broadcasts, which are in no round, it does
-    not count.
-    ``progress`` knows what the errors tell of the others.
+    ``group``: the trainers (default: all of torch.distributed; without it, this trainer alone). A trainer that dies, or
+    stalls for more than ``timeout_seconds``, raises TrainerLost on the others.
+    ``site``: the name of this trainer's site, a node or a region whose trainers have fast links among them. Its members
+    sum their entries before these go to the owners of shares elsewhere: over the slow links a site costs about as much
+    as one trainer (docs/loco.md, 4.5). All trainers have one, or none has; ranks of one site should follow each other.
+    ``wire_dtype``: torch.float32, or torch.bfloat16; what rounding loses stays in the residual.
+    ``gate_sums``: whoever sums a share of the parameters sends back only those sums whose mean passes the gate, in
+    ``wire_dtype``, and carries the rest in its own residual: what leaves a process does not grow with the trainers.
+    "auto", the default, is from 8 trainers on, or among several sites, if there is a lookahead; False is the paper's.
+
+    Raises InputError.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:
-        if timeout_seconds <= 0:
-            raise InputError(f"timeout_seconds is {timeout_seconds}", hint="Give a number of seconds above 0.")
-        self.timeout_seconds = timeout_seconds
-        self.sent_bytes = self.between_bytes = 0
-        self._group: dist.ProcessGroup | None = None
-        self.size, self.rank = 1, 0
-        self.sites = [""]
-        self.progress = Progress(None, 0, 1)
-        if not (dist.is_available() and dist.is_initialized()):
-            if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise InputError(
-                    "there are several trainers, but torch.distributed is not initialised",
-                    hint="Call torch.distributed.init_process_group() first.",
-                )
-            return
-        if group is not None and dist.get_rank(group) < 0:
+    group: dist.ProcessGroup | None = None
+    site: str | None = None
+    wire_dtype: torch.dtype = torch.float32
+    gate_sums: bool | Literal["auto"] = "auto"
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        Wire(self.wire_dtype)
+        if not isinstance(self.gate_sums, bool) and self.gate_sums != "auto":
+            raise InputError(f"gate_sums is {self.gate_sums!r}", hint='Use True, False or "auto".')
+        if self.site is not None and not (isinstance(self.site, str) and self.site):
             raise InputError(
-                "this process is not in the group", hint="Create a PulseLoCo only on the trainers of its group."
+                f"site is {self.site!r}", hint="Give the name of this trainer's site, or None on all trainers."
             )
-        ranks = None if group is None else dist.get_process_group_ranks(group)
-        local = ranks is not None
-        self._group = self._guard(
-            lambda: dist.new_group(ranks, timedelta(seconds=timeout_seconds), "gloo", use_local_synchronization=local)
-        )
-        self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        self.sites = [""] * self.size
-        self.progress = Progress(self._group, self.rank, self.size)
+        if self.timeout_seconds <= 0:
+            raise InputError(f"timeout_seconds is {self.timeout_seconds}", hint="Give a number of seconds above 0.")
 
-    def all_gather(self, message: bytes, *, max_bytes: int) -> list[bytes]:
-        """Every trainer's message, in rank order. They may differ in length: headers first, then padded messages.
 
-        Raises TrainerLost, and CorruptMessage for a message over ``max_bytes`` or other than it was sent.
-        """
-        if self.size == 1:
-            return [message]
-        header = np.frombuffer(struct.pack("<Q", len(message)) + sha256(message).digest(), np.uint8)
-        headers = self._all_gather_array(header)
-        lengths = [int.from_bytes(h[:8].tobytes(), "little") for h in headers]
-        for rank, length in enumerate(lengths):
-            if length > max_bytes:
-                raise CorruptMessage(f"trainer {rank} announces {length} bytes, more than {max_bytes}")
-        if max(lengths) == 0:
-            return [b""] * self.size
-        padded = np.zeros(max(lengths), np.uint8)
-        padded[: len(message)] = np.frombuffer(message, np.uint8)
-        messages = [m[:n].tobytes() for m, n in zip(self._all_gather_array(padded), lengths, strict=True)]
-        for rank, (m, h) in enumerate(zip(messages, headers, strict=True)):
-            if sha256(m).digest() != h[8 : 8 + _DIGEST_BYTES].tobytes():
-                raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
-        return messages
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """``members``: the ranks of each site, ascending; sites in the order of their lowest rank. A single one of all
+    trainers where sites make no difference."""
 
-    def all_to_all(
-        self, messages: Sequence[bytes], *, max_bytes: Sequence[Sequence[int]]
-    ) -> tuple[list[bytes], list[int]]:
-        """(what every trainer has for this one, in rank order; the bytes that each trainer sends in all).
+    members: tuple[tuple[int, ...], ...]
 
-        ``messages[r]`` goes to trainer r, which takes ``max_bytes[s][r]`` at most from trainer s. Lengths first, to
-        all; then each message behind its SHA-256. Raises as `all_gather`, and for a length over the limit on all
-        trainers alike.
-        """
-        if self.size == 1:
-            return list(messages), [len(messages[0])]
-        form = f"<{self.size}Q"
-        announced = self.all_gather_fixed(struct.pack(form, *map(len, messages)))
-        lengths = [struct.unpack(form, row) for row in announced]
-        for rank, row in enumerate(lengths):
-            for length, most in zip(row, max_bytes[rank], strict=True):
-                if length > most:
-                    raise CorruptMessage(f"trainer {rank} announces {length} bytes, more than {most}")
-        pieces = [np.frombuffer(sha256(m).digest() + m, np.uint8) for m in messages]
-        arrived = self._all_to_all_arrays(pieces, [_DIGEST_BYTES + row[self.rank] for row in lengths])
-        found = [piece[_DIGEST_BYTES:].tobytes() for piece in arrived]
-        for rank, (m, piece) in enumerate(zip(found, arrived, strict=True)):
-            if sha256(m).digest() != piece[:_DIGEST_BYTES].tobytes():
-                raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
-        return found, [sum(row) for row in lengths]
+    @classmethod
+    def of(cls, names: Sequence[str]) -> Self:
+        """By the name of each trainer's site, in rank order. They make a difference if there are several, and a trainer
+        that is not alone in its own."""
+        ranks: dict[str, list[int]] = {}
+        for rank, name in enumerate(names):
+            ranks.setdefault(name, []).append(rank)
+        differ = 1 < len(ranks) < len(names)
+        return cls(tuple(map(tuple, ranks.values())) if differ else (tuple(range(len(names))),))
 
-    def all_gather_fixed(self, message: bytes) -> list[bytes]:
-        """As `all_gather`, in one step, for messages of one length that all trainers know. Raises TrainerLost."""
-        if self.size == 1:
-            return [message]
-        return [m.tobytes() for m in self._all_gather_array(np.frombuffer(message, np.uint8))]
+    @property
+    def several(self) -> bool:
+        return len(self.members) > 1
 
-    def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
-        """Replaces ``array`` by that of trainer ``source``, in place. Raises TrainerLost."""
-        if self.size == 1:
-            return
-        step = _MAX_BROADCAST_BYTES // array.itemsize
-        for start in range(0, len(array), step):
-            piece = torch.from_numpy(array[start : start + step])
-            self._guard(partial(dist.broadcast, piece, self._global_rank(source), self._group))
-            self.sent_bytes += piece.nbytes if self.rank == source else 0
+    @property
+    def trainers(self) -> int:
+        return sum(map(len, self.members))
 
-    def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
-        """Replaces ``array`` by the sum over all trainers, in place; for the baselines. Raises TrainerLost."""
-        if self.size == 1:
-            return
-        self._guard(lambda: dist.all_reduce(torch.from_numpy(array), group=self._group))
-        self._count_ring(2 * (self.size - 1) * array.nbytes // self.size)
+    def number_of(self, rank: int) -> int:
+        """Which site trainer ``rank`` is in."""
+        return next(number for number, ranks in enumerate(self.members) if rank in ranks)
 
-    def close(self) -> None:
-        """Gives the group up. Safe after a failure."""
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            # After a re-initialisation torch.distributed no longer knows the group, and says so by a ValueError.
-            with suppress(ValueError, RuntimeError):
-                dist.destroy_process_group(group)
+    def same_site(self, rank: int) -> tuple[int, ...]:
+        """The trainers of the site of ``rank``, itself included."""
+        return self.members[self.number_of(rank)]
 
-    def _all_gather_array(self, data: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
-        own = torch.from_numpy(data if data.flags.writeable else data.copy())
-        out = [torch.empty_like(own) for _ in range(self.size)]
-        self._guard(lambda: dist.all_gather(out, own, group=self._group))
-        self._count_ring((self.size - 1) * len(data))
-        return [piece.numpy() for piece in out]
+    def site_reducer(self, site: int, owner: int) -> int:
+        """Who sums, for the members of a site, their entries for the share of ``owner``: the owner itself, if it is one
+        of them."""
+        ranks = self.members[site]
+        return owner if owner in ranks else ranks[owner % len(ranks)]
 
-    def _all_to_all_arrays(
-        self, pieces: list[npt.NDArray[np.uint8]], lengths: list[int]
-    ) -> list[npt.NDArray[np.uint8]]:
-        """The pieces for this trainer, of ``lengths`` bytes."""
-        own = torch.from_numpy(np.concatenate(pieces))
-        out = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-        sizes = [len(piece) for piece in pieces]
-        self._guard(lambda: dist.all_to_all_single(out, own, lengths, sizes, group=self._group))
-        self._count_each(sizes)
-        return np.split(out.numpy(), np.cumsum(lengths[:-1]))
+    def site_reducers(self, owner: int) -> list[int]:
+        """Those of the other sites for the share of ``owner``, in the order of the sites."""
+        sites = range(len(self.members))
+        return [self.site_reducer(site, owner) for site in sites if owner not in self.members[site]]
 
-    def _count_ring(self, count: int) -> None:
-        """So many bytes went to the next rank."""
-        self._count(count, (self.rank + 1) % self.size)
+    def reduces_for(self, rank: int) -> list[int]:
+        """The owners whose shares trainer ``rank`` sums for its site, its own included."""
+        site = self.number_of(rank)
+        return [owner for owner in range(self.trainers) if self.site_reducer(site, owner) == rank]
 
-    def _count_each(self, counts: Sequence[int]) -> None:
-        """So many bytes went to each trainer; its own stay here."""
-        for rank, count in enumerate(counts):
-            if rank != self.rank:
-                self._count(count, rank)
 
-    def _count(self, count: int, to: int) -> None:
-        self.sent_bytes += count
-        self.between_bytes += count if self.sites[to] != self.sites[self.rank] else 0
+def gates_sums(setting: bool | Literal["auto"], sites: Sites, *, lookahead: bool) -> bool:
+    """Whether sums pass a gate, by ``Exchange.gate_sums``."""
+    if setting == "auto":
+        return lookahead and (sites.several or sites.trainers >= GATE_SUMS_FROM)
+    return setting and sites.trainers > 1
 
-    def _global_rank(self, rank: int) -> int:
-        assert self._group is not None
-        return dist.get_global_rank(self._group, rank)
 
-    def _guard(self, call: Callable[[], T]) -> T:
-        """torch.distributed raises RuntimeErrors of many kinds when a peer is gone; all of them mean one thing here."""
+def cut_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
+    """The units of each trainer's share, in order: an equal part of every block, so that shares are about as long
+    whichever tensors change. A part may be empty, and is then no unit."""
+    shares: list[list[Unit]] = [[] for _ in range(trainers)]
+    for block in blocks:
+        count = block.stop - block.start
+        for owner, share in enumerate(shares):
+            first, last = count * owner // trainers, count * (owner + 1) // trainers
+            if first < last:
+                share.append(Unit(block, first, last))
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """What has arrived, and every trainer has read: ``entries`` by block, to be added in this order.
+
+    ``messages``: the digests of the trainers' messages, by rank. ``payload_bytes``: those of this trainer's own.
+    """
+
+    entries: list[list[Entries]]
+    messages: list[str]
+    payload_bytes: int
+    scattered: bool
+
+
+class SiteSums(NamedTuple):
+    """What a trainer has after its site's parts: ``sums`` over the site by the owner of the share, ``digest`` and
+    ``payload_bytes`` of the parts that it has sent itself, and the ``problem`` with those that it could not read."""
+
+    sums: dict[int, Sums]
+    digest: str
+    payload_bytes: int
+    problem: CorruptMessage | None
+
+
+class Transfer:
+    """One trainer's side of one round's transfer. ``require_same`` raises Diverged if trainers hold different tensors,
+    which is why a message could not be read then. ``announce`` gets the digest of a message before it is sent."""
+
+    def __init__(
+        self,
+        group: TrainerGroup,
+        coder: Coder,
+        blocks: Sequence[FlatBlock],
+        phase: Phase,
+        require_same: Callable[[], None],
+        announce: Callable[[str], None],
+    ) -> None:
+        self._group, self._coder, self._blocks = group, coder, blocks
+        self._phase, self._require_same, self._announce = phase, require_same, announce
+
+    def gather(self, own: LocalMessage) -> Transferred:
+        """Every trainer gets every message. Raises NonFinite, CorruptMessage and Diverged on all of them alike."""
+        group, units = self._group, [Unit(block, 0, block.stop - block.start) for block in self._blocks]
+        with self._phase("gate"):
+            message = self._message(units, own)
+            self._announce(digest_of(message))
+        problem: CorruptMessage | None = None
+        messages: list[bytes] = []
+        others: list[list[Entries]] = [[] for _ in units]
+        bad: str | None = None
         try:
-            return call()
-        except RuntimeError as error:
-            raise self.progress.lost(error, self.timeout_seconds) from error
+            with self._phase("exchange"):
+                messages = group.all_gather(message, max_bytes=self._coder.max_bytes(units))
+            bad = _not_finite(messages)
+            if bad is None:
+                with self._phase("decode"):
+                    others = self._coder.decode(units, [m for rank, m in enumerate(messages) if rank != group.rank])
+        except CorruptMessage as error:
+            problem = error
+        self._all_read(problem)
+        if bad is not None:
+            raise NonFinite(bad)
+        for found, mine in zip(others, own.entries, strict=True):
+            found.insert(group.rank, mine)
+        return Transferred(others, [digest_of(m) for m in messages], len(message), scattered=False)
+
+    def scatter(self, own: LocalMessage, sites: Sites, gate: ReduceGate | None = None) -> Transferred | None:
+        """Every trainer gets what falls in its share, and all get the sums, those that pass ``gate`` if there is one.
+        Among several ``sites`` each first sums its own entries. Raises as `gather`.
+
+        None, on all trainers alike, if a sum is too large for a message: then they gather.
+        """
+        group, rank = self._group, self._group.rank
+        shares = cut_shares(self._blocks, group.size)
+        mine = shares[rank]
+        coder = replace(self._coder, wire=gate.wire if gate else Wire(torch.float32))
+        # 1. Entries go to those who sum them: the owners of shares, or their reducers in this trainer's site.
+        near = self._sum_parts(own, shares, sites)
+        sums, problem = near.sums[rank], near.problem
+        # 2. Sums of sites go to the owners elsewhere.
+        if sites.several:
+            try:
+                sums = self._sum_sites(coder, shares, sites, near.sums, gate)
+            except CorruptMessage as error:
+                sums, problem = b"", problem or error
+        # 3. All get all sums. Whatever went wrong here is said in place of them: the others wait for this trainer.
+        with self._phase("gate"):
+            sums = self._filter(gate, mine, sums, group.size)
+            answer = self._answer(coder, mine, sums, near.digest)
+        answers: list[bytes] = []
+        found: list[list[Entries]] = [[] for _ in self._blocks]
+        digests: list[str] = []
+        try:
+            with self._phase("exchange"):
+                most_answer = max(coder.max_bytes(units) for units in shares) + SumsMessage.HEAD
+                answers = group.all_gather(answer, max_bytes=most_answer)
+            if not isinstance(sums, bytes) and all(a.startswith(SumsMessage.MAGIC) for a in answers):
+                with self._phase("decode"):
+                    digests = self._read_answers(coder, shares, answers, sums, found)
+        except CorruptMessage as error:
+            problem = problem or error
+        # 4. From here on all trainers know the same, and raise alike.
+        self._all_read(problem)
+        if not all(_is_answer(a) for a in answers):
+            raise CorruptMessage("a trainer's sums are of no known form")
+        for a in answers:
+            if a.startswith(_NON_FINITE):
+                raise NonFinite(a.removeprefix(_NON_FINITE).decode(errors="replace"))
+        if _TOO_LARGE in answers:
+            return None
+        return Transferred(found, digests, near.payload_bytes, scattered=True)
+
+    def _sum_parts(self, own: LocalMessage, shares: Sequence[list[Unit]], sites: Sites) -> SiteSums:
+        """Sends this trainer's entries to those who sum them for its site, and sums what it gets."""
+        group, rank = self._group, self._group.rank
+        everyone, same_site = range(group.size), sites.same_site(rank)
+        units = [[unit for owner in sites.reduces_for(to) for unit in shares[owner]] for to in everyone]
+        with self._phase("gate"):
+            parts = [self._message(units[to], own) if to in same_site else b"" for to in everyone]
+            digest = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
+            self._announce(digest)
+        most = [self._coder.max_bytes(of) for of in units]
+        limits = [[most[to] if to in sites.same_site(source) else 0 for to in everyone] for source in everyone]
+        payload_bytes = sum(map(len, parts))
+        sums: dict[int, Sums] = dict.fromkeys(sites.reduces_for(rank), b"")  # nothing: what arrived could not be read
+        try:
+            with self._phase("exchange"):
+                arrived, _ = group.all_to_all(parts, max_bytes=limits)
+            bad = _not_finite(arrived)
+            if bad is not None:
+                return SiteSums(dict.fromkeys(sums, _NON_FINITE + bad.encode()), digest, payload_bytes, None)
+            with self._phase("decode"):
+                ours = [unit.take(own.entries[unit.block.number]) for unit in units[rank]]
+                others = [arrived[source] for source in same_site if source != rank]
+                found = iter(self._add(self._coder, units[rank], others, ours, same_site.index(rank)))
+        except CorruptMessage as error:
+            return SiteSums(sums, digest, payload_bytes, error)
+        return SiteSums({owner: list(islice(found, len(shares[owner]))) for owner in sums}, digest, payload_bytes, None)
+
+    def _sum_sites(
+        self, coder: Coder, shares: Sequence[list[Unit]], sites: Sites, near: dict[int, Sums], gate: ReduceGate | None
+    ) -> Sums:
+        """Sends the ``near`` sums of shares of other sites to their owners, those that pass ``gate`` if there is one.
+        Returns the sums of this trainer's share over all sites. Raises CorruptMessage."""
+        group, rank = self._group, self._group.rank
+        site, everyone = sites.number_of(rank), range(group.size)
+        messages = [b""] * group.size
+        with self._phase("gate"):
+            for owner, sums in near.items():
+                if owner != rank:
+                    passed = self._filter(gate, shares[owner], sums, len(sites.same_site(rank)))
+                    messages[owner] = passed if isinstance(passed, bytes) else coder.encode(shares[owner], passed)
+        most = [coder.max_bytes(units) for units in shares]
+        froms = [sites.site_reducers(owner) for owner in everyone]
+        limits = [[most[owner] if source in froms[owner] else 0 for owner in everyone] for source in everyone]
+        with self._phase("exchange"):
+            arrived, _ = group.all_to_all(messages, max_bytes=limits)
+        ours, others = near[rank], [arrived[source] for source in froms[rank]]
+        words = [said for said in (ours, *others) if isinstance(said, bytes) and _is_control(said)]
+        if isinstance(ours, bytes) or words:
+            return words[0]
+        with self._phase("decode"):
+            return self._add(coder, shares[rank], others, ours, site)
+
+    def _message(self, units: Sequence[Unit], own: LocalMessage) -> bytes:
+        if own.bad is not None:
+            return _NON_FINITE + own.bad.encode()
+        return self._coder.encode(units, [unit.take(own.entries[unit.block.number]) for unit in units])
+
+    def _add(
+        self, coder: Coder, units: Sequence[Unit], messages: Sequence[bytes], own: Sequence[Entries], place: int
+    ) -> list[Entries]:
+        """By unit, the sums that are not 0 of the entries of ``messages``, in order, with this trainer's ``own`` at
+        their ``place`` among them. Raises CorruptMessage."""
+
+        def add(item: tuple[Unit, list[Entries], Entries]) -> Entries:
+            unit, entries, ours = item
+            entries.insert(place, ours)
+            return sum_entries(entries, unit.stop - unit.start)
+
+        decoded = coder.decode(units, messages)
+        return list(ordered_map(add, list(zip(units, decoded, own, strict=True)), coder.threads))
+
+    def _filter(self, gate: ReduceGate | None, units: Sequence[Unit], sums: Sums, trainers: int) -> Sums:
+        """What is sent of ``sums`` over so many ``trainers``: those that pass ``gate``, if there is one."""
+        if isinstance(sums, bytes):
+            return sums
+
+        def sent_of(item: tuple[Unit, Entries]) -> Entries:
+            return gate.filter(*item, trainers) if gate else item[1]
+
+        sent = list(ordered_map(sent_of, list(zip(units, sums, strict=True)), self._coder.threads))
+        return sent if all(is_finite(values).all() for _, values in sent) else _TOO_LARGE
+
+    def _answer(self, coder: Coder, units: Sequence[Unit], sums: Sums, digest: str) -> bytes:
+        return sums if isinstance(sums, bytes) else SumsMessage(digest, coder.encode(units, sums)).to_bytes()
+
+    def _read_answers(
+        self,
+        coder: Coder,
+        shares: Sequence[Sequence[Unit]],
+        answers: Sequence[bytes],
+        own: list[Entries],
+        found: list[list[Entries]],
+    ) -> list[str]:
+        """Puts all sums into ``found``, by block. Returns the digests that the trainers say they have sent."""
+        digests = []
+        for owner, (units, data) in enumerate(zip(shares, answers, strict=True)):
+            message = SumsMessage.parse(data)
+            digests.append(message.digest)
+            mine = owner == self._group.rank
+            sums = own if mine else [entries for (entries,) in coder.decode(units, [message.sums])]
+            for unit, entries in zip(units, sums, strict=True):
+                found[unit.block.number].append(unit.place(entries))
+        return digests
+
+    def _all_read(self, problem: CorruptMessage | None) -> None:
+        """Raises CorruptMessage or Diverged on all trainers unless every one has read everything."""
+        with self._phase("exchange"):
+            failed = self._group.failures(problem)
+        if failed:
+            # Theta and momentum are part of the code: a trainer that holds others cannot decode it.
+            self._require_same()
+            cause = problem or "their own errors say why"
+            raise CorruptMessage(f"trainers {failed} could not read a message: {cause}") from problem
+
+
+def _is_control(data: bytes) -> bool:
+    """Whether something is said in place of sums."""
+    return data in (b"", _TOO_LARGE) or data.startswith(_NON_FINITE)
+
+
+def _is_answer(data: bytes) -> bool:
+    return data.startswith(SumsMessage.MAGIC) or (data != b"" and _is_control(data))
+
+
+def _not_finite(messages: Sequence[bytes]) -> str | None:
+    """Words for the first trainer whose pseudo-gradient is not finite."""
+    for rank, message in enumerate(messages):
+        if message.startswith(_NON_FINITE):
+            name = message.removeprefix(_NON_FINITE).decode(errors="replace")
+            return f"trainer {rank}: the pseudo-gradient of {name!r} is not finite"
+    return None

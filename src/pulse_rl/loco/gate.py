@@ -1,18 +1,19 @@
-"""The gate: which entries of a pseudo-gradient would change the next forward pass (docs/loco.md, section 2)."""
+"""The gate: which entries of a pseudo-gradient, and which sums of them, would change the next forward pass
+(docs/loco.md, sections 1, 2 and 4.4)."""
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from .._native import add_entries
 from .._native import gate as _gate
-from ..errors import InputError
+from ..errors import InputError, NonFinite
 from ..state.rounding import ROUNDINGS as BY_NAME
 from ..state.rounding import Rounding
-
-Floats = npt.NDArray[np.float32]
-Positions = npt.NDArray[np.uint32]
+from .outer import OuterState, Residual
+from .parameters import FlatBlock, Floats, Positions, is_finite, parts
+from .wire import Entries, LocalMessage, Unit, Wire
 
 _OPENS = np.float32(2.0**63)
 """Finite for the gate, and as much as any parameter that is."""
@@ -32,11 +33,6 @@ def rounding_of(dtype: torch.dtype) -> Rounding:
         known = ", ".join(str(d).removeprefix("torch.") for d in ROUNDINGS)
         raise InputError(f"gate_dtype {dtype} is not supported", hint=f"Use one of: {known}.")
     return ROUNDINGS[dtype]
-
-
-def is_finite(values: Floats) -> npt.NDArray[np.bool_]:
-    """Which values count as finite: not NaN and below 2^64 in magnitude (a few larger ones make theta infinite)."""
-    return np.abs(values) < 2.0**64
 
 
 def open_entries(
@@ -66,3 +62,100 @@ def scaled_open_entries(theta: Floats, s: Floats, scale: np.float32, rounding: R
     positions = open_entries(theta, theta, scaled, np.empty_like(s), rounding)
     assert positions is not None
     return positions
+
+
+class Gate:
+    """Selects what a trainer sends of ``s``, its local steps and its residual (PULSE, Algorithm 2).
+
+    Open where ``cast(theta) != cast(theta - scale * s)`` in ``dtype``. An ablation replaces one of the three methods.
+    """
+
+    def __init__(self, dtype: torch.dtype, scale: float) -> None:
+        self.dtype, self.rounding, self.scale = dtype, rounding_of(dtype), np.float32(scale)
+
+    def settings(self) -> dict[str, object]:
+        """What all trainers must have in common."""
+        return {"gate": type(self).__name__, "gate_dtype": str(self.dtype), "gate_scale": float(self.scale)}
+
+    def local_message(self, state: OuterState, residual: Residual, wire: Wire) -> LocalMessage:
+        """What this trainer has to send; fills the next residual."""
+        try:
+            return LocalMessage(state.each_block(lambda block: self._gate_block(state, residual, wire, block)))
+        except NonFinite as error:
+            return LocalMessage([], str(error))
+
+    def _gate_block(self, state: OuterState, residual: Residual, wire: Wire, block: FlatBlock) -> Entries:
+        """The block's entries. Raises NonFinite with the parameter's name alone."""
+        theta, s = block.of(state.theta), block.of(residual.next)
+        positions = self.select(state, block, block.of(residual.flat), s, residual.started_with)
+        if positions is None:
+            raise NonFinite(state.parameters.name_at(block.start + int(np.argmin(is_finite(s)))))
+        selected = s[positions]
+        sent = wire.round(self.values(theta[positions], selected))
+        finite = is_finite(sent)
+        if not finite.all():
+            raise NonFinite(state.parameters.name_at(block.start + int(positions[np.argmin(finite)])))
+        # s = sent + residual holds exactly: nothing is lost.
+        s[positions] = self.remainder(selected, sent)
+        return positions, sent
+
+    def select(
+        self, state: OuterState, block: FlatBlock, residual: Floats, s: Floats, lookahead: np.float32
+    ) -> Positions | None:
+        """Fills ``s`` and returns the positions of the entries to send; None if an entry of ``s`` is not finite."""
+        theta, found = block.of(state.theta), list[Positions]()
+        for part, segment in parts(block):
+            positions = open_entries(
+                theta[part],
+                state.parameters.now(segment),
+                residual[part],
+                s[part],
+                self.rounding,
+                lookahead=float(lookahead),
+                bf16_start=state.parameters.is_bf16(segment),
+                base=part.start,
+            )
+            if positions is None:
+                return None
+            found.append(positions)
+        if self.scale == 1:
+            return np.concatenate(found)
+        return scaled_open_entries(theta, s, self.scale, self.rounding)
+
+    def values(self, theta: Floats, s: Floats) -> Floats:
+        """The values to send for the selected entries ``s``, before they are rounded to the wire dtype."""
+        return s
+
+    def remainder(self, s: Floats, sent: Floats) -> Floats:
+        """What stays in the residual of the selected entries ``s``."""
+        return s - sent
+
+
+class ReduceGate:
+    """Lets through, of the sums of one round that one trainer makes, those whose mean would change the next forward
+    pass. The rest is the ``residual``, by unit, which goes into that trainer's own."""
+
+    def __init__(self, theta: Floats, rounding: Rounding, scale: np.float32, wire: Wire) -> None:
+        self.wire = wire
+        self.residual: list[tuple[Unit, Entries]] = []
+        self._theta, self._rounding, self._scale = theta, rounding, scale
+
+    def filter(self, unit: Unit, sums: Entries, trainers: int) -> Entries:
+        """The unit's entries to send, of sums over so many ``trainers``, rounded to the wire dtype. Sums that are not
+        finite all pass: no message takes them. Units may be filtered in threads, each once."""
+        places, values = sums
+        if not len(places) or not is_finite(values).all():
+            return sums
+        mean = values / np.float32(trainers)
+        kept = scaled_open_entries(unit.of(self._theta)[places], mean, self._scale, self._rounding)
+        sent, rest = self.wire.round(values[kept]), values.copy()
+        rest[kept] -= sent
+        left = np.flatnonzero(rest)
+        self.residual.append((unit, (places[left], rest[left])))
+        return places[kept], sent
+
+    def add_residual(self, flat: Floats) -> None:
+        """Adds what was held back to the trainer's ``flat`` residual, once."""
+        held_back, self.residual = self.residual, []
+        for unit, (places, values) in held_back:
+            add_entries(unit.of(flat), places, values)

@@ -1,22 +1,21 @@
 """The trainers' handshake: are they compatible, who leads, who is behind (docs/loco.md, section 5).
 
-All but `exchange_handshakes`, `require_same_root` and `require_same_tensors` are pure functions of the handshakes,
-which are in rank order.
+All but `exchange_handshakes` are pure functions of the handshakes, which are in rank order.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from hashlib import sha256
 from typing import Any, Self
 
 from ..errors import CorruptMessage, Diverged, InputError, StateMismatch
-from ..state.digest import StateDigest
 from ..state.tensors import TensorSpec
-from .exchange import Exchange
+from .group import TrainerGroup
+from .wire import FORMAT
 
 _MAX_HANDSHAKE_BYTES = 1 << 20
 _FIELDS: dict[str, type] = {
@@ -26,8 +25,8 @@ _FIELDS: dict[str, type] = {
     "momentum": str,
     "messages": list,
     "specs": str,
-    "shares": str,
     "site": str,
+    "format": int,
 }
 
 
@@ -37,8 +36,8 @@ class Handshake:
 
     ``settings`` are those that all must share. ``round`` is its last common round, ``root`` the root of theta after it,
     ``momentum`` that of the outer momentum (both 64 hexadecimal digits). ``messages`` are the digests of that round's
-    messages, one per trainer, and ``specs`` is the digest of its parameters (`specs_digest`). ``shares``: the digest of
-    what it cuts shares by, "" if it knows nothing. ``site``: the name of its site, "" if it was given none.
+    messages, one per trainer, and ``specs`` is the digest of its parameters (`specs_digest`).
+    ``site``: the name of its site, "" if it was given none. ``format`` is that of the handshake and of all messages.
     """
 
     settings: dict[str, Any]
@@ -47,8 +46,8 @@ class Handshake:
     momentum: str
     messages: list[str]
     specs: str
-    shares: str = ""
     site: str = ""
+    format: int = FORMAT
 
     @property
     def state(self) -> tuple[int, str, str]:
@@ -67,6 +66,8 @@ class Handshake:
             raise CorruptMessage(f"a trainer's handshake is not JSON: {error}") from None
         if not isinstance(fields, dict) or any(not isinstance(fields.get(k), t) for k, t in _FIELDS.items()):
             raise CorruptMessage(f"a trainer's handshake lacks one of {', '.join(_FIELDS)}")
+        if fields["format"] != FORMAT:
+            raise CorruptMessage(f"a trainer's handshake has format {fields['format']}, this one reads {FORMAT}")
         return cls(**{name: fields[name] for name in _FIELDS})
 
 
@@ -77,9 +78,9 @@ def specs_digest(specs: Sequence[TensorSpec], untrained: Sequence[tuple[str, str
     return sha256((trained + (repr(list(untrained)) if untrained else "")).encode()).hexdigest()
 
 
-def exchange_handshakes(exchange: Exchange, own: Handshake) -> list[Handshake]:
+def exchange_handshakes(group: TrainerGroup, own: Handshake) -> list[Handshake]:
     """The handshakes of all trainers. Raises TrainerLost and CorruptMessage."""
-    return [Handshake.parse(data) for data in exchange.all_gather(own.to_bytes(), max_bytes=_MAX_HANDSHAKE_BYTES)]
+    return [Handshake.parse(data) for data in group.all_gather(own.to_bytes(), max_bytes=_MAX_HANDSHAKE_BYTES)]
 
 
 def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: int) -> None:
@@ -110,26 +111,6 @@ def find_leader(handshakes: Sequence[Handshake]) -> int:
 def find_behind(handshakes: Sequence[Handshake], leader: int) -> list[int]:
     """The ranks that hold another state than the leader."""
     return [rank for rank, handshake in enumerate(handshakes) if handshake.state != handshakes[leader].state]
-
-
-def require_same_root(
-    exchange: Exchange, number: int, theta: StateDigest, require_same_tensors: Callable[[], None]
-) -> None:
-    """Raises Diverged on all trainers if theta after round ``number`` is not the same on all of them."""
-    if len(set(exchange.all_gather_fixed(bytes.fromhex(theta.root)))) > 1:
-        require_same_tensors()
-        raise Diverged(f"round {number}: the trainers disagree on theta's root, but on no tensor")
-
-
-def require_same_tensors(exchange: Exchange, number: int, trees: Mapping[str, StateDigest]) -> None:
-    """Raises Diverged on all trainers, naming the first tensor that differs among the ``trees`` of round ``number``."""
-    for what, tree in trees.items():
-        by_rank = exchange.all_gather_fixed(b"".join(tree.tensor(spec) for spec in tree.specs))
-        for i, spec in enumerate(tree.specs):
-            found = [digests[32 * i : 32 * i + 32] for digests in by_rank]
-            diverged = [rank for rank, digest in enumerate(found) if digest != found[0]]
-            if diverged:
-                raise Diverged(f"round {number}: {what} of {spec.name!r} on trainers {diverged} is not trainer 0's")
 
 
 def require_no_divergence(handshakes: Sequence[Handshake], leader: int) -> None:

@@ -1,4 +1,5 @@
-"""The bytes of a round: one message per trainer, one payload per block (docs/loco.md, section 3)."""
+"""The bytes of a round: messages, a payload for each block or part of one, and the classes of parameters that they are
+coded by (docs/loco.md, section 3)."""
 
 from __future__ import annotations
 
@@ -7,19 +8,21 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .._native import Malformed, decode_entries, encode_entries
+from .._native import Malformed, decode_entries, encode_entries, shared_octaves
+from .._util.threads import ordered_map
 from ..errors import CorruptMessage, InputError
+from ..state import bits
 from ..state.rounding import Rounding
-from .gate import Floats, Positions
+from .parameters import FlatBlock, Floats, Positions
 
 MAGIC = b"PLSL"
-FORMAT = 2
+FORMAT = 1
 _HEADER = struct.Struct("<4sBBHQQI")
 _WIRES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -28,6 +31,35 @@ KnownClasses = tuple[npt.NDArray[np.uint8], tuple[int, int]]
 
 Entries = tuple[Positions, Floats]
 """Ascending positions in a block and the FP32 values there."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMessage:
+    """What a trainer has to send: its entries by block, or the ``bad`` parameter for which it has none."""
+
+    entries: list[Entries]
+    bad: str | None = None
+
+
+class Unit(NamedTuple):
+    """Parameters [start, stop) of a block, counted from its first one: what one payload codes."""
+
+    block: FlatBlock
+    start: int
+    stop: int
+
+    def of(self, flat: Floats) -> Floats:
+        return flat[self.block.start + self.start : self.block.start + self.stop]
+
+    def take(self, entries: Entries) -> Entries:
+        """Those of the block's ``entries`` that are in the unit, by their positions in it."""
+        positions, values = entries
+        first, last = bits.below(positions, (self.start, self.stop))
+        return positions[first:last] - np.uint32(self.start), values[first:last]
+
+    def place(self, entries: Entries) -> Entries:
+        """The unit's ``entries`` by their positions in the block."""
+        return entries[0] + np.uint32(self.start), entries[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +167,68 @@ class SumsMessage:
 def digest_of(message: bytes) -> str:
     """SHA-256 of a message, which tells it from all others of its round; 64 hexadecimal digits."""
     return sha256(message).hexdigest()
+
+
+class Classes:
+    """The classes of all parameters of ``blocks`` by their present theta and momentum, as far as they are known: a byte
+    for each. Whoever changes theta or momentum renews or forgets them."""
+
+    def __init__(self, blocks: Sequence[FlatBlock]) -> None:
+        self._flat = np.empty(blocks[-1].stop, np.uint8)
+        self._octaves: list[tuple[int, int] | None] = [None] * len(blocks)
+
+    def forget(self) -> None:
+        self._octaves = [None] * len(self._octaves)
+
+    def renewed(self, block: FlatBlock, momentum: Floats) -> KnownClasses:
+        """Where the block's new classes go, and for which octaves; ``momentum`` is the block's, and may be the old one,
+        which suggests the octaves."""
+        octaves = self._octaves[block.number] = shared_octaves(momentum)
+        return self._flat[block.start : block.stop], octaves
+
+    def of(self, unit: Unit) -> KnownClasses | None:
+        octaves = self._octaves[unit.block.number]
+        first = unit.block.start
+        return None if octaves is None else (self._flat[first + unit.start : first + unit.stop], octaves)
+
+
+@dataclass(frozen=True)
+class Coder:
+    """Codes entries against the theta and momentum of the round after ``round``."""
+
+    round: int
+    theta: Floats
+    momentum: Floats
+    rounding: Rounding
+    wire: Wire
+    classes: Classes
+    threads: int | None
+
+    def encode(self, units: Sequence[Unit], entries: Sequence[Entries]) -> bytes:
+        """The message of the ``entries`` of each unit."""
+
+        def encode(item: tuple[Unit, Entries]) -> bytes:
+            unit, found = item
+            theta, momentum = unit.of(self.theta), unit.of(self.momentum)
+            return self.wire.encode(theta, momentum, self.rounding, found, self.classes.of(unit))
+
+        payloads = list(ordered_map(encode, list(zip(units, entries, strict=True)), self.threads))
+        return Message(self.round, self.wire.code, payloads).to_bytes()
+
+    def decode(self, units: Sequence[Unit], messages: Sequence[bytes]) -> list[list[Entries]]:
+        """The entries of each unit, by message. Raises CorruptMessage."""
+        parsed = [Message.parse(m, len(units)) for m in messages]
+        for message in parsed:
+            if message.round != self.round or message.wire != self.wire.code:
+                raise CorruptMessage(f"a message of round {message.round}, wire {message.wire} in round {self.round}")
+
+        def decode(number: int) -> list[Entries]:
+            unit, payloads = units[number], [message.payloads[number] for message in parsed]
+            theta, momentum = unit.of(self.theta), unit.of(self.momentum)
+            return self.wire.decode(payloads, theta, momentum, self.rounding, self.classes.of(unit))
+
+        return list(ordered_map(decode, list(range(len(units))), self.threads))
+
+    def max_bytes(self, units: Sequence[Unit]) -> int:
+        """No message is longer: an entry takes at most 10 bytes, a unit's head less than 4 KiB."""
+        return 10 * sum(unit.stop - unit.start for unit in units) + 4096 * (1 + len(units))

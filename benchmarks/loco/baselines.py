@@ -1,0 +1,261 @@
+"""What PULSELoCo is compared with: DDP, SparseLoCo, top-k and two ablations, each in the library's own loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pulse_rl._native import add_entries
+from pulse_rl.errors import CorruptMessage, NonFinite
+from pulse_rl.loco import Exchange, PulseLoCo
+from pulse_rl.loco.gate import Gate
+from pulse_rl.loco.group import TrainerGroup
+from pulse_rl.loco.loop import OuterLoop, PendingRound, Phase
+from pulse_rl.loco.outer import OuterState, Residual
+from pulse_rl.loco.parameters import FlatBlock, Floats, Parameters, Positions, is_finite
+from pulse_rl.loco.wire import Entries
+
+CHUNK = 4096
+_PLACE_BITS, _LEVELS, _NONCE, _SIGMAS = 12, 4, 8, 6.0
+
+Bits = npt.NDArray[np.uint8]
+
+
+class TopKGate(Gate):
+    """The entries of largest magnitude in each block, with error feedback, on PULSELoCo's wire. ``fraction``: entries
+    sent / parameters."""
+
+    def __init__(self, fraction: float) -> None:
+        super().__init__(torch.bfloat16, 1.0)
+        self.fraction = fraction
+
+    def settings(self) -> dict[str, object]:
+        return {**super().settings(), "fraction": self.fraction}
+
+    def select(
+        self, state: OuterState, block: FlatBlock, residual: Floats, s: Floats, lookahead: np.float32
+    ) -> Positions | None:
+        if super().select(state, block, residual, s, lookahead) is None:
+            return None
+        kept = max(1, round(self.fraction * len(s)))
+        largest = np.argpartition(np.abs(s), len(s) - kept)[len(s) - kept :]
+        return np.sort(largest).astype(np.uint32)
+
+
+class NoFeedbackGate(Gate):
+    """An ablation: what the gate holds back is dropped, not carried over to the next round."""
+
+    def select(
+        self, state: OuterState, block: FlatBlock, residual: Floats, s: Floats, lookahead: np.float32
+    ) -> Positions | None:
+        return super().select(state, block, np.zeros_like(residual), s, lookahead)
+
+
+class CastDifferenceGate(Gate):
+    """An ablation that failed in the paper: sends ``cast(theta) - cast(theta - s)`` instead of ``s``."""
+
+    def values(self, theta: Floats, s: Floats) -> Floats:
+        before, after = (torch.from_numpy(x).to(self.dtype).float() for x in (theta, theta - s))
+        return (before - after).numpy()
+
+    def remainder(self, s: Floats, sent: Floats) -> Floats:
+        return np.zeros_like(s)
+
+
+def gated(gate: Gate, model: Any, optimizer: Any, **settings: Any) -> PulseLoCo:
+    """A PulseLoCo with another gate; without a lookahead, unless one is given."""
+    loop = PulseLoCo(model, optimizer, **{"lookahead": 0.0, **settings})
+    loop.reduction.gate = gate  # type: ignore[attr-defined]
+    return loop
+
+
+class SparseReduction:
+    """SparseLoCo (arXiv 2508.15706, Algorithm 1): of each chunk of 4096 parameters the entries of largest magnitude,
+    with two bits for a value, and a residual that decays, which takes the place of outer momentum.
+
+    ``residual = decay * residual + (theta - w)``; what is sent leaves it. An entry takes 14 bits: its place in the
+    chunk, and which of four means its value is near to (a block's values by four equal ranges of six deviations)."""
+
+    def __init__(self, state: OuterState, fraction: float, decay: float) -> None:
+        self.fraction, self.decay = fraction, np.float32(decay)
+        self.residual = Residual(state, 0.0)
+        self._state = state
+
+    def settings(self) -> dict[str, object]:
+        return {"fraction": self.fraction, "decay": float(self.decay)}
+
+    def forget(self) -> None:
+        """Nothing is known of past rounds."""
+
+    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
+        state, blocks = self._state, self._state.parameters.blocks
+        with phase("gate"):
+            try:
+                message = os.urandom(_NONCE) + b"".join(state.each_block(self._select))
+            except NonFinite:
+                message = b""
+        with phase("exchange"):
+            messages = group.all_gather(message, max_bytes=4 * state.parameters.count + 4096)
+        if not all(messages):
+            raise NonFinite(f"the pseudo-gradient of trainer {messages.index(b'')} is not finite")
+        with phase("decode"):
+            entries = [list(self._decode(m[_NONCE:])) for m in messages]
+
+        def apply(_: np.float32) -> int:
+            total = np.zeros_like(state.theta)
+            for block in blocks:
+                for of_trainer in entries:
+                    add_entries(block.of(total), *of_trainer[block.number])
+            state.dense_step(total, group.size)
+            self.residual.take_next()
+            state.parameters.write(state.theta)
+            return int(np.count_nonzero(total))
+
+        return PendingRound(sum(map(self._count, blocks)), len(message), apply, [])
+
+    def _select(self, block: FlatBlock) -> bytes:
+        """The block's part of the message; fills its next residual."""
+        parameters, s = self._state.parameters, block.of(self.residual.next)
+        parameters.read_block(block, s)
+        start = parameters.as_written(block, block.of(self._state.theta))
+        s[:] = self.decay * block.of(self.residual.flat) + (start - s)
+        if not is_finite(s).all():
+            raise NonFinite("the pseudo-gradient is not finite")
+        places = np.concatenate([first + self._largest(s[first : first + CHUNK]) for first in range(0, len(s), CHUNK)])
+        levels, means = quantize(s[places])
+        s[places] -= means[levels]
+        return _pack(places % CHUNK, _PLACE_BITS) + _pack(levels, 2) + means.tobytes()
+
+    def _largest(self, chunk: Floats) -> npt.NDArray[np.int64]:
+        kept = self._kept(len(chunk))
+        return np.sort(np.argpartition(np.abs(chunk), len(chunk) - kept)[len(chunk) - kept :])
+
+    def _kept(self, elements: int) -> int:
+        return max(1, round(self.fraction * elements))
+
+    def _count(self, block: FlatBlock) -> int:
+        whole, rest = divmod(block.stop - block.start, CHUNK)
+        return whole * self._kept(CHUNK) + (self._kept(rest) if rest else 0)
+
+    def _decode(self, message: bytes) -> Iterator[Entries]:
+        """The entries of each block. Raises CorruptMessage."""
+        data, at = np.frombuffer(message, np.uint8), 0
+        for block in self._state.parameters.blocks:
+            count, elements = self._count(block), block.stop - block.start
+            sizes = [-(-count * bits // 8) for bits in (_PLACE_BITS, 2)] + [4 * _LEVELS]
+            pieces = [data[at + sum(sizes[:i]) : at + sum(sizes[: i + 1])] for i in range(3)]
+            at += sum(sizes)
+            if len(data) < at:
+                raise CorruptMessage(f"a message of {len(data)} bytes is too short for its blocks")
+            whole, rest = divmod(elements, CHUNK)
+            chunk_of = np.repeat(np.arange(whole), self._kept(CHUNK))
+            if rest:
+                chunk_of = np.append(chunk_of, np.full(self._kept(rest), whole))
+            places = chunk_of * CHUNK + _unpack(pieces[0], _PLACE_BITS, count)
+            values = np.frombuffer(pieces[2].tobytes(), np.float32)[_unpack(pieces[1], 2, count)]
+            yield places.astype(np.uint32), values
+
+
+def sparse_loco(
+    model: Any, optimizer: Any, *, fraction: float, decay: float = 0.95, outer_lr: float = 1.0, **settings: Any
+) -> OuterLoop:
+    state = OuterState(Parameters(model, optimizer), outer_lr, 0.0)
+    exchange = settings.pop("exchange", None) or Exchange()
+    return OuterLoop(model, state, SparseReduction(state, fraction, decay), exchange, **{"on_round": None, **settings})
+
+
+def quantize(values: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+    """(the range of each value, the mean of each range): four equal ranges of six standard deviations about the mean,
+    the outer ones open."""
+    exact = values.astype(np.float64)
+    width = _SIGMAS / _LEVELS * max(exact.std(), 1e-300)
+    levels = np.clip(np.floor((exact - exact.mean()) / width) + _LEVELS // 2, 0, _LEVELS - 1).astype(np.int64)
+    sums, counts = np.bincount(levels, exact, _LEVELS), np.bincount(levels, minlength=_LEVELS)
+    return levels, (sums / np.maximum(counts, 1)).astype(np.float32)
+
+
+def _pack(numbers: npt.NDArray[np.int64], bits: int) -> bytes:
+    return np.packbits((numbers[:, None] >> np.arange(bits)) & 1).tobytes()
+
+
+def _unpack(data: Bits, bits: int, count: int) -> npt.NDArray[np.int64]:
+    plane = np.unpackbits(data, count=count * bits).reshape(count, bits).astype(np.int64)
+    found: npt.NDArray[np.int64] = (plane << np.arange(bits)).sum(axis=1)
+    return found
+
+
+class Ddp:
+    """Data parallelism: the mean of the FP32 gradients before every step of ``inner_optimizer``, which trains
+    ``model``.
+
+    A context manager like `PulseLoCo`, among all of torch.distributed.
+
+    A parameter without a gradient on a trainer counts as having a zero gradient there. ``payload_bytes`` counts the
+    gradients so far, ``sent_bytes`` everything that left this process. Raises TrainerLost and InputError.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.Tensor],
+        inner_optimizer: torch.optim.Optimizer,
+        *,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.parameters = Parameters(model, inner_optimizer)
+        self.sent_bytes = 0
+        self.payload_bytes = 0
+        self._optimizer, self._timeout_seconds = inner_optimizer, timeout_seconds
+        self._group: TrainerGroup | None = None
+        self._hook: Any = None
+
+    def __enter__(self) -> Self:
+        if self._hook is None:
+            group = TrainerGroup(timeout_seconds=self._timeout_seconds)
+            try:
+                weights = self.parameters.read()
+                group.broadcast(weights, 0)
+                self.parameters.write(weights)
+            except BaseException:
+                group.close()
+                raise
+            self._group = group
+            self._hook = self._optimizer.register_step_pre_hook(lambda *_: self._average())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the hook and leaves the group; the model stays as it is."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        group = self._group
+        assert group is not None
+        gradients = np.zeros(self.parameters.count, np.float32)
+        views = self.parameters.views(gradients)
+        for name, p in self.parameters.tensors.items():
+            if p.grad is not None:
+                torch.from_numpy(views[name]).copy_(p.grad)
+        before = group.sent_bytes
+        group.all_reduce(gradients)
+        self.sent_bytes += group.sent_bytes - before
+        self.payload_bytes += gradients.nbytes
+        gradients /= np.float32(group.size)
+        for name, p in self.parameters.tensors.items():
+            mean = torch.from_numpy(views[name]).to(p.dtype).to(p.device)
+            p.grad = mean.reshape(p.shape).clone()

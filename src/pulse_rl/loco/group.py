@@ -1,0 +1,333 @@
+"""A group of trainers: its collectives over torch.distributed, what all must agree on, and who is where when one is
+lost (docs/loco.md, sections 4 and 4.2)."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from hashlib import sha256
+from threading import Thread
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from ..errors import CorruptMessage, Diverged, InputError, TrainerLeft, TrainerLost
+from ..state.digest import StateDigest
+
+T = TypeVar("T")
+_DIGEST_BYTES = 32
+_MAX_BROADCAST_BYTES = 1 << 26
+_PATIENCE_SECONDS = 5.0
+"""A store may be on a machine that stands still."""
+_CAUSES = "fewer batches, or steps that a GradScaler skipped"
+
+
+class TrainerGroup:
+    """One trainer's side of a group of trainers; a single trainer if torch.distributed is not initialised.
+
+    It creates its own gloo group, whatever the user's backend is: messages are small and made on the host, a lost peer
+    is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
+    ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all others. ``sent_bytes``
+    counts what left this process: gathered messages travel around a ring, each process to the next rank, so each
+    forwards all but one of them, padded. ``between_bytes`` counts those of them that went to a trainer of another one
+    of the ``sites``, names by rank, "" of all trainers until they have met; broadcasts, which are in no round, it does
+    not count.
+    ``progress`` knows what the errors tell of the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:
+        if timeout_seconds <= 0:
+            raise InputError(f"timeout_seconds is {timeout_seconds}", hint="Give a number of seconds above 0.")
+        self.timeout_seconds = timeout_seconds
+        self.sent_bytes = self.between_bytes = 0
+        self._group: dist.ProcessGroup | None = None
+        self.size, self.rank = 1, 0
+        self.sites = [""]
+        self.progress = Progress(None, 0, 1)
+        if not (dist.is_available() and dist.is_initialized()):
+            if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise InputError(
+                    "there are several trainers, but torch.distributed is not initialised",
+                    hint="Call torch.distributed.init_process_group() first.",
+                )
+            return
+        if group is not None and dist.get_rank(group) < 0:
+            raise InputError(
+                "this process is not in the group", hint="Create a PulseLoCo only on the trainers of its group."
+            )
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        local = ranks is not None
+        self._group = self._guard(
+            lambda: dist.new_group(ranks, timedelta(seconds=timeout_seconds), "gloo", use_local_synchronization=local)
+        )
+        self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self.sites = [""] * self.size
+        self.progress = Progress(self._group, self.rank, self.size)
+
+    def all_gather(self, message: bytes, *, max_bytes: int) -> list[bytes]:
+        """Every trainer's message, in rank order. They may differ in length: headers first, then padded messages.
+
+        Raises TrainerLost, and CorruptMessage for a message over ``max_bytes`` or other than it was sent.
+        """
+        if self.size == 1:
+            return [message]
+        header = np.frombuffer(struct.pack("<Q", len(message)) + sha256(message).digest(), np.uint8)
+        headers = self._all_gather_array(header)
+        lengths = [int.from_bytes(h[:8].tobytes(), "little") for h in headers]
+        for rank, length in enumerate(lengths):
+            if length > max_bytes:
+                raise CorruptMessage(f"trainer {rank} announces {length} bytes, more than {max_bytes}")
+        if max(lengths) == 0:
+            return [b""] * self.size
+        padded = np.zeros(max(lengths), np.uint8)
+        padded[: len(message)] = np.frombuffer(message, np.uint8)
+        messages = [m[:n].tobytes() for m, n in zip(self._all_gather_array(padded), lengths, strict=True)]
+        for rank, (m, h) in enumerate(zip(messages, headers, strict=True)):
+            if sha256(m).digest() != h[8 : 8 + _DIGEST_BYTES].tobytes():
+                raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
+        return messages
+
+    def all_to_all(
+        self, messages: Sequence[bytes], *, max_bytes: Sequence[Sequence[int]]
+    ) -> tuple[list[bytes], list[int]]:
+        """(what every trainer has for this one, in rank order; the bytes that each trainer sends in all).
+
+        ``messages[r]`` goes to trainer r, which takes ``max_bytes[s][r]`` at most from trainer s. Lengths first, to
+        all; then each message behind its SHA-256. Raises as `all_gather`, and for a length over the limit on all
+        trainers alike.
+        """
+        if self.size == 1:
+            return list(messages), [len(messages[0])]
+        form = f"<{self.size}Q"
+        announced = self.all_gather_fixed(struct.pack(form, *map(len, messages)))
+        lengths = [struct.unpack(form, row) for row in announced]
+        for rank, row in enumerate(lengths):
+            for length, most in zip(row, max_bytes[rank], strict=True):
+                if length > most:
+                    raise CorruptMessage(f"trainer {rank} announces {length} bytes, more than {most}")
+        pieces = [np.frombuffer(sha256(m).digest() + m, np.uint8) for m in messages]
+        arrived = self._all_to_all_arrays(pieces, [_DIGEST_BYTES + row[self.rank] for row in lengths])
+        found = [piece[_DIGEST_BYTES:].tobytes() for piece in arrived]
+        for rank, (m, piece) in enumerate(zip(found, arrived, strict=True)):
+            if sha256(m).digest() != piece[:_DIGEST_BYTES].tobytes():
+                raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
+        return found, [sum(row) for row in lengths]
+
+    def all_gather_fixed(self, message: bytes) -> list[bytes]:
+        """As `all_gather`, in one step, for messages of one length that all trainers know. Raises TrainerLost."""
+        if self.size == 1:
+            return [message]
+        return [m.tobytes() for m in self._all_gather_array(np.frombuffer(message, np.uint8))]
+
+    def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
+        """Replaces ``array`` by that of trainer ``source``, in place. Raises TrainerLost."""
+        if self.size == 1:
+            return
+        step = _MAX_BROADCAST_BYTES // array.itemsize
+        for start in range(0, len(array), step):
+            piece = torch.from_numpy(array[start : start + step])
+            self._guard(partial(dist.broadcast, piece, self._global_rank(source), self._group))
+            self.sent_bytes += piece.nbytes if self.rank == source else 0
+
+    def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
+        """Replaces ``array`` by the sum over all trainers, in place; for the baselines. Raises TrainerLost."""
+        if self.size == 1:
+            return
+        self._guard(lambda: dist.all_reduce(torch.from_numpy(array), group=self._group))
+        self._count_ring(2 * (self.size - 1) * array.nbytes // self.size)
+
+    def failures(self, problem: Exception | None) -> list[int]:
+        """The trainers that have a ``problem``, in rank order: all call it, so that a round fails on all or on none."""
+        reported = self.all_gather_fixed(b"\0" if problem else b"\1")
+        return [rank for rank, flag in enumerate(reported) if flag != b"\1"]
+
+    def require_same_root(self, number: int, tree: StateDigest, trees: Callable[[], Mapping[str, StateDigest]]) -> None:
+        """Raises Diverged on all trainers if ``tree`` after round ``number`` has not the same root on all of them,
+        naming the first tensor that differs among ``trees``."""
+        if len(set(self.all_gather_fixed(bytes.fromhex(tree.root)))) > 1:
+            self.require_same_tensors(number, trees)
+            raise Diverged(f"round {number}: the trainers disagree on a root, but on no tensor")
+
+    def require_same_tensors(self, number: int, trees: Callable[[], Mapping[str, StateDigest]]) -> None:
+        """Raises Diverged on all trainers, naming the first tensor that differs among the ``trees`` of round
+        ``number``."""
+        for what, tree in trees().items():
+            by_rank = self.all_gather_fixed(b"".join(tree.tensor(spec) for spec in tree.specs))
+            for i, spec in enumerate(tree.specs):
+                found = [digests[32 * i : 32 * i + 32] for digests in by_rank]
+                diverged = [rank for rank, digest in enumerate(found) if digest != found[0]]
+                if diverged:
+                    raise Diverged(f"round {number}: {what} of {spec.name!r} on trainers {diverged} is not trainer 0's")
+
+    def close(self) -> None:
+        """Gives the group up. Safe after a failure."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            # After a re-initialisation torch.distributed no longer knows the group, and says so by a ValueError.
+            with suppress(ValueError, RuntimeError):
+                dist.destroy_process_group(group)
+
+    def _all_gather_array(self, data: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+        own = torch.from_numpy(data if data.flags.writeable else data.copy())
+        out = [torch.empty_like(own) for _ in range(self.size)]
+        self._guard(lambda: dist.all_gather(out, own, group=self._group))
+        self._count_ring((self.size - 1) * len(data))
+        return [piece.numpy() for piece in out]
+
+    def _all_to_all_arrays(
+        self, pieces: list[npt.NDArray[np.uint8]], lengths: list[int]
+    ) -> list[npt.NDArray[np.uint8]]:
+        """The pieces for this trainer, of ``lengths`` bytes."""
+        own = torch.from_numpy(np.concatenate(pieces))
+        out = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
+        sizes = [len(piece) for piece in pieces]
+        self._guard(lambda: dist.all_to_all_single(out, own, lengths, sizes, group=self._group))
+        self._count_each(sizes)
+        return np.split(out.numpy(), np.cumsum(lengths[:-1]))
+
+    def _count_ring(self, count: int) -> None:
+        """So many bytes went to the next rank."""
+        self._count(count, (self.rank + 1) % self.size)
+
+    def _count_each(self, counts: Sequence[int]) -> None:
+        """So many bytes went to each trainer; its own stay here."""
+        for rank, count in enumerate(counts):
+            if rank != self.rank:
+                self._count(count, rank)
+
+    def _count(self, count: int, to: int) -> None:
+        self.sent_bytes += count
+        self.between_bytes += count if self.sites[to] != self.sites[self.rank] else 0
+
+    def _global_rank(self, rank: int) -> int:
+        assert self._group is not None
+        return dist.get_global_rank(self._group, rank)
+
+    def _guard(self, call: Callable[[], T]) -> T:
+        """torch.distributed raises RuntimeErrors of many kinds when a peer is gone; all of them mean one thing here."""
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self.progress.lost(error, self.timeout_seconds) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A trainer has taken ``inner_step`` of the ``steps`` inner steps of a round, counted from 1.
+
+    ``left`` is None while it is in the group, "" if it has left it on purpose, otherwise the error that made it leave.
+    """
+
+    round: int
+    inner_step: int
+    steps: int
+    left: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.inner_step} of {self.steps} inner steps of round {self.round}"
+
+
+class Progress:
+    """One trainer's notes and its view of the others'. Without a store, or where it fails, it knows nothing."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        self._store: Any = None if group is None else _store_of(group)
+        self._rank, self._size = rank, size
+        self._met = False
+        self._own = Note(0, 0, 0)
+
+    def begin(self, own: Note) -> None:
+        """The first note in the group. Those of the others may be left over from an earlier group until `met`."""
+        self._met = False
+        self.note(own)
+
+    def met(self) -> None:
+        """All others have begun."""
+        self._met = True
+
+    def note(self, own: Note) -> None:
+        """Replaces this trainer's note. Does not wait for the store."""
+        self._own = own
+        if self._store is not None:
+            try:
+                self._store.set(_key(self._rank), json.dumps(asdict(own)))
+            except RuntimeError:
+                self._store = None
+
+    def leave(self, error: BaseException | None) -> None:
+        """The last note, which the store has when this returns."""
+        if self._store is None or self._own.left is not None or isinstance(error, TrainerLost):
+            return
+        left = "" if error is None else f"{type(error).__name__}: {error}"[:500]
+        self.note(Note(self._own.round, self._own.inner_step, self._own.steps, left))
+        self._wait_for(lambda store: store.check([_key(self._rank)]))
+
+    def lost(self, error: Exception, timeout_seconds: float) -> TrainerLost:
+        """What ``error``, a failed collective, is to this trainer."""
+        others = self._others()
+        left = {rank: note for rank, note in others.items() if note.left is not None}
+        if on_purpose := {rank: note for rank, note in left.items() if note.left == ""}:
+            where = "; ".join(f"trainer {rank} left after {note}" for rank, note in on_purpose.items())
+            return TrainerLeft(f"{where}; this one has taken {self._own.inner_step} of round {self._own.round}")
+        if left:
+            return TrainerLost("; ".join(f"trainer {rank} left with {note.left}" for rank, note in left.items()))
+        at = (self._own.round, self._own.inner_step)
+        behind = {rank: note for rank, note in others.items() if (note.round, note.inner_step) < at}
+        where = "; ".join(f"trainer {rank} had taken {note}" for rank, note in behind.items())
+        ended = f"died, stalled for {timeout_seconds:g} s, or ended its loop ({_CAUSES}?)"
+        said = f"{where}, and has {ended}" if behind else f"a trainer {ended}"
+        here = f"; this one has taken {self._own}" if self._own.steps else ""
+        return TrainerLost(f"{said}{here}: {error}")
+
+    def _others(self) -> dict[int, Note]:
+        """The notes of the other trainers, as far as they can be had."""
+        if not self._met:
+            return {}
+
+        def read(store: Any) -> dict[int, Note]:
+            keys = {rank: _key(rank) for rank in range(self._size) if rank != self._rank}
+            return {rank: Note(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+
+        return self._wait_for(read) or {}
+
+    def _wait_for(self, work: Callable[[Any], T]) -> T | None:
+        """``work(store)``, or None if it fails or takes too long; then the store is not asked again."""
+        store, result = self._store, []
+
+        def call() -> None:
+            try:
+                result.append(work(store))
+            except (RuntimeError, ValueError, TypeError):
+                self._store = None
+
+        if store is None:
+            return None
+        thread = Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(_PATIENCE_SECONDS)
+        if not result:
+            self._store = None
+            return None
+        return result[0]
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    """The group's key-value store, None where there is none."""
+    try:
+        return group.get_group_store()
+    except (AttributeError, RuntimeError):  # an older torch, or a backend without a store
+        known: Any = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+        return None if known is None else known(group)
+
+
+def _key(rank: int) -> str:
+    return f"pulse-loco/{rank}"
