@@ -117,7 +117,7 @@ def measure(variant: Variant, seed: int, rounds: int) -> Outcome:
     def make_loop(rank: int, masters: Masters, optimizer: torch.optim.Optimizer) -> OuterLoop:
         settings = {"sync_every": variant.sync_every, **outer, **variant.settings}
         of_exchange = {name: settings.pop(name) for name in ("gate_sums", "wire_dtype") if name in settings}
-        loop = variant.method(masters, optimizer, exchange=Exchange(**of_exchange), **settings)
+        loop = variant.method(masters, optimizer, group=Exchange(**of_exchange), **settings)
         loop.threads = 1
         return loop
 

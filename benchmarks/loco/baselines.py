@@ -13,7 +13,8 @@ import torch
 
 from pulse_rl._native import add_entries
 from pulse_rl.errors import CorruptMessage, NonFinite
-from pulse_rl.loco import Exchange, PulseLoCo
+from pulse_rl.loco import PulseLoCo
+from pulse_rl.loco.exchange import exchange_of
 from pulse_rl.loco.gate import Gate
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop, PendingRound, Phase
@@ -166,7 +167,7 @@ def sparse_loco(
     model: Any, optimizer: Any, *, fraction: float, decay: float = 0.95, outer_lr: float = 1.0, **settings: Any
 ) -> OuterLoop:
     state = OuterState(Parameters(model, optimizer), outer_lr, 0.0)
-    exchange = settings.pop("exchange", None) or Exchange()
+    exchange = exchange_of(settings.pop("group", None))
     return OuterLoop(model, state, SparseReduction(state, fraction, decay), exchange, **{"on_round": None, **settings})
 
 

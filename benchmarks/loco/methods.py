@@ -36,15 +36,15 @@ METHODS = (
 _OUTER: dict[str, Callable[..., OuterLoop]] = {
     DILOCO: DiLoCo,
     PULSE: PulseLoCo,
-    PULSE_BF16: partial(PulseLoCo, exchange=Exchange(wire_dtype=torch.bfloat16)),
+    PULSE_BF16: partial(PulseLoCo, group=Exchange(wire_dtype=torch.bfloat16)),
     PAPER: partial(PulseLoCo, lookahead=0.0),
-    PAPER_BF16: partial(PulseLoCo, lookahead=0.0, exchange=Exchange(wire_dtype=torch.bfloat16)),
+    PAPER_BF16: partial(PulseLoCo, lookahead=0.0, group=Exchange(wire_dtype=torch.bfloat16)),
     AHEAD_3: partial(PulseLoCo, lookahead=3.0),
-    GATED_SUMS: partial(PulseLoCo, exchange=Exchange(gate_sums=True)),
-    GATED_SUMS_BF16: partial(PulseLoCo, exchange=Exchange(gate_sums=True, wire_dtype=torch.bfloat16)),
+    GATED_SUMS: partial(PulseLoCo, group=Exchange(gate_sums=True)),
+    GATED_SUMS_BF16: partial(PulseLoCo, group=Exchange(gate_sums=True, wire_dtype=torch.bfloat16)),
     GATE_2: partial(PulseLoCo, gate_scale=2.0),
-    GATE_2_SUMS: partial(PulseLoCo, gate_scale=2.0, exchange=Exchange(gate_sums=True)),
-    GATE_2_SUMS_BF16: partial(PulseLoCo, gate_scale=2.0, exchange=Exchange(gate_sums=True, wire_dtype=torch.bfloat16)),
+    GATE_2_SUMS: partial(PulseLoCo, gate_scale=2.0, group=Exchange(gate_sums=True)),
+    GATE_2_SUMS_BF16: partial(PulseLoCo, gate_scale=2.0, group=Exchange(gate_sums=True, wire_dtype=torch.bfloat16)),
     NO_FEEDBACK: partial(gated, NoFeedbackGate(torch.bfloat16, 1.0)),
     CAST_DIFFERENCE: partial(gated, CastDifferenceGate(torch.bfloat16, 1.0)),
     # As published: no outer momentum, an outer lr of 1, and the most of the 1 to 3% of entries that it is for.
@@ -75,13 +75,13 @@ def make_loop(job: Job, parameters: Parameters, optimizer: torch.optim.Optimizer
     outer = (
         {} if job.method in (SPARSELOCO, SPARSELOCO_10) else {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
     )
-    given = getattr(make, "keywords", {}).get("exchange", Exchange())
+    given = getattr(make, "keywords", {}).get("group", Exchange())
     loop = make(
         parameters,
         optimizer,
         sync_every=SYNC_EVERY,
         **outer,
-        exchange=replace(given, timeout_seconds=_TIMEOUT_SECONDS),
+        group=replace(given, timeout_seconds=_TIMEOUT_SECONDS),
     )
     loop.threads = 1
     return loop

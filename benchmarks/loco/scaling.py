@@ -68,7 +68,7 @@ def measure(
             sync_every=SYNC_EVERY,
             outer_lr=OUTER_LR,
             outer_momentum=OUTER_MOMENTUM,
-            exchange=Exchange(wire_dtype=wire, gate_sums=gate_sums),
+            group=Exchange(wire_dtype=wire, gate_sums=gate_sums),
         )
         loop.threads = 1
         gate = loop.reduction.gate

@@ -58,7 +58,7 @@ def measure(task: str, lr: float, method: str, rounds: int, *, members: int = ME
     def make_loop(rank: int, masters: Masters, optimizer: torch.optim.Optimizer) -> OuterLoop:
         exchange = Exchange(site="ab"[rank // members])
         outer = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
-        loop = METHODS[method](masters, optimizer, sync_every=SYNC_EVERY, exchange=exchange, **outer)
+        loop = METHODS[method](masters, optimizer, sync_every=SYNC_EVERY, group=exchange, **outer)
         loop.threads = 1
         return loop
 

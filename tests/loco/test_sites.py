@@ -249,7 +249,11 @@ def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
         with pytest.raises(CorruptMessage, match=words):
             member.step()
         assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
-        assert (member.loop.round, member.loop.reduction.residual.pending_message, member.loop._sums_gate) == (
+        assert (
+            member.loop.round,
+            member.loop.reduction.residual.pending_message,
+            member.loop.reduction.residual.add_held_back,
+        ) == (
             1,
             None,
             None,

@@ -14,7 +14,7 @@ from torch import nn
 from pulse_rl.errors import CorruptMessage, Diverged, NonFinite, StateMismatch
 from pulse_rl.loco import DiLoCo, PulseLoCo, buffers
 from pulse_rl.loco.loop import OuterLoop
-from tests.support.loco_reference import pulse_loco, root_of, same
+from tests.support.loco_reference import made, pulse_loco, root_of, same
 from tests.support.trainers import Trainer, each, together
 
 SIZE = 3
@@ -45,7 +45,7 @@ def make(seed: int, kind: Any = PulseLoCo, **settings: Any) -> tuple[Model, Any,
     model = Model(seed)
     optimizer = torch.optim.SGD([*model.inner.parameters(), *model.norm.parameters()], lr=0.1)
     settings = {"sync_every": 2, "timeout_seconds": 10} | settings
-    return model, optimizer, kind(model, optimizer, **settings)
+    return model, optimizer, made(kind, model, optimizer, **settings)
 
 
 def step(model: Model, optimizer: Any, who: int, number: int) -> None:

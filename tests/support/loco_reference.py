@@ -190,7 +190,7 @@ def diloco(model: Any, optimizers: Any, **settings: Any) -> DiLoCo:
 
 def made(kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, **settings: Any) -> Any:
     exchange = Exchange(**{name: settings.pop(name) for name in _OF_EXCHANGE if name in settings})
-    loop = kind(model, optimizers, exchange=exchange, **settings)
+    loop = kind(model, optimizers, group=exchange, **settings)
     loop.threads = threads
     return loop
 

@@ -35,7 +35,8 @@ Sums = list[Entries] | bytes
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who takes part, and how messages travel between them. All but ``site`` is one setting of all trainers.
+    """Who takes part, and how messages travel between them: what a loop takes as ``group``. All but ``site`` is one
+    setting of all trainers.
 
     ``group``: the trainers (default: all of torch.distributed; without it, this trainer alone). A trainer that dies, or
     stalls for more than ``timeout_seconds``, raises TrainerLost on the others.
@@ -66,6 +67,11 @@ class Exchange:
             )
         if self.timeout_seconds <= 0:
             raise InputError(f"timeout_seconds is {self.timeout_seconds}", hint="Give a number of seconds above 0.")
+
+
+def exchange_of(group: dist.ProcessGroup | Exchange | None) -> Exchange:
+    """By the ``group`` of a loop: a process group gets the default settings."""
+    return group if isinstance(group, Exchange) else Exchange(group=group)
 
 
 @dataclass(frozen=True, slots=True)

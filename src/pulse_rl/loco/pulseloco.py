@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from .._util.settings import checked_number
-from .exchange import Exchange
+from .exchange import Exchange, exchange_of
 from .gate import Gate
 from .loop import MAX_SCALE, DenseReduction, GatedReduction, OuterLoop, Round
 from .outer import OuterState, Residual
@@ -34,7 +35,8 @@ class PulseLoCo(OuterLoop):
     weights: the model holds them while ``on_round`` is called, within `global_weights`, and after the loop was left at
     a round's end; `global_state` has them always.
 
-    ``exchange``: who takes part and how messages travel (`Exchange`). ``on_round`` gets a `Round` after each round;
+    ``group``: the trainers, a process group (default: all of torch.distributed; without it, this trainer alone), or an
+    `Exchange` that holds one, with the settings of how messages travel. ``on_round`` gets a `Round` after each round;
     only then do all trainers hold the model's state, and only then should it be published.
 
     Memory on the host: 17 bytes per parameter. Raises InputError for settings out of range and for parameters that
@@ -54,10 +56,10 @@ class PulseLoCo(OuterLoop):
         lookahead: float | Literal["auto"] = "auto",
         gate_scale: float = 1.0,
         gate_dtype: torch.dtype = torch.bfloat16,
-        exchange: Exchange | None = None,
+        group: dist.ProcessGroup | Exchange | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
-        exchange = exchange or Exchange()
+        exchange = exchange_of(group)
         scale = checked_number("gate_scale", gate_scale, least=1 / MAX_SCALE, most=MAX_SCALE)
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         if lookahead == "auto":
@@ -73,7 +75,7 @@ class DiLoCo(OuterLoop):
     """Dense FP32 pseudo-gradients, summed by an all-reduce (DiLoCo, arXiv 2311.08105).
 
     ``model``, ``inner_optimizer``, ``sync_every``, ``outer_lr``, ``outer_momentum`` and ``on_round`` are those of
-    `PulseLoCo`; of ``exchange`` the group and the timeout count. The model holds theta between rounds."""
+    `PulseLoCo`; of an `Exchange` only ``group`` and ``timeout_seconds`` count. The model holds theta between rounds."""
 
     def __init__(
         self,
@@ -83,9 +85,9 @@ class DiLoCo(OuterLoop):
         sync_every: int,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        exchange: Exchange | None = None,
+        group: dist.ProcessGroup | Exchange | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         reduction = DenseReduction(state)
-        super().__init__(model, state, reduction, exchange or Exchange(), sync_every=sync_every, on_round=on_round)
+        super().__init__(model, state, reduction, exchange_of(group), sync_every=sync_every, on_round=on_round)
