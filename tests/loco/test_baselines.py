@@ -26,6 +26,7 @@ def gathered(x: torch.Tensor) -> list[torch.Tensor]:
 
 def by_hand(trainer: Trainer) -> str:
     """The outer step along the mean of theta - w, by hand."""
+    trainer.connect("start")
     job = Job(trainer.rank)
     locally: list[torch.Tensor] = []
     job.optimizer.register_step_post_hook(lambda *_: locally.append(job.weights()))
@@ -58,6 +59,7 @@ def by_hand(trainer: Trainer) -> str:
 
 def ddp(trainer: Trainer) -> None:
     """One process on the joined batch, up to rounding."""
+    trainer.connect("start")
     job, alone = Job(trainer.rank), Job(0)
     with Ddp(job.model, job.optimizer, timeout_seconds=10) as loop:
         assert same(job.weights(), alone.weights()), "all begin with trainer 0's weights"

@@ -149,7 +149,7 @@ def test_a_message_is_read_back() -> None:
     message = Message(1 << 40, WIRES[1].code, payloads).to_bytes()
     read = Message.parse(message, 3)
     assert (read.round, read.wire, [bytes(p) for p in read.payloads]) == (1 << 40, 1, payloads)
-    assert message[:16].hex() == "504c534c02010000" + "0000000000010000"
+    assert message[:16].hex() == "504c534c01010000" + "0000000000010000"
     assert message[24:40].hex() == "03000000" + "03000000" + "00000000" + "2c010000"
     assert message != Message(1 << 40, WIRES[1].code, payloads).to_bytes(), (
         "the same entries of two trainers are two messages"

@@ -29,7 +29,7 @@ FIELDS = {
     "momentum": "bb",
     "messages": ["cc", "dd"],
     "specs": "ee",
-    "shares": "",
+    "format": 1,
     "site": "here",
 }
 

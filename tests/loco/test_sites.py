@@ -164,7 +164,7 @@ def test_a_site_sends_about_what_a_trainer_sends() -> None:
     # Ranks 3 and 7 pass the sums on to the other site, the others send parts of its own sums.
     assert min(two_levels[3], two_levels[7]) > 3 * max(two_levels[:3] + two_levels[4:7])
     apart = crossing("abababab")
-    assert sum(apart) > 3 * sum(two_levels), "the ring of sums crosses with every step"
+    assert sum(apart) > 2.5 * sum(two_levels), "the ring of sums crosses with every step"
     one_level = crossing("aaaabbbb", one_level=True, gate_sums=True)
     assert sum(one_level) > 1.5 * sum(two_levels)
 
@@ -249,15 +249,8 @@ def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
         with pytest.raises(CorruptMessage, match=words):
             member.step()
         assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
-        assert (
-            member.loop.round,
-            member.loop.reduction.residual.pending_message,
-            member.loop.reduction.residual.add_held_back,
-        ) == (
-            1,
-            None,
-            None,
-        )
+        residual = member.loop.reduction.residual
+        assert (member.loop.round, residual.pending_message, residual.add_held_back) == (1, None, None)
         member.loop.rewind()
         member.reference.residual = reference
         for _ in range(2):
