@@ -14,6 +14,7 @@ import torch
 import pulse_rl
 from pulse_rl import State
 from pulse_rl.integrations.engines.derived import LoadedForms
+from pulse_rl.integrations.engines.functional import Fresh
 from pulse_rl.integrations.engines.node import Node
 from pulse_rl.integrations.engines.session import Learnt, Session
 from pulse_rl.integrations.engines.transport import InitInfo
@@ -60,6 +61,7 @@ class World:
         self.model = make()
         self.model.load_weights(self.tensors.items())
         self.learnt = Learnt()
+        self.fresh: Fresh | None = None
         self.sessions: list[Session] = []
 
     def publish(self) -> int:
@@ -82,7 +84,8 @@ class World:
 
     def session(self, *, follow: bool = False, audit_every: int = 100, **settings: Any) -> Session:
         info = InitInfo(self.address or self.store, "policy", follow=follow, audit_every=audit_every, **settings)
-        session = Session(self.model, info, Node(None), self.learnt, str(self.base), nullcontext, self.model.forms())
+        forms, base = self.model.forms(), str(self.base)
+        session = Session(self.model, info, Node(None), self.learnt, base, nullcontext, forms, fresh=self.fresh)
         self.sessions.append(session)
         stage(session)
         return session

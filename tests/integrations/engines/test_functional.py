@@ -1,0 +1,99 @@
+"""The proof by a second model: what it finds, and that it says how far it went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pulse_rl.errors import InputError, UnsupportedTensor
+from pulse_rl.integrations.engines import functional
+from pulse_rl.integrations.engines.functional import Fresh, shortage
+
+from .world import Model, World
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    for session in world.sessions:
+        session.close()
+
+
+def another(weights: Iterable[tuple[str, torch.Tensor]]) -> nn.Module:
+    model = Model()
+    model.load_weights(weights)
+    return model
+
+
+def computed(model: nn.Module) -> torch.Tensor:
+    product: torch.Tensor = model.fused @ model.embed.T  # type: ignore[operator, union-attr]
+    return product.detach()
+
+
+def test_a_model_that_computes_something_else_is_refused_and_not_written_to(world: World) -> None:
+    world.fresh = Fresh(another, lambda model: computed(model) * (2 if model is world.model else 1))
+    world.step()
+    session = world.session()
+    before = [tensor.detach().clone() for tensor in world.model.parameters()]
+    with pytest.raises(UnsupportedTensor, match="do not compute with the weights"):
+        session.update(None)
+    assert session.live_version is None
+    assert all(torch.equal(a, b) for a, b in zip(before, world.model.parameters(), strict=True))
+
+
+def test_a_model_that_computes_the_same_is_followed(world: World) -> None:
+    world.fresh = Fresh(another, computed)
+    world.step()
+    session = world.session()
+    session.update(None)
+    assert session.proof == "computed"
+    assert session.prove() == []
+    assert world.live()
+
+
+def test_a_model_that_does_not_run_is_compared_by_bits_and_that_is_said(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(model: nn.Module) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    world.fresh = Fresh(another, run)
+    world.step()
+    session = world.session()
+    session.update(None)
+    assert session.proof == "bits only: the model does not run by itself (RuntimeError: no such kernel)"
+    assert session.proof in caplog.text
+    assert world.live()
+
+
+def test_no_second_model_is_made_where_memory_may_not_suffice(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(weights: object) -> nn.Module:
+        raise AssertionError("a second model was made")
+
+    world.fresh = Fresh(make, computed)
+    monkeypatch.setattr(functional, "_free_bytes", lambda device: 1 << 20)
+    world.step()
+    session = world.session()
+    session.update(None)
+    assert session.proof.startswith("left out: no memory for a second model")
+    assert session.proof in caplog.text
+    with pytest.raises(InputError, match="left out: no memory"):
+        session.prove()
+    assert world.live()
+
+
+def test_the_memory_that_a_second_model_takes_is_counted_once_a_storage(tmp_path: Path) -> None:
+    small = torch.zeros(1000)
+    huge = torch.from_file(str(tmp_path / "weights"), shared=True, size=1 << 40, dtype=torch.uint8)
+    assert shortage([small, small[10:]], 1) is None
+    assert shortage([small], 1 << 20) is not None
+    found = shortage([huge], 1)
+    assert found is not None
+    assert "MiB of cpu are needed" in found
