@@ -1,4 +1,4 @@
-"""`--selectable` and `--select`."""
+"""`--select`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, Publisher
 from pulse_rl.state.checkpoint import load, save
 from pulse_rl.state.tensors import State
 from tests.support.commands import Pulse
@@ -26,7 +25,7 @@ def checkpoint(path: Path, state: Tensors) -> Path:
 
 def test_a_part_is_followed(pulse: Pulse, tmp_path: Path, states: list[Tensors]) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
-    publish = ("publish", "--stream", "policy", "--selectable")
+    publish = ("publish", "--stream", "policy")
     follow = ("follow", store, "--stream", "policy", "--out", out, "--once")
     for k, state in enumerate(states):
         pulse(*publish, checkpoint(tmp_path / f"{k}.safetensors", state), store)
@@ -39,19 +38,6 @@ def test_a_part_is_followed(pulse: Pulse, tmp_path: Path, states: list[Tensors])
     whole, _ = load(out / "model.safetensors")
     assert np.array_equal(held.read("embed.weight"), whole.read("embed.weight"))
     assert len(whole.specs) == len(states[2])
-
-
-def test_an_anchor_makes_an_old_stream_selectable(pulse: Pulse, tmp_path: Path, states: list[Tensors]) -> None:
-    store = tmp_path / "store"
-    Publisher(LocalStore(store), stream="policy").publish(states[0])
-    follow = ("follow", store, "--stream", "policy", "--out", tmp_path / "out", "--once", "--select", "embed.*")
-    assert pulse.json(*follow, status=1)["error"] == "chain_gap"
-    pulse("anchor", store, "--stream", "policy")
-    error = pulse.json(*follow, status=1)
-    assert error["error"] == "chain_gap"
-    assert "trees" in error["message"]
-    pulse("anchor", store, "--stream", "policy", "--selectable")
-    assert pulse.json(*follow)["version"] == 2
 
 
 def test_an_engine_takes_all(pulse: Pulse, tmp_path: Path) -> None:

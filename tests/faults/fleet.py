@@ -115,7 +115,6 @@ class Fleet:
         """Without faults: those of publishers are another world's."""
         if self._publisher is None or rng.random() < 0.05:
             settings: dict[str, Any] = {
-                "selectable": True,
                 "folds": self._folds,
                 "anchor_ratio": rng.choice((0.5, 1e9)),
                 "shard_bytes": rng.choice((500, 1 << 30)),
@@ -198,7 +197,7 @@ class Fleet:
     def destroy(self, rng: Random) -> None:
         """An object of either store is lost or damaged; no manifest of the origin, whose number would be used again."""
         place = rng.choice((_PUBLISHED, _NEAR, _NEAR))
-        kinds = ["payloads", "payloads", "trees", "links"] + (["versions"] if place == _NEAR else [])
+        kinds = ["payloads", "payloads", "digests", "links"] + (["versions"] if place == _NEAR else [])
         disk = self.disks[place]
         names = disk.names(f"{STREAM}/{rng.choice(kinds)}")
         if not names:

@@ -211,7 +211,6 @@ class RankTrainer:
         signer: Signer | None = None,
         identity: str | None = None,
         shard_bytes: int = 1 << 30,
-        selectable: bool = False,
     ) -> None:
         self._clients = clients
         self._rng = rng
@@ -234,7 +233,6 @@ class RankTrainer:
                 anchor_ratio=anchor_ratio,
                 shard_bytes=shard_bytes,
                 folds=folds,
-                selectable=selectable,
                 signer=signer,
                 threads=1,
                 listener=None,

@@ -38,19 +38,19 @@ def requests(source: FaultyStore, relay: Relay) -> Counter[str]:
     return Counter(f"{call} {name.split('/')[1]}" for call, name in source.calls)
 
 
-@pytest.mark.parametrize("selectable", [False, True])
-def test_a_version_costs_a_list_a_manifest_and_the_patch(rng: Rng, *, selectable: bool) -> None:
+def test_a_version_costs_a_list_a_manifest_and_the_patch(rng: Rng) -> None:
     states, source = history(rng, 4), FaultyStore(MemoryStore())
-    publisher = Publisher(source, stream="policy", selectable=selectable, anchor_ratio=1e9)
+    publisher = Publisher(source, stream="policy", anchor_ratio=1e9)
     publisher.publish(states[0])
     relay = Relay(source, MemoryStore(), stream="policy", threads=1)
     relay.sync()
     look = Counter({"list versions": 1})
-    version = look + Counter({"get versions": 1, "head payloads": 1, "get payloads": 1})
-    trees = Counter({"list trees": 0, "head trees": 1, "get trees": 1} if selectable else {})
+    version = look + Counter(
+        {"get versions": 1, "head payloads": 1, "get payloads": 1, "head digests": 1, "get digests": 1}
+    )
     for state in states[1:]:
         publisher.publish(state)
-        assert requests(source, relay) == version + trees
+        assert requests(source, relay) == version
         assert requests(source, relay) == look
 
 
@@ -69,26 +69,6 @@ def test_the_origin_serves_each_payload_once_to_a_hundred_workers(rng: Rng) -> N
     stored = {info.name: info.nbytes for info in source.list("policy/payloads")}
     assert len(stored) == len(states)
     assert source.payloads_read() == stored
-
-
-def test_a_stream_that_becomes_selectable_is_so_behind_the_relay(rng: Rng) -> None:
-    states, source, target = history(rng, 5), MemoryStore(), MemoryStore()
-    relay = Relay(source, target, stream="policy", threads=1)
-    with Publisher(source, stream="policy", anchor_ratio=1e9) as publisher:
-        publisher.publish(states[0])
-        relay.sync()
-    later = Publisher(source, stream="policy", selectable=True, anchor_ratio=1e9)
-    later.publish(states[1])
-    relay.sync()
-    later.publish(states[2], anchor=True)
-    relay.sync()
-    worker = Subscriber(target, stream="policy", select="embed.*", threads=1)
-    worker.sync()
-    for state in states[3:]:
-        version = later.publish(state).version
-        relay.sync()
-        worker.sync()
-        assert worker.version == version
 
 
 def test_an_idle_relay_makes_four_requests_a_minute(

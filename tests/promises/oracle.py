@@ -5,7 +5,6 @@ Nothing here imports more of the library than `pulse_rl` shows, so that these te
 
 from __future__ import annotations
 
-import inspect
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pulse_rl import Bits, Publisher, Subscriber, Update
+from pulse_rl import Bits, Subscriber, Update
 from pulse_rl.errors import StoreUnavailable
 
 STREAM = "policy"
@@ -113,11 +112,6 @@ class Worker:
     @property
     def root(self) -> str:
         return root_of(self.tensors)
-
-
-def selectable() -> dict[str, Any]:
-    """What a publisher is told so that its stream can be selected from."""
-    return {"selectable": True} if "selectable" in inspect.signature(Publisher).parameters else {}
 
 
 class Flaky:

@@ -10,7 +10,7 @@ import pytest
 from pulse_rl import Bits, MemoryStore, Publisher, Subscriber
 from pulse_rl.errors import PulseError
 
-from .oracle import STREAM, Flaky, Trainer, copied, held, objects, publish, root_of, selectable
+from .oracle import STREAM, Flaky, Trainer, copied, held, objects, publish, root_of
 
 
 def part(trainer: Trainer) -> dict[str, Bits]:
@@ -23,7 +23,7 @@ def selecting(store: Any, **settings: Any) -> Subscriber:
 
 def test_a_part_is_followed_with_the_bits_of_the_whole(store: Any) -> None:
     trainer, worker = Trainer(), selecting(store)
-    with Publisher(store, stream=STREAM, anchor_ratio=0.2, **selectable()) as publisher:
+    with Publisher(store, stream=STREAM, anchor_ratio=0.2) as publisher:
         for _ in range(6):
             publish(publisher, trainer)
             update = worker.sync()
@@ -40,7 +40,7 @@ def test_a_part_costs_less_than_the_whole() -> None:
     # Another dtype: tensors of one dtype may be coded together, and are then fetched together.
     trainer.state = {f"others.{k}": Bits(numbers + np.uint16(k), "BF16") for k in range(12)}
     trainer.state["layers.3"] = Bits(numbers, "F16")
-    with Publisher(store, stream=STREAM, **selectable()) as publisher:
+    with Publisher(store, stream=STREAM) as publisher:
         publish(publisher, trainer)
         stores = [Flaky(store), Flaky(store)]
         Subscriber(stores[0], stream=STREAM).sync()
@@ -50,7 +50,7 @@ def test_a_part_costs_less_than_the_whole() -> None:
 
 def test_a_part_is_never_wrong() -> None:
     store, trainer = MemoryStore(), Trainer(elements=600)
-    with Publisher(store, stream=STREAM, anchor_ratio=0.2, **selectable()) as publisher:
+    with Publisher(store, stream=STREAM, anchor_ratio=0.2) as publisher:
         publish(publisher, trainer, 4)
     shown = 0
     for name, data in objects(store).items():
@@ -68,7 +68,7 @@ def test_a_part_is_never_wrong() -> None:
 
 
 def test_a_part_that_is_not_there_is_refused(store: Any) -> None:
-    with Publisher(store, stream=STREAM, **selectable()) as publisher:
+    with Publisher(store, stream=STREAM) as publisher:
         publish(publisher, Trainer())
     with pytest.raises(PulseError):
         Subscriber(store, stream=STREAM, select="nothing.*", threads=1).sync()

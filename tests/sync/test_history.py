@@ -317,7 +317,7 @@ def test_a_fold_that_loses_what_is_remembered_is_taken_where_there_is_no_other_w
 
 
 def test_a_part_of_the_tensors() -> None:
-    made = Made(1, selectable=True)
+    made = Made(1)
     part, seen = made.subscriber(select=["step"])
     whole, _ = made.subscriber(select=["w"])
     for version in range(1, 20):

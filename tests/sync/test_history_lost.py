@@ -51,7 +51,7 @@ def fetched(seen: list[Event]) -> int:
 def test_a_part_that_changes_more_than_the_whole() -> None:
     """All of it: what is to be remembered takes more than an eighth of the part."""
     store, states = MemoryStore(), momentum()
-    made = publisher(store, selectable=True, folds=(8, 64))
+    made = publisher(store, folds=(8, 64))
     part, seen = reader(store, select=["norm.weight"])
     rest, of_rest = reader(store, select=["w"])
     norm = np.random.default_rng(0).normal(1, 0.1, 16).astype(np.float32)

@@ -24,7 +24,7 @@ def served(tmp_path: Path) -> Iterator[FolderServer]:
 
 @pytest.fixture
 def publisher(served: FolderServer, tmp_path: Path) -> Publisher:
-    return Publisher(LocalStore(tmp_path / "run"), stream="policy", selectable=True, threads=1)
+    return Publisher(LocalStore(tmp_path / "run"), stream="policy", threads=1)
 
 
 def test_two_readers_follow(served: FolderServer, publisher: Publisher, tmp_path: Path, rng: Rng) -> None:

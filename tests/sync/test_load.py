@@ -17,7 +17,7 @@ def requests(store: FaultyStore, worker: Subscriber) -> Counter[str]:
 
 def test_requests_of_a_look_and_of_a_sync(rng: Rng) -> None:
     states, store = history(rng, 4), FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy", selectable=True, anchor_ratio=1e9)
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
     publisher.publish(states[0])
     whole = Subscriber(store, stream="policy", threads=1)
     part = Subscriber(store, stream="policy", select="embed.*", threads=1)
@@ -29,7 +29,7 @@ def test_requests_of_a_look_and_of_a_sync(rng: Rng) -> None:
         assert requests(store, whole) == look + patch + Counter({"get payloads": 1})
         found = requests(store, part)
         ranges = found.pop("get payloads")
-        assert found == look + patch + Counter({"get trees": 1})
+        assert found == look + patch + Counter({"get digests": 1})
         assert ranges <= 3, "the header in one or two pieces, and the blocks that lie together in one"
         for worker in (whole, part):
             assert requests(store, worker) == look

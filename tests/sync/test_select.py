@@ -22,7 +22,6 @@ from pulse_rl import (
     audit,
     fold_stream,
     gc_stream,
-    state_root,
 )
 from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import Event, Synced
@@ -64,7 +63,7 @@ def reader(store: Store, select: str | Collection[str], **options: object) -> Su
 @pytest.mark.parametrize("select", ["stages.3.*", ["stages.3.*"], ["stages.3.layers.06.*", "stages.3.layers.07.*"]])
 def test_the_part_is_the_states_part_at_each_version(select: str | list[str], rng: Rng) -> None:
     store, state, live = MemoryStore(), staged(rng), Live()
-    publisher = Publisher(store, stream="policy", selectable=True, threads=1)
+    publisher = Publisher(store, stream="policy", threads=1)
     worker = reader(store, select)
     for step in range(6):
         root = publisher.publish(state, anchor=step == 3).root
@@ -85,7 +84,7 @@ def test_the_part_is_the_states_part_at_each_version(select: str | list[str], rn
 def test_small_tensors_of_other_parts_in_a_block_are_held_and_not_shown(rng: Rng) -> None:
     """All tensors of this state are in two blocks; and nothing of the neighbours is seen."""
     store, state = MemoryStore(), all_dtypes(rng)
-    publisher = Publisher(store, stream="policy", selectable=True, threads=1)
+    publisher = Publisher(store, stream="policy", threads=1)
     publisher.publish(state)
     worker = reader(store, ["BF16.*", "I64.values"])
     worker.sync()
@@ -105,7 +104,7 @@ def test_an_eighth_costs_an_eighth(rng: Rng, tmp_path: Path) -> None:
     """Of the bytes, of anchor and patch, plus 5%; and of the memory."""
     store, state = Counted(), staged(rng, elements=1 << 20, layers=16)
     dense = sum(tensor.array.nbytes for tensor in state.values())
-    publisher = Publisher(store, stream="policy", selectable=True, anchor_ratio=1e9, shard_bytes=8 << 20)
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9, shard_bytes=8 << 20)
     anchored = publisher.publish(state)
     seen: list[Event] = []
     worker = reader(store, "stages.5.*", on_event=seen.append)
@@ -138,7 +137,7 @@ def test_a_flipped_bit_matters_to_those_whose_it_is(rng: Rng) -> None:
     old = staged(rng, elements=1 << 20, layers=16)
     new = mutated(rng, old, density=0.002)
     store = MemoryStore()
-    publisher = Publisher(store, stream="policy", selectable=True, anchor_ratio=1e9)
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
     publisher.publish(old)
     publisher.publish(new)
     refused = {"patch": 0, "safetensors": 0}
@@ -169,10 +168,10 @@ def test_digests_that_lie_are_refused(rng: Rng) -> None:
     for folder_kind in (".tensors", ".leaves"):
         for damage in ("flip", "cut", "longer", "empty", "gone"):
             store = MemoryStore()
-            publisher = Publisher(store, stream="policy", selectable=True)
+            publisher = Publisher(store, stream="policy")
             for state in states:
                 publisher.publish(state)
-            for name in [n for n in names(store, "policy/trees") if n.endswith(folder_kind)]:
+            for name in [n for n in names(store, "policy/digests") if n.endswith(folder_kind)]:
                 good = store.get(name)
                 store.delete(name)
                 bad = {
@@ -196,7 +195,7 @@ def test_digests_that_lie_are_refused(rng: Rng) -> None:
 def test_a_tensor_under_a_false_name_is_not_left_out(rng: Rng) -> None:
     """Whoever can write to the store, but not sign, must not make a worker miss a tensor: names are proved, too."""
     signer, store, state = Signer(bytes(range(32))), MemoryStore(), staged(rng)
-    Publisher(store, stream="policy", selectable=True, signer=signer).publish(state)
+    Publisher(store, stream="policy", signer=signer).publish(state)
     for name in names(store, "policy"):
         data = store.get(name)
         if name.endswith((".leaves", ".safetensors")):
@@ -212,8 +211,8 @@ def test_a_tensor_under_a_false_name_is_not_left_out(rng: Rng) -> None:
 def test_what_is_stored_is_what_the_format_says(rng: Rng) -> None:
     """Computed here from the document, format.md 7."""
     store, state = MemoryStore(), staged(rng, elements=600_000, layers=2) | {"empty": bits(rng, "F32", 0, 4)}
-    root = Publisher(store, stream="policy", selectable=True).publish(state).root
-    tensors, leaves = store.get(f"policy/trees/{root}.tensors"), store.get(f"policy/trees/{root}.leaves")
+    root = Publisher(store, stream="policy").publish(state).root
+    tensors, leaves = store.get(f"policy/digests/{root}.tensors"), store.get(f"policy/digests/{root}.leaves")
     assert sha256(b"pulse.state.1\0" + tensors).hexdigest() == root
     length = int.from_bytes(leaves[:8], "little")
     header = json.loads(leaves[8 : 8 + length])
@@ -228,16 +227,18 @@ def test_what_is_stored_is_what_the_format_says(rng: Rng) -> None:
     assert leaves[8 + length :] == expected
 
 
-def test_a_stream_without_digests_says_so(rng: Rng) -> None:
+def test_a_version_without_digests_says_so(rng: Rng) -> None:
     store, state = MemoryStore(), staged(rng)
     Publisher(store, stream="policy").publish(state)
-    with pytest.raises(ChainGap, match=r"trees/.*leaves"):
+    for name in names(store, "policy/digests"):
+        store.delete(name)
+    with pytest.raises(ChainGap, match=r"digests/.*leaves"):
         reader(store, "stages.0.*").sync()
 
 
 def test_names_that_are_not_there(rng: Rng) -> None:
     store, state = MemoryStore(), staged(rng)
-    Publisher(store, stream="policy", selectable=True).publish(state)
+    Publisher(store, stream="policy").publish(state)
     with pytest.raises(InputError, match=r"layers\.99"):
         reader(store, ["stages.0.*", "layers.99.*"]).sync()
     for select in ("", [], [""], [3]):
@@ -250,7 +251,7 @@ def test_folds_a_base_and_several_stores(rng: Rng) -> None:
     while len(states) < 18:
         states.append(mutated(rng, states[-1], density=0.002))
     store, near = MemoryStore(), MemoryStore()
-    publisher = Publisher(store, stream="policy", selectable=True, anchor_ratio=1e9)
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
     for state in states:
         publisher.publish(state)
     list(fold_stream(store, "policy", (8,), threads=1))
@@ -269,7 +270,7 @@ def test_folds_a_base_and_several_stores(rng: Rng) -> None:
 def test_aliases_are_selected_with_the_tensor_that_they_name(rng: Rng) -> None:
     embed, head = weights(rng, 300, 10), weights(rng, 10, 10)
     store = MemoryStore()
-    publisher = Publisher(store, stream="policy", selectable=True)
+    publisher = Publisher(store, stream="policy")
     for step in range(3):
         embed.array[step] ^= 1
         publisher.publish({"embed.weight": embed, "lm_head.weight": embed, "other.weight": head})
@@ -284,7 +285,7 @@ def test_aliases_are_selected_with_the_tensor_that_they_name(rng: Rng) -> None:
 
 def test_another_set_of_tensors(rng: Rng) -> None:
     store, state = MemoryStore(), staged(rng)
-    publisher = Publisher(store, stream="policy", selectable=True)
+    publisher = Publisher(store, stream="policy")
     publisher.publish(state)
     worker = reader(store, "stages.0.*")
     worker.sync()
@@ -298,7 +299,7 @@ def test_another_set_of_tensors(rng: Rng) -> None:
 
 def test_requests_that_fail_leave_the_last_version(rng: Rng) -> None:
     state, inner = staged(rng), MemoryStore()
-    publisher = Publisher(inner, stream="policy", selectable=True, anchor_ratio=1e9)
+    publisher = Publisher(inner, stream="policy", anchor_ratio=1e9)
     publisher.publish(state)
     store = FaultyStore(inner)
     worker = reader(store, "stages.0.*")
@@ -319,47 +320,19 @@ def test_requests_that_fail_leave_the_last_version(rng: Rng) -> None:
 def test_digests_go_with_their_versions(rng: Rng) -> None:
     """gc takes those that no kept version has; a relay takes them along."""
     store, near, state = MemoryStore(), MemoryStore(), staged(rng)
-    publisher = Publisher(store, stream="policy", selectable=True)
+    publisher = Publisher(store, stream="policy")
     relay = Relay(store, near, stream="policy", threads=1)
     for step in range(6):
         publisher.publish(state, anchor=step == 3)
         state = mutated(rng, state)
         relay.sync()
-    assert names(near, "policy/trees") == names(store, "policy/trees")
-    for name in names(store, "policy/trees"):
+    assert names(near, "policy/digests") == names(store, "policy/digests")
+    for name in names(store, "policy/digests"):
         assert near.get(name) == store.get(name)
     gc_stream(store, "policy", keep=1, grace_seconds=3600)
-    assert len(names(store, "policy/trees")) == 8
+    assert len(names(store, "policy/digests")) == 8
     gc_stream(store, "policy", keep=1, grace_seconds=0)
-    assert len(names(store, "policy/trees")) == 4
+    assert len(names(store, "policy/digests")) == 4
     worker = reader(store, "stages.1.*")
     worker.sync()
     assert worker.version == 5
-
-
-def test_digests_that_are_switched_on_later_count_from_then_on(rng: Rng) -> None:
-    store = MemoryStore()
-    versions = [staged(rng)]
-    for _ in range(5):
-        versions.append(mutated(rng, versions[-1], 0.01))
-    plain = Publisher(store, stream="policy", anchor_ratio=1e9)
-    for tensors in versions[:2]:
-        plain.publish(tensors)
-    whole = Subscriber(store, stream="policy")
-    whole.sync()
-    based = Subscriber(store, stream="policy", select="stages.3.*", base=versions[1])
-    based.sync()
-    newcomer = Subscriber(store, stream="policy", select="stages.3.*")
-    publisher = Publisher(store, stream="policy", anchor_ratio=1e9, selectable=True)
-    for k, tensors in enumerate(versions[2:], 2):
-        publisher.publish(tensors, anchor=k == 4)
-        for worker in (whole, based):
-            worker.sync()
-            assert worker.root == state_root(tensors)
-        if k < 4:
-            with pytest.raises(ChainGap, match="trees"):
-                newcomer.sync()
-        else:
-            newcomer.sync()
-            assert newcomer.root == state_root(tensors)
-            assert snapshot(newcomer.state) == snapshot(part(tensors, "stages.3."))

@@ -36,7 +36,7 @@ def shortened(patch: bytes) -> bytes:
 def test_a_forged_header_in_the_near_store_is_avoided(how: str, rng: Rng) -> None:
     store, near, old = MemoryStore(), MemoryStore(), staged(rng)
     new = mutated(rng, old, density=0.02)
-    publisher = Publisher(store, stream="policy", selectable=True, anchor_ratio=1e9)
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
     publisher.publish(old)
     publisher.publish(new)
     Relay(store, near, stream="policy", threads=1).sync()
@@ -61,7 +61,7 @@ def test_a_cache_keeps_no_ranges(rng: Rng, tmp_path: Path) -> None:
 def test_a_base_that_is_changed_while_it_is_copied_is_not_believed(rng: Rng) -> None:
     """It is the caller's memory, such as a live model's."""
     state, store = staged(rng), FaultyStore(MemoryStore())
-    Publisher(store, stream="policy", selectable=True).publish(state)
+    Publisher(store, stream="policy").publish(state)
     worker = reader(store, "stages.0.*", base=state)
     read = worker.stream.manifest
 
@@ -80,7 +80,7 @@ def test_other_names_that_a_version_adds_reach_who_selects(rng: Rng) -> None:
     nobody."""
     embed, other = weights(rng, 300, 10), weights(rng, 2100, 2100)  # of a block of its own
     store = MemoryStore()
-    publisher = Publisher(store, stream="policy", selectable=True, anchor_ratio=1e9)
+    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
     publisher.publish({"a.embed": embed, "a.head": embed, "z.other": other})
     base = {"a.embed": dataclasses.replace(embed, array=embed.array.copy()), "z.other": other}
     worker = reader(store, "a.*")
@@ -96,16 +96,12 @@ def test_other_names_that_a_version_adds_reach_who_selects(rng: Rng) -> None:
     assert worker.state.names == ["a.embed", "a.head"]
 
 
-def test_an_anchor_on_demand_is_selectable_if_its_version_was(rng: Rng) -> None:
-    state = staged(rng)
-    for selectable in (True, False):
-        store = MemoryStore()
-        Publisher(store, stream="policy", selectable=selectable).publish(state)
-        anchor_stream(store, "policy", threads=1)
-        gc_stream(store, "policy", keep=1, grace_seconds=0)
-        assert names(store, "policy/versions") == ["policy/versions/000000000001.json"]
-        assert bool(names(store, "policy/trees")) == selectable
-        if selectable:
-            worker = reader(store, "stages.0.*")
-            worker.sync()
-            assert snapshot(worker.state) == snapshot(part(state, "stages.0."))
+def test_an_anchor_on_demand_has_digests(rng: Rng) -> None:
+    state, store = staged(rng), MemoryStore()
+    Publisher(store, stream="policy").publish(state)
+    anchor_stream(store, "policy", threads=1)
+    gc_stream(store, "policy", keep=1, grace_seconds=0)
+    assert names(store, "policy/versions") == ["policy/versions/000000000001.json"]
+    worker = reader(store, "stages.0.*")
+    worker.sync()
+    assert snapshot(worker.state) == snapshot(part(state, "stages.0."))

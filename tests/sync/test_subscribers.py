@@ -172,7 +172,7 @@ def test_streams_come_and_go(rng: Rng) -> None:
 def test_a_stream_is_given_what_a_subscriber_is(tmp_path: Path, rng: Rng) -> None:
     store = MemoryStore()
     states = history(rng, 1)
-    publisher = Publisher(store, stream="whole", selectable=True, threads=1)
+    publisher = Publisher(store, stream="whole", threads=1)
     publisher.publish(states[0])
     with Subscribers(store, poll_seconds=0.02) as subscribers:
         subscribers.add("whole", select="embed.*", identity=publisher.identity)

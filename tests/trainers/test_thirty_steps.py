@@ -101,7 +101,7 @@ def published(trainer: Trainer, address: str, first: int, last: int, how: str, l
         train(whole, seed)
     model, follower = sharded(how, trainer.size), followed(store)
     with ShardedPublisher(
-        store, stream="policy", selectable=True, folds=(4,), threads=1, timeout_seconds=30, on_event=events.append
+        store, stream="policy", folds=(4,), threads=1, timeout_seconds=30, on_event=events.append
     ) as publisher:
         for seed in range(first, last):
             train(whole, seed)

@@ -74,12 +74,6 @@ def make_parser() -> argparse.ArgumentParser:
     trust.add_argument("--identity", metavar="ID", help="accept only versions of the stream with this identity")
     signing = argparse.ArgumentParser(add_help=False)
     signing.add_argument("--sign-key", metavar="FILE", help="sign with this private key (see keygen)")
-    selectable = argparse.ArgumentParser(add_help=False)
-    selectable.add_argument(
-        "--selectable",
-        action="store_true",
-        help="store the tensors' digests, too, for `pulse follow --select`; give it with every version",
-    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("diff", parents=[common, coding], help="make a patch from two checkpoints")
@@ -110,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     checkpoint.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
     command = commands.add_parser(
         "publish",
-        parents=[common, coding, checkpoint, stream, selectable, signing, trust],
+        parents=[common, coding, checkpoint, stream, signing, trust],
         help="publish a checkpoint as the next version",
     )
     command.add_argument(
@@ -126,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "anchor",
-        parents=[common, stream, selectable, signing, trust],
+        parents=[common, stream, signing, trust],
         help="publish the newest version once more, whole, for newcomers to start from",
     )
     command.set_defaults(run=streams.anchor)
@@ -154,7 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--select",
         action="append",
         metavar="PATTERN",
-        help="of a selectable stream, only the tensors with this name, or one like 'layers.0.*'; may be repeated",
+        help="only the tensors with this name, or one like 'layers.0.*'; may be repeated",
     )
     command.add_argument("--once", action="store_true", help="sync once, then exit")
     command.add_argument(

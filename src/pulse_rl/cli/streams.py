@@ -37,7 +37,6 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         signer=_signer(args),
         trusted_keys=args.trust or (),
         identity=args.identity,
-        selectable=args.selectable,
         threads=args.threads,
         on_event=console,
     )
@@ -56,7 +55,6 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
         signer=_signer(args),
         trusted_keys=args.trust or (),
         identity=args.identity,
-        selectable=args.selectable,
         threads=args.threads,
         on_event=console,
     )

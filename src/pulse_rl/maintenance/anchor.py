@@ -8,7 +8,6 @@ from ..errors import EmptyStream
 from ..events import Listener, Published
 from ..store import Store, open_store
 from ..stream.signing import Signer
-from ..stream.trees import is_selectable
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 
@@ -20,13 +19,11 @@ def anchor_stream(
     signer: Signer | None = None,
     trusted_keys: Collection[str] = (),
     identity: str | None = None,
-    selectable: bool = False,
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Published:
     """Publishes the newest version of ``stream`` in ``store`` once more, as it is, with an anchor, and returns what it
-    cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it. It is
-    selectable if the version was, or with ``selectable``, as in `Publisher`.
+    cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it.
 
     ``signer`` signs it; then only versions that its key or one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits
     each) has signed are taken. ``identity``: the stream's, where it is known. ``threads``: the maximum number (None:
@@ -49,7 +46,6 @@ def anchor_stream(
         signer=signer,
         trusted_keys=trusted_keys,
         identity=reader.identity,
-        selectable=selectable or is_selectable(reader.stream, reader.root),
         threads=threads,
         on_event=on_event,
     ) as publisher:

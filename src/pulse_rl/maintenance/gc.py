@@ -15,7 +15,7 @@ from ..store import Store, open_store
 from ..store.base import ObjectInfo
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest, Payload
-from ..stream.names import AnchorName, FoldName, ObjectName, PayloadName, StreamNames, TreeName, VersionName
+from ..stream.names import AnchorName, DigestsName, FoldName, ObjectName, PayloadName, StreamNames, VersionName
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..sync.notes import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
@@ -69,7 +69,7 @@ def plan_gc(
     named |= {payload.sha256 for of in parts for payload in of or ()}
     roots = {manifest.root for manifest in kept}
 
-    links, old, payloads, trees = [], [], [], []
+    links, old, payloads, digests = [], [], [], []
     for info, name in found:
         match name:
             case FoldName(version, base) if min(version, base) < oldest:
@@ -80,12 +80,12 @@ def plan_gc(
                 old.append(info)
             case PayloadName(digest):
                 payloads.append((info, digest))
-            case TreeName(root) if root not in roots and info.modified < before:
-                trees.append(info)
+            case DigestsName(root) if root not in roots and info.modified < before:
+                digests.append(info)
     unnamed = [info for info, digest in payloads if digest not in named and info.modified < before]
     # Links before manifests before payloads: whoever stops in between leaves nothing that names what is gone. Manifests
     # from the newest down, so that those that are left still lead from their anchor on.
-    doomed = [*links, *sorted(old, reverse=True), *unnamed, *trees]
+    doomed = [*links, *sorted(old, reverse=True), *unnamed, *digests]
     gone = sorted(name.version for _, name in found if isinstance(name, VersionName) and name.version < oldest)
     return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), sum(info.nbytes for info in doomed))
 
@@ -197,7 +197,7 @@ def gc_stream(
     checked_count("keep", keep)
     checked_number("grace_seconds", grace_seconds, most=_LONGEST_GRACE)
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
-    folders = (where.names.links, where.names.versions, where.names.payloads, where.names.trees)
+    folders = (where.names.links, where.names.versions, where.names.payloads, where.names.digests)
     objects = [info for folder in folders for info in where.store.list(folder)]
     # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.
     newest = max((info.modified for info in objects), default=0.0) + 1
@@ -216,7 +216,7 @@ def gc_stream(
         seen = {info.name: info.modified for info in objects}
         for name in found.names:
             # A payload that was written again since: a publisher has stored the same bytes and is about to name them.
-            payload = isinstance(where.names.parse(name), PayloadName | TreeName)
+            payload = isinstance(where.names.parse(name), PayloadName | DigestsName)
             if not payload or _modified(where.store, name) == seen[name]:
                 where.store.delete(name)
     return found

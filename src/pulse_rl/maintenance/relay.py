@@ -28,12 +28,12 @@ from ..events import CallFailed, Listener, PathFailed, Relayed, checked_listener
 from ..patch.header import MAX_HEADER_BYTES, PRELUDE_BYTES, PatchHeader, Room, header_end, parse_header
 from ..store import Store, open_store
 from ..stream.chain import Link
+from ..stream.digest_trees import copy_digests
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest, Payload
 from ..stream.names import PATCH, SHARD
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
-from ..stream.trees import copy_trees, has_trees
 from ..sync.newest import check_identity
 from ..sync.pause import LONGEST_POLL, Pause
 from ..sync.route import BROKEN_LINK, Route
@@ -97,7 +97,6 @@ class Relay:
         self._knows: bool | None = None  # what the target's readers at that version do, once it was looked up
         self._anchor: _AnchorCopy | None = None
         self._searched = False
-        self._selectable: bool | None = None
         self._pause = Pause(self.source.store)
         self._links: list[Link] = []
         self._nbytes = 0
@@ -229,7 +228,7 @@ class Relay:
         if link.base is None:
             for payload in link.payloads or ():
                 self._copy_payload(payload, SHARD)
-            self._copy_trees(manifest, leaves=True)
+            copy_digests(self.source, self._target, manifest, leaves=True)
             self._show(manifest)
             self._target.put_anchor_link(link.version, link.nbytes)
             self._anchor = None  # of an older version
@@ -273,7 +272,7 @@ class Relay:
     def _show(self, manifest: Manifest) -> None:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for it: the target is the
         relay's. Raises PublisherConflict where another version of the stream stands there."""
-        self._copy_trees(manifest, leaves=False)
+        copy_digests(self.source, self._target, manifest, leaves=False)
         hit("relay.before")
         for _ in range(_TRIES):
             if self._target.commit(manifest):
@@ -287,13 +286,6 @@ class Relay:
                 )
             self._target.store.delete(self._target.names.version(manifest.version))
         raise CorruptManifest(f"version {manifest.version} cannot be shown: the target's object is written by others")
-
-    def _copy_trees(self, manifest: Manifest, *, leaves: bool) -> None:
-        """Whether there are any is looked up once for each anchor: without its leaves nobody can select."""
-        if self._selectable is None or manifest.anchor:
-            self._selectable = has_trees(self.source)
-        if self._selectable:
-            copy_trees(self.source, self._target, manifest, leaves=leaves)
 
     def _require_no_publisher(self) -> None:
         if self._target.claims.after(0, "", ""):
@@ -345,7 +337,7 @@ class Relay:
         self._anchor = copy._replace(done=copy.done + 1)
         if self._anchor.done == len(copy.manifest.anchor.shards):
             self._anchor = None
-            self._copy_trees(copy.manifest, leaves=True)
+            copy_digests(self.source, self._target, copy.manifest, leaves=True)
             self._target.put_anchor_link(link.version, link.nbytes)
             self._collect()
 
@@ -383,13 +375,13 @@ class Relay:
         """Empties the target's copy, in the order of garbage collection, and forgets whose stream it was."""
         self._require_no_publisher()
         names = self._target.names
-        for folder in (names.links, names.versions, names.payloads, names.trees):
+        for folder in (names.links, names.versions, names.payloads, names.digests):
             found = [info.name for info in self._target.store.list(folder) if names.parse(info.name)]
             for name in reversed(found):
                 self._target.store.delete(name)
         self.source.forget()
         self._target.forget()
-        self._have, self._knows, self._anchor, self._selectable = None, None, None, None
+        self._have, self._knows, self._anchor = None, None, None
 
     def _refused(self, version: int, error: PulseError) -> None:
         self._tell(f"version {version}", error)

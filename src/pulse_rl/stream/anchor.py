@@ -30,6 +30,9 @@ _CHUNK_BYTES = 8 << 20
 _FIRST_READ = 1 << 16
 _NAMED_SHARDS = 16
 _FIRST_READ_OF_A_PART = 1 << 12
+_LARGE_HEADER = 4 << 20
+"""Junk that is JSON takes 28 times its bytes as Python objects. A larger header is parsed only in a shard whose SHA-256
+is right."""
 
 RangeReader = Callable[[int, int], bytes]
 """Returns bytes [start, stop) of one shard."""
@@ -282,6 +285,8 @@ def read_shard_header(shard: tuple[Payload, RangeReader], first_read: int = _FIR
     try:
         head = read(0, min(first_read, payload.bytes))
         end = 8 + header_length(head, payload.bytes)
+        if end > _LARGE_HEADER:
+            _require_digest(payload, read)
         if end > len(head):
             head += read(len(head), end)
         if end > len(head):  # without its last spaces it would still make sense
@@ -293,6 +298,15 @@ def read_shard_header(shard: tuple[Payload, RangeReader], first_read: int = _FIR
     except PulseError as error:
         raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}…: {error}") from error
     return ShardHeader(segments, np.frombuffer(head[:start], np.uint8))
+
+
+def _require_digest(payload: Payload, read: RangeReader) -> None:
+    """Raises CorruptCheckpoint unless the whole shard has the SHA-256 that its name promises."""
+    running = sha256()
+    for start in range(0, payload.bytes, _CHUNK_BYTES):
+        running.update(read(start, min(start + _CHUNK_BYTES, payload.bytes)))
+    if running.hexdigest() != payload.sha256:
+        raise CorruptCheckpoint("its header is large, and it does not match its SHA-256")
 
 
 def _ranges(

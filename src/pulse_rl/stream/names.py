@@ -16,7 +16,7 @@ PATCH, SHARD = "patch", "safetensors"
 """The kinds of payload: a patch, and one file of an anchor."""
 
 TENSORS, LEAVES = "tensors", "leaves"
-"""What is stored of a digest tree: the tensors' digests; the tensors' specs and leaves."""
+"""What is stored of a state's digests: the tensors' digests; the tensors' specs and leaves."""
 
 MOST = 10**12 - 1
 """The greatest version or epoch."""
@@ -26,7 +26,7 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[0-9]{12}")
 _VERSION = re.compile(r"([0-9]{12})\.json")
 _PAYLOAD = re.compile(r"([0-9a-f]{64})\.([a-z]+)")
-_TREE = re.compile(r"([0-9a-f]{64})\.([a-z]+)")
+_DIGESTS = re.compile(r"([0-9a-f]{64})\.(tensors|leaves)")
 _FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 _NOTE = re.compile(
@@ -51,8 +51,8 @@ class PayloadName(NamedTuple):
     kind: str
 
 
-class TreeName(NamedTuple):
-    """Part of the digest tree with this ``root``; ``kind`` is `TENSORS` or `LEAVES`."""
+class DigestsName(NamedTuple):
+    """Digests of the state with this ``root``; ``kind`` is `TENSORS` or `LEAVES`."""
 
     root: str
     kind: str
@@ -94,7 +94,7 @@ class NoteName(NamedTuple):
     version: int | None = None
 
 
-ObjectName = VersionName | PayloadName | TreeName | FoldName | AnchorName | EpochName
+ObjectName = VersionName | PayloadName | DigestsName | FoldName | AnchorName | EpochName
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class StreamNames:
         return f"{self.stream}/payloads"
 
     @property
-    def trees(self) -> str:
-        return f"{self.stream}/trees"
+    def digests(self) -> str:
+        return f"{self.stream}/digests"
 
     @property
     def links(self) -> str:
@@ -136,8 +136,8 @@ class StreamNames:
     def payload(self, sha256: str, kind: str) -> str:
         return f"{self.payloads}/{sha256}.{kind}"
 
-    def tree(self, root: str, kind: str) -> str:
-        return f"{self.trees}/{root}.{kind}"
+    def digests_of(self, root: str, kind: str) -> str:
+        return f"{self.digests}/{root}.{kind}"
 
     def fold(self, fold: FoldName) -> str:
         return f"{self.links}/{fold.version:012d}-{fold.base:012d}-{fold.nbytes:015d}-{fold.sha256}"
@@ -159,8 +159,8 @@ class StreamNames:
             return VersionName(int(found[1]))
         if folder == self.payloads and (found := _PAYLOAD.fullmatch(last)) and found[2] in (PATCH, SHARD):
             return PayloadName(found[1], found[2])
-        if folder == self.trees and (found := _TREE.fullmatch(last)) and found[2] in (TENSORS, LEAVES):
-            return TreeName(found[1], found[2])
+        if folder == self.digests and (found := _DIGESTS.fullmatch(last)):
+            return DigestsName(found[1], found[2])
         if folder == self.links and (found := _FOLD.fullmatch(last)):
             return FoldName(int(found[1]), int(found[2]), int(found[3]), found[4])
         if folder == self.links and (found := _ANCHOR.fullmatch(last)):

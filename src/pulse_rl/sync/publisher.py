@@ -73,9 +73,8 @@ class Publisher(Unique):
     too. ``anchor_ratio``: an anchor is stored along with a patch whenever the patches since the last one exceed
     ``anchor_ratio`` times the state's bytes. ``shard_bytes``: the size at which an anchor's file is followed by
     another. ``folds``: the spans, in versions, over which folds are made in the background, for about 6 bytes of memory
-    for every BF16 weight that changed within a span (``pulse
-    fold`` makes them on any machine). ``selectable``: store the digests, too, with which subscribers follow some
-    tensors only, 32 bytes for each tensor of the state. ``signer`` signs every manifest, claim and fold; then only
+    for every BF16 weight that changed within a span (``pulse fold`` makes them on any machine). ``signer`` signs every
+    manifest, claim and fold; then only
     what is signed by its key or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed.
     ``identity``: the stream's (`Manifest.identity`) where the caller knows it; versions of another stream of this
     name are then passed over.
@@ -103,7 +102,6 @@ class Publisher(Unique):
         anchor_ratio: float = 1.0,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         folds: Collection[int] = (),
-        selectable: bool = False,
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
         identity: str | None = None,
@@ -135,7 +133,6 @@ class Publisher(Unique):
         self._signer = signer
         self._anchor_ratio = anchor_ratio
         self._shard_bytes = shard_bytes
-        self._selectable = selectable
         self._on_device = on_device
         self._threads = threads
         self._listener = on_event
@@ -301,7 +298,6 @@ class Publisher(Unique):
                 draft,
                 with_anchor=order.anchor or long or self._anchor_due,
                 shard_bytes=self._shard_bytes,
-                selectable=self._selectable,
                 threads=self._threads,
                 listener=self._listener,
             )

@@ -14,10 +14,10 @@ from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State, TensorSpec
 from ..stream import anchor
 from ..stream.chain import Link
+from ..stream.digest_trees import digests_in, read_digests, read_tree
 from ..stream.manifest import Manifest
 from ..stream.names import PATCH
 from ..stream.stream import Stream
-from ..stream.trees import read_tensors, read_tree, tensors_of
 
 
 class Selection:
@@ -70,7 +70,7 @@ class Selection:
         names = {spec.name for spec in held.specs}
         chosen = [k for k, block in enumerate(files.blocks) if any(s.spec.name in names for s in block.segments)]
         payloads = files.payloads(chosen)
-        tensors = read_tensors(stream, manifest.root, len(held.whole))
+        tensors = read_digests(stream, manifest.root, len(held.whole))
         return PartPatch(files.header, payloads, tensors, files.read + len(tensors))
 
     def restore(
@@ -99,7 +99,7 @@ class Selection:
 
 
 def _part_of(tree: StateDigest, held: tuple[TensorSpec, ...]) -> PartDigest:
-    return PartDigest(held, {spec.name: tree.leaves[spec.name] for spec in held}, tree.specs, tensors_of(tree))
+    return PartDigest(held, {spec.name: tree.leaves[spec.name] for spec in held}, tree.specs, digests_in(tree))
 
 
 def _of(aliases: Mapping[str, str], held: tuple[TensorSpec, ...]) -> dict[str, str]:

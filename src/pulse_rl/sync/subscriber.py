@@ -59,8 +59,8 @@ class Subscriber(Unique):
     extra ``[sign]``); then only manifests that one of them has signed are accepted. ``identity``: the stream's
     (`Manifest.identity`); without it the first version decides, and later ones of another stream of this name are
     passed over. If the stream is deleted and begun anew, `sync` raises StreamReplaced; with ``follow_restarts`` it
-    starts over with the new one instead. ``select``: names of tensors, or patterns such as ``"layers.0.*"``, where the
-    stream is published with ``selectable``: only these are fetched, held, verified and shown (None: all). ``threads``:
+    starts over with the new one instead. ``select``: names of tensors, or patterns such as ``"layers.0.*"``: only
+    these are fetched, held, verified and shown (None: all). ``threads``:
     the maximum number of threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises
     InputError, InvalidName and StoreError.
 

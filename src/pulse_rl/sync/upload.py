@@ -9,10 +9,10 @@ from typing import NamedTuple
 from ..events import Listener, progress_to
 from ..state.checkpoint import file_bytes, serialize
 from ..stream import anchor
+from ..stream.digest_trees import put_digests
 from ..stream.manifest import AnchorRef, PatchRef, Payload
 from ..stream.names import PATCH, SHARD
 from ..stream.stream import Stream
-from ..stream.trees import put_trees
 from .draft import Draft, FullDraft, PatchDraft
 
 
@@ -29,18 +29,16 @@ def upload(
     *,
     with_anchor: bool,
     shard_bytes: int,
-    selectable: bool = False,
     threads: int | None = None,
     listener: Listener | None = None,
 ) -> Uploaded:
-    """Stores the draft's patch, if it has one, and its anchor, if it has no patch or is to be stored ``with_anchor``;
-    with ``selectable`` also the digest tree.
+    """Stores the draft's patch, if it has one; its anchor, if it has no patch or is to be stored ``with_anchor``; and
+    its digests.
 
     Raises IntegrityError if the draft's state no longer matches its digest tree, and StoreError.
     """
     patch = _upload_patch(stream, draft) if isinstance(draft, PatchDraft) else None
-    if selectable:
-        put_trees(stream, draft.target, leaves=patch is None or with_anchor)
+    put_digests(stream, draft.target, leaves=patch is None or with_anchor)
     if patch and not with_anchor:
         return Uploaded(patch, None)
     return Uploaded(patch, _upload_anchor(stream, draft, shard_bytes, threads, listener))

@@ -42,7 +42,7 @@ def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
     fully_shard(model, mesh=mesh)
     store = LocalStore(trainer.folder / "store")
     states = []
-    with ShardedPublisher(store, stream="policy", selectable=True, folds=(8,), threads=1) as publisher:
+    with ShardedPublisher(store, stream="policy", folds=(8,), threads=1) as publisher:
         for seed in range(VERSIONS):
             state = model.state_dict()
             step(state, seed)

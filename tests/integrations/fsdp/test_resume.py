@@ -284,7 +284,7 @@ def signed(trainer: Trainer) -> None:
     signer = Signer(bytes(32))
     model = sharded(trainer, trainer.size, 0)
     anchored = []
-    with publishing(store, signer=signer, selectable=True, anchor_ratio=0.1) as (publisher, _):
+    with publishing(store, signer=signer, anchor_ratio=0.1) as (publisher, _):
         for seed in range(6):
             if trainer.rank == 0 and seed == 2:
                 store.put_new("policy/versions/000000000002.json", b"junk")

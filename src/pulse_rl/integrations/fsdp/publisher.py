@@ -40,7 +40,7 @@ class ShardedPublisher(Unique):
     its own slices, and keeps a copy of these alone; then rank 0 commits the version. Readers follow the stream as any
     other, and a `Publisher` or another number of ranks can continue it.
 
-    ``store``, ``stream``, ``codec``, ``anchor_ratio``, ``shard_bytes``, ``folds``, ``selectable``, ``signer``,
+    ``store``, ``stream``, ``codec``, ``anchor_ratio``, ``shard_bytes``, ``folds``, ``signer``,
     ``trusted_keys``, ``identity``, ``threads`` (for each rank) and ``on_event`` are those of `pulse_rl.Publisher`. No
     call waits for another rank for longer than ``timeout_seconds``.
 
@@ -63,7 +63,6 @@ class ShardedPublisher(Unique):
         anchor_ratio: float = 1.0,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         folds: Collection[int] = (),
-        selectable: bool = False,
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
         identity: str | None = None,
@@ -110,7 +109,6 @@ class ShardedPublisher(Unique):
             anchor_ratio=anchor_ratio,
             shard_bytes=shard_bytes,
             folds=folds,
-            selectable=selectable,
             signer=signer,
             threads=threads,
             listener=on_event,

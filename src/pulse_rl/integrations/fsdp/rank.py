@@ -16,10 +16,10 @@ from ...codec import Changes
 from ...errors import PublisherConflict, RankLost
 from ...events import Event, Listener, PhaseTimer, Published, Resumed, progress_to
 from ...stream import manifest as manifests
+from ...stream.digest_trees import put_digests
 from ...stream.manifest import Manifest
 from ...stream.signing import Signer
 from ...stream.stream import Stream
-from ...stream.trees import put_trees
 from ...sync.commit import Content, published_as
 from ...sync.submit import Submission, begin
 from . import messages
@@ -50,7 +50,6 @@ class RankPublisher:
         anchor_ratio: float,
         shard_bytes: int,
         folds: Collection[int],
-        selectable: bool,
         signer: Signer | None,
         threads: int | None,
         listener: Listener | None,
@@ -59,7 +58,6 @@ class RankPublisher:
         self._ranks = ranks
         self._codec = codec
         self._shard_bytes = shard_bytes
-        self._selectable = selectable
         self._threads = threads
         self._listener = listener
         self._head_of_all = Head(stream, signer, anchor_ratio)
@@ -251,8 +249,8 @@ class RankPublisher:
         def decide() -> bytes:
             due = self._head_of_all.needs_anchor(built.patch_bytes, layout.nbytes)
             with_anchor = base is None or order.anchor or due
-            if self._selectable and built.tree:
-                put_trees(self._stream, built.tree, leaves=with_anchor)
+            if built.tree:
+                put_digests(self._stream, built.tree, leaves=with_anchor)
             return b"anchor" if with_anchor else b""
 
         with_anchor = bool(self._ranks.on_rank0(decide))

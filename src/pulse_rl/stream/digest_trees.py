@@ -1,6 +1,6 @@
-"""Digest trees in the store, for subscribers that hold some tensors only (docs/format.md, section 7).
+"""Digests of each version in the store, for subscribers that hold some tensors only (docs/format.md, section 7).
 
-Both objects are named by the root that they prove, so that nothing has to vouch for them.
+The objects are named by the root that they prove, so that nothing has to vouch for them.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from .names import LEAVES, TENSORS
 from .stream import Stream
 
 _TRIES = 2
-_HINT = "Publish with selectable=True, and a version with an anchor."
+_ENTRY_BYTES = 8192
+"""More than a tensor of any name and shape takes in a header."""
+_HINT = "Publish a version with an anchor."
 
 
-def put_trees(stream: Stream, tree: StateDigest, *, leaves: bool) -> None:
+def put_digests(stream: Stream, tree: StateDigest, *, leaves: bool) -> None:
     """Stores the tensors' digests of a version, and for one with an anchor also the ``leaves``."""
-    stream.store.put(stream.names.tree(tree.root, TENSORS), tensors_of(tree))
+    stream.store.put(stream.names.digests_of(tree.root, TENSORS), digests_in(tree))
     if leaves:
         data = header_bytes(tree.specs) + b"".join(tree.leaves[spec.name] for spec in tree.specs)
-        stream.store.put(stream.names.tree(tree.root, LEAVES), data)
+        stream.store.put(stream.names.digests_of(tree.root, LEAVES), data)
 
 
-def tensors_of(tree: StateDigest) -> bytes:
+def digests_in(tree: StateDigest) -> bytes:
     """The digests of all tensors, 32 bytes each, in the order of the names."""
     return b"".join(tree.tensor(spec) for spec in tree.specs)
 
 
-def read_tensors(stream: Stream, root: str, count: int) -> bytes:
+def read_digests(stream: Stream, root: str, count: int) -> bytes:
     """The digests of the ``count`` tensors of the state with this root. Raises NotFound and DigestMismatch."""
-    name = stream.names.tree(root, TENSORS)
+    name = stream.names.digests_of(root, TENSORS)
     for _ in range(_TRIES):
         data = _at_most(stream.store, name, 32 * count)
         if is_root_of(root, data):
@@ -55,45 +57,44 @@ def read_tensors(stream: Stream, root: str, count: int) -> bytes:
 def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
     """The whole digest tree of a version, proved by its root, and its length in bytes. Raises NotFound,
     CorruptCheckpoint and DigestMismatch."""
-    name = stream.names.tree(manifest.root, LEAVES)
-    most = MAX_HEADER_BYTES + 32 * (manifest.dense_bytes // LEAF_BYTES + MAX_TENSORS)
+    name = stream.names.digests_of(manifest.root, LEAVES)
+    count = _count(stream, manifest.root)
+    header_most = min(MAX_HEADER_BYTES, _ENTRY_BYTES * (count + 1))
+    most = 8 + header_most + 32 * (manifest.dense_bytes // LEAF_BYTES + count)
     for again in reversed(range(_TRIES)):
         try:
             nbytes = _length(stream.store, name)
             if nbytes > most:
                 raise CorruptCheckpoint(f"{name} has {nbytes} bytes, more than {most}")
-            return _parsed(_at_most(stream.store, name, nbytes), manifest, name), nbytes
+            data = _at_most(stream.store, name, nbytes)
+            if int.from_bytes(data[:8], "little") > header_most:
+                raise CorruptCheckpoint(f"{name} has a header that is longer than any of {count} tensors")
+            return _parsed(data, manifest, name), nbytes
         except (CorruptCheckpoint, DigestMismatch):
             if not again:
                 raise
     raise AssertionError
 
 
-def is_selectable(stream: Stream, root: str) -> bool:
-    """Whether the digests of the version with this root are stored."""
-    try:
-        stream.store.head(stream.names.tree(root, TENSORS))
-    except NotFound:
-        return False
-    return True
+def _count(stream: Stream, root: str) -> int:
+    """The number of tensors of the state with this root, which proves it. Raises NotFound and DigestMismatch."""
+    count = _length(stream.store, stream.names.digests_of(root, TENSORS)) // 32
+    if count > MAX_TENSORS:
+        raise DigestMismatch(f"{stream.names.digests_of(root, TENSORS)} lists more than {MAX_TENSORS} tensors")
+    return len(read_digests(stream, root, count)) // 32
 
 
-def has_trees(stream: Stream) -> bool:
-    """Whether digests of any version are stored, by one list."""
-    return next(iter(stream.store.list(stream.names.trees)), None) is not None
-
-
-def copy_trees(source: Stream, target: Stream, manifest: Manifest, *, leaves: bool) -> None:
-    """Stores in ``target`` what ``source`` has of a version's tree, if it is right; nothing depends on it but
+def copy_digests(source: Stream, target: Stream, manifest: Manifest, *, leaves: bool) -> None:
+    """Stores in ``target`` what ``source`` has of a version's digests, if it is right; nothing depends on it but
     subscribers that select. Raises StoreError, but not NotFound."""
     with suppress(NotFound, FormatError, IntegrityError):
         if leaves:
-            put_trees(target, read_tree(source, manifest)[0], leaves=True)
+            put_digests(target, read_tree(source, manifest)[0], leaves=True)
             return
-        name = source.names.tree(manifest.root, TENSORS)
+        name = source.names.digests_of(manifest.root, TENSORS)
         count, rest = divmod(source.store.head(name).nbytes, 32)
         if not rest and count <= MAX_TENSORS:
-            target.store.put(name, read_tensors(source, manifest.root, count))
+            target.store.put(name, read_digests(source, manifest.root, count))
 
 
 def _parsed(data: bytes, manifest: Manifest, name: str) -> StateDigest:

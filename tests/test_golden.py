@@ -1,0 +1,91 @@
+"""What was written once is read for ever: the files of tests/golden, literal roots and literal bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pulse_rl import LocalStore, MemoryStore, State, Subscriber, patch, state_root, verify_stream
+from pulse_rl.patch.header import open_header
+from pulse_rl.state.checkpoint import load
+from pulse_rl.state.digest import state_digest
+from tests.golden.make import IDENTITY, states
+
+GOLDEN = Path(__file__).parent / "golden" / "format-1"
+OLD_ROOT = "OLD"
+NEW_ROOT = "NEW"
+KEY = "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29"
+"""The public key of 32 zero bytes."""
+
+
+def stored() -> MemoryStore:
+    """A copy of the golden store."""
+    store = MemoryStore()
+    for file in sorted((GOLDEN / "store").rglob("*")):
+        if file.is_file():
+            store.put(file.relative_to(GOLDEN / "store").as_posix(), file.read_bytes())
+    return store
+
+
+def test_roots() -> None:
+    assert state_root(GOLDEN / "old.safetensors") == state_root(states()[0]) == OLD_ROOT
+    assert state_root(GOLDEN / "new.safetensors") == state_root(states()[-1]) == NEW_ROOT
+
+
+@pytest.mark.parametrize("file", sorted(GOLDEN.glob("*.patch")), ids=lambda file: file.stem)
+def test_patches_decode(file: Path) -> None:
+    state = load(GOLDEN / "old.safetensors")[0].copy()
+    tree = state_digest(state)
+    parsed = patch.parse_patch([file.read_bytes()], tree)
+    assert (parsed.header.base_root, parsed.header.target_root) == (OLD_ROOT, NEW_ROOT)
+    patch.apply_patch(parsed, state, tree)
+    new = load(GOLDEN / "new.safetensors")[0]
+    for spec in new.specs:
+        np.testing.assert_array_equal(state.read(spec.name), new.read(spec.name))
+
+
+def test_a_signed_stream_is_followed() -> None:
+    """Patch by patch with a history, by a fold, from the anchor, and in part."""
+    store, roots = LocalStore(GOLDEN / "store"), [state_root(state) for state in states()]
+    follower = Subscriber(store, stream="golden", trusted_keys=[KEY], identity=IDENTITY)
+    for version, root in enumerate(roots):
+        update = follower.sync(version)
+        assert update is not None
+        assert (update.root, update.metadata) == (root, {"step": version, "reward": 0.5, "note": "é"})
+    late = Subscriber(store, stream="golden", trusted_keys=[KEY], identity=IDENTITY)
+    late.sync(0)
+    (fold,) = [link for link in late.stream.links() if link.base is not None]
+    assert (fold.base, fold.version) == (0, 8)
+    assert len(late.stream.resolved(fold).payloads or ()) == 1
+    for version in (8, 11):
+        late.sync(version)
+        assert late.root == roots[version]
+    assert late.stream.claims.after(0, "", IDENTITY) == 1
+    part = Subscriber(store, stream="golden", select="norm", trusted_keys=[KEY])
+    part.sync()
+    assert part.root == roots[-1]
+    assert part.state.read("norm").tobytes() == states()[-1].read("norm").tobytes()
+    assert any(late.stream.manifest(version).remembers for version in range(12))
+    assert all(report.ok for report in verify_stream(store, "golden", trusted_keys=[KEY]))
+
+
+def test_a_stream_of_three_ranks_is_followed() -> None:
+    """An anchor whose shards hold slices, and patches in parts."""
+    subscriber = Subscriber(stored(), stream="sharded", identity=IDENTITY)
+    for version, state in enumerate(states()[:3]):
+        update = subscriber.sync(target=version)
+        assert update is not None
+        assert (update.root, update.metadata) == (state_root(state), {"step": version})
+
+
+def test_an_unchanged_state_gives_this_header() -> None:
+    """The plain header, byte by byte as docs/format.md has it."""
+    state = State.of({"a.x": np.zeros((2, 3), np.float32), "a.y": np.uint8(1)})
+    tree = state_digest(state)
+    data = patch.build_patch(state, state, tree).to_bytes()
+    # Two roots; no history; a slice of seven elements from the start; two blocks, of which nothing changed.
+    expected = bytes.fromhex(tree.root + tree.root) + bytes([0, 1, 0, 7, 2, 0, 0])
+    assert open_header(memoryview(data)) == (expected, len(data))
+    assert data[:12] == b"\x89PULSE\r\n" + (1).to_bytes(4, "little")
