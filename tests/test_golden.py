@@ -14,8 +14,8 @@ from pulse_rl.state.digest import state_digest
 from tests.golden.make import IDENTITY, states
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
-OLD_ROOT = "OLD"
-NEW_ROOT = "NEW"
+OLD_ROOT = "48397fc7b3bf6f57664654425bbc9fe66d51a5cbdb4986e24217aa7b20232c29"
+NEW_ROOT = "a2d4a9b8af2fd5a0d61c2ee849a3d8a1032f08da989ff1952bbe2e27d202b535"
 KEY = "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29"
 """The public key of 32 zero bytes."""
 
