@@ -56,12 +56,12 @@ def main() -> None:
     old, *_, new = made = states()
     checkpoints.save(FOLDER / "old.safetensors", old)
     checkpoints.save(FOLDER / "new.safetensors", new)
-    for name in codec.names():
+    for name in codec.CODECS:
         built = patches.build_patch(old, new, state_digest(old), codec=name)
         (FOLDER / f"{name}.patch").write_bytes(built.to_bytes())
     store = LocalStore(FOLDER / "store")
     with Publisher(
-        store, stream="golden", signer=Signer(bytes(32)), identity=IDENTITY, codec="history", folds=(8,), anchor_ratio=9
+        store, stream="golden", signer=Signer(bytes(32)), identity=IDENTITY, history=True, folds=(8,), anchor_ratio=9
     ) as publisher:
         for version, state in enumerate(made):
             publisher.publish(state, metadata={"step": version, "reward": 0.5, "note": "é"})
