@@ -65,6 +65,7 @@ def agreed(
     )
     with loop:
         reference = Reference(flat(loop.global_state()), model_dtype=dtype, rank=trainer.rank, **settings)
+        reference.blocks = [block.stop - block.start for block in loop.parameters.blocks]
         for number in range(ROUNDS):
             still = (number == 0 and trainer.rank == 1) or number == 3
             for group in job.optimizer.param_groups:

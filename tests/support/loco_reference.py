@@ -62,6 +62,7 @@ class Reference:
         self.lookahead, self.gate_scale = torch.tensor(ahead), torch.tensor(gate_scale)
         self.gate_sums, self.rank, self.sites = gate_sums, rank, sites
         self.summed = torch.zeros_like(theta)
+        self.blocks: list[int] = []  # their elements; empty: one block
         self.outer = torch.optim.SGD([self.theta], lr=lr, momentum=momentum, nesterov=True)
 
     @torch.no_grad()
@@ -119,10 +120,12 @@ class Reference:
         self.residual = torch.where(mine & (rest != 0), self.residual + rest, self.residual)
 
     def owners(self, trainers: int) -> torch.Tensor:
-        """Who sums each parameter of a model in one block."""
-        count = len(self.summed)
-        bounds = [count * owner // trainers for owner in range(trainers + 1)]
-        return torch.cat([torch.full((last - first,), owner) for owner, (first, last) in enumerate(pairwise(bounds))])
+        """Who sums each parameter: an equal part of every block."""
+        owners = []
+        for count in self.blocks or [len(self.summed)]:
+            bounds = [count * owner // trainers for owner in range(trainers + 1)]
+            owners += [torch.full((last - first,), owner) for owner, (first, last) in enumerate(pairwise(bounds))]
+        return torch.cat(owners)
 
     def momentum(self) -> Flat:
         return self.outer.state[self.theta]["momentum_buffer"]
