@@ -230,12 +230,12 @@ def interrupted(trainer: Trainer) -> None:
     model = sharded(trainer, trainer.size, 0)
     encode = draft_module.encode_proved
 
-    def interrupt(*arguments: Any) -> Any:
+    def interrupt(*arguments: Any, **options: Any) -> Any:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         until = time.monotonic() + 10
         while not running.operation.stopping and time.monotonic() < until:
             time.sleep(0.001)
-        return encode(*arguments)
+        return encode(*arguments, **options)
 
     with publishing(store) as (publisher, _):
         publisher.publish(model.state_dict())
