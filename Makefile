@@ -6,7 +6,7 @@ NATIVE_CPP := $(wildcard src/native/*/*.cpp src/native/*/*/*.cpp)
 NATIVE_H := $(wildcard src/native/*/*.h src/native/*/*/*.h)
 NATIVE := CMakeLists.txt $(NATIVE_CPP) $(NATIVE_H)
 
-.PHONY: demo demo-vllm demo-trl demo-loco demo-fleet test test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet simulate-fleet bench-loco study faults fuzz dist clean
+.PHONY: demo demo-vllm demo-trl demo-loco demo-fleet test test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco study faults fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -178,10 +178,6 @@ bench-network: $(VENV)/.ready $(VENV)/.bench
 # ARGS="--link 2e6 --workers 1 10 100": behind one relay, each with a slow link of its own.
 bench-fleet: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.fleet $(ARGS)
-
-# Fleets that no machine here holds, as a discrete-event simulation; ARGS=--check: beside the arithmetic and what was measured.
-simulate-fleet: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.fleet_simulation $(ARGS)
 
 # PULSELoCo beside DDP and DiLoCo: traffic, convergence, cost. Some 40 minutes on two cores; with root, in namespaces.
 bench-loco: $(VENV)/.ready $(VENV)/.bench

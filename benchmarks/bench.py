@@ -26,7 +26,7 @@ from benchmarks.peers import Peer, peers
 from pulse_rl._util.threads import default_threads
 from pulse_rl.patch import build_patch
 from pulse_rl.state.digest import state_digest
-from pulse_rl.study import EntropyBound, entropy_bound
+from pulse_rl.study.entropy import EntropyBound, entropy_bound
 
 Mapping16 = dict[str, np.ndarray]
 Pair = tuple[Mapping16, Mapping16]

@@ -256,7 +256,7 @@ def planned() -> None:
         for number in (1000, 10_000, 100_000):
             plan = make_fleet_plan(scenario, Fleet(number, 10, 100e9, 10e9, 100e9))
             for way in WAYS:
-                each = plan.ways[way]["context"]
+                each = plan.ways[way]["auto"]
                 print(
                     f"{name:6} {number:9,}  {way:8} {format_duration(each.seconds_to_all):>8} "
                     f"{format_bytes(each.fetch_bytes):>12} {each.versions:>9,}  {format_bytes(each.origin_bytes)}"

@@ -26,8 +26,8 @@ RL_SECONDS = 75.0
 # A worker in the midst of a full sync does not hear that it is to stop; a trainer evaluates its copies first.
 STOP_SECONDS, RL_STOP_SECONDS = 5.0, 60.0
 
-REPLAYS = (("context", False), ("context", True), ("zstd", True), ("full", True))
-RL_RUNS = ("context", "zstd", "full")
+REPLAYS = (("auto", False), ("auto", True), ("zstd", True), ("full", True))
+RL_RUNS = ("auto", "zstd", "full")
 
 
 def main() -> int:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.network import methods, replay, reward, shape, table
+from benchmarks.network import methods, replay, reward, table
 from benchmarks.network.results import ReplayResult, WorkerResult, summary
-from benchmarks.network.run import WORKER_RATES, nodes, read_log
-from benchmarks.network.shape import Node, build_commands, delete_commands, link_command
+from benchmarks.network.run import WORKER_RATES, nodes
+from benchmarks.network.shape import delete_commands
 from benchmarks.network.spec import Spec
 from pulse_rl import MemoryStore
 from pulse_rl.plan import METHODS, Scenario, make_plan
@@ -22,79 +22,8 @@ from tests.support.states import weights
 STEP = 0.5
 
 
-def test_commands_build_a_bridge_and_shape_both_ends() -> None:
-    commands = [" ".join(command) for command in build_commands([Node("a", 1), Node("b", 2, 50e6)])]
-    assert commands[0] == "ip netns add pulse-net-hub"
-    shaped = [command for command in commands if "tbf" in command]
-    assert [command.split("root")[0] for command in shaped] == [
-        "tc -n pulse-net-hub qdisc add dev port2 ",
-        "tc -n pulse-net-b qdisc add dev eth0 ",
-    ]
-    assert all("rate 50000000bit burst 16000b limit 312500b" in command for command in shaped)
-    assert "ip -n pulse-net-a addr add 10.77.0.1/24 dev eth0" in commands
-    assert Node("a", 1).inside(["ls"]) == ["ip", "netns", "exec", "pulse-net-a", "ls"]
-
-
-def test_a_node_is_cut_off_at_the_bridge() -> None:
-    assert [" ".join(link_command(Node("b", 2), up=up)) for up in (False, True)] == [
-        "ip -n pulse-net-hub link set dev port2 down",
-        "ip -n pulse-net-hub link set dev port2 up",
-    ]
-
-
 def test_only_our_own_namespaces_are_deleted() -> None:
     assert delete_commands(["pulse-net-hub", "other", "pulse-1"]) == [["ip", "netns", "delete", "pulse-net-hub"]]
-
-
-def test_every_name_fits_and_is_ours() -> None:
-    for shaped in (True, False):
-        found = nodes(shaped)
-        assert len({node.address for node in found}) == len(found) == 2 + len(WORKER_RATES)
-        assert all(node.namespace.startswith(shape.PREFIX) for node in found)
-        assert [node.rate for node in found[2:]] == (list(WORKER_RATES) if shaped else [None] * 4)
-
-
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape.os, "geteuid", lambda: 1000)
-    with pytest.raises(SystemExit, match="needs root"):
-        shape.require_root()
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The commands that would have run; the one that adds pulse-net-b fails."""
-    commands: list[str] = []
-
-    def run(command: list[str]) -> None:
-        commands.append(" ".join(command))
-        if "pulse-net-b" in command:
-            raise SystemExit("no such device")
-
-    left = {"ip netns list": "pulse-net-old (id: 3)\nother\n", "ip netns pids pulse-net-old": ""}
-    monkeypatch.setattr(shape, "LOCK", tmp_path / "lock")
-    monkeypatch.setattr(shape, "_run", run)
-    monkeypatch.setattr(shape, "_output", lambda command: left[" ".join(command)])
-    monkeypatch.setattr(shape.subprocess, "run", lambda command, **_: commands.append(" ".join(command)))
-    return commands
-
-
-def test_a_network_that_fails_half_way_is_taken_down(ran: list[str]) -> None:
-    with pytest.raises(SystemExit, match="no such device"), shape.network([Node("a", 1), Node("b", 2)]):
-        pass
-    assert ran[0] == "ip netns delete pulse-net-old"  # what a killed run left goes first
-    assert ran[1] == "ip netns add pulse-net-hub"
-    assert ran[-3:] == [f"ip netns delete pulse-net-{name}" for name in ("hub", "a", "b")]
-
-
-def test_a_network_in_use_is_left_alone(ran: list[str]) -> None:
-    with shape.network([Node("a", 1)]):
-        before = list(ran)
-        with pytest.raises(SystemExit, match="using the shaped network"):
-            shape.clean()
-        with pytest.raises(SystemExit, match="using the shaped network"), shape.network([Node("c", 1)]):
-            pass
-        assert ran == before
-    assert shape.clean() == ["pulse-net-old"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -125,7 +54,7 @@ def test_the_replay_goes_forth_and_back(tmp_path: Path) -> None:
         arrays[f"bits{step:05d}"] = np.array([100 + step], np.uint16)
     np.savez(chain / "deltas.npz", **arrays)
     flat = np.zeros(5, np.uint16)
-    spec = Spec("context", STEP, "", (), str(tmp_path), "")
+    spec = Spec("auto", STEP, "", (), str(tmp_path), "")
     seen = [flat.tolist() for _ in islice(replay.step(spec, methods.Weights(flat, {"w": (5,)})), 7)]
     assert seen[2] == [0, 101, 102, 103, 0]
     assert seen[5] == [0] * 5
@@ -134,7 +63,7 @@ def test_the_replay_goes_forth_and_back(tmp_path: Path) -> None:
 
 def write_logs(folder: Path, sync_seconds: float) -> Spec:
     """A trainer that publishes each second, and workers of steps of `STEP` seconds that sync in a constant time."""
-    spec = Spec("context", STEP, "", tuple(node.name for node in nodes(True)[2:]), "", str(folder))
+    spec = Spec("auto", STEP, "", tuple(node.name for node in nodes(True)[2:]), "", str(folder))
     lines = [{"event": "ready", "params": 1000, "tx_bytes": 0, "time": 0.0}]
     for version in range(1, 7):
         facts = {"version": version, "density": 0.01, "bytes": 10, "seconds": 0.1, "root": f"root {version}"}
@@ -182,11 +111,6 @@ def test_a_worker_that_never_got_a_version_is_said(tmp_path: Path) -> None:
         summary(spec, shaped=True, seconds=5)
 
 
-def test_torn_lines_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text('{"a": 1}\n{"a": 2')
-    assert read_log(tmp_path / "log") == [{"a": 1}]
-
-
 def ideal(method: str, shaped: bool) -> ReplayResult:
     """A run whose workers measure what the planner predicts."""
     workers = []
@@ -201,7 +125,7 @@ def ideal(method: str, shaped: bool) -> ReplayResult:
 
 
 def test_claims_hold_for_what_was_planned_and_fail_otherwise() -> None:
-    runs = [ideal("context", False), ideal("context", True), ideal("zstd", True), ideal("full", True)]
+    runs = [ideal("auto", False), ideal("auto", True), ideal("zstd", True), ideal("full", True)]
     assert all(claim.holds for claim in table.claims(runs))
     assert "DIFFER" not in table.text(runs)
 

@@ -9,40 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, State
+from pulse_rl import MemoryStore, Publisher, Signer, State
 from pulse_rl.errors import Untrusted
 from pulse_rl.state import checkpoint
 from pulse_rl.stream.stream import Stream
 from tests.support.commands import Pulse
-from tests.support.states import Rng, bits, history, mutated, policy
-
-
-def test_a_patch_never_replaces_a_checkpoint(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
-    old, new = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    state = policy(rng)
-    checkpoint.save(old, State.of(state))
-    checkpoint.save(new, State.of(mutated(rng, state)))
-    before = new.read_bytes()
-    pulse.refused("diff", old, new, "-o", new, kind="input", match="is not a patch")
-    assert new.read_bytes() == before
-    pulse("diff", old, new, "-o", tmp_path / "p")
-    pulse("diff", old, new, "-o", tmp_path / "p")
-
-
-def test_follow_replaces_only_what_follow_has_written(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
-    publisher = Publisher(LocalStore(tmp_path / "store"), stream="policy")
-    first, second = history(rng, 2)
-    publisher.publish(first)
-    out = tmp_path / "out"
-    out.mkdir()
-    checkpoint.save(out / "model.safetensors", State.of(policy(rng)), {"format": "pt"})
-    own = (out / "model.safetensors").read_bytes()
-    follow = ("follow", tmp_path / "store", "--stream", "policy", "--once", "--out")
-    pulse.refused(*follow, out, kind="input", match="not written by pulse follow")
-    assert (out / "model.safetensors").read_bytes() == own
-    pulse(*follow, tmp_path / "other")
-    publisher.publish(second)
-    pulse(*follow, tmp_path / "other")
+from tests.support.states import Rng, bits, history
 
 
 def test_an_empty_path_is_not_the_current_folder(pulse: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "14 GB" in out
     assert "40.3 Gbit/s" in out  # twice the paper's 20, for two workers on one link
-    assert "context (default)" in out
+    assert "auto, no history" in out
     assert out.endswith("a full sync is faster: on this link, never; at this density, never\n")
 
 
@@ -53,9 +53,9 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
     file.write_text(json.dumps(STUDY))
     link = ["--step-seconds", "1", "--bandwidth", "10MB/s"]
     facts = planned(capsys, "--study", str(file), *link)
-    assert facts["sync_bytes"]["context"] == 5000
+    assert facts["sync_bytes"]["auto"] == 5000
     assert facts["sync_bytes"]["full"] == 2_000_000
-    assert planned(capsys, "--study", str(file), "--params", "2M", *link)["sync_bytes"]["context"] == 10_000
+    assert planned(capsys, "--study", str(file), "--params", "2M", *link)["sync_bytes"]["auto"] == 10_000
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1,000 workers in 4 regions, 250 in each" in out
     assert "a relay is sooner from" in out
     facts: Any = planned(capsys, *SEVEN, *fleet, "--away", "200")["fleet"]
-    assert facts["ways"]["relays"]["context"]["versions"] == 1 < facts["ways"]["direct"]["context"]["versions"]
+    assert facts["ways"]["relays"]["auto"]["versions"] == 1 < facts["ways"]["direct"]["auto"]["versions"]
     assert facts["catch_up_bytes"]["folds"] < facts["catch_up_bytes"]["patches"]
     assert "fleet" not in planned(capsys, *SEVEN)
     assert main(["plan", *SEVEN, "--regions", "2"]) == 1, "one worker has one region"

@@ -37,6 +37,15 @@ def test_two_trainers_stay_in_step() -> None:
     assert all(int(sent.replace(",", "")) < int(dense.replace(",", "")) for _, sent, dense in rounds)
 
 
+@pytest.mark.slow
+def test_the_asynchronous_loop_learns() -> None:
+    printed = run("async_grpo.py", "100")
+    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+),", printed)]
+    assert len(rewards) == 10
+    assert rewards[-1] > rewards[0]
+    assert "2 workers are bit-identical" in printed
+
+
 def test_both_are_about_fifty_lines() -> None:
     for program in ("minimal.py", "minimal_loco.py"):
         assert len((CHECKOUT / "examples" / program).read_text().splitlines()) <= 60

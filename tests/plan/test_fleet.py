@@ -7,17 +7,18 @@ from dataclasses import replace
 import pytest
 
 from pulse_rl.errors import InputError
-from pulse_rl.plan import METHODS, WAYS, Fleet, Scenario, catch_up_bytes, density_of, make_fleet_plan, make_plan
+from pulse_rl.plan import METHODS, WAYS, Fleet, Scenario, catch_up_bytes, make_fleet_plan, make_plan
+from pulse_rl.plan.fleet import density_of
 
 SEVEN = Scenario(params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=1e9, round_trip_seconds=0.1)
 FLEET = Fleet(workers=1000, regions=4, origin_bandwidth=10e9, region_bandwidth=1e9, near_bandwidth=10e9)
 
 
 def test_a_version_by_hand() -> None:
-    ours = make_plan(SEVEN).methods["context"]
+    ours = make_plan(SEVEN).methods["auto"]
     size, phases = ours.sync_bytes, ours.phases
     coding = sum(seconds for phase, seconds in phases.items() if phase != "download")
-    relays = make_fleet_plan(SEVEN, FLEET).ways["relays"]["context"]
+    relays = make_fleet_plan(SEVEN, FLEET).ways["relays"]["auto"]
     assert relays.versions == 1
     assert relays.fetch_bytes == size
     hops = (1 + 0.4 + 8 * size / 1e9) + (1 + 0.4 + 8 * size / (10e9 / 250))
@@ -25,9 +26,7 @@ def test_a_version_by_hand() -> None:
     assert relays.origin_bytes == pytest.approx(4 * size * 86400 / 50, rel=1e-6)
     assert relays.dollars == pytest.approx(relays.origin_bytes / 1e9 * 0.09)
     assert relays.idle_looks == 4 * 60 + 1000 * 2
-    direct = make_fleet_plan(SEVEN, replace(FLEET, region_bandwidth=None, origin_bandwidth=None)).ways["direct"][
-        "context"
-    ]
+    direct = make_fleet_plan(SEVEN, replace(FLEET, region_bandwidth=None, origin_bandwidth=None)).ways["direct"]["auto"]
     assert direct.seconds_to_all == pytest.approx(coding + 1 + 0.4 + 8 * size / 1e9)
     assert direct.origin_bytes == pytest.approx(250 * relays.origin_bytes, rel=1e-6)
     assert direct.idle_looks == 60_000
@@ -43,15 +42,15 @@ def test_who_cannot_keep_up_takes_several_versions_at_a_time() -> None:
             if each.versions > 1:
                 half = each.versions // 2
                 fewer = min(14e9, half * make_plan(SEVEN).methods[method].sync_bytes)
-                if method in ("context", "history"):
+                if method in ("auto", "history"):
                     fewer = min(fewer, catch_up_bytes(SEVEN, half, method=method)["folds"])
                 assert 1.4 + 8 * fewer / rate > half * 50
-    assert narrow.ways["relays"]["context"].versions == 1 < narrow.ways["relays"]["full"].versions
-    assert narrow.ways["direct"]["context"].versions > 1
+    assert narrow.ways["relays"]["auto"].versions == 1 < narrow.ways["relays"]["full"].versions
+    assert narrow.ways["direct"]["auto"].versions > 1
 
 
 def test_catching_up() -> None:
-    patch = make_plan(SEVEN).methods["context"].sync_bytes
+    patch = make_plan(SEVEN).methods["auto"].sync_bytes
     assert catch_up_bytes(SEVEN, 0) == {"patches": 0, "folds": 0, "full": 14e9}
     assert catch_up_bytes(SEVEN, 7)["folds"] == catch_up_bytes(SEVEN, 7)["patches"] == 7 * patch
     for versions in (8, 64, 200, 5000):
@@ -73,7 +72,7 @@ def test_when_a_relay_pays() -> None:
     assert few is not None
     for among, sooner in ((few - 1, "direct"), (few, "relays")):
         ways = make_fleet_plan(SEVEN, replace(FLEET, workers=4 * among)).ways
-        assert min(WAYS, key=lambda way: ways[way]["context"].seconds_to_all) == sooner
+        assert min(WAYS, key=lambda way: ways[way]["auto"].seconds_to_all) == sooner
     unlimited = replace(FLEET, origin_bandwidth=None, region_bandwidth=None, near_bandwidth=None)
     assert make_fleet_plan(SEVEN, unlimited).relays_pay_from is None
 
@@ -85,8 +84,8 @@ def test_more_workers_never_arrive_sooner(workers: int, params: float) -> None:
     scenario = replace(SEVEN, params=int(params))
     small, large = (make_fleet_plan(scenario, replace(FLEET, workers=n)) for n in (workers, 2 * workers))
     for way in WAYS:
-        assert large.ways[way]["context"].seconds_to_all >= small.ways[way]["context"].seconds_to_all
-        assert small.ways[way]["full"].fetch_bytes >= small.ways[way]["context"].fetch_bytes
+        assert large.ways[way]["auto"].seconds_to_all >= small.ways[way]["auto"].seconds_to_all
+        assert small.ways[way]["full"].fetch_bytes >= small.ways[way]["auto"].fetch_bytes
 
 
 @pytest.mark.parametrize(

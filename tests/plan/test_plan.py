@@ -7,15 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pulse_rl.errors import InputError
-from pulse_rl.plan import (
-    METHODS,
-    Scenario,
-    bandwidth_for,
-    from_study,
-    make_plan,
-    sync_bytes,
-    utilisation,
-)
+from pulse_rl.plan import METHODS, Scenario, bandwidth_for, from_study, make_plan, sync_bytes, utilisation
 from tests.support.reports import STUDY
 
 PAPER = Scenario(params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=0.2e9)
@@ -34,22 +26,22 @@ def test_the_papers_figure_1() -> None:
 
 
 @pytest.mark.parametrize(
-    ("density", "context", "zstd"),
+    ("density", "ours", "zstd"),
     [
         (0.00256, 0.943, 2.99), (0.00295, 0.940, 2.97), (0.00381, 0.887, 2.87), (0.00666, 0.828, 2.71),
         (0.00704, 0.842, 2.72),
     ],
 )  # fmt: skip
-def test_bytes_agree_with_recorded_patches(density: float, context: float, zstd: float) -> None:
+def test_bytes_agree_with_recorded_patches(density: float, ours: float, zstd: float) -> None:
     """docs/log.md, `make bench`: whole files, bytes a change."""
     changes = 22_565_376 * density
-    assert sync_bytes("context", 22_565_376, density) / changes == pytest.approx(context, rel=0.06)
+    assert sync_bytes("auto", 22_565_376, density) / changes == pytest.approx(ours, rel=0.06)
     assert sync_bytes("zstd", 22_565_376, density) / changes == pytest.approx(zstd, rel=0.03)
 
 
-@pytest.mark.parametrize(("density", "context"), [(0.0155, 0.75), (0.072, 0.61)])
-def test_bytes_agree_with_recorded_folds(density: float, context: float) -> None:
-    assert sync_bytes("context", 10**9, density) / (1e9 * density) == pytest.approx(context, rel=0.06)
+@pytest.mark.parametrize(("density", "ours"), [(0.0155, 0.75), (0.072, 0.61)])
+def test_bytes_agree_with_recorded_folds(density: float, ours: float) -> None:
+    assert sync_bytes("auto", 10**9, density) / (1e9 * density) == pytest.approx(ours, rel=0.06)
 
 
 @pytest.mark.parametrize(("density", "history"), [(0.0030, 0.893), (0.0073, 0.793)])
@@ -62,9 +54,9 @@ def test_bytes_with_history_agree_with_recorded_runs_behind_fp32_masters(density
 def test_history_costs_a_fifth_more_time_at_either_end(density: float) -> None:
     """docs/benchmarks.md, seconds of the processor: publish 1.19 to 1.28 times, sync 1.19 to 1.24 times."""
     methods = make_plan(Scenario(22_700_000, density, 1.0, 1e18, cores=1)).methods
-    context, history = methods["context"].phases, methods["history"].phases
-    publish = [phases["encode"] + phases["hash"] for phases in (context, history)]
-    sync = [phases["verify"] + phases["apply"] for phases in (context, history)]
+    plain, history = methods["auto"].phases, methods["history"].phases
+    publish = [phases["encode"] + phases["hash"] for phases in (plain, history)]
+    sync = [phases["verify"] + phases["apply"] for phases in (plain, history)]
     assert publish[1] / publish[0] == pytest.approx(1.22, rel=0.05)
     assert sync[1] / sync[0] == pytest.approx(1.22, rel=0.05)
 
@@ -96,7 +88,7 @@ def test_phases_add_up() -> None:
 
 def test_links_and_round_trips() -> None:
     def phases(**changes: object) -> dict[str, float]:
-        return make_plan(replace(SMALL, **changes)).methods["context"].phases  # type: ignore[arg-type]
+        return make_plan(replace(SMALL, **changes)).methods["auto"].phases  # type: ignore[arg-type]
 
     own = phases()
     assert phases(workers=4) == own  # each worker on a link of its own
@@ -114,7 +106,7 @@ def test_a_full_sync_wins_on_the_far_side_of_its_crossover() -> None:
     def ahead(**changes: float) -> float:
         """Seconds that a patch is ahead of a full sync."""
         methods = make_plan(replace(scenario, **changes)).methods  # type: ignore[arg-type]
-        return methods["full"].sync_seconds - methods["context"].sync_seconds
+        return methods["full"].sync_seconds - methods["auto"].sync_seconds
 
     where = make_plan(scenario).full_wins.density
     assert where is not None
@@ -131,7 +123,7 @@ def test_a_full_sync_never_wins_on_a_slow_link_or_where_a_patch_codes_faster() -
 
 def test_nothing_changes() -> None:
     plan = make_plan(replace(SMALL, density=0.0))
-    assert plan.methods["context"].sync_bytes < 2000
+    assert plan.methods["auto"].sync_bytes < 2000
 
 
 @pytest.mark.parametrize(
@@ -150,15 +142,15 @@ def test_impossible_scenarios_are_refused(changes: dict[str, object]) -> None:
 def test_a_study_settles_params_density_and_bytes() -> None:
     measured = from_study(STUDY)
     assert (measured.params, measured.density) == (1_000_000, pytest.approx(0.01))
-    assert measured.bytes_per_changed == {"context": 0.5}
+    assert measured.bytes_per_changed == {"auto": 0.5}
 
 
 def test_a_study_settles_what_history_takes_from_one_version_to_the_next() -> None:
     with_history = STUDY | {"history": {"bytes_per_changed_history": 0.3}}
-    assert from_study(with_history).bytes_per_changed == {"context": 0.5, "history": 0.3}
-    assert from_study(STUDY | {"history": {"bytes_per_changed_history": None}}).bytes_per_changed == {"context": 0.5}
+    assert from_study(with_history).bytes_per_changed == {"auto": 0.5, "history": 0.3}
+    assert from_study(STUDY | {"history": {"bytes_per_changed_history": None}}).bytes_per_changed == {"auto": 0.5}
     apart = with_history | {"rows": STUDY["rows"][:1]}
-    assert from_study(apart).bytes_per_changed == {"context": 0.7, "zstd": 2.5}
+    assert from_study(apart).bytes_per_changed == {"auto": 0.7, "zstd": 2.5}
 
 
 @pytest.mark.parametrize("study", [None, [], {}, {"rows": []}, STUDY | {"parameters": 0}, STUDY | {"rows": [{"k": 1}]}])

@@ -98,7 +98,7 @@ def test_of_a_study_alone(tmp_path: Path, pulse: Pulse) -> None:
     scenario = page.data["scenario"]
     assert (scenario["params"], scenario["param_bytes"], scenario["step_seconds"]) == (PARAMETERS, 2.0, 50.0)
     assert scenario["density"] == pytest.approx(0.012)
-    assert scenario["bytes_per_changed"] == {"context": 0.9, "zstd": 2.8, "history": 0.85}
+    assert scenario["bytes_per_changed"] == {"auto": 0.9, "zstd": 2.8, "history": 0.85}
 
 
 def test_run_and_study_share_a_page_and_the_planner_starts_as_the_run(tmp_path: Path, pulse: Pulse) -> None:
@@ -381,7 +381,7 @@ def test_refusals(tmp_path: Path, pulse: Pulse) -> None:
     pulse.refused("report", tmp_path / "two", "-o", out, kind="input", match="streams a, b")
     pulse.refused("report", tmp_path / "one", "--stream", "x", "-o", out, kind="input", match="'x'")
     pulse.refused("report", tmp_path / "broken.json", "-o", out, kind="input", match="cannot read")
-    pulse.refused("report", tmp_path / "one", "-o", tmp_path / "one", kind="store", match="one")
+    pulse.refused("report", tmp_path / "one", "-o", tmp_path / "one", kind="input", match="is a folder")
     assert not out.exists()
     assert "run report" in pulse("report", tmp_path / "two", "--stream", "b", "-o", out)
     assert pulse.json("report", tmp_path / "one/events-trainer.jsonl", "-o", out)["run"]

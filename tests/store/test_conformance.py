@@ -12,12 +12,11 @@ import pytest
 
 from pulse_rl import HttpStore, LocalStore, MemoryStore, ObjectStore, Store, open_store
 from pulse_rl.store import CachedStore, create_or_confirm
-from pulse_rl.store.check import check_store
 from pulse_rl.store.server import FolderServer
 from pulse_rl.stream.names import payload_digest
 from pulse_rl.testing import StoreConformance
 from tests.support.http import ServedStore
-from tests.support.stores import names, s3_store
+from tests.support.stores import s3_store
 
 counter = itertools.count()
 
@@ -31,13 +30,6 @@ class OwnStore(StoreConformance):
         assert create_or_confirm(store, "a/b", b"mine"), "its own object is success"
         assert not create_or_confirm(store, "a/b", b"other")
         assert store.get("a/b") == b"mine"
-
-    def test_check_store_finds_it_safe_and_leaves_nothing(self) -> None:
-        store = self.new_store()
-        findings = check_store(store, rounds=5)
-        assert [f.guarantee for f in findings if not f.held] == []
-        assert len(findings) == 5
-        assert names(store, "pulse-store-check") == []
 
     def test_put_takes_the_memory_of_arrays(self) -> None:
         store = self.new_store()

@@ -17,8 +17,9 @@ from pulse_rl import Bits, MemoryStore, Publisher, State
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.history import records_of
 from pulse_rl.state import checkpoint
+from pulse_rl.state.rounding import COMPUTE_DTYPES
 from pulse_rl.state.tensors import DTYPES
-from pulse_rl.study import COMPUTE_DTYPES, CheckpointFolder, study
+from pulse_rl.study import CheckpointFolder, study
 from pulse_rl.study.last_changes import CLASSES, DOWN, NEVER, UP, LastChanges, Step
 from pulse_rl.study.meter import SparsityMeter
 from pulse_rl.study.recurrence import ChangeTable

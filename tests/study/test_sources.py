@@ -16,8 +16,9 @@ from pulse_rl import LocalStore, Publisher, State
 from pulse_rl.cli import main
 from pulse_rl.errors import CorruptCheckpoint, InputError, StateMismatch
 from pulse_rl.state import checkpoint
+from pulse_rl.state.cast import CastState
 from pulse_rl.state.tensors import DTYPES
-from pulse_rl.study import CastState, CheckpointFolder, StoredStream, study
+from pulse_rl.study import CheckpointFolder, StoredStream, study
 from pulse_rl.study.sources import natural
 from tests.support.states import Rng, Tensors, history, mutated
 

@@ -13,10 +13,13 @@ import torch
 
 from pulse_rl import Bits, State, patch
 from pulse_rl.errors import InputError
+from pulse_rl.state.cast import CastState
 from pulse_rl.state.digest import state_digest
+from pulse_rl.state.rounding import COMPUTE_DTYPES
 from pulse_rl.state.tensors import DTYPES
-from pulse_rl.study import COMPUTE_DTYPES, LAYERS, CastState, entropy_bound, layer_of, study
-from pulse_rl.study.entropy import ClassCounts
+from pulse_rl.study import study
+from pulse_rl.study.entropy import ClassCounts, entropy_bound
+from pulse_rl.study.layers import LAYERS, layer_of
 from pulse_rl.study.run import evenly_spaced
 from pulse_rl.study.theory import exponent_of, exponent_rows, ulp_of
 from tests.support.states import Rng

@@ -8,10 +8,12 @@ Exit status: 0 success; 1 refused or failed with an error of `pulse_rl.errors` (
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from .. import __version__
 from .. import codec as codecs
@@ -19,13 +21,14 @@ from ..errors import PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
 from ..state.rounding import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
-from . import engines, files, plan, relay, report, serve, streams, study
-from .output import Console
+from . import engines, files, plan, relay, report, serve, store_check, streams, study
+from .output import Console, open_streams
 
 _MOST_SECONDS = 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    open_streams()
     try:
         args = make_parser().parse_args(argv)
         console = Console(args.json)
@@ -34,9 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PulseError as error:
             console.error(error)
             return 1
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough; what is left to flush must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        # Files have typed errors, so that this is an output that cannot take what was printed, or a path that no file
+        # can have. What is left to flush must not fail again at exit.
+        with suppress(io.UnsupportedOperation):  # somebody's own stream, without a descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
+            print(f"pulse: {error.strerror or error} (Check the output and the paths.)", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("pulse: interrupted", file=sys.stderr)
@@ -53,6 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--threads", type=_count, default=None, metavar="N", help="number of threads (default: one per core)"
     )
+    writing = argparse.ArgumentParser(add_help=False)
+    writing.add_argument("--force", action="store_true", help="replace the output even if it is something else")
     coding = argparse.ArgumentParser(add_help=False)
     coding.add_argument(
         "--codec",
@@ -76,13 +85,13 @@ def make_parser() -> argparse.ArgumentParser:
     signing.add_argument("--sign-key", metavar="FILE", help="sign with this private key (see keygen)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("diff", parents=[common, coding], help="make a patch from two checkpoints")
+    command = commands.add_parser("diff", parents=[common, coding, writing], help="make a patch from two checkpoints")
     command.add_argument("old", metavar="OLD", help="a checkpoint: a .safetensors file or a folder")
     command.add_argument("new", metavar="NEW", help="the checkpoint that the patch produces")
     command.add_argument("-o", "--output", required=True, metavar="PATCH", help="the patch file to write")
     command.set_defaults(run=files.diff)
 
-    command = commands.add_parser("apply", parents=[common], help="apply a patch to a checkpoint")
+    command = commands.add_parser("apply", parents=[common, writing], help="apply a patch to a checkpoint")
     command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")
     command.add_argument("patch", metavar="PATCH", help="a patch file")
     command.add_argument(
@@ -126,7 +135,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=streams.anchor)
 
     command = commands.add_parser(
-        "follow", parents=[common, named, trust], help="keep a checkpoint or a live engine up to date with a stream"
+        "follow",
+        parents=[common, named, trust, writing],
+        help="keep a checkpoint or a live engine up to date with a stream",
     )
     command.add_argument(
         "store",
@@ -245,7 +256,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("store-check", parents=[common], help="check that a store is safe to publish to")
     command.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
-    command.set_defaults(run=streams.store_check)
+    command.set_defaults(run=store_check.store_check)
 
     plan.add_parser(commands)
     study.add_parser(commands)

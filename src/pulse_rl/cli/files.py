@@ -9,22 +9,21 @@ from typing import Any
 
 from .. import codec as codecs
 from .. import patch
-from .._util.files import write_atomically
 from .._util.units import format_bytes
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
 from ..patch.blocks import Block
-from ..patch.header import MAGIC, PRELUDE_BYTES, Base, PatchHeader, header_end, parse_header
+from ..patch.header import PRELUDE_BYTES, Base, PatchHeader, header_end, parse_header
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..state.digest import state_digest
 from .output import Console
+from .paths import check_output, checked_input, write_output
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     out = Path(args.output)
-    if out.exists() and not _is_patch(out):
-        raise InputError(f"{out} exists and is not a patch", hint="Choose a new file for the patch.")
+    check_output(out, force=args.force)
     old, new = load(args.old)[0], load(args.new)[0]
     digest = state_digest(old, threads=args.threads, progress=progress_to(console, "digest", old.nbytes))
     built = patch.build_patch(
@@ -35,7 +34,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
         threads=args.threads,
         progress=progress_to(console, "diff", old.nbytes),
     )
-    write_atomically(out, built.chunks)
+    write_output(out, built.chunks, force=args.force)
     facts = _facts(built.header, built.nbytes, old.nbytes) | {
         "codec": args.codec,
         "seconds": round(time.perf_counter() - started, 6),
@@ -48,6 +47,7 @@ def apply(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     out = Path(args.output)
     target = out if out.suffix == ".safetensors" else out / FILE_NAME
+    check_output(target, force=args.force)
     if target.parent.is_dir() and (target.parent / INDEX_NAME).exists():
         raise InputError(f"{target.parent} holds a sharded checkpoint", hint="Choose another folder or a new file.")
     data = _read(args.patch)
@@ -61,7 +61,8 @@ def apply(args: argparse.Namespace, console: Console) -> int:
     applied = patch.apply_patch(
         parsed, base, digest, threads=args.threads, progress=progress_to(console, "apply", base.nbytes)
     )
-    save(target, base, {k: v for k, v in metadata.items() if not k.startswith("pulse.")})
+    kept = {key: text for key, text in metadata.items() if not key.startswith("pulse.")}
+    save(target, base, kept | {"pulse.root": applied.digest.root})
     facts = {
         "root": applied.digest.root,
         "changed": sum(len(c) for c in applied.changes.values()),
@@ -125,23 +126,17 @@ def digest(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _is_patch(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
 def _read(path: str) -> memoryview:
     """The bytes of a patch file, of which the header is well-formed. Raises InputError and CorruptPatch."""
     try:
-        with Path(path).open("rb") as file:
+        with checked_input(Path(path)).open("rb") as file:
             start = file.read(PRELUDE_BYTES)
             header_end(start)  # before all of a file that may be anything is read
             data = memoryview(start + file.read())
         parse_header(data)
     except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"cannot read {path}: {error}", hint="Check the path.") from None
     except CorruptPatch as error:
         raise CorruptPatch(f"{path}: {error}", hint=error.hint) from error

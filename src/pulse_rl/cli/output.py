@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -13,6 +15,17 @@ from ..events import Event, Notice, PathFailed, Progress, Resumed
 _BAR = 28
 _REDRAW_SECONDS = 0.1
 _QUIET_SECONDS = 0.5
+
+
+def open_streams() -> None:
+    """Lets standard output and error take any text. A stream that the caller closed, as some daemons do, leads nowhere;
+    characters that an ASCII output lacks are escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the process's life
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Console:

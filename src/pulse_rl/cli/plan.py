@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .._util.units import format_bandwidth, format_bytes, format_duration
+from .._util.units import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_count
 from ..errors import InputError
-from ..plan import (
-    METHODS,
-    WAYS,
-    Fleet,
-    FleetPlan,
-    Plan,
-    Scenario,
-    catch_up_bytes,
-    from_study,
-    make_fleet_plan,
-    make_plan,
-    parse_bandwidth,
-    parse_count,
-)
+from ..plan import METHODS, WAYS, Fleet, Scenario, catch_up_bytes, from_study, make_fleet_plan, make_plan
+from ..plan.fleet import FleetPlan
+from ..plan.model import Plan
 from .output import Console
+from .paths import read_study
 
-_LABELS = {"full": "full sync", "zstd": "zstd (PULSE paper)", "context": "context (default)", "history": "history"}
+_LABELS = {
+    "full": "full sync",
+    "zstd": "zstd (PULSE paper)",
+    "auto": "auto, no history",
+    "history": "auto, history",
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -68,7 +62,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    measured = from_study(_read(args.study)) if args.study else None
+    measured = from_study(read_study(Path(args.study))) if args.study else None
     if measured is None and (args.params is None or args.density is None):
         raise InputError("the number of changed parameters is unknown", hint="Give --params and --density, or --study.")
     plan = make_plan(
@@ -175,21 +169,14 @@ def _lines(plan: Plan) -> list[str]:
             f"  {_LABELS[name]:18} {format_bytes(m.sync_bytes):>10} {m.utilisation:>12.1%} "
             f"{m.worker_utilisation:>14.1%} {format_duration(m.sync_seconds):>10}  {needed}"
         )
-    phases = ", ".join(f"{name} {format_duration(s)}" for name, s in plan.methods["context"].phases.items())
-    lines.append(f"  context: {phases}")
+    phases = ", ".join(f"{name} {format_duration(s)}" for name, s in plan.methods["auto"].phases.items())
+    lines.append(f"  auto: {phases}")
     if "history" not in inputs.bytes_per_changed:
-        lines.append("  history: as with FP32 masters; measure pure BF16 weights by pulse study, and give --study")
+        lines.append("  with history: as with FP32 masters; measure pure BF16 weights by pulse study, and give --study")
     over = f"above density {wins.density:.1%}" if wins.density is not None else "never"
     beyond = f"above {format_bandwidth(wins.bandwidth)}" if wins.bandwidth is not None else "never"
     lines.append(f"  a full sync is faster: on this link, {over}; at this density, {beyond}")
     return lines
-
-
-def _read(path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}", hint="Give the output of `pulse study --json`.") from None
 
 
 def _number(option: str, text: str) -> float:

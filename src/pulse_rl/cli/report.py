@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from .._util.files import write_atomically
 from .._util.units import format_bytes
-from ..errors import InputError
 from ..report import read_run, render
 from .output import Console
+from .paths import check_output, checked_input, read_study, write_output
 
 STUDY_NAME = "study.json"
 
@@ -24,14 +22,16 @@ def add_parser(commands: Any) -> None:
         "source", metavar="RUN", help="a folder with events*.jsonl, study.json or both, or one such file"
     )
     command.add_argument("-o", "--output", required=True, metavar="HTML", help="the HTML file to write")
+    command.add_argument("--force", action="store_true", help="replace HTML even if it is something else")
     command.add_argument("--stream", metavar="S", help="the stream to show, if the run has several")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     source, out = Path(args.source), Path(args.output)
-    if not source.exists():
-        raise InputError(f"{source} does not exist", hint="Check the path.")
+    check_output(out, force=args.force)
+    if not source.is_dir():
+        checked_input(source)
     study = _study_of(source)
     drawn = None
     if source.is_file():
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     elif study is None or args.stream is not None or any(source.glob("events*.jsonl")):
         drawn = read_run(source, stream=args.stream)
     page = render(run=drawn, study=study, title=f"Pulse report: {source.resolve().name}").encode()
-    write_atomically(out, [page])
+    write_output(out, [page], force=args.force)
     shown = {"run": drawn is not None, "study": study is not None}
     facts = {"output": str(out), "bytes": len(page), **shown, "summary": drawn["summary"] if drawn else None}
     what = " and ".join(name for name, there in shown.items() if there)
@@ -52,7 +52,4 @@ def _study_of(source: Path) -> Any:
     file = source / STUDY_NAME if source.is_dir() else source
     if file.suffix != ".json" or not file.exists():
         return None
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {file}: {error}", hint="Give the output of `pulse study --json`.") from None
+    return read_study(file)

@@ -1,4 +1,4 @@
-"""Commands on streams and stores: publish, follow, verify, store-check."""
+"""Commands on streams and stores: publish, follow, verify and others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..maintenance.fold import fold_stream
 from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load
-from ..store import LocalStore, Store, open_store
-from ..store.check import check_store
+from ..store import Store, open_store
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
 from .output import Console
+from .paths import check_output
 
 _LEAST_WAIT = 0.1
 _MOST_WAIT = 60.0
@@ -64,9 +64,10 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
 
 def follow(args: argparse.Namespace, console: Console) -> int:
     out = Path(args.out)
+    check_output(out / FILE_NAME, force=args.force)
     if (out / INDEX_NAME).exists():
         raise InputError(f"{out} holds a sharded checkpoint", hint="Give --out a separate folder.")
-    base = _own_checkpoint(out / FILE_NAME)
+    base = _readable(out / FILE_NAME)
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
@@ -79,7 +80,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         threads=args.threads,
         on_event=console,
     )
-    for left in out.glob(f".{FILE_NAME}.*"):  # of an earlier run that was killed while it wrote
+    for left in out.glob(f".{FILE_NAME}.????????"):  # of an earlier run that was killed while it wrote
         left.unlink(missing_ok=True)
 
     def sync() -> None:
@@ -196,21 +197,6 @@ def keygen(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def store_check(args: argparse.Namespace, console: Console) -> int:
-    store = open_store(args.store)
-    if isinstance(store, LocalStore) and not store.root.is_dir():
-        raise InputError(f"there is no folder {store.root}", hint="Check the path, or create the folder first.")
-    findings = check_store(store)
-    safe = all(f.held for f in findings)
-    lines = [f"{'ok  ' if f.held else 'FAIL'} {f.guarantee}: {f.seen}" for f in findings]
-    lines.append(f"{args.store} is {'safe' if safe else 'NOT safe'} to publish to")
-    console.result(
-        {"safe": safe, "findings": [{"guarantee": f.guarantee, "held": f.held, "seen": f.seen} for f in findings]},
-        lines,
-    )
-    return 0 if safe else 1
-
-
 def _print_published(done: Published, console: Console) -> None:
     facts = {
         "stream": done.stream,
@@ -247,19 +233,15 @@ def open_lasting(address: str) -> Store:
     return open_store(address)
 
 
-def _own_checkpoint(file: Path) -> Path | None:
-    """``file``, the checkpoint of an earlier run; None if missing or damaged: then the state comes from an anchor.
-
-    Raises InputError for a checkpoint that no earlier run has written: it would be replaced.
-    """
+def _readable(file: Path) -> Path | None:
+    """``file``, the checkpoint of an earlier run; None if there is none or it is damaged: then the state comes from an
+    anchor."""
     try:
         if not file.exists():
             return None
-        _, metadata = load(file)
+        load(file)
     except (FormatError, UnsupportedTensor):
         return None
-    if "pulse.version" not in metadata:
-        raise InputError(f"{file} was not written by pulse follow", hint="Give --out a folder without a checkpoint.")
     return file
 
 

@@ -6,14 +6,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .._util.files import write_atomically
 from .._util.units import format_bandwidth, format_bytes
 from ..events import progress_to
 from ..report import render
 from ..state.cast import cast_specs
+from ..state.rounding import COMPUTE_DTYPES
 from ..state.tensors import TensorSpec
-from ..study import COMPUTE_DTYPES, DEFAULT_KS, STEP_SECONDS, CheckpointFolder, StateSequence, StoredStream, study
+from ..study import CheckpointFolder, StateSequence, StoredStream, study
+from ..study.result import STEP_SECONDS
+from ..study.run import DEFAULT_KS
 from .output import Console
+from .paths import check_output, write_output
 
 _SHOWN_TENSORS = 8
 _SHOWN_SHARE = 1e-3
@@ -48,6 +51,7 @@ def add_parser(commands: Any) -> None:
         help="seconds of compute between syncs (default: 50)",
     )
     command.add_argument("-o", "--output", metavar="REPORT", help="also write an HTML report")
+    command.add_argument("--force", action="store_true", help="replace REPORT even if it is something else")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: one per core)")
     command.set_defaults(run=run)
@@ -55,6 +59,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     source: StateSequence
+    if args.output:
+        check_output(Path(args.output), force=args.force)
     if args.stream:
         source = StoredStream(args.source, args.stream, threads=args.threads)
     else:
@@ -69,7 +75,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         progress=progress_to(console, "study", len(source.state_names) * _nbytes(source.specs, args.dtype)),
     )
     if args.output:
-        write_atomically(Path(args.output), [render(study=found, title=source.name).encode()])
+        write_output(Path(args.output), [render(study=found, title=source.name).encode()], force=args.force)
     console.result(found, lines_of(found))
     return 0
 

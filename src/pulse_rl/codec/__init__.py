@@ -105,7 +105,7 @@ def encode_block(
     old: UIntArray, new: UIntArray, layout: Layout, *, codec: str = AUTO, prove: bool = False, only: int = 0
 ) -> Encoded:
     """Encodes the change of one block from ``old`` to ``new``, flat unsigned arrays of at most ``MAX_BLOCK_ELEMENTS``
-    elements that ``layout`` describes, as `SAME` if nothing changed.
+    elements that ``layout`` describes, as ``SAME`` if nothing changed.
 
     ``codec`` is one of `CODECS`; elements of 8 bytes are always coded as by ``"zstd"``. To ``prove`` a block whose
     proof is cheaper beside its coding, it is decoded at once. ``only``: for tests, the id of the codec. Raises

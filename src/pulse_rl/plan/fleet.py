@@ -115,13 +115,13 @@ def density_of(density: float, versions: int) -> float:
     return -math.expm1(versions * math.log1p(-density)) if density < 1 else 1.0
 
 
-def catch_up_bytes(scenario: Scenario, versions: int, *, method: str = "context") -> dict[str, float]:
+def catch_up_bytes(scenario: Scenario, versions: int, *, method: str = "auto") -> dict[str, float]:
     """Bytes that bring a worker of ``scenario`` which is so many ``versions`` behind to the newest one: by all
-    "patches", by "folds" of 64 and 8, by the "full" state. ``method``: "context" or "history", that of the patches."""
+    "patches", by "folds" of 64 and 8, by the "full" state. ``method``: "auto" or "history", that of the patches."""
     patch = _patch_bytes(scenario, method)
     folds, rest = 0.0, versions
     for span in _SPANS:
-        net = sync_bytes("context", scenario.params, density_of(scenario.density, span), scenario.param_bytes)
+        net = sync_bytes("auto", scenario.params, density_of(scenario.density, span), scenario.param_bytes)
         folds += rest // span * min(net, span * patch)
         rest %= span
     return {"patches": versions * patch, "folds": folds + rest * patch, "full": scenario.params * scenario.param_bytes}
@@ -163,7 +163,7 @@ def _hops(scenario: Scenario, fleet: Fleet, way: str, method: str, versions: int
 
 def _fetch_bytes(scenario: Scenario, method: str, versions: int) -> float:
     """Bytes that bring a receiver so many ``versions`` further."""
-    if method in ("context", "history"):
+    if method in ("auto", "history"):
         ways = catch_up_bytes(scenario, versions, method=method)
         return min(ways["folds"], ways["full"])
     return min(scenario.params * scenario.param_bytes, versions * _patch_bytes(scenario, method))
@@ -191,7 +191,7 @@ def _relays_pay_from(scenario: Scenario, fleet: Fleet) -> int | None:
             near_bandwidth=fleet.near_bandwidth,
             poll_seconds=fleet.poll_seconds,
         )
-        direct, relays = (sum(_hops(scenario, grown, way, "context", 1)) for way in WAYS)
+        direct, relays = (sum(_hops(scenario, grown, way, "auto", 1)) for way in WAYS)
         return relays < direct
 
     most = 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 
-_KEYS = {"context": "bytes_per_changed", "zstd": "bytes_per_changed_zstd"}
+_KEYS = {"auto": "bytes_per_changed", "zstd": "bytes_per_changed_zstd"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The cost of one sync as arithmetic on a `Scenario`. Symbols and units, which a mirror of this file must share:
+"""The cost of one sync as arithmetic on a `Scenario`. Symbols and units:
 
 ==========  =======================================================================================================
 N           parameters; ``b`` bytes each (BF16: 2)
@@ -14,22 +14,22 @@ R           seconds of a round trip to the store
 
     full      S = b N
     zstd      S = min(b N, C (1.25 + 0.17 h) + H)                    the paper's codec
-    context   S = min(b N, C (2.4 + 0.52 h + 5 d^2) / 8 + H)         ours
+    auto      S = min(b N, C (2.4 + 0.52 h + 5 d^2) / 8 + H)         ours, without history
     history   S = min(b N, 0.95 C (2.4 + 0.52 h + 5 d^2) / 8 + H)    ours, by what changed in the last versions
     H         = 1000 + 50 blocks,  blocks = ceil(N / 2^22)
 
 S is `sync_bytes`.
 
-The context codec knows the old exponent, so a place costs about half of ``h``; 2.4 bits are sign and size of a change,
+Our codec knows the old exponent, so a place costs about half of ``h``; 2.4 bits are sign and size of a change,
 and where most weights change the changes are large. Fitted to FP32-master runs between 0.1% and 80% density: within 5%
 on recorded reinforcement learning, within 10% on synthetic states. Pure BF16 weights need up to 1.7 times less.
 
-The history codec is assumed to run behind FP32 masters as well, where it saves 5% of that and takes a fifth more time
+History is assumed to run behind FP32 masters as well, where it saves 5% of that and takes a fifth more time
 to publish and to sync, at 0.3% and 0.7% density. With pure BF16 weights it saves 42 to 45% for less time: measure
-that (`pulse study`), and its bytes replace the formula. Folds need no history and cost what they do with context.
+that (`pulse study`), and its bytes replace the formula. Folds need no history and cost what they do without it.
 
 **Seconds**, one after another; ``p = min(c, blocks)`` cores can share a patch, ``q = min(c, shards)`` an anchor, whose
-shards are of 2^30 bytes. Costs are in nanoseconds of one core (`Costs`; SHA-256 takes ``s = 0.5`` a byte)::
+shards are of 2^27 bytes. Costs are in nanoseconds of one core (`Costs`; SHA-256 takes ``s = 0.5`` a byte)::
 
     encode    (e0 N + e1 C) / p        diff, code, and decode again to prove it; nothing for full
     hash      s b N / p                full: b N (s / c + 1.85 / q), an anchor is hashed as a file, too
@@ -52,11 +52,11 @@ first with T of about 50 s. Solved for B, it gives ``bandwidth_for_target``::
 
     B = 8 S k u / ((1 - u) T)
 
-**Where a full sync wins**: its `sync_seconds` are less than the context codec's. The density above which they are is
-found by bisection; the bandwidth above which they are, B_up growing with B, is where the bytes saved take as long as
-the coding::
+**Where a full sync wins**: its `sync_seconds` are less than those of a patch without history. The density above which
+they are is found by bisection; the bandwidth above which they are, B_up growing with B, is where the bytes saved take
+as long as the coding::
 
-    B_full = B 8 (S_full - S_context) (1 / B_up + k / B) / (coding_context - coding_full)
+    B_full = B 8 (S_full - S_auto) (1 / B_up + k / B) / (coding_auto - coding_full)
 
 with coding = encode + hash + verify + apply; it does not exist while a patch costs less coding than an anchor.
 """
@@ -69,8 +69,9 @@ from dataclasses import dataclass, field, replace
 
 from .._util.settings import checked_number
 from ..errors import InputError
+from ..stream.anchor import DEFAULT_SHARD_BYTES
 
-METHODS = ("full", "zstd", "context", "history")
+METHODS = ("full", "zstd", "auto", "history")
 """A full sync, patches by the paper's codec, patches by ours, without and with history."""
 
 PHASES = ("encode", "hash", "upload", "download", "verify", "apply")
@@ -78,7 +79,6 @@ CODING = ("encode", "hash", "verify", "apply")
 
 _NANO = 1e-9
 _BLOCK_ELEMENTS = 1 << 22
-_SHARD_BYTES = 1 << 30
 _FILE_BYTES, _BYTES_A_BLOCK = 1000, 50
 _PUBLISH_REQUESTS, _SYNC_REQUESTS = 3, 4
 _WITH_HISTORY = 0.95
@@ -99,11 +99,11 @@ class Costs:
 COSTS = {
     "full": Costs(0, 0, 0, 0),
     "zstd": Costs(0.5, 20, 0.25, 16),
-    "context": Costs(0.8, 98, 0.4, 64),
+    "auto": Costs(0.8, 98, 0.4, 64),
     "history": Costs(1.05, 150, 0.6, 95),
 }
 """On an idle core of an AMD EPYC (Zen 5); "history" behind FP32 masters, where most is remembered: what
-docs/benchmarks.md measures beside "context", on top of its costs."""
+docs/benchmarks.md measures beside what "auto" takes without it, on top of that."""
 
 HASH_BYTE = 0.5
 ANCHOR_HASH_BYTE, ANCHOR_VERIFY_BYTE = 1.85, 0.75
@@ -206,8 +206,8 @@ def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.
     if method == "full":
         return full
     where = _position_bits(density)
-    context = (2.4 + 0.52 * where + 5 * density**2) / 8
-    per_change = {"zstd": 1.25 + 0.17 * where, "context": context, "history": _WITH_HISTORY * context}[method]
+    ours = (2.4 + 0.52 * where + 5 * density**2) / 8
+    per_change = {"zstd": 1.25 + 0.17 * where, "auto": ours, "history": _WITH_HISTORY * ours}[method]
     return min(full, params * density * per_change + _FILE_BYTES + _BYTES_A_BLOCK * _blocks(params))
 
 
@@ -237,7 +237,7 @@ def _phases(scenario: Scenario, method: str, nbytes: float) -> dict[str, float]:
     state_bytes = scenario.param_bytes * n
     tree = HASH_BYTE * state_bytes
     if method == "full":
-        at_once = min(scenario.cores, math.ceil(nbytes / _SHARD_BYTES))
+        at_once = min(scenario.cores, math.ceil(nbytes / DEFAULT_SHARD_BYTES))
         hashed = tree / scenario.cores + ANCHOR_HASH_BYTE * state_bytes / at_once
         verified = tree / scenario.cores + ANCHOR_VERIFY_BYTE * state_bytes / at_once
     else:
@@ -273,15 +273,14 @@ def _predict(scenario: Scenario, method: str) -> MethodPlan:
 
 
 def _crossover(scenario: Scenario) -> Crossover:
-    full, ours = _predict(scenario, "full"), _predict(scenario, "context")
+    full, ours = _predict(scenario, "full"), _predict(scenario, "auto")
     saved_seconds = 8 * (full.sync_bytes - ours.sync_bytes) * _seconds_a_bit(scenario)
     extra_coding = ours.coding_seconds - full.coding_seconds
     bandwidth = scenario.bandwidth * saved_seconds / extra_coding if extra_coding > 0 else None
 
     def full_wins(density: float) -> bool:
         return (
-            _predict(replace(scenario, density=density, bytes_per_changed={}), "context").sync_seconds
-            > full.sync_seconds
+            _predict(replace(scenario, density=density, bytes_per_changed={}), "auto").sync_seconds > full.sync_seconds
         )
 
     if not full_wins(1.0):

@@ -8,19 +8,22 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from hashlib import sha256
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
 from .._util.units import format_duration
-from ..plan import model
+from ..plan import METHODS, Scenario, make_plan
+from ..plan.model import MethodPlan
 from .headline import headline
 from .study import study_data
 
 SCRIPTS = ("units", "dom", "plan", "chart", "bars", "run", "study", "planner", "main")
 """In the order in which they are joined."""
+
+_DECADES, _A_DECADE = 5, 24
 
 
 def render(*, run: Mapping[str, Any] | None = None, study: Any = None, title: str = "Pulse report") -> str:
@@ -30,12 +33,12 @@ def render(*, run: Mapping[str, Any] | None = None, study: Any = None, title: st
     All text of the data is escaped. A content security policy allows no network, and no script but the page's own.
     """
     drawn = None if study is None else study_data(study)
-    style, script = _asset("page.css"), script_source()
+    style, script, scenario = _asset("page.css"), script_source(), _scenario(run, drawn)
     data = {
         "run": run,
         "study": drawn,
-        "scenario": _scenario(run, drawn),
-        "costs": planner_costs(),
+        "scenario": scenario,
+        "planned": planned(Scenario(**scenario)),
     }
     policy = f"default-src 'none'; style-src {_source_of(style)}; script-src {_source_of(script)}; base-uri 'none'"
     parts = {
@@ -53,14 +56,23 @@ def render(*, run: Mapping[str, Any] | None = None, study: Any = None, title: st
     return page.encode("utf-8", "replace").decode()  # a lone surrogate of a file's name has no UTF-8
 
 
-def planner_costs() -> dict[str, Any]:
-    """The measured costs of `pulse_rl.plan`, for the page's own copy of its formulas."""
+def planned(scenario: Scenario) -> dict[str, Any]:
+    """What the planner's slider of the density shows: `make_plan` at each of ``densities``, without the link, which has
+    sliders of its own. Bytes a change that were measured hold at the scenario's own density only."""
+    densities = sorted({scenario.density, *(10 ** (k / _A_DECADE) for k in range(-_DECADES * _A_DECADE, 1))})
+    plans = [
+        make_plan(scenario if each == scenario.density else replace(scenario, density=each, bytes_per_changed={}))
+        for each in densities
+    ]
     return {
-        "methods": {name: asdict(costs) for name, costs in model.COSTS.items()},
-        "hash_byte": model.HASH_BYTE,
-        "anchor_hash_byte": model.ANCHOR_HASH_BYTE,
-        "anchor_verify_byte": model.ANCHOR_VERIFY_BYTE,
+        "densities": densities,
+        "methods": {name: [_without_link(plan.methods[name]) for plan in plans] for name in METHODS},
     }
+
+
+def _without_link(method: MethodPlan) -> dict[str, Any]:
+    coding = {phase: float(f"{method.phases[phase]:.9g}") for phase in ("encode", "hash", "verify", "apply")}
+    return {"sync_bytes": method.sync_bytes, "coding": coding}
 
 
 def script_source() -> str:

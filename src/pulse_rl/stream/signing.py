@@ -7,11 +7,13 @@ leads nowhere.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._util.files import disk_error
 from .._util.settings import checked_collection, checked_path
 from ..errors import InputError, Untrusted
 from .manifest import Manifest, Signature
@@ -47,10 +49,19 @@ class Signer:
         """Writes the private key to the new file ``path``, readable only by its owner. Raises InputError."""
         file = checked_path(path)
         try:
-            file.touch(mode=0o600, exist_ok=False)
+            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise InputError(f"cannot create {path}: {error.strerror}", hint="Choose a new file.") from None
-        file.write_text(self._key.private_bytes_raw().hex() + "\n")
+        try:
+            with os.fdopen(handle, "w") as opened:
+                opened.write(self._key.private_bytes_raw().hex() + "\n")
+                opened.flush()
+                os.fsync(opened.fileno())
+        except BaseException as error:  # also of an interrupt: a file without a key would be refused as a key for ever
+            file.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise disk_error(error, f"write {path}") from error
+            raise
 
     def sign(self, manifest: Manifest) -> Manifest:
         """``manifest`` with this key's signature."""

@@ -26,7 +26,7 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
       entropy_bound           bytes per changed element of the order-0 entropy given tensor and old exponent
       times_bound             bytes_per_changed / entropy_bound
     layers                  [{layer, k, elements, changed, sparsity, sparsity_min, sparsity_max}]; `layer` is one of
-                            `layers.LAYERS`, and only those that occur are listed
+                            ``layers.LAYERS``, and only those that occur are listed
     tensors                 [{name, layer, dtype, shape, k, elements, changed, sparsity, sparsity_min, sparsity_max}]
     pairs                   [{k, old, new, changed, sparsity}]: every pair; old and new are indices into `states`
     exponents               pairs of the smallest k that were coded, by exponent of the old weight; one object per
@@ -74,34 +74,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..state.cast import CastState
-from ..state.rounding import COMPUTE_DTYPES
-from .entropy import EntropyBound, entropy_bound
-from .layers import LAYERS, layer_of
-from .result import FORMAT, STEP_SECONDS, TARGET
-from .run import DEFAULT_KS, study
+from .run import study
 from .sources import CheckpointFolder, StateSequence, StoredStream
 
 if TYPE_CHECKING:
     from .meter import SparsityMeter
 
-__all__ = [
-    "COMPUTE_DTYPES",
-    "DEFAULT_KS",
-    "FORMAT",
-    "LAYERS",
-    "STEP_SECONDS",
-    "TARGET",
-    "CastState",
-    "CheckpointFolder",
-    "EntropyBound",
-    "SparsityMeter",
-    "StateSequence",
-    "StoredStream",
-    "entropy_bound",
-    "layer_of",
-    "study",
-]
+__all__ = ["CheckpointFolder", "SparsityMeter", "StateSequence", "StoredStream", "study"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """The conformance suite for stores: docs/protocol.md, section 2, and the calls of `pulse_rl.Store`, as tests.
 
-`check_store` asks a store that is in use for the same guarantees, in seconds and with few objects.
+``pulse store-check`` runs it on a folder of a store that is in use.
 """
 
 from __future__ import annotations

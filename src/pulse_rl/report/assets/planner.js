@@ -1,61 +1,73 @@
 // The planner: sliders over the model of plan.js.
 
-const METHOD_NAMES = { full: "full sync", zstd: "zstd, the paper’s", context: "context, ours", history: "history, ours" };
-const METHOD_COLOURS = { full: "grey", zstd: "orange", context: "blue", history: "purple" };
-const METHOD_DASHES = { full: "dash", zstd: "dot", context: "", history: "" };
-const LABELS_AT = { full: 0.3, zstd: 0.5, context: 0.7, history: 0.9 };
+const METHOD_NAMES = { full: "full sync", zstd: "zstd, the paper’s", auto: "auto, no history", history: "auto, history" };
+const METHODS = Object.keys(METHOD_NAMES);
+const METHOD_COLOURS = { full: "grey", zstd: "orange", auto: "blue", history: "purple" };
+const METHOD_DASHES = { full: "dash", zstd: "dot", auto: "", history: "" };
+const LABELS_AT = { full: 0.3, zstd: 0.5, auto: 0.7, history: 0.9 };
 const PLAN_PHASES = { encode: "blue", hash: "purple", upload: "orange", download: "red", verify: "green", apply: "grey" };
 
-// [key, label, from, to, how it reads]; a slider moves along the logarithm.
+// [key, label, from, to, how it reads]; a slider moves along the logarithm. That of the density has a place for each of
+// those that the library planned.
 const SLIDERS = [
-  ["params", "Parameters", 1e6, 1e12, count],
-  ["density", "Density", 1e-5, 1, percent],
   ["step_seconds", "Work between two syncs", 0.01, 1000, seconds],
   ["bandwidth", "Bandwidth of a worker’s link", 1e6, 1e12, bandwidth],
   ["workers", "Workers", 1, 1024, whole],
-  ["cores", "Cores for coding", 1, 128, whole],
 ];
-const WHOLE = new Set(["params", "workers", "cores"]);
 const STEPS = 1000;
 
-function drawPlanner(defaults, costs) {
-  const scenario = { ...defaults };
-  const lead = "What a sync will cost on another model, link or fleet. Predicted by the formulas of “pulse plan”, not measured; history as with FP32 masters, unless a study measured it.";
-  const grid = section("Planner", lead);
+function drawPlanner(defaults, planned) {
+  const scenario = { ...defaults, at: planned.densities.indexOf(defaults.density) };
+  const lead = "What a sync will cost on another link, at another density or in a fleet. Predicted by “pulse plan”, not measured; history as with FP32 masters, unless a study measured it.";
+  const note = `${count(defaults.params)} parameters and ${whole(defaults.cores)} cores for coding.`;
+  const grid = section("Planner", `${lead} ${note}`);
   const controls = element("div", { class: "controls" });
   const results = element("div", { class: "results", id: "plan" });
   grid.className = "planner";
   grid.append(controls, results);
   const redraws = [];
   const update = () => redraws.forEach((redraw) => redraw());
-  for (const slider of SLIDERS) controls.append(control(slider, scenario, defaults, update));
+  controls.append(densityControl(scenario, planned, update));
+  for (const each of SLIDERS) controls.append(control(each, scenario, update));
   controls.append(sharedControl(scenario, update));
 
-  const plan = () => makePlan(scenario, costs);
+  const plan = () => makePlan(scenario, planned);
   const summary = element("div", { "aria-live": "polite" });
   results.append(summary);
   redraws.push(() => summary.replaceChildren(planTable(plan(), scenario), fullWinsSentence(plan())));
   update();
-  redraws.push(curveFigure(results, scenario), phaseFigure(results, plan));
+  redraws.push(curveFigure(results, scenario, plan), phaseFigure(results, plan));
 }
 
-function control([key, label, from, to, format], scenario, defaults, update) {
-  const [low, high] = [Math.min(from, scenario[key] || from), Math.max(to, scenario[key])];
-  const position = (value) => (Math.log(Math.max(value, low) / low) / Math.log(high / low)) * STEPS;
+function slider(key, label, attributes, text, move) {
   const id = `plan-${key}`;
-  const output = element("output", { for: id }, format(scenario[key]));
-  const input = element("input", { type: "range", id, min: 0, max: STEPS, step: 1, value: position(scenario[key]) });
-  input.setAttribute("aria-valuetext", format(scenario[key]));
+  const output = element("output", { for: id }, text());
+  const input = element("input", { type: "range", id, step: 1, min: 0, ...attributes });
+  input.setAttribute("aria-valuetext", text());
   input.addEventListener("input", () => {
-    const value = low * (high / low) ** (Number(input.value) / STEPS);
-    scenario[key] = WHOLE.has(key) ? Math.round(value) : Number(value.toPrecision(3));
-    // Bytes a change that were measured hold at the density where they were measured.
-    if (key === "density") scenario.bytes_per_changed = scenario.density === defaults.density ? defaults.bytes_per_changed : {};
-    output.textContent = format(scenario[key]);
-    input.setAttribute("aria-valuetext", format(scenario[key]));
-    update();
+    move(Number(input.value));
+    output.textContent = text();
+    input.setAttribute("aria-valuetext", text());
   });
   return element("div", { class: "control" }, element("label", { for: id }, label, output), input);
+}
+
+function densityControl(scenario, planned, update) {
+  const places = { max: planned.densities.length - 1, value: scenario.at };
+  return slider("density", "Density", places, () => percent(planned.densities[scenario.at]), (at) => {
+    scenario.at = at;
+    update();
+  });
+}
+
+function control([key, label, from, to, format], scenario, update) {
+  const [low, high] = [Math.min(from, scenario[key] || from), Math.max(to, scenario[key])];
+  const position = (value) => (Math.log(Math.max(value, low) / low) / Math.log(high / low)) * STEPS;
+  return slider(key, label, { max: STEPS, value: position(scenario[key]) }, () => format(scenario[key]), (place) => {
+    const value = low * (high / low) ** (place / STEPS);
+    scenario[key] = key === "workers" ? Math.round(value) : Number(value.toPrecision(3));
+    update();
+  });
 }
 
 function sharedControl(scenario, update) {
@@ -90,12 +102,12 @@ function fullWinsSentence({ full_wins: wins }) {
   return element("p", { class: "note", id: "full-wins" }, text);
 }
 
-function curveFigure(host, scenario) {
+function curveFigure(host, scenario, plan) {
   const low = 1e6, high = 1e12, points = 121;
   const xs = Array.from({ length: points }, (_, i) => low * (high / low) ** (i / (points - 1)));
   const note = "The share of a step in which the GPU computes, when only the transfer to the worker blocks it.";
   return figure(host, { title: "Utilisation by bandwidth", note }, (plot, width) => {
-    const { methods } = makePlan(scenario, COSTS);
+    const { methods } = plan();
     const series = METHODS.map((name) => ({
       name, colour: METHOD_COLOURS[name], dash: METHOD_DASHES[name], smooth: true, xs,
       labelAt: LABELS_AT[name],
