@@ -1,4 +1,4 @@
-"""A stream of a real run with `history=True` beside `context`: bytes, speed, what is remembered.
+"""A stream of a real run with `history=True` beside none: bytes, speed, what is remembered.
 
     python -m benchmarks.history [--lr 1e-6] [--bf16] [--steps 60] [--from 28] [--recording FILE]
 

@@ -242,3 +242,11 @@ def test_a_traceback_shows_what_to_do() -> None:
     shown = "".join(traceback.format_exception(refused.value))
     assert f"Hint: {refused.value.hint}" in shown
     assert "".join(traceback.format_exception(pickle.loads(pickle.dumps(refused.value)))).count("Hint: ") == 1
+
+
+def test_what_needs_torch_is_at_the_root_too() -> None:
+    from pulse_rl.loco import PulseLoCo
+
+    assert pulse_rl.PulseLoCo is PulseLoCo
+    with pytest.raises(AttributeError, match="no attribute 'PulseLoco'"):
+        pulse_rl.PulseLoco  # type: ignore[attr-defined]  # noqa: B018

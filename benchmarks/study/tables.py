@@ -46,7 +46,7 @@ def over_time(results: list[Result]) -> str:
 
 
 def cost(results: list[Result]) -> str:
-    head = ["run", *(f"{what}, k = {k}" for k in (1, 8, 32) for what in ("context", "zstd", "bound"))]
+    head = ["run", *(f"{what}, k = {k}" for k in (1, 8, 32) for what in ("auto", "zstd", "bound"))]
     rows = []
     for r in results:
         by_k = {row["k"]: row for row in r["study"]["rows"]}
@@ -85,7 +85,7 @@ def known(results: list[Result]) -> str:
     rows = []
     for name, found in _histories(results):
         cells = [f"{found[kind]:.3f} / {found[f'{kind}_with_history']:.3f}" for kind in kinds]
-        reached = " / ".join(f"{found[f'bytes_per_changed_{codec}']:.3f}" for codec in ("context", "history"))
+        reached = " / ".join(f"{found[f'bytes_per_changed_{codec}']:.3f}" for codec in ("auto", "history"))
         rows.append([name, *cells, reached])
     return _table(["run", "position", "sign", "size", "bound, bytes", "files, bytes: context / history"], rows)
 

@@ -3,10 +3,12 @@
 Trainer: ``Publisher(store, stream="policy").publish(model.state_dict())``.
 Worker: ``update = Subscriber(store, stream="policy").sync()``, then `pulse_rl.integrations.torch.apply_`.
 
-Errors are in `pulse_rl.errors`, events in `pulse_rl.events`, and PULSELoCo in `pulse_rl.loco`.
+Errors are in `pulse_rl.errors`, events in `pulse_rl.events`, and the rest of PULSELoCo in `pulse_rl.loco`.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 from . import events as events
@@ -30,6 +32,9 @@ from .sync.submit import Submission
 from .sync.subscriber import Subscriber
 from .sync.subscribers import Subscribers
 from .sync.update import TensorUpdate, Update
+
+if TYPE_CHECKING:
+    from .loco import PulseLoCo as PulseLoCo
 
 __version__ = "0.1.0"
 
@@ -69,6 +74,15 @@ __all__ = [
     "unwrapped",
     "verify_stream",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`PulseLoCo` needs torch, so it is imported when it is asked for."""
+    if name == "PulseLoCo":
+        from .loco import PulseLoCo
+
+        return PulseLoCo
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def state_root(source: StateSource, *, threads: int | None = None) -> str:

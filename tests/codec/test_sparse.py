@@ -155,7 +155,7 @@ def test_tensors_that_differ_have_shifts(rng: np.random.Generator) -> None:
     assert len(payload) < len(encoded(old, new, Layout(DTYPES["BF16"], (Run(1 << 18, 2048, 0),))))
 
 
-def test_few_changes_many_and_rows_that_differ_are_left_to_context(rng: np.random.Generator) -> None:
+def test_few_changes_many_and_rows_that_differ_are_left_to_gaps(rng: np.random.Generator) -> None:
     old = weights(rng, "BF16", 1 << 17)
     rows = np.repeat(rng.random(256) < 0.1, 512)
     new = {

@@ -1,4 +1,4 @@
-"""The native rans codec against its specification, on every path of this processor; the choice of it for a block."""
+"""The native table codec against its specification, on every path of this processor; the choice of it for a block."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def chosen(old: UIntArray, new: UIntArray, layout: Layout) -> str:
     return codec.codec_name(codec.encode_block(old, new, layout).codec_id)
 
 
-def test_many_changes_are_coded_by_rans_few_and_those_in_rows_by_context() -> None:
+def test_many_changes_are_coded_by_table_few_and_those_in_rows_by_gaps() -> None:
     rng = np.random.default_rng(2)
     old = weights(rng, "BF16", 1 << 19)
     layout = Layout(DTYPES["BF16"], (Run(len(old), 512, 0),))
@@ -221,7 +221,7 @@ def test_wide_elements_are_left_to_zstd(name: str) -> None:
 
 
 @pytest.mark.parametrize("density", [0.05, 0.1, 0.5])
-def test_size_is_that_of_context(density: float) -> None:
+def test_size_is_that_of_gaps(density: float) -> None:
     """Steps of one, evenly spread: static tables cost about what adapting costs."""
     rng = np.random.default_rng(3)
     old = weights(rng, "BF16", 1 << 20)

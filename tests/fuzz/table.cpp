@@ -1,4 +1,4 @@
-// Fuzzes the rans codec under the address and undefined-behaviour sanitizers (make fuzz).
+// Fuzzes the table codec under the address and undefined-behaviour sanitizers (make fuzz).
 //
 //   fuzz_table SECONDS [SEED]
 //

@@ -51,7 +51,7 @@ def test_the_tables_show_each_run(rng: Rng) -> None:
     assert "Density in % by exponent" in text
     history = result["study"]["history"]
     assert f"| of-two | {100 * history['ages'][0]['share']:.1f} | " in text
-    assert f"| {history['bytes_per_changed_context']:.3f} / {history['bytes_per_changed_history']:.3f} |" in text
+    assert f"| {history['bytes_per_changed_auto']:.3f} / {history['bytes_per_changed_history']:.3f} |" in text
 
 
 def test_each_run_has_room_for_all_k() -> None:

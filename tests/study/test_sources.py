@@ -172,7 +172,7 @@ def test_the_command_says_what_history_knows(folder: Path, capsys: pytest.Captur
     assert lines[at + 2].split() == [f"{share:.3%}" for share in shares]
     assert lines[at + 3] == f"within 8 states: {found['within_8']:.3%}"
     fields = ("position_bits", "sign_bits", "size_bits", "entropy_bound")
-    for line, suffix, codec in zip(lines[at + 7 : at + 9], ("", "_with_history"), ("context", "history"), strict=True):
+    for line, suffix, codec in zip(lines[at + 7 : at + 9], ("", "_with_history"), ("auto", "history"), strict=True):
         cells = [f"{found[f'{name}{suffix}']:.3f}" for name in fields]
         assert line.split()[2:] == [*cells, f"{found[f'bytes_per_changed_{codec}']:.3f}", "by", codec]
 

@@ -77,7 +77,7 @@ def what_is_known(past: Past) -> dict[int, Known]:
 @dataclass
 class Choices:
     """What an encoder may choose: ``odds`` by place, ``groups`` the odds of those that are not absent, ``cells`` the
-    levels by group and place; how the others are coded: ``boost`` and ``levels`` for `context`, or by ``others``. Then
+    levels by group and place; how the others are coded: ``boost`` and ``levels`` for `gaps`, or by ``others``. Then
     ``steps`` has levels, by the name of the bit and what it depends on, of which ``sizes`` and ``distances``."""
 
     used: int = 1

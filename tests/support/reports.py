@@ -138,7 +138,7 @@ def study(ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32), *, name: str = "layers.0.m
             "entropy_bound": 0.88,
             "entropy_bound_with_history": 0.8,
             "bytes_per_changed_history": 0.85,
-            "bytes_per_changed_context": 0.9,
+            "bytes_per_changed_auto": 0.9,
         },
         "exponents": [
             {"exponent": e, "elements": 1000, "changed": 10, "density": min(1.0, 2.0 ** (-e - 14)), "threshold": 1e-5}

@@ -1,4 +1,4 @@
-"""The rans codec in plain, slow Python, written from docs/format.md, section 3.8: the oracle of the native kernels.
+"""The table codec in plain, slow Python, written from docs/format.md, section 3.8: the oracle of the native kernels.
 
 `encode` chooses no tables by itself: it is given those of a payload, which `read_head` reads.
 """

@@ -98,7 +98,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     lines.append("untouched: fraction of weights that are also equal in every state in between")
     lines += _by_k("layer type", "layer", found["layers"], None)
     lines += _by_k("least sparse tensors", "name", found["tensors"], _SHOWN_TENSORS)
-    lines += ["", "bytes per changed weight", f"{'k':>5} {'context':>9} {'zstd':>9} {'entropy':>9} {'a patch':>10}"]
+    lines += ["", "bytes per changed weight", f"{'k':>5} {'auto':>9} {'zstd':>9} {'entropy':>9} {'a patch':>10}"]
     for row in found["rows"]:
         if row["bytes"] is not None:
             lines.append(
@@ -130,7 +130,7 @@ def _history(history: dict[str, Any] | None) -> list[str]:
         "whole patch files in bytes",
         f"{'':15} {' '.join(f'{name:>9}' for name in names)} {'entropy':>9} {'files':>9}",
     ]
-    for label, suffix, codec in (("without history", "", "context"), ("with history", "_with_history", "history")):
+    for label, suffix, codec in (("without history", "", "auto"), ("with history", "_with_history", "history")):
         bits = " ".join(f"{history[f'{name}_bits{suffix}']:>9.3f}" for name in names)
         bound, reached = history[f"entropy_bound{suffix}"], history[f"bytes_per_changed_{codec}"]
         lines.append(f"{label:15} {bits} {bound:>9.3f} {reached:>9.3f} by {codec}")

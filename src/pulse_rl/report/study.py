@@ -25,7 +25,7 @@ _HISTORY_OPTIONAL = (
     "within_8",
     "entropy_bound",
     "entropy_bound_with_history",
-    "bytes_per_changed_context",
+    "bytes_per_changed_auto",
     "bytes_per_changed_history",
 )
 _SUMMARY_OPTIONAL = ("bytes_per_sync", "bandwidth_for_target", "bandwidth_full", "target", "step_seconds")

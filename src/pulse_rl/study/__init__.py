@@ -20,7 +20,7 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
       untouched               mean share of elements that changed in none of the k steps between (<= sparsity): what a
                               script that adds up per-step changes reports
       coded_pairs             pairs for which patches were built (a few, evenly spread); may be 0
-      bytes                   float or null: mean bytes of a patch file, codec "context", over the coded pairs
+      bytes                   float or null: mean bytes of a patch file, codec "auto", over the coded pairs
       bytes_per_changed       float or null: bytes of the patch files / changed elements, over the coded pairs
       bytes_per_changed_zstd  the same with codec "zstd" (the paper's layout)
       entropy_bound           bytes per changed element of the order-0 entropy given tensor and old exponent
@@ -55,7 +55,7 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
                               the same given what is known of the last change
       entropy_bound, entropy_bound_with_history
                               bytes per change: the sums of the three
-      bytes_per_changed_history, bytes_per_changed_context
+      bytes_per_changed_history, bytes_per_changed_auto
                               bytes of whole patch files / changes over those steps; with "history" as by a publisher
                               with folds of 8 and 64 that numbers the states as versions from 0
     lr                      float or null

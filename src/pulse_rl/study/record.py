@@ -25,8 +25,8 @@ from .entropy import ClassCounts
 from .history import BlockHistory, EarlierBlock
 from .recurrence import BlockRecurrence, ChangeTable, Counts
 
-CODECS = ("context", "zstd")
-WITH_HISTORY = ("history", "context")
+CODECS = ("auto", "zstd")
+WITH_HISTORY = ("history", "auto")
 """The codecs of steps from one state to the next where history counts."""
 
 

@@ -278,7 +278,7 @@ def test_another_publisher_is_noticed_by_all() -> None:
 
 
 def signed(trainer: Trainer) -> None:
-    """Signed and selectable, with anchors as the ratio says; junk in the place of the next version is passed over."""
+    """Signed, with anchors as the ratio says; junk in the place of the next version is passed over."""
     trainer.connect("signed")
     store = LocalStore(trainer.folder / "store")
     signer = Signer(bytes(32))
@@ -303,7 +303,7 @@ def signed(trainer: Trainer) -> None:
     assert identity == selecting.identity
 
 
-def test_a_signed_selectable_stream() -> None:
+def test_a_signed_stream() -> None:
     together(signed, 2)
 
 

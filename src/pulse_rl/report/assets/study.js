@@ -40,7 +40,7 @@ function drawByK(grid, { rows }) {
 }
 
 function drawCost(grid, { rows }) {
-  const lines = [["zstd", "bytes_per_changed_zstd", "orange", "dot"], ["context", "bytes_per_changed", "blue", ""], ["entropy bound", "entropy_bound", "grey", "dash"]];
+  const lines = [["zstd", "bytes_per_changed_zstd", "orange", "dot"], ["auto", "bytes_per_changed", "blue", ""], ["entropy bound", "entropy_bound", "grey", "dash"]];
   const series = lines.map(([name, key, colour, dash]) => ({ name, colour, dash, xs: column(known(rows, key), "k"), ys: column(known(rows, key), key) }));
   const drawn = series.filter((s) => s.xs.length);
   if (!drawn.length) return;
@@ -52,7 +52,7 @@ function drawCost(grid, { rows }) {
     series: drawn,
     summary: `Bytes a changed weight: ${drawn.map((s) => `${s.name} ${plain(s.ys[0])}`).join(", ")} at k = ${rows[0].k}.`,
   };
-  const table = { columns: ["k", "patch", "context", "zstd", "entropy bound", "context / bound"], rows: cells };
+  const table = { columns: ["k", "patch", "auto", "zstd", "entropy bound", "auto / bound"], rows: cells };
   figure(grid, { title: "Cost of a change", note: "Both codecs, and the order-0 entropy given tensor and old exponent.", table }, lineChart(spec));
 }
 
@@ -63,7 +63,7 @@ function drawHistory(grid, history) {
   const note =
     `Of what changed, the share that had last changed so many states ago; within 8: ${percent(history.within_8)}. ` +
     `Bytes a change without and with history: bound ${plain(history.entropy_bound)} and ${plain(history.entropy_bound_with_history)}, ` +
-    `codecs context ${plain(history.bytes_per_changed_context)} and history ${plain(history.bytes_per_changed_history)}.`;
+    `without history ${plain(history.bytes_per_changed_auto)} and with history ${plain(history.bytes_per_changed_history)}.`;
   const table = { columns: ["states ago", "share of changes"], rows: names.map((name, i) => [name, percent(values[i])]) };
   const summary = `Recurrence: ${names.map((name, i) => `${name} ${percent(values[i])}`).join(", ")}.`;
   const dots = [{ name: plural(history.steps, "step"), colour: "blue", values }];
