@@ -127,11 +127,11 @@ def die_in_the_middle() -> None:
     """At the third block that is coded."""
     encode, left = draft_module.encode_proved, [2]
 
-    def deadly(*arguments: Any) -> Any:
+    def deadly(*arguments: Any, **options: Any) -> Any:
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
         left[0] -= 1
-        return encode(*arguments)
+        return encode(*arguments, **options)
 
     draft_module.encode_proved = deadly
 
