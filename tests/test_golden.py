@@ -11,7 +11,7 @@ from pulse_rl import LocalStore, MemoryStore, State, Subscriber, patch, state_ro
 from pulse_rl.patch.header import open_header
 from pulse_rl.state.checkpoint import load
 from pulse_rl.state.digest import state_digest
-from tests.golden.make import IDENTITY, states
+from tests.golden.make import STREAM_ID, states
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
 OLD_ROOT = "48397fc7b3bf6f57664654425bbc9fe66d51a5cbdb4986e24217aa7b20232c29"
@@ -49,12 +49,12 @@ def test_patches_decode(file: Path) -> None:
 def test_a_signed_stream_is_followed() -> None:
     """Patch by patch with a history, by a fold, from the anchor, and in part."""
     store, roots = LocalStore(GOLDEN / "store"), [state_root(state) for state in states()]
-    follower = Subscriber(store, stream="golden", trusted_keys=[KEY], identity=IDENTITY)
+    follower = Subscriber(store, stream="golden", trusted_keys=[KEY], stream_id=STREAM_ID)
     for version, root in enumerate(roots):
         update = follower.sync(version)
         assert update is not None
         assert (update.root, update.metadata) == (root, {"step": version, "reward": 0.5, "note": "é"})
-    late = Subscriber(store, stream="golden", trusted_keys=[KEY], identity=IDENTITY)
+    late = Subscriber(store, stream="golden", trusted_keys=[KEY], stream_id=STREAM_ID)
     late.sync(0)
     (fold,) = [link for link in late.stream.links() if link.base is not None]
     assert (fold.base, fold.version) == (0, 8)
@@ -62,7 +62,7 @@ def test_a_signed_stream_is_followed() -> None:
     for version in (8, 11):
         late.sync(version)
         assert late.root == roots[version]
-    assert late.stream.claims.after(0, "", IDENTITY) == 1
+    assert late.stream.claims.after(0, "", STREAM_ID) == 1
     part = Subscriber(store, stream="golden", select="norm", trusted_keys=[KEY])
     part.sync()
     assert part.root == roots[-1]
@@ -73,7 +73,7 @@ def test_a_signed_stream_is_followed() -> None:
 
 def test_a_stream_of_three_ranks_is_followed() -> None:
     """An anchor whose shards hold slices, and patches in parts."""
-    subscriber = Subscriber(stored(), stream="sharded", identity=IDENTITY)
+    subscriber = Subscriber(stored(), stream="sharded", stream_id=STREAM_ID)
     for version, state in enumerate(states()[:3]):
         update = subscriber.sync(target=version)
         assert update is not None

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 import pulse_rl
-from pulse_rl.events import Event, Metadata, Published, Resumed
+from pulse_rl.events import BaselineRestored, Event, Metadata, Published
 from pulse_rl.metrics import DriftWatch, JsonLines, fan_out
 
 from . import policy, task
@@ -179,7 +179,7 @@ class Trainer:
         self.journal.write("stream", step=self.progress.step, version=self.newest, root=self.roots[self.newest])
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, Resumed):
+        if isinstance(event, BaselineRestored):
             self.journal.write("resumed", version=event.version, how=event.how, reason=event.reason)
 
     def _compare_with_workers(self) -> bool:

@@ -28,7 +28,7 @@
     │   ├── ChainGap            no path of stored objects leads to the version
     │   ├── PublisherConflict   another publisher committed to the stream
     │   ├── RankLost            a rank of a sharded trainer died or stalled; no version was lost
-    │   ├── StreamReplaced      the stream was deleted and begun anew
+    │   ├── StreamRecreated      the stream was deleted and begun anew
     │   ├── MemberConflict      a newer process is the group's member of this name
     │   └── SubscriberPoisoned  the host state is not a verified version
     ├── EngineError             a live engine refused a call, or is not what it should be
@@ -194,10 +194,10 @@ class RankLost(StreamError):
     default_hint = "Start all ranks again: the stream is whole, and the next publish goes on from its newest version."
 
 
-class StreamReplaced(StreamError):
-    kind = "stream_replaced"
+class StreamRecreated(StreamError):
+    kind = "stream_recreated"
     default_hint = (
-        "If that is right, create a new Subscriber, or one with follow_restarts=True; the state is unchanged."
+        "If that is right, create a new Subscriber, or one with allow_recreated=True; the state is unchanged."
     )
 
 

@@ -18,19 +18,19 @@ from .errors import InputError, PulseError
 
 __all__ = [
     "Applied",
+    "BaselineRestored",
     "CallFailed",
     "DensityDrift",
     "Event",
+    "FallbackUsed",
     "FoldFailed",
     "Folded",
+    "Hint",
     "Listener",
     "Metadata",
-    "Notice",
-    "PathFailed",
     "Progress",
     "Published",
     "Relayed",
-    "Resumed",
     "Synced",
 ]
 
@@ -49,7 +49,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version was committed. ``patch_bytes`` and ``anchor_bytes`` were stored for it; either may be 0. ``identity``
+    """A version was committed. ``patch_bytes`` and ``anchor_bytes`` were stored for it; either may be 0. ``stream_id``
     is the stream's, 32 hexadecimal digits, which tells it from others of its name.
 
     ``elements`` and ``dense_bytes`` are those of the whole state. ``changed`` counts the elements that the patch
@@ -73,7 +73,7 @@ class Published:
     phases: dict[str, float] = field(repr=False)
     metadata: Metadata = field(repr=False)
     reason: str = field(default="", repr=False)
-    identity: str = field(default="", repr=False)
+    stream_id: str = field(default="", repr=False)
     blocked_seconds: float = field(default=0.0, repr=False)
 
     @property
@@ -93,7 +93,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class BaselineRestored:
     """A publisher found its stream at ``version``; ``how`` is the way it got its baseline: "matched" (the caller's
     state has the head's root), "restored" (from the store), or "anchored" (the head could not be restored, see
     ``reason``)."""
@@ -144,7 +144,7 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class PathFailed:
+class FallbackUsed:
     """A path to a version failed at ``link``, and another is tried; or a version, "version 7", could not be read or
     trusted, and is passed over. ``kind`` is the error's (`pulse_rl.errors`)."""
 
@@ -166,7 +166,7 @@ class CallFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class Hint:
     """Version ``version`` is right, but the stream would be better otherwise; ``hint`` says how. A publisher gives each
     ``kind`` once.
 
@@ -233,12 +233,12 @@ class DensityDrift:
 Event = (
     Progress
     | Published
-    | Resumed
+    | BaselineRestored
     | Synced
     | Applied
-    | PathFailed
+    | FallbackUsed
     | CallFailed
-    | Notice
+    | Hint
     | Folded
     | FoldFailed
     | Relayed

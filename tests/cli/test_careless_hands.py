@@ -84,22 +84,22 @@ def test_identities_anchors_and_restarts_by_command(pulse: Pulse, tmp_path: Path
     old_key, new_key = pulse("keygen", old).strip(), pulse("keygen", new).strip()
     publish = ["publish", tmp_path / "0.safetensors", store, "--stream", "policy", "--json"]
     first = json.loads(pulse(*publish, "--sign-key", old))
-    assert len(first["identity"]) == 32
+    assert len(first["stream_id"]) == 32
     publish[1] = tmp_path / "1.safetensors"
     second = json.loads(pulse(*publish, "--sign-key", old, "--anchor"))
     assert second["anchor_bytes"] > 0
-    assert second["identity"] == first["identity"]
+    assert second["stream_id"] == first["stream_id"]
     stream = [store, "--stream", "policy"]
     anchored = json.loads(pulse("anchor", *stream, "--json", "--sign-key", new, "--trust", old_key))
     assert (anchored["version"], anchored["root"]) == (2, second["root"])
     follow = ["follow", *stream, "--once", "--out", tmp_path / "out", "--json"]
-    assert json.loads(pulse(*follow, "--trust", new_key, "--identity", first["identity"]))["version"] == 2
-    pulse("follow", *stream, "--once", "--out", tmp_path / "none", "--identity", "0" * 32, status=1)
-    pulse("verify", *stream, "--trust", new_key, "--trust", old_key, "--identity", first["identity"])
+    assert json.loads(pulse(*follow, "--trust", new_key, "--stream-id", first["stream_id"]))["version"] == 2
+    pulse("follow", *stream, "--once", "--out", tmp_path / "none", "--stream-id", "0" * 32, status=1)
+    pulse("verify", *stream, "--trust", new_key, "--trust", old_key, "--stream-id", first["stream_id"])
     pulse("fold", *stream, "--folds", "2", "--sign-key", new, "--trust", old_key)
     pulse("gc", *stream, "--keep", "1", "--trust", new_key)
     shutil.rmtree(store)
     publish[1] = tmp_path / "3.safetensors"
     anew = json.loads(pulse(*publish))
-    assert anew["identity"] != first["identity"]
-    assert json.loads(pulse(*follow, "--follow-restarts"))["root"] == anew["root"]
+    assert anew["stream_id"] != first["stream_id"]
+    assert json.loads(pulse(*follow, "--allow-recreated"))["root"] == anew["root"]

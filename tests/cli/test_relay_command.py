@@ -52,7 +52,17 @@ def test_once_and_refusals(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     assert pulse.json(*command)["version"] == 0
     assert pulse.json(*command)["bytes"] == 0
     pulse.refused(
-        "relay", near, far, "--stream", "s", "--stream", "t", "--identity", "0" * 32, kind="input", match="id"
+        "relay",
+        near,
+        far,
+        "--stream",
+        "s",
+        "--stream",
+        "t",
+        "--stream-id",
+        "0" * 32,
+        kind="input",
+        match="one stream ID",
     )
     pulse.refused("relay", "memory://", far, "--stream", "s", "--once", kind="input", match="memory")
 

@@ -130,7 +130,7 @@ def test_blocks_without_other_changes(rng: np.random.Generator) -> None:
         hit = rng.random(elements) < 0.055
         states = [now, now + hit]
         kind = Kind(*element_kind(DTYPES["BF16"]))
-        steps = [oracle.stretch(states[0].tolist(), states[1].tolist(), kind)]
+        steps = [oracle.window(states[0].tolist(), states[1].tolist(), kind)]
         layout = Layout(DTYPES["BF16"], (Run(elements, 100, 0),), native_past(states, (1,), kind))
         block = Block(layout, (1,), states, states[1] + hit, steps)
         payload = encoded(block)
@@ -218,7 +218,7 @@ def test_remembered_elements_of_classes_that_are_not_listed_are_others(rng: np.r
         new = np.where((before != old) | (rng.random(len(old)) < 0.005), old + 1, old).astype(np.uint32)
         kind = Kind(*element_kind(DTYPES["F32"]))
         layout = Layout(DTYPES["F32"], (Run(len(old), 10, 0),), native_past([before, old], (1,), kind))
-        steps = [oracle.stretch(before.tolist(), old.tolist(), kind)]
+        steps = [oracle.window(before.tolist(), old.tolist(), kind)]
         block = Block(layout, (1,), [before, old], new, steps)
         payload = encoded(block)
         assert payload is not None
@@ -284,7 +284,7 @@ def test_random_payloads(name: str) -> None:
 
 @pytest.mark.parametrize("head", [(0, 0, 0), (4, 0, 0), (127, 0, 0), (128, 0, 0), (132, 0, 0), (1, 0, 63), (1, 250, 6)])
 def test_heads_that_cannot_be(head: tuple[int, ...]) -> None:
-    """No stretches, or more than there are; a number of classes or a class out of range."""
+    """No windows, or more than there are; a number of classes or a class out of range."""
     block, payload = coded_block("BF16")
     with pytest.raises(CorruptPatch, match="head is out of range"):
         HISTORY.decode(memoryview(bytes(head) + payload[3:]), block.old, block.layout)

@@ -131,10 +131,10 @@ def test_a_part_of_an_element_is_refused(width: int) -> None:
         ([PAST[0], (np.zeros(7, np.uint8), 1)], "four bytes"),
         ([(np.zeros(4, np.uint8), 0)], "span is out of range"),
         ([(np.zeros(4, np.uint8), (1 << 20) + 1)], "span is out of range"),
-        (PAST * 65, "too many stretches"),
+        (PAST * 65, "too many windows"),
     ],
 )
-def test_stretches_out_of_range_are_refused(past: list[tuple[Array, int]], words: str) -> None:
+def test_windows_out_of_range_are_refused(past: list[tuple[Array, int]], words: str) -> None:
     eight = elements(1)
     for call in (
         lambda: encode(past, eight, eight, 1, *KIND),

@@ -121,7 +121,7 @@ class CoWriter:
         epoch = rng.choice((newest + 1, newest + 2, newest + 1000, newest + (1 << 20) + 1, LAST, 1))
         old = self._disk.peek(rng.choice(there)) if there else None
         word = f"{rng.getrandbits(64):016x}"
-        ours = self._parsed(next(iter(self._model.versions))).identity if self._model.versions else "0" * 32
+        ours = self._parsed(next(iter(self._model.versions))).stream_id if self._model.versions else "0" * 32
         unsigned = f"{word} {rng.choice((ours, ours, '0' * 32))}".encode()
         data = rng.choice((_junk(rng), old or b"", unsigned, unsigned, word.encode()))
         self._disk.plant(f"{folder}/{min(epoch, LAST):012d}", data)

@@ -34,7 +34,7 @@ from tests.support.histories import named_in_small_patches
 from .cowriter import KINDS, CoWriter
 from .interrupts import NumpyModel, changed
 from .model import STREAM, Committed, Snapshot, check
-from .world import IDENTITY, SIGNER
+from .world import SIGNER, STREAM_ID
 
 _WORKERS = 3
 _RAGE_SECONDS = 12.0
@@ -120,7 +120,7 @@ class Seen:
                     said = parse(data, stream=STREAM, version=int(number))
                 except PulseError:
                     continue
-                if said.signature and said.signature.key == SIGNER.public_key and said.identity == IDENTITY:
+                if said.signature and said.signature.key == SIGNER.public_key and said.stream_id == STREAM_ID:
                     self.versions[said.version] = Committed(data, said.root, said.aliases, bool(said.anchor), "")
 
 
@@ -160,7 +160,7 @@ def publish(place: Place, seed: int) -> None:
                     stream=STREAM,
                     history=True,
                     signer=SIGNER,
-                    identity=IDENTITY,
+                    stream_id=STREAM_ID,
                     folds=(2, 4),
                     threads=1,
                 )
@@ -168,7 +168,7 @@ def publish(place: Place, seed: int) -> None:
                 record.write(f"committed {published.version} {root}\n")
                 if rng.random() < 0.05:
                     keys = [SIGNER.public_key]
-                    gc_stream(place.store.as_uri(), STREAM, keep=20, trusted_keys=keys, identity=IDENTITY)
+                    gc_stream(place.store.as_uri(), STREAM, keep=20, trusted_keys=keys, stream_id=STREAM_ID)
             except PublisherConflict:
                 errors["conflict"] += 1
                 publisher = None
@@ -192,7 +192,7 @@ def follow(place: Place, number: int, seed: int) -> None:
                 LocalStore(place.store),
                 stream=STREAM,
                 trusted_keys=[SIGNER.public_key],
-                identity=IDENTITY,
+                stream_id=STREAM_ID,
                 cache=cache,
                 threads=1,
             )

@@ -15,7 +15,7 @@ from .model import STREAM, Committed, Model, check, version_name
 from .modes import STEADY
 from .store import Client, CrashNow, Fault, Net
 from .worker import Setup, Worker
-from .world import IDENTITY, SIGNER, World
+from .world import SIGNER, STREAM_ID, World
 
 ENABLED = [kind for kind in KINDS if kind != "group_junk"]
 """The kinds of acts that may be met with. Those left out are not withstood yet: group_junk, since anybody can lead a
@@ -54,7 +54,7 @@ class SignedModel(Model):
 
 
 class TrustingWorker(Worker):
-    """One that knows the publisher's key and the stream's identity. It may be held up, but not led astray."""
+    """One that knows the publisher's key and the stream's ID. It may be held up, but not led astray."""
 
     why = ""
 
@@ -151,8 +151,8 @@ class HostileWorld(World):
     def _signed(self, rng: Random) -> bool:
         return True
 
-    def _identity(self, rng: Random) -> str | None:
-        return IDENTITY
+    def _stream_id(self, rng: Random) -> str | None:
+        return STREAM_ID
 
     def _make_worker(
         self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup, acknowledges: bool

@@ -104,7 +104,7 @@ class Model:
         self.by_history = 0  # versions whose patches need one
         self.strict = True  # who commits now has seen every claim
         self._epochs: dict[int, str] = {}
-        self._claimed: dict[str, int] = {}  # the last epoch of each identity that claims were made for
+        self._claimed: dict[str, int] = {}  # the last epoch of each stream ID that claims were made for
         self.signed = False
         self.versions: dict[int, Committed] = {}
         self.states: dict[str, Snapshot] = {}
@@ -140,7 +140,7 @@ class Model:
         check(version == (-1 if self.head is None else self.head) + 1, f"{version} follows {self.head}")
         check(self._epochs.setdefault(said["epoch"], said["publisher"]) == said["publisher"], "two have one epoch")
         if self.strict and self.disk and not self.disk.straggling:
-            seen = self._claimed.get(said["identity"], 0)
+            seen = self._claimed.get(said["stream_id"], 0)
             check(said["epoch"] >= seen, f"version {version} was committed under epoch {said['epoch']}, after {seen}")
         if self.disk and not self.disk.straggling:
             for ref, kind in ((said["patch"], "patch"), (said["anchor"], "safetensors")):
@@ -183,9 +183,9 @@ class Model:
         """Whether these bytes are a manifest of ``version`` that was committed."""
         return version in self.versions and self.versions[version].data == data
 
-    def identity(self, version: int) -> str:
-        """The identity of the stream that ``version`` was committed to."""
-        return str(self._parsed(self.versions[version].data)["identity"])
+    def stream_id(self, version: int) -> str:
+        """The ID of the stream that ``version`` was committed to."""
+        return str(self._parsed(self.versions[version].data)["stream_id"])
 
     def reach(self, disk: Disk, start: int | None = None) -> dict[int, str]:
         """Of every committed version whether it MUST, MAY or cannot (GAP) be reached from nothing, or from ``start``.
@@ -211,7 +211,7 @@ class Model:
         return {version: MUST if MUST in there else MAY if there else GAP for version, there in ways.items()}
 
     def _remembered(self, version: int, known: Spans | None, span: int) -> Spans | None:
-        """What of ``known`` and a stretch of ``span`` more is remembered at ``version``."""
+        """What of ``known`` and a window of ``span`` more is remembered at ``version``."""
         if known is None:
             return None
         rest, kept = [*known, span], list[int]()

@@ -209,7 +209,7 @@ class RankTrainer:
         anchor_ratio: float,
         folds: tuple[int, ...] = (),
         signer: Signer | None = None,
-        identity: str | None = None,
+        stream_id: str | None = None,
         shard_bytes: int = 1 << 30,
     ) -> None:
         self._clients = clients
@@ -226,7 +226,7 @@ class RankTrainer:
                     STREAM,
                     TrustedKeys([signer.public_key]) if signer else None,
                     signer=signer,
-                    identity=identity,
+                    stream_id=stream_id,
                 ),
                 RankGroup(_Group(wire, rank, clients)),
                 codec="auto",

@@ -26,7 +26,7 @@ class Upkeep:
 
         def run() -> None:
             folds = rng.choice((FOLDS, (8,), (3,)))
-            list(fold_stream(client, STREAM, folds, signer=self.signer, identity=self.setup.identity, threads=1))
+            list(fold_stream(client, STREAM, folds, signer=self.signer, stream_id=self.setup.stream_id, threads=1))
 
         self._tool(client, run, "fold")
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from pulse_rl import PulseError, Subscriber, Update
 from pulse_rl._util.serial import SerialThread
-from pulse_rl.errors import ChainGap, FormatError, StreamReplaced, Untrusted
-from pulse_rl.events import Event, PathFailed
+from pulse_rl.errors import ChainGap, FormatError, StreamRecreated, Untrusted
+from pulse_rl.events import Event, FallbackUsed
 from tests.support.interrupts import Boom, Steps
 
 from .model import GAP, MUST, STREAM, Live, Model, check, snapshot
@@ -26,7 +26,7 @@ class Setup:
     """How the subscribers of a world are made. ``inline``: their operations run on the calling thread."""
 
     trusted_keys: tuple[str, ...] | None = None
-    identity: str | None = None
+    stream_id: str | None = None
     inline: bool = False
 
 
@@ -97,7 +97,7 @@ class Worker:
             base=base,
             cache=self._cache,
             trusted_keys=self._setup.trusted_keys,
-            identity=self._setup.identity,
+            stream_id=self._setup.stream_id,
             threads=1,
             on_event=self._listen,
         )
@@ -128,7 +128,7 @@ class Worker:
                 assert goal is not None
                 where = f"{self} to {goal}"
                 unreadable = isinstance(error, FormatError | Untrusted) and not readable
-                replaced = isinstance(error, StreamReplaced) and self.is_of_another_stream(goal)
+                replaced = isinstance(error, StreamRecreated) and self.is_of_another_stream(goal)
                 expected = isinstance(error, ChainGap) or unreadable or replaced
                 check(expected, f"{where}: {error!r}")
                 if replaced:
@@ -200,8 +200,8 @@ class Worker:
 
     def is_of_another_stream(self, version: int) -> bool:
         """Whether a publisher that could read none of the versions has begun another stream with ``version``."""
-        known = self.subscriber.identity
-        return known is not None and self._model.identity(version) != known
+        known = self.subscriber.stream_id
+        return known is not None and self._model.stream_id(version) != known
 
     def is_level(self) -> None:
         """Nothing that the host state has is missing in the live model."""
@@ -264,7 +264,7 @@ class Worker:
                 self._net.injected["cache_flip"] += 1
 
     def _listen(self, event: Event) -> None:
-        if isinstance(event, PathFailed):
+        if isinstance(event, FallbackUsed):
             self._counts["detours"] += 1
         if self.interrupt_at is not None:
             self.interrupt_at -= 1

@@ -30,7 +30,7 @@ from .worker import Inline, Setup, Worker
 _MOST_WORKERS = 4
 _MOST_MEMBERS = 3
 SIGNER = Signer(bytes(range(32)))
-IDENTITY = "0123456789abcdef" * 2
+STREAM_ID = "0123456789abcdef" * 2
 
 
 class World(Disturbances, Upkeep):
@@ -56,7 +56,7 @@ class World(Disturbances, Upkeep):
         self.threads = threads
         self.model.signed = self._signed(rng)
         self.signer = SIGNER if self.model.signed else None
-        self.setup = Setup((SIGNER.public_key,) if self.signer else None, self._identity(rng), threads == INLINE)
+        self.setup = Setup((SIGNER.public_key,) if self.signer else None, self._stream_id(rng), threads == INLINE)
         self.interrupts = Interrupts(interrupter or Interrupter())
         self.group: Group | None = None
         self._folder: Path | None = None
@@ -187,8 +187,8 @@ class World(Disturbances, Upkeep):
     def _signed(self, rng: Random) -> bool:
         return rng.random() < 0.2
 
-    def _identity(self, rng: Random) -> str | None:
-        return IDENTITY if rng.random() < 0.2 else None
+    def _stream_id(self, rng: Random) -> str | None:
+        return STREAM_ID if rng.random() < 0.2 else None
 
     def _worker(self, rng: Random) -> Worker:
         cache = self._cache_folder() / str(rng.getrandbits(32)) if rng.random() < 0.15 else None
@@ -207,8 +207,8 @@ class World(Disturbances, Upkeep):
         return self._folder
 
     def _collect(self, client: Client, keep: int, grace: float) -> None:
-        keys, identity = self.setup.trusted_keys, self.setup.identity
-        gc_stream(client, STREAM, keep=keep, grace_seconds=grace, trusted_keys=keys, identity=identity)
+        keys, stream_id = self.setup.trusted_keys, self.setup.stream_id
+        gc_stream(client, STREAM, keep=keep, grace_seconds=grace, trusted_keys=keys, stream_id=stream_id)
 
     def _newcomer(self, version: int, reach: dict[int, str], must: bool = False) -> None:
         check(not must or reach[version] == MUST, f"version {version} cannot be reached after a publish with an anchor")
@@ -259,7 +259,7 @@ class World(Disturbances, Upkeep):
                 "anchor_ratio": self.ratio,
                 "folds": self.folds,
                 "signer": self.signer,
-                "identity": self.setup.identity,
+                "stream_id": self.setup.stream_id,
                 "shard_bytes": self.shard_bytes,
             }
             if self.sharded and rng.random() < 0.8:

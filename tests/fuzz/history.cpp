@@ -2,8 +2,8 @@
 //
 //   fuzz_history SECONDS [SEED]
 //
-// Each round makes a random block, now and then one that is large enough to be coded by groups, and stretches of a random past, some
-// of whose changes the block repeats; or records of random bytes. Checks that stretches merge into the sums of their steps, that the block comes back whole, and then feeds
+// Each round makes a random block, now and then one that is large enough to be coded by groups, and windows of a random past, some
+// of whose changes the block repeats; or records of random bytes. Checks that windows merge into the sums of their steps, that the block comes back whole, and then feeds
 // the decoder damaged payloads and other records: each must end in Malformed or in changes that are in range and in order.
 // Prints counts; any finding aborts with the seed of the round.
 #include "codecs/history/history.h"
@@ -19,11 +19,11 @@ namespace {
 
 struct Past {
     std::vector<Exact> records;
-    std::vector<Stretch> stretches;
+    std::vector<Window> windows;
 
     void add(const std::vector<uint8_t>& bytes, uint32_t span) {
         records.emplace_back(bytes);
-        stretches.push_back({records.back().data(), records.back().size, span});
+        windows.push_back({records.back().data(), records.back().size, span});
     }
 };
 
@@ -32,7 +32,7 @@ uint32_t random_span(Random& r) {
     return uint32_t(kind < 6 ? 1 : 1 + below(r, kind < 9 ? 64 : 1 << 20));
 }
 
-size_t random_length(Random& r) { return below(r, below(r, 20) ? 8 : kMostStretches + 1); }
+size_t random_length(Random& r) { return below(r, below(r, 20) ? 8 : kMaxWindows + 1); }
 
 // Steps as one-byte integers that go up from 0: what `records_of` makes records of.
 std::vector<uint8_t> records_of_steps(const std::vector<uint8_t>& steps) {
@@ -71,7 +71,7 @@ std::vector<uint8_t> with_classes(Random& r, std::vector<uint8_t> records, const
     return records;
 }
 
-// Stretches of which some elements are part again and again; these go on in `now`, often by the same step.
+// Windows of which some elements are part again and again; these go on in `now`, often by the same step.
 Past random_past(Random& r, const Block& b, std::vector<uint8_t>& now, uint64_t seed) {
     Past past, plain;
     const double mobile = unit(r) * unit(r), again = unit(r);
@@ -92,7 +92,7 @@ Past random_past(Random& r, const Block& b, std::vector<uint8_t>& now, uint64_t 
         plain.add(records, 1);
         past.add(below(r, 8) ? with_classes(r, records, b) : records, random_span(r));
     }
-    if (steps_of(merged_records(plain.stretches, b.elements), b.elements) != total) fail("the merged stretches", seed);
+    if (steps_of(merged_records(plain.windows, b.elements), b.elements) != total) fail("the merged windows", seed);
     now.clear();
     for (size_t i = 0; i < b.elements; i++) {
         const uint32_t x = element(b.before, i, b.kind.width), y = element(b.after, i, b.kind.width);
@@ -168,13 +168,13 @@ int main(int argc, char** argv) {
                           : large ? large_past(r, made, after)
                                   : random_past(r, made, after, seed);
         const Block b(made.kind, made.runs, made.before, after);
-        const std::vector<Stretch>& stretches = past.stretches;
+        const std::vector<Window>& windows = past.windows;
         use_vectors(false);
         const EncodedBlock encoded =
-            encode_block(stretches, b.old.data(), b.now.data(), b.kind, b.runs, true, BlockCodec::history);
+            encode_block(windows, b.old.data(), b.now.data(), b.kind, b.runs, true, BlockCodec::history);
         use_vectors(true);
         const EncodedBlock again =
-            encode_block(stretches, b.old.data(), b.now.data(), b.kind, b.runs, false, BlockCodec::history);
+            encode_block(windows, b.old.data(), b.now.data(), b.kind, b.runs, false, BlockCodec::history);
         if (encoded.codec != again.codec || encoded.payload != again.payload) {
             fail("vectors make other bytes", seed);
         }
@@ -188,7 +188,7 @@ int main(int argc, char** argv) {
             for (bool use : {false, true}) {
                 use_vectors(use);
                 try {
-                    const Decoded d = decode_history(stretches, exact.data(), exact.size, b.old.data(), b.kind, b.runs);
+                    const Decoded d = decode_history(windows, exact.data(), exact.size, b.old.data(), b.kind, b.runs);
                     if (changed(b, d, seed) == b.after && d.positions.size() == encoded.changed) continue;
                 } catch (const Malformed& error) {
                     std::fprintf(stderr, "%s\n", error.what());
@@ -199,7 +199,7 @@ int main(int argc, char** argv) {
         const Past other = hostile_past(r);
         for (int k = 0; k < 8; k++, bad_ones++) {
             const Exact bad(below(r, 4) ? damaged(payload, r) : payload);
-            const std::vector<Stretch>& known = below(r, 2) ? stretches : other.stretches;
+            const std::vector<Window>& known = below(r, 2) ? windows : other.windows;
             std::vector<uint8_t> found[2];  // nothing where it is refused
             for (bool use : {false, true}) {
                 use_vectors(use);

@@ -22,7 +22,7 @@ from pulse_rl.state.digest import state_digest
 from tests.support.parts import sharded_stream
 
 FOLDER = Path(__file__).parent / "format-1"
-IDENTITY = "37e9b03dc6af78ee4e1a0c15c3a021fc"
+STREAM_ID = "37e9b03dc6af78ee4e1a0c15c3a021fc"
 VERSIONS = 12
 
 
@@ -61,11 +61,11 @@ def main() -> None:
         (FOLDER / f"{name}.patch").write_bytes(built.to_bytes())
     store = LocalStore(FOLDER / "store")
     with Publisher(
-        store, stream="golden", signer=Signer(bytes(32)), identity=IDENTITY, history=True, folds=(8,), anchor_ratio=9
+        store, stream="golden", signer=Signer(bytes(32)), stream_id=STREAM_ID, history=True, folds=(8,), anchor_ratio=9
     ) as publisher:
         for version, state in enumerate(made):
             publisher.publish(state, metadata={"step": version, "reward": 0.5, "note": "é"})
-    sharded_stream(store, "sharded", made[:3], IDENTITY, np.random.default_rng(1), 3)
+    sharded_stream(store, "sharded", made[:3], STREAM_ID, np.random.default_rng(1), 3)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def patches() -> Iterator[tuple[str, bytes]]:
     yield "padded-varint", framed(plain_header(none, slices=b"\x81\0\0\x90\x10"))
     yield "endless-varint", framed(plain_header(none, slices=b"\xff" * 30))
     yield "history-of-no-versions", framed(plain_header(none, history=b"\1\0" + bytes(8)))
-    yield "history-of-65-stretches", framed(plain_header(none, history=varint(65) + b"\1" * 65 + bytes(8)))
+    yield "history-of-65-windows", framed(plain_header(none, history=varint(65) + b"\1" * 65 + bytes(8)))
     yield "history-cut", framed(plain_header(b"", history=b"\1\1" + bytes(7), slices=b""))
     yield "history-that-is-not-named", framed(plain_header(varint(2) + b"\6\0" + b"\1\1" + bytes(8)), b"x")
     yield "slices-2-to-the-60", framed(plain_header(none, slices=varint(1 << 60)))
@@ -197,7 +197,7 @@ def checkpoints() -> Iterator[tuple[str, bytes]]:
 def manifest(**changes: Any) -> dict[str, Any]:
     """A manifest of version 1 that would do."""
     good: dict[str, Any] = {
-        "format": FORMAT, "stream": "policy", "identity": "5" * 32, "version": 1, "epoch": 1, "root": "0" * 64,
+        "format": FORMAT, "stream": "policy", "stream_id": "5" * 32, "version": 1, "epoch": 1, "root": "0" * 64,
         "elements": 2064, "dense_bytes": 4512, "publisher": "hostile", "created": 0.5, "remembers": [], "aliases": {},
         "metadata": {}, "patch":
         {"base": 0, "base_root": "0" * 64, "changed": 1, "parts": [{"sha256": "0" * 64, "bytes": 100}]}, "anchor": None,
@@ -238,9 +238,9 @@ def manifests() -> Iterator[tuple[str, bytes]]:
     yield "other-version", sealed(manifest(version=2))
     yield "other-stream", sealed(manifest(stream="other"))
     yield "path-as-stream", sealed(manifest(stream="../../policy"))
-    yield "identity-missing", sealed({k: v for k, v in manifest().items() if k != "identity"})
-    for tag, identity in (("empty", ""), ("upper-case", "A" * 32), ("short", "a" * 31), ("null", None)):
-        yield f"identity-{tag}", sealed(manifest(identity=identity))
+    yield "stream_id-missing", sealed({k: v for k, v in manifest().items() if k != "stream_id"})
+    for tag, stream_id in (("empty", ""), ("upper-case", "A" * 32), ("short", "a" * 31), ("null", None)):
+        yield f"stream_id-{tag}", sealed(manifest(stream_id=stream_id))
     for tag, spans in (("0", [0]), ("65", [65]), ("65-times", [1] * 65), ("null", None), ("a-word", ["1"])):
         yield f"remembers-{tag}", sealed(manifest(remembers=spans))
     shard = {"shards": [{"sha256": "0" * 64, "bytes": 100}]}

@@ -9,7 +9,7 @@ import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Signer, Subscriber, fold_stream, gc_stream
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable
-from pulse_rl.events import Event, PathFailed, Relayed
+from pulse_rl.events import Event, FallbackUsed, Relayed
 from tests.support.folds import fold_link
 from tests.support.relays import Counted, assert_whole, newest_root
 from tests.support.states import Rng, TinyTrainer, history, roots
@@ -192,7 +192,7 @@ def test_a_damaged_payload_is_not_passed_on(damage: str) -> None:
     done = relay.sync()
     assert done is not None
     assert done.links[-1] == "the fold 0->4"
-    assert [e.kind for e in seen if isinstance(e, PathFailed)] in (["digest_mismatch"], ["not_found"])
+    assert [e.kind for e in seen if isinstance(e, FallbackUsed)] in (["digest_mismatch"], ["not_found"])
     assert name not in names(target, "s/payloads")
     assert newest_root(target, "s") == root
     assert_whole(target, "s")
@@ -308,4 +308,4 @@ def test_events_and_refusals(rng: Rng) -> None:
     with pytest.raises(InputError):
         Relay(source, MemoryStore(), stream="policy", keep=0)
     with pytest.raises(InputError):
-        Relay(source, MemoryStore(), stream="policy", follow_restarts=True, identity="0" * 32)
+        Relay(source, MemoryStore(), stream="policy", allow_recreated=True, stream_id="0" * 32)

@@ -8,7 +8,7 @@ from hashlib import sha256
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, PulseError, Relay, Signer, Subscriber
-from pulse_rl.errors import PublisherConflict, StreamReplaced
+from pulse_rl.errors import PublisherConflict, StreamRecreated
 from tests.hostile.pieces import header_of_many_blocks
 from tests.support.folds import fold_link
 from tests.support.relays import assert_whole, newest_root
@@ -86,16 +86,16 @@ def test_a_stream_that_is_begun_anew(rng: Rng) -> None:
         publisher.publish(state)
     careful = Relay(source, target, stream="policy", threads=1)
     careful.sync()
-    reader = Subscriber(target, stream="policy", follow_restarts=True, threads=1)
+    reader = Subscriber(target, stream="policy", allow_recreated=True, threads=1)
     reader.sync()
     for name in names(source, "policy"):
         source.delete(name)
     root = Publisher(source, stream="policy").publish(states[5]).root
     for relay in (careful, Relay(source, target, stream="policy", threads=1)):
-        with pytest.raises(StreamReplaced):
+        with pytest.raises(StreamRecreated):
             relay.sync()
     assert newest_root(target) == roots(states)[3]
-    done = Relay(source, target, stream="policy", follow_restarts=True, threads=1).sync()
+    done = Relay(source, target, stream="policy", allow_recreated=True, threads=1).sync()
     assert done is not None
     assert (done.version, newest_root(target)) == (0, root)
     reader.sync()
@@ -111,9 +111,9 @@ def test_a_store_that_somebody_publishes_to_is_no_target(rng: Rng) -> None:
     Publisher(other, stream="policy").publish(states[1])
     before = names(origin, "policy")
     with pytest.raises(PublisherConflict):
-        Relay(other, origin, stream="policy", follow_restarts=True, threads=1).sync()
+        Relay(other, origin, stream="policy", allow_recreated=True, threads=1).sync()
     assert names(origin, "policy") == before
-    mine = Relay(MemoryStore(), origin, stream="policy", follow_restarts=True, threads=1)
+    mine = Relay(MemoryStore(), origin, stream="policy", allow_recreated=True, threads=1)
     assert mine.sync() is None
     assert names(origin, "policy") == before
 

@@ -16,7 +16,7 @@ from pulse_rl.errors import InputError
 from pulse_rl.events import (
     DensityDrift,
     Event,
-    PathFailed,
+    FallbackUsed,
     Progress,
     Published,
     Synced,
@@ -84,7 +84,7 @@ def test_a_failed_path_names_the_kind_of_error(rng: Rng) -> None:
     (patch,) = [name for name in names(store, "policy/payloads") if name.endswith(".patch")]
     store.put(patch, b"\0" * len(store.get(patch)))
     subscriber.sync()
-    assert [e.kind for e in of(PathFailed, seen)] == ["digest_mismatch"]
+    assert [e.kind for e in of(FallbackUsed, seen)] == ["digest_mismatch"]
     assert of(Synced, seen)[-1].links == ("the anchor of version 1",)
 
 
@@ -98,7 +98,7 @@ def test_json_lines_hold_every_event_but_progress(tmp_path: Path) -> None:
         log(PUBLISHED)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["event"] for line in lines] == [
-        "published", "resumed", "synced", "applied", "call_failed", "path_failed", "notice", "folded",
+        "published", "baseline_restored", "synced", "applied", "call_failed", "fallback_used", "hint", "folded",
         "fold_failed", "density_drift",
     ]  # fmt: skip
     assert lines[0]["metadata"] == {"step": 1}

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pulse_rl import MemoryStore, Publisher, Subscriber
 from pulse_rl.errors import InputError
-from pulse_rl.events import PathFailed, Published
+from pulse_rl.events import FallbackUsed, Published
 from pulse_rl.metrics import PrometheusMetrics
 from tests.support.events import ONE_OF_EACH, PUBLISHED
 from tests.support.states import Rng, history
@@ -30,7 +30,7 @@ def test_each_event_counts_where_it_belongs(registry: CollectorRegistry) -> None
     metrics = PrometheusMetrics(registry)
     for event in ONE_OF_EACH:
         metrics(event)
-    metrics(PathFailed("policy", "the patch 1->2", "deleted", "not_found"))
+    metrics(FallbackUsed("policy", "the patch 1->2", "deleted", "not_found"))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"pulse_{name}", labels)

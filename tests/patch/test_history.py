@@ -15,7 +15,7 @@ from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase,
 from pulse_rl.patch import BuiltPatch, apply_patch, build_patch, parse_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import BlockEntry, PatchHeader, check_of, closed_header, open_header, parse_header
-from pulse_rl.patch.history import MAX_SPAN, MAX_STRETCHES, History, HistoryName, Stretch
+from pulse_rl.patch.history import MAX_SPAN, MAX_WINDOWS, History, HistoryName, Window
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.state.digest import StateDigest, state_digest
 from tests.support import history_oracle as oracle
@@ -51,7 +51,7 @@ def followed(states: list[State]) -> tuple[list[BuiltPatch], History]:
     for old, new in pairwise(states):
         digest = state_digest(old)
         patches.append(build_patch(old, new, digest, most_records=1 << 40, history=history))
-        history = history.then(Stretch(1, digest.root, patches[-1].records))
+        history = history.then(Window(1, digest.root, patches[-1].records))
     return patches, history
 
 
@@ -63,7 +63,7 @@ def digested(state: State) -> tuple[State, StateDigest]:
 def same_records(one: History, other: History) -> bool:
     return one.name == other.name and all(
         a.records.keys() == b.records.keys() and all(np.array_equal(a.records[k], b.records[k]) for k in a.records)
-        for a, b in zip(one.stretches, other.stretches, strict=True)
+        for a, b in zip(one.windows, other.windows, strict=True)
     )
 
 
@@ -81,7 +81,7 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
         applied = apply_patch(parsed, state, digest, history=history, most_records=1 << 20)
         assert snapshot(state) == snapshot(states[k + 1])
         assert applied.records is not None
-        history = history.then(Stretch(1, root, applied.records))
+        history = history.then(Window(1, root, applied.records))
         log = UndoLog(k, root)
         log.record(applied.undo)
         for index, block in enumerate(cut(state.specs)):
@@ -98,7 +98,7 @@ def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
     _, history = followed(states)
     digest = state_digest(states[2])
     elsewhere = State.of({s.name: bits(rng, s.dtype.name, *s.shape) for s in states[2].specs}).copy()
-    nothing = History((Stretch(1, ROOTS[0], {}),))
+    nothing = History((Window(1, ROOTS[0], {}),))
     for new, known, options in (
         (states[1], History(), {}),
         (states[1], None, {}),
@@ -116,11 +116,11 @@ def test_another_history_is_refused_before_anything_is_changed(rng: Rng) -> None
     states = chain(rng, 4)
     patches, history = followed(states)
     patch = parse_patch([patches[-1].to_bytes()], state_digest(states[2]))
-    base = History(history.stretches[:2])
+    base = History(history.windows[:2])
     assert patch.header.history == base.name
     state, digest = digested(states[2])
     before = snapshot(state)
-    first, second = base.stretches
+    first, second = base.windows
     for wrong in (
         None,
         History(),
@@ -137,7 +137,7 @@ def test_another_history_is_refused_before_anything_is_changed(rng: Rng) -> None
     with pytest.raises(WrongBase) as caught:
         apply_patch(patch, *digested(states[1]), history=base)
     assert not isinstance(caught.value, WrongHistory)
-    older = History((Stretch(7, ROOTS[2], {}), *base.stretches))
+    older = History((Window(7, ROOTS[2], {}), *base.windows))
     apply_patch(patch, state, digest, history=older)
     assert snapshot(state) == snapshot(states[3])
 
@@ -153,19 +153,19 @@ def test_a_failure_leaves_the_state_as_it_was(rng: Rng) -> None:
     with pytest.raises(DigestMismatch):
         apply_patch(false, state, digest, history=base)
     assert snapshot(state) == before
-    lies = {index: np.roll(records, 3) for index, records in base.stretches[0].records.items()}
+    lies = {index: np.roll(records, 3) for index, records in base.windows[0].records.items()}
     with pytest.raises((CorruptPatch, DigestMismatch)):
         apply_patch(
             parse_patch([patches[1].to_bytes()], digest),
             state,
             digest,
-            history=History((base.stretches[0]._replace(records=lies),)),
+            history=History((base.windows[0]._replace(records=lies),)),
         )
     assert snapshot(state) == before
 
 
-def test_a_block_by_stretches_that_remember_nothing_of_it_is_refused(rng: Rng) -> None:
-    """U counts the history's stretches, also those without records of the block; then nothing is remembered that could
+def test_a_block_by_windows_that_remember_nothing_of_it_is_refused(rng: Rng) -> None:
+    """U counts the history's windows, also those without records of the block; then nothing is remembered that could
     change, which is refused before anything is."""
     states = chain(rng, 3)
     patches, _ = followed(states)
@@ -173,7 +173,7 @@ def test_a_block_by_stretches_that_remember_nothing_of_it_is_refused(rng: Rng) -
     state, digest = digested(states[1])
     blocks = cut(state.specs)
     index = next(k for k, block in enumerate(blocks) if block.dtype.name == "I8")
-    assert all(index not in stretch.records for stretch in history.stretches)
+    assert all(index not in window.records for window in history.windows)
     old = blocks[index].read(state)
     new = old.copy()
     new[[3, 40]] += 1
@@ -198,17 +198,17 @@ def records(*steps: int) -> np.ndarray:
     return np.frombuffer(oracle.records(dict(enumerate(steps))), np.uint8)
 
 
-def stretches(*spans: int) -> History:
+def windows(*spans: int) -> History:
     """Each with two steps in the first block, the last one in the second block, too."""
-    found = [Stretch(span, ROOTS[k], {0: records(1, k + 1)}) for k, span in enumerate(spans)]
+    found = [Window(span, ROOTS[k], {0: records(1, k + 1)}) for k, span in enumerate(spans)]
     found[-1] = found[-1]._replace(records={**found[-1].records, 1: records(7)})
     return History(tuple(found))
 
 
 def test_names_and_parts_of_a_history() -> None:
-    history = stretches(8, 2, 1, 1)
+    history = windows(8, 2, 1, 1)
     digest = sha256(b"".join(map(bytes.fromhex, ROOTS[2:4]))).digest()[:8]
-    last = History(history.stretches[2:])
+    last = History(history.windows[2:])
     assert last.name == HistoryName((1, 1), digest)
     assert history.named(last.name) == last
     assert history.named(history.name) == history
@@ -226,7 +226,7 @@ def test_names_and_parts_of_a_history() -> None:
 
 
 def test_the_past_of_a_block_and_what_it_takes() -> None:
-    history = stretches(2, 1)
+    history = windows(2, 1)
     assert [(r.tolist(), span) for r, span in history.past(0)] == [
         (records(1, 1).tolist(), 2),
         (records(1, 2).tolist(), 1),
@@ -236,7 +236,7 @@ def test_the_past_of_a_block_and_what_it_takes() -> None:
     assert History().past(0) == ()
     assert history.nbytes == 4 * 5
     assert History().nbytes == 0
-    longer = history.then(Stretch(1, ROOTS[7], {0: records(1)}))
+    longer = history.then(Window(1, ROOTS[7], {0: records(1)}))
     assert (longer.spans, history.spans, longer.nbytes) == ((2, 1, 1), (2, 1), 24)
 
 
@@ -254,7 +254,7 @@ def test_the_past_of_a_block_and_what_it_takes() -> None:
         ((9,), ()),
     ],
 )
-def test_regrouped_stretches_are_those_between_the_states(
+def test_regrouped_windows_are_those_between_the_states(
     asked: tuple[int, ...], found: tuple[int, ...], rng: Rng
 ) -> None:
     """A history is a function of the states: merged from single versions, or by one patch over several."""
@@ -265,14 +265,14 @@ def test_regrouped_stretches_are_those_between_the_states(
     for span in found:
         digest = state_digest(states[at])
         built = build_patch(states[at], states[at + span], digest, most_records=1 << 40)
-        expected = expected.then(Stretch(span, digest.root, built.records))
+        expected = expected.then(Window(span, digest.root, built.records))
         at += span
     assert regrouped.spans == found
     assert same_records(regrouped, expected)
 
 
-def test_stretches_are_not_split() -> None:
-    history = stretches(4, 2, 1)
+def test_windows_are_not_split() -> None:
+    history = windows(4, 2, 1)
     specs = State.of({"v": Bits(np.zeros(9, np.uint8), "U8"), "w": Bits(np.zeros(9, np.uint8), "I8")}).specs
     assert history.regrouped((2, 1, 1), specs).spans == (1,)
     assert history.regrouped((1, 1), specs).spans == (1,)
@@ -281,8 +281,8 @@ def test_stretches_are_not_split() -> None:
 
 def test_of_changes_that_cancel_each_other_only_the_class_is_kept() -> None:
     specs = State.of({"w": Bits(np.zeros(9, np.uint8), "U8")}).specs
-    both = History((Stretch(1, ROOTS[0], {0: records(1, -3)}), Stretch(1, ROOTS[1], {0: records(-1, 3)})))
-    (merged,) = both.regrouped((2,), specs).stretches
+    both = History((Window(1, ROOTS[0], {0: records(1, -3)}), Window(1, ROOTS[1], {0: records(-1, 3)})))
+    (merged,) = both.regrouped((2,), specs).windows
     assert (merged.span, merged.base_root, list(merged.records)) == (2, ROOTS[0], [0])
     assert merged.records[0].tolist() == records(0, 0).tolist()
 
@@ -297,22 +297,22 @@ def a_header(rng: Rng) -> PatchHeader:
 
 
 @pytest.mark.parametrize(
-    ("stretches", "words"),
+    ("windows", "words"),
     [
         (b"\x01\x00", "spans no version"),
         (b"\x02\x01\x00", "spans no version"),
         (b"\x01" + bytes([MAX_SPAN + 1]), "more than 64"),
-        (bytes([MAX_STRETCHES + 1]) + b"\x01" * (MAX_STRETCHES + 1), "more than 64"),
+        (bytes([MAX_WINDOWS + 1]) + b"\x01" * (MAX_WINDOWS + 1), "more than 64"),
         (b"\x81\x00\x01", "padded"),
     ],
 )
-def test_histories_that_cannot_be(stretches: bytes, words: str, rng: Rng) -> None:
+def test_histories_that_cannot_be(windows: bytes, words: str, rng: Rng) -> None:
     plain = plain_of(a_header(rng))
     assert plain[64:66] == b"\x01\x01"
     good = plain[:64] + b"\x01\x40" + plain[66:]
     assert parse_header(memoryview(closed_header(good))).header.history == HistoryName((64,), plain[66:74])
     with pytest.raises(CorruptPatch, match=words):
-        parse_header(memoryview(closed_header(plain[:64] + stretches + plain[66:])))
+        parse_header(memoryview(closed_header(plain[:64] + windows + plain[66:])))
 
 
 def test_a_header_that_ends_within_its_history(rng: Rng) -> None:
@@ -332,8 +332,8 @@ def test_a_block_of_this_codec_without_a_history(rng: Rng) -> None:
 
 def test_histories_that_cannot_be_read_are_not_written(rng: Rng) -> None:
     header = a_header(rng)
-    for spans in ((), (0,), (MAX_SPAN + 1,), (1,) * (MAX_STRETCHES + 1)):
-        with pytest.raises(InputError, match="1 to 64 stretches of 1 to 64 versions"):
+    for spans in ((), (0,), (MAX_SPAN + 1,), (1,) * (MAX_WINDOWS + 1)):
+        with pytest.raises(InputError, match="1 to 64 windows of 1 to 64 versions"):
             replace(header, history=HistoryName(spans, bytes(8))).to_bytes()
-    most = HistoryName((MAX_SPAN,) * MAX_STRETCHES, bytes(8))
+    most = HistoryName((MAX_SPAN,) * MAX_WINDOWS, bytes(8))
     assert parse_header(memoryview(replace(header, history=most).to_bytes())).header.history == most

@@ -8,7 +8,7 @@ import pytest
 from pulse_rl import Bits, State
 from pulse_rl.codec import Changes
 from pulse_rl.patch import apply_patch, build_patch, parse_patch
-from pulse_rl.patch.history import History, Recorder, Stretch
+from pulse_rl.patch.history import History, Recorder, Window
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 from tests.support.states import Rng, weights
@@ -32,7 +32,7 @@ def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs
         assert apply_patch(parsed, state, known, history=history).digest.root == state_digest(new).root
         named.append(built.header.history is not None)
         assert built.records is not None
-        history, old = history.then(Stretch(1, digest.root, built.records)), new
+        history, old = history.then(Window(1, digest.root, built.records)), new
     assert any(named) == (recurs == 1)
 
 

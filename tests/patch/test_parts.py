@@ -22,7 +22,7 @@ from pulse_rl.patch.header import (
     open_header,
     parse_header,
 )
-from pulse_rl.patch.history import History, Stretch
+from pulse_rl.patch.history import History, Window
 from pulse_rl.patch.undo import by_whole_blocks
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import DTYPES, TensorSpec
@@ -100,7 +100,7 @@ def test_a_part_alone_is_not_the_patch(rng: Rng) -> None:
 def test_a_part_has_no_blocks_that_need_a_history(rng: Rng) -> None:
     old, new = pair(rng)
     files = [part(old, new, segments) for segments in slices_of(old, rng, 2)]
-    known = History((Stretch(1, "0" * 64, {}),))
+    known = History((Window(1, "0" * 64, {}),))
     for k, data in enumerate(files):
         header, _, end = parse_header(memoryview(data))
         entries = tuple(e._replace(codec_id=HISTORY) if e.codec_id else e for e in header.blocks)

@@ -15,7 +15,7 @@ from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, StateMisma
 from pulse_rl.patch import BuiltPatch, apply_patch, build_patch, parse_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import check_of
-from pulse_rl.patch.history import History, Stretch
+from pulse_rl.patch.history import History, Window
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import DTYPES
 from tests.support.states import SPECIAL_BITS, Rng, Tensors, all_dtypes, bits, mutated, policy, snapshot, weights
@@ -287,7 +287,7 @@ def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(codec_id: 
     made = built(old, mutated(rng, old))
     junk = b"\xff" * 40
     entry = made.header.blocks[1]._replace(codec_id=codec_id, length=len(junk), check=check_of(junk))
-    known = History((Stretch(1, "0" * 64, {}),) if codec_id == codec.HISTORY else ())
+    known = History((Window(1, "0" * 64, {}),) if codec_id == codec.HISTORY else ())
     lying = dataclasses.replace(made.header, blocks=(made.header.blocks[0], entry), history=known.name)
     state, digest = digested(old)
     with pytest.raises((CorruptPatch, DigestMismatch)) as caught:

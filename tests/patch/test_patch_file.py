@@ -118,7 +118,7 @@ BLOCK = b"\x01\x02\x01\x01" + CHECK
         pytest.param(plain_header()[:-1], id="no-blocks"),
         pytest.param(plain_header() + b"\0", id="leftover"),
         pytest.param(plain_header(history=b"\x01\0" + CHECK), id="a-span-of-0"),
-        pytest.param(plain_header(history=number(65) + b"\x01" * 65 + CHECK), id="too-many-stretches"),
+        pytest.param(plain_header(history=number(65) + b"\x01" * 65 + CHECK), id="too-many-windows"),
         pytest.param(plain_header(slices=b"\x81\0\0\x05"), id="padded-number"),
         pytest.param(plain_header(slices=b"\xff" * 10 + b"\x01"), id="endless-number"),
         pytest.param(plain_header(slices=number((1 << 20) + 1)), id="too-many-slices"),

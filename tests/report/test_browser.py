@@ -50,7 +50,7 @@ def pages(folder: Path) -> dict[str, Path]:
     long_name = "worker-" + "x" * 200
     write_run(folder / "whole", 60)
     failed = {
-        "event": "path_failed",
+        "event": "fallback_used",
         "time": START,
         "stream": "policy",
         "kind": "digest_mismatch",

@@ -144,7 +144,7 @@ def hash_of(text: str) -> str:
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     write_run(tmp_path, 4, stream=HOSTILE)
     failed = {
-        "event": "path_failed",
+        "event": "fallback_used",
         "time": START,
         "stream": HOSTILE,
         "link": HOSTILE,

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from pulse_rl import State
-from pulse_rl.state.memory import SpareMemory, in_one_piece
+from pulse_rl.state.memory import SpareMemory, contiguous
 from tests.support.states import all_dtypes, snapshot
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [0, 0, 1], [1, 64, 63, 65, 0, 5_000_000]])
 def test_arrays_do_not_touch(sizes: list[int]) -> None:
-    arrays = in_one_piece(sizes)
+    arrays = contiguous(sizes)
     assert [a.size for a in arrays] == sizes
     for k, array in enumerate(arrays):
         assert array.ctypes.data % 64 == 0 or not array.size

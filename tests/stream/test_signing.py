@@ -10,7 +10,7 @@ import pytest
 
 from pulse_rl import MemoryStore, Publisher, Signer, Subscriber, state_root
 from pulse_rl.errors import ChainGap, CorruptManifest, InputError, Untrusted
-from pulse_rl.events import Event, PathFailed
+from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
 
@@ -37,7 +37,7 @@ def test_unsigned_and_strange_signatures_are_refused(signer: Signer | None) -> N
     Publisher(store, stream="s", signer=signer).publish({"w": STATE["w"] * 2})
     assert subscriber.sync() is None
     assert subscriber.root == state_root(STATE)
-    (refused,) = [event for event in events if isinstance(event, PathFailed)]
+    (refused,) = [event for event in events if isinstance(event, FallbackUsed)]
     assert (refused.link, refused.kind) == ("version 1", "untrusted")
     with pytest.raises(ChainGap, match=r"not signed|untrusted key"):
         subscriber.sync(target=1)

@@ -295,7 +295,7 @@ def test_it_is_remembered_what_publishers_remember(
 
 @pytest.mark.parametrize("last", [2, 9, 16, 17, 65, 128, 129, 400])
 def test_the_steps_that_are_coded_stand_for_all(last: int) -> None:
-    """Of the second half, one for each place between two merged stretches, none where all has been forgotten."""
+    """Of the second half, one for each place between two merged windows, none where all has been forgotten."""
     coded = sorted(steps_to_code(last))
     assert last // 2 < coded[0] <= coded[-1] <= last
     assert len(coded) == min(8, last - last // 2)

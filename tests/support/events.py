@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pulse_rl.events import (
     Applied,
+    BaselineRestored,
     CallFailed,
     DensityDrift,
     Event,
+    FallbackUsed,
     Folded,
     FoldFailed,
-    Notice,
-    PathFailed,
+    Hint,
     Progress,
     Published,
-    Resumed,
     Synced,
 )
 
@@ -22,12 +22,12 @@ SYNCED = Synced("policy", 4, 1, "00", ("the patch",), 50, 0.5, 1.5, {"fetch": 0.
 ONE_OF_EACH: list[Event] = [
     Progress("diff", 1, 2),
     PUBLISHED,
-    Resumed("policy", 1, "matched"),
+    BaselineRestored("policy", 1, "matched"),
     SYNCED,
     Applied("policy", 4, 0.01),
     CallFailed("policy", "sync", "chain_gap", "no path"),
-    PathFailed("policy", "the patch 0->1", "its bytes do not match", "corrupt_patch"),
-    Notice("policy", 1, "wide_dtype", "nearly all elements changed", "publish the compute dtype"),
+    FallbackUsed("policy", "the patch 0->1", "its bytes do not match", "corrupt_patch"),
+    Hint("policy", 1, "wide_dtype", "nearly all elements changed", "publish the compute dtype"),
     Folded("policy", 0, 8, 100, 400),
     FoldFailed("policy", 0, 8, "gone"),
     DensityDrift("policy", 60, 0.1, 0.003, 0.03),

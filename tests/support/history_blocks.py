@@ -22,13 +22,13 @@ SPANS = [(1,), (1, 1, 1), (2,), (16, 4, 1, 1), (1, 3, 1), (64, 64, 1, 1, 1, 1, 1
 
 
 class Block(NamedTuple):
-    """``states`` at the starts of the stretches and at their end, and the elements that come then."""
+    """``states`` at the starts of the windows and at their end, and the elements that come then."""
 
     layout: Layout
     spans: tuple[int, ...]
     states: list[UIntArray]
     new: UIntArray
-    stretches: list[Steps]
+    windows: list[Steps]
 
     @property
     def old(self) -> UIntArray:
@@ -40,7 +40,7 @@ class Block(NamedTuple):
 
     @property
     def past(self) -> list[tuple[Steps, int]]:
-        return list(zip(self.stretches, self.spans, strict=True))
+        return list(zip(self.windows, self.spans, strict=True))
 
 
 def moved(rng: np.random.Generator, now: UIntArray, mobile: np.ndarray, drift: np.ndarray, large: float) -> UIntArray:
@@ -59,7 +59,7 @@ def moved(rng: np.random.Generator, now: UIntArray, mobile: np.ndarray, drift: n
 def random_block(
     rng: np.random.Generator, name: str, spans: tuple[int, ...], elements: int = 400, large: float | None = None
 ) -> Block:
-    """A block of ragged rows whose changes come again, and its states at the starts of the stretches."""
+    """A block of ragged rows whose changes come again, and its states at the starts of the windows."""
     dtype = DTYPES[name]
     rows = [int(rng.integers(1, 60)) for _ in range(rng.integers(1, 4))]
     runs = tuple(Run(int(rng.integers(1, elements)), row, int(rng.integers(0, row))) for row in rows)
@@ -71,15 +71,15 @@ def random_block(
         now = (bits >> 16 if name == "BF16" else bits).astype(dtype.uint)
     mobile, drift = rng.random(count) < rng.choice([0.05, 0.3, 1]), rng.choice([-1, 1], count)
     large = float(rng.choice([0, 0.1, 0.9])) if large is None else large
-    states, stretches = [now], []
+    states, windows = [now], []
     kind = Kind(*element_kind(dtype))
     for span in spans:
         for _ in range(min(span, 4)):
             now = moved(rng, now, mobile, drift, large)
-        stretches.append(oracle.stretch(states[-1].tolist(), now.tolist(), kind))
+        windows.append(oracle.window(states[-1].tolist(), now.tolist(), kind))
         states.append(now)
     past = native_past(states, spans, kind)
-    return Block(Layout(dtype, runs, past), spans, states, moved(rng, now, mobile, drift, large), stretches)
+    return Block(Layout(dtype, runs, past), spans, states, moved(rng, now, mobile, drift, large), windows)
 
 
 def classes_of(state: UIntArray, kind: Kind) -> list[int]:
@@ -93,7 +93,7 @@ def all_steps(kind: Kind, before: UIntArray, after: UIntArray) -> Steps:
 
 
 def native_past(states: list[UIntArray], spans: tuple[int, ...], kind: Kind) -> Past:
-    """``states``: where the stretches start, and where the last one ends."""
+    """``states``: where the windows start, and where the last one ends."""
     return tuple(
         (np.frombuffer(oracle.records(all_steps(kind, a, b), dict(enumerate(classes_of(b, kind)))), np.uint8), span)
         for a, b, span in zip(states[:-1], states[1:], spans, strict=True)
@@ -129,18 +129,18 @@ def large_block(rng: np.random.Generator, name: str, large: float) -> Block:
     count = sum(run.elements for run in runs)
     now = weights(rng, name, count)
     mobile, drift = rng.random(count) < 0.09, rng.choice([-1, 1], count)
-    states, stretches = [now], []
+    states, windows = [now], []
     for _ in range(4):
         hit = np.where(mobile, rng.random(count) < 0.5, rng.random(count) < 0.01)
         size = np.where(rng.random(count) < large, rng.geometric(0.3, count), 1)
         step = np.where(rng.random(count) < 0.9, drift, -drift) * size
         now = now + np.where(hit, step % (1 << 8 * dtype.width), 0).astype(dtype.uint)
         if len(states) < 4:
-            stretches.append(oracle.stretch(states[-1].tolist(), now.tolist(), kind))
+            windows.append(oracle.window(states[-1].tolist(), now.tolist(), kind))
             states.append(now)
     spans = (2, 1, 1)
     layout = Layout(dtype, runs, native_past(states, spans, kind))
-    return Block(layout, spans, states, now, stretches)
+    return Block(layout, spans, states, now, windows)
 
 
 def blocks(name: str, count: int = 12) -> list[Block]:

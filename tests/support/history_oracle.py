@@ -1,6 +1,6 @@
 """The history codec in plain, slow Python, written from docs/format.md, section 3.10: the oracle of the native kernels.
 
-A stretch is a dict from positions to net steps. `encode` chooses nothing by itself: it is given `Choices`, which
+A window is a dict from positions to net steps. `encode` chooses nothing by itself: it is given `Choices`, which
 `decode` finds in a payload.
 """
 
@@ -25,19 +25,19 @@ def signed(x: int, bits: int) -> int:
     return x - (1 << bits) if x >> (bits - 1) else x
 
 
-def stretch(start: Sequence[int], end: Sequence[int], kind: Kind) -> Steps:
+def window(start: Sequence[int], end: Sequence[int], kind: Kind) -> Steps:
     steps = (signed(kind.ordered(b) - kind.ordered(a), 8) for a, b in zip(start, end, strict=True))
     return {p: d for p, d in enumerate(steps) if d}
 
 
-def merged(stretches: Sequence[Steps]) -> Steps:
-    """The net steps of stretches that follow each other."""
-    total = {p: signed(sum(s.get(p, 0) for s in stretches), 8) for s in stretches for p in s}
+def merged(windows: Sequence[Steps]) -> Steps:
+    """The net steps of windows that follow each other."""
+    total = {p: signed(sum(s.get(p, 0) for s in windows), 8) for s in windows for p in s}
     return {p: total[p] for p in sorted(total) if total[p]}
 
 
 class Known(NamedTuple):
-    """What the stretches say of an element."""
+    """What the windows say of an element."""
 
     age: int
     activity: int
@@ -351,7 +351,7 @@ def decode(
 
 
 def records(steps: Steps, classes: Mapping[int, int] | None = None) -> bytes:
-    """The kernels' own form of a stretch: four bytes each, the u16 number of elements since the one before, its net
+    """The kernels' own form of a window: four bytes each, the u16 number of elements since the one before, its net
     step, 0 where only its class is to be known, and its class at the end (0 without ``classes``); 65535, 0 and 0 skip
     so many elements."""
     out, at = bytearray(), 0

@@ -7,7 +7,7 @@ from pulse_rl.stream.manifest import FORMAT, AnchorRef, Manifest, PatchRef, Payl
 FULL = Manifest(
     format=FORMAT,
     stream="policy",
-    identity="5eed" * 8,
+    stream_id="5eed" * 8,
     version=7,
     epoch=2,
     root="0123456789abcdef" * 4,

@@ -60,7 +60,7 @@ def payload(data: bytes) -> Payload:
     return Payload(sha256(data).hexdigest(), len(data))
 
 
-def sharded_stream(store: Store, name: str, states: Sequence[State], identity: str, rng: Rng, ranks: int) -> None:
+def sharded_stream(store: Store, name: str, states: Sequence[State], stream_id: str, rng: Rng, ranks: int) -> None:
     """A stream of ``states``: an anchor in slices, then patches in parts."""
     stream = Stream(store, name)
     for version, state in enumerate(states):
@@ -78,7 +78,7 @@ def sharded_stream(store: Store, name: str, states: Sequence[State], identity: s
         manifest = Manifest(
             format=FORMAT,
             stream=name,
-            identity=identity,
+            stream_id=stream_id,
             version=version,
             epoch=1,
             root=state_digest(state).root,

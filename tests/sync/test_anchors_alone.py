@@ -7,7 +7,7 @@ import pytest
 
 from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import StoreUnavailable
-from pulse_rl.events import PathFailed
+from pulse_rl.events import FallbackUsed
 from tests.support.states import Live, Rng, Tensors
 
 ELEMENTS = 200_000
@@ -95,4 +95,4 @@ def test_a_version_without_a_patch_is_reached_by_its_own_anchor() -> None:
     Subscriber(store, stream="s", on_event=events.append).sync()
     follower.sync()
     assert store.shards == 2
-    assert not any(isinstance(event, PathFailed) for event in events)
+    assert not any(isinstance(event, FallbackUsed) for event in events)

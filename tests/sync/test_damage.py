@@ -10,7 +10,7 @@ import pytest
 
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, verify_stream
 from pulse_rl.errors import ChainGap
-from pulse_rl.events import Event, PathFailed, Synced
+from pulse_rl.events import Event, FallbackUsed, Synced
 from pulse_rl.state.checkpoint import header_bytes
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from pulse_rl.stream.manifest import AnchorRef, Manifest, Payload
@@ -98,7 +98,7 @@ def follow(store: FaultyStore, start: int | None = None) -> tuple[Live, Subscrib
 
 
 def failed_links(seen: list[Event]) -> list[str]:
-    return [e.link for e in seen if isinstance(e, PathFailed)]
+    return [e.link for e in seen if isinstance(e, FallbackUsed)]
 
 
 @damages

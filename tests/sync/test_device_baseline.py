@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pulse_rl import MemoryStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import InputError, StoreUnavailable
-from pulse_rl.events import Notice
+from pulse_rl.events import Hint
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.snapshot import await_devices
 from pulse_rl.state.tensors import State, stored_tensor
@@ -244,7 +244,7 @@ def test_without_room_on_the_device_all_crosses_the_bus(
                     crowded.setattr(torch.Tensor, "nonzero", full)
                 how = publisher.publish if number % 2 else lambda tensors: publisher.submit(tensors).result(20)
                 assert how({"weight": on_device(weight)}).root == expected
-    notices = [event for event in events if isinstance(event, Notice)]
+    notices = [event for event in events if isinstance(event, Hint)]
     assert [(notice.kind, notice.version) for notice in notices] == [("device_memory", first)]
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import ChainGap, IntegrityError, StoreUnavailable, WrongBase
-from pulse_rl.events import Event, PathFailed
+from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.integrations.torch import apply_, to_torch
 from pulse_rl.patch import apply_patch, parse_patch
 from pulse_rl.state.tensors import DTYPES
@@ -179,7 +179,7 @@ def test_names_from_a_manifest_cannot_escape(tmp_path: Path, rng: Rng) -> None:
         subscriber = Subscriber(store, stream="policy", on_event=events.append)
         subscriber.sync()
         assert subscriber.version == 0
-        assert [e for e in events if isinstance(e, PathFailed) and "64 lower-case" in e.reason]
+        assert [e for e in events if isinstance(e, FallbackUsed) and "64 lower-case" in e.reason]
         assert not [name for _, name in store.calls if escape in name]
 
 

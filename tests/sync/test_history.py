@@ -20,7 +20,7 @@ from pulse_rl import (
     verify_stream,
 )
 from pulse_rl.errors import ChainGap
-from pulse_rl.events import Event, PathFailed, Published, Synced
+from pulse_rl.events import Event, FallbackUsed, Published, Synced
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.maintenance.gc import gc_stream
 from pulse_rl.maintenance.relay import Relay
@@ -88,7 +88,7 @@ def links(seen: list[Event]) -> list[str]:
 
 
 def detours(seen: list[Event]) -> list[str]:
-    return [event.reason for event in seen if isinstance(event, PathFailed)]
+    return [event.reason for event in seen if isinstance(event, FallbackUsed)]
 
 
 def test_patches_become_smaller_and_every_root_is_right() -> None:

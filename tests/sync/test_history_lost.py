@@ -13,15 +13,15 @@ import pytest
 
 from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, state_root
 from pulse_rl._util.threads import running
-from pulse_rl.events import Event, PathFailed, Synced
+from pulse_rl.events import Event, FallbackUsed, Synced
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.maintenance.relay import Relay
-from pulse_rl.patch.history import History, Records, Stretch
+from pulse_rl.patch.history import History, Records, Window
 from pulse_rl.patch.history_file import load_history, save_history
 from pulse_rl.stream.stream import Stream
 from tests.sync.test_history import Made, momentum
 
-Stretches = dict[int, Records]
+Windows = dict[int, Records]
 
 
 def hot(seed: int = 0, elements: int = 400_000, changes: int = 2000) -> Iterator[State]:
@@ -63,7 +63,7 @@ def test_a_part_that_changes_more_than_the_whole() -> None:
         part.sync(), rest.sync()
         np.testing.assert_array_equal(part.state.read("norm.weight"), norm.view(np.uint32))
         np.testing.assert_array_equal(rest.state.read("w").reshape(-1), w.reshape(-1))
-    assert not [event for event in seen + of_rest if isinstance(event, PathFailed)]
+    assert not [event for event in seen + of_rest if isinstance(event, FallbackUsed)]
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_base_that_is_a_later_version_too(tmp_path: Path) -> None:
     assert (again.version, again.root) == (72, state_root(state))
 
 
-def other(records: Stretches, byte: int) -> Stretches:
+def other(records: Windows, byte: int) -> Windows:
     """With another value in a byte of each record."""
     found = {index: data.copy() for index, data in records.items()}
     for data in found.values():
@@ -125,7 +125,7 @@ def other(records: Stretches, byte: int) -> Stretches:
     return found
 
 
-WRONG: dict[str, Callable[[Stretches], Stretches]] = {
+WRONG: dict[str, Callable[[Windows], Windows]] = {
     "other steps": lambda records: other(records, 2),
     "nothing": lambda records: {},
     "other classes": lambda records: other(records, 3),
@@ -145,8 +145,8 @@ def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) 
     file = tmp_path / "pulse.history"
     history = load_history(file, first.root)
     assert history is not None
-    stretches = [Stretch(s.span, s.base_root, WRONG[wrong](dict(s.records))) for s in history.stretches]
-    save_history(file, History(tuple(stretches)), first.root)
+    windows = [Window(s.span, s.base_root, WRONG[wrong](dict(s.records))) for s in history.windows]
+    save_history(file, History(tuple(windows)), first.root)
     again, _ = made.subscriber(base=tmp_path)
     for _ in range(4):
         made.publish()
@@ -158,7 +158,7 @@ def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) 
 def test_records_of_another_kind_are_none(tmp_path: Path, bytes_of_a_record: int) -> None:
     root = "0" * 64
     file = tmp_path / "pulse.history"
-    save_history(file, History((Stretch(1, root, {0: np.zeros(2 * bytes_of_a_record, np.uint8)}),)), root)
+    save_history(file, History((Window(1, root, {0: np.zeros(2 * bytes_of_a_record, np.uint8)}),)), root)
     assert load_history(file, root) is None
 
 
@@ -173,14 +173,14 @@ def test_junk_in_the_place_of_versions_does_not_stop_the_publisher() -> None:
         state = next(states)
         done = made.publish(state)
         assert made._baseline.history.spans == Stream(store, "s").manifest(done.version).remembers
-        assert len(made._baseline.history.stretches) <= 9
+        assert len(made._baseline.history.windows) <= 9
     following.sync()
     assert following.root == state_root(state)
     made = publisher(store)
     made.publish(next(states))
 
 
-def test_an_interrupt_while_stretches_are_merged_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_windows_are_merged_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made(8, folds=(8, 64))
     following, seen = made.subscriber()
     following.sync()
@@ -204,7 +204,7 @@ def test_an_interrupt_while_stretches_are_merged_waits(monkeypatch: pytest.Monke
         made.publish()
         following.sync()
         assert following.root == made.roots[-1]
-    assert not [event for event in seen if isinstance(event, PathFailed)]
+    assert not [event for event in seen if isinstance(event, FallbackUsed)]
     assert fetched(seen) < sum(done.patch_bytes for done in made.done[8:]) + 20_000
 
 
@@ -230,7 +230,7 @@ def test_records_stop_where_they_are_too_many(density: float, monkeypatch: pytes
     next(made.states)
     kept: list[int] = []
     then = History.then
-    monkeypatch.setattr(History, "then", lambda self, stretch: kept.append(1) or then(self, stretch))
+    monkeypatch.setattr(History, "then", lambda self, window: kept.append(1) or then(self, window))
     following, _ = made.subscriber()
     following.sync()
     for _ in range(3):

@@ -14,7 +14,7 @@ import pytest
 from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, Subscriber, gc_stream, state_root, verify_stream
 from pulse_rl._util import zstd
 from pulse_rl.errors import FormatError, PublisherConflict, StoreError, StreamError
-from pulse_rl.events import Event, PathFailed
+from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.patch import header as patch_header
 from pulse_rl.stream.stream import Stream
 from tests.support.folds import fold_link
@@ -211,7 +211,7 @@ def test_a_follower_never_goes_back(rng: Rng) -> None:
     assert worker.version is not None
     assert worker.version >= 2
     assert worker.root == state_root(states[worker.version])
-    assert any(isinstance(event, PathFailed) for event in events)
+    assert any(isinstance(event, FallbackUsed) for event in events)
     publisher.publish(states[6], anchor=True)
     live.apply(worker.sync())
     assert live.root == state_root(states[6])
@@ -368,4 +368,4 @@ def test_a_restarted_publisher_does_not_begin_anew_for_a_damaged_reply(rng: Rng)
     store.damage = lambda name, data: replies.pop() if "/versions/" in name and replies else data
     second = Publisher(store, stream="policy", signer=signer)
     assert second.publish(states[1]).changed is not None
-    assert (replies, second.identity) == ([], first.identity)
+    assert (replies, second.stream_id) == ([], first.stream_id)

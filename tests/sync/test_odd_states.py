@@ -11,7 +11,7 @@ from torch import nn
 
 from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root, unwrapped
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
-from pulse_rl.events import Event, Notice, Resumed
+from pulse_rl.events import BaselineRestored, Event, Hint
 from pulse_rl.integrations.torch import apply_
 from pulse_rl.state.rounding import round_to_bf16
 from tests.support.states import Rng, mutated, snapshot, weights
@@ -19,7 +19,7 @@ from tests.support.stores import FaultyStore
 
 
 def notices(events: list[Event]) -> list[str]:
-    return [event.kind for event in events if isinstance(event, Notice)]
+    return [event.kind for event in events if isinstance(event, Hint)]
 
 
 # -- lazy modules
@@ -93,7 +93,7 @@ def test_a_restarted_trainer_with_another_order_of_tied_names_matches(rng: Rng) 
     events: list[Event] = []
     store.calls.clear()
     done = Publisher(store, stream="s", on_event=events.append).publish(tied(tensor, "head", "embed"))
-    assert [event.how for event in events if isinstance(event, Resumed)] == ["matched"]
+    assert [event.how for event in events if isinstance(event, BaselineRestored)] == ["matched"]
     assert done.changed == 0
     assert not [name for call, name in store.calls if call == "get" and "payloads" in name]
 
@@ -168,7 +168,7 @@ def test_dense_patches_of_fp32_are_told_once(rng: Rng) -> None:
     publisher = Publisher(MemoryStore(), stream="s", on_event=events.append)
     for _ in range(3):
         publisher.publish({"w": rng.standard_normal(100, np.float32)})
-    (notice,) = [event for event in events if isinstance(event, Notice)]
+    (notice,) = [event for event in events if isinstance(event, Hint)]
     assert (notice.kind, notice.version) == ("wide_dtype", 1)
     assert "100%" in notice.reason
     assert 'dtype="BF16"' in notice.hint
@@ -224,7 +224,7 @@ def test_a_cast_state_is_a_state_like_another(rng: Rng) -> None:
     events: list[Event] = []
     publisher = Publisher(store, stream="s", on_event=events.append)
     assert publisher.publish({"w": wide}, dtype="BF16").changed == 0
-    assert [event.how for event in events if isinstance(event, Resumed)] == ["matched"]
+    assert [event.how for event in events if isinstance(event, BaselineRestored)] == ["matched"]
     wide[:9] *= 2
     assert publisher.publish({"w": wide}, dtype="BF16").changed == 9
     assert notices(events) == []

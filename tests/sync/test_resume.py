@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, State, Store, Subscriber, verify_stream
-from pulse_rl.events import Event, Progress, Published, Resumed, Synced
+from pulse_rl.events import BaselineRestored, Event, Progress, Published, Synced
 from pulse_rl.state import checkpoint
-from pulse_rl.stream.kept import KeptManifests
+from pulse_rl.stream.kept import ManifestCache
 from pulse_rl.stream.stream import Stream
 from tests.support.folds import fold_link
 from tests.support.states import Live, Rng, Tensors, history, mutated, policy, roots, state_root, weights
@@ -26,10 +26,10 @@ def stream_of(states: list[Tensors], **options: Any) -> MemoryStore:
     return store
 
 
-def resumed(store: Store, state: Tensors, **options: Any) -> tuple[Published, Resumed]:
+def resumed(store: Store, state: Tensors, **options: Any) -> tuple[Published, BaselineRestored]:
     seen: list[Event] = []
     done = Publisher(store, stream="policy", on_event=seen.append, **options).publish(state)
-    (event,) = [e for e in seen if isinstance(e, Resumed)]
+    (event,) = [e for e in seen if isinstance(e, BaselineRestored)]
     return done, event
 
 
@@ -98,7 +98,7 @@ def test_a_state_of_other_tensors_starts_anew(rng: Rng) -> None:
 def test_a_new_stream_is_not_resumed(rng: Rng) -> None:
     seen: list[Event] = []
     Publisher(MemoryStore(), stream="policy", on_event=seen.append).publish(policy(rng))
-    assert not [e for e in seen if isinstance(e, Resumed)]
+    assert not [e for e in seen if isinstance(e, BaselineRestored)]
 
 
 @pytest.mark.parametrize("matched", [True, False])
@@ -266,7 +266,7 @@ def test_kept_manifests_are_bounded(rng: Rng, monkeypatch: pytest.MonkeyPatch) -
     """A subscriber of a long chain works with a small memory of manifests."""
     states = history(rng, 6)
     store = stream_of(states)
-    monkeypatch.setattr("pulse_rl.stream.stream.KeptManifests", lambda: KeptManifests(most=2))
+    monkeypatch.setattr("pulse_rl.stream.stream.ManifestCache", lambda: ManifestCache(most=2))
     stream, live = Stream(store, "policy"), Live()
     for version in (0, 1, 2, 3, 2, 0):
         assert stream.manifest(version).version == version

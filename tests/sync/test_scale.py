@@ -20,7 +20,7 @@ from pulse_rl.stream.stream import Stream
 
 pytestmark = pytest.mark.slow
 
-IDENTITY = "5eed" * 8
+STREAM_ID = "5eed" * 8
 LENGTHS = (100, 1000, 10_000)
 FOLDS = (8, 64)
 CYCLE = 5
@@ -62,7 +62,7 @@ def long_stream(versions: int) -> Counted:
     store = Counted()
     stream = Stream(store, "s")
     states, roots = cycle()
-    stream.claims.take("c" * 16, IDENTITY, 0, born=False)
+    stream.claims.take("c" * 16, STREAM_ID, 0, born=False)
     for version in range(versions):
         at = version % CYCLE
         patch_ref = anchor_ref = None
@@ -80,7 +80,7 @@ def long_stream(versions: int) -> Counted:
         made = Manifest(
             format=manifest.FORMAT,
             stream="s",
-            identity=IDENTITY,
+            stream_id=STREAM_ID,
             version=version,
             epoch=1,
             root=roots[at],

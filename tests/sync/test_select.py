@@ -256,7 +256,7 @@ def test_folds_a_base_and_several_stores(rng: Rng) -> None:
     list(fold_stream(store, "policy", (8,), threads=1))
     Relay(store, near, stream="policy", threads=1).sync()
     seen: list[Event] = []
-    for options in ({"base": states[0]}, {"identity": publisher.identity}):
+    for options in ({"base": states[0]}, {"stream_id": publisher.stream_id}):
         for stores in (store, near, [near, store]):
             worker = reader(stores, "stages.2.*", on_event=seen.append, **options)  # type: ignore[arg-type]
             update = worker.sync()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pulse_rl import Member, MemoryStore, Publisher, Relay, Signer, Store, Subscriber, state_root
-from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamReplaced
-from pulse_rl.events import Event, PathFailed
+from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecreated
+from pulse_rl.events import Event, FallbackUsed
 from tests.support.states import Live, Rng, Tensors, history
 from tests.support.stores import FaultyStore, names
 
@@ -99,7 +99,7 @@ def test_a_near_store_that_is_away_or_empty(rng: Rng) -> None:
     root = fleet.publish(2, relayed=False)
     live.apply(worker.sync())
     assert live.root == root
-    assert {e.link for e in seen if isinstance(e, PathFailed)} == {"store 1 of 2", "store 2 of 2"}
+    assert {e.link for e in seen if isinstance(e, FallbackUsed)} == {"store 1 of 2", "store 2 of 2"}
     fleet.near.inner.away = False  # type: ignore[attr-defined]
     assert worker.sync() is None
     root = fleet.publish(2)
@@ -236,11 +236,11 @@ def test_only_the_origin_says_that_a_stream_is_another_one(rng: Rng) -> None:
     fleet = Fleet(rng)
     fleet.publish(3)
     careful = fleet.worker(patience_seconds=0)
-    willing = fleet.worker(patience_seconds=0, follow_restarts=True)
+    willing = fleet.worker(patience_seconds=0, allow_recreated=True)
     for worker in (careful, willing):
         worker.sync()
     root = replace_origin(fleet, fleet.states[7])
-    with pytest.raises(StreamReplaced):
+    with pytest.raises(StreamRecreated):
         careful.sync()
     assert careful.version == 2
     for worker in (willing, fleet.worker(patience_seconds=0)):
@@ -248,8 +248,8 @@ def test_only_the_origin_says_that_a_stream_is_another_one(rng: Rng) -> None:
         assert (worker.version, worker.root) == (0, root)
         assert worker.sync() is None
         assert worker.root == root
-    pinned = fleet.worker(patience_seconds=0, identity=careful.identity)
-    with pytest.raises(StreamReplaced):
+    pinned = fleet.worker(patience_seconds=0, stream_id=careful.stream_id)
+    with pytest.raises(StreamRecreated):
         pinned.sync()
 
 
@@ -257,7 +257,7 @@ def test_a_near_store_of_another_stream_is_passed_over(rng: Rng) -> None:
     fleet = Fleet(rng)
     root = fleet.publish(2, relayed=False)
     Publisher(fleet.near, stream="policy").publish(fleet.states[9])
-    for worker in (fleet.worker(identity=fleet.publisher.identity), fleet.worker(patience_seconds=0)):
+    for worker in (fleet.worker(stream_id=fleet.publisher.stream_id), fleet.worker(patience_seconds=0)):
         worker.sync()
         assert worker.root == root
         assert worker.sync() is None
@@ -330,7 +330,7 @@ def test_a_stream_begun_anew_behind_two_stale_stores_is_noticed(rng: Rng, clock:
     worker.sync()
     replace_origin(fleet, fleet.states[7])
     clock.now += 100
-    with pytest.raises(StreamReplaced):
+    with pytest.raises(StreamRecreated):
         worker.sync()
 
 
@@ -338,7 +338,7 @@ def test_a_base_of_an_earlier_stream_in_a_stale_store_holds_nobody(rng: Rng) -> 
     fleet = Fleet(rng)
     fleet.publish(3)
     root = replace_origin(fleet, fleet.states[7])
-    for options in ({}, {"follow_restarts": True}):
+    for options in ({}, {"allow_recreated": True}):
         worker = fleet.worker(base=fleet.states[2], patience_seconds=0, **options)
         update = worker.sync()
         assert update is not None
@@ -349,7 +349,7 @@ def test_a_restart_is_followed_once_the_origin_can_be_asked(rng: Rng) -> None:
     """What was followed is not forgotten before the origin has said what it is now."""
     fleet = Fleet(rng)
     fleet.publish(3)
-    worker = fleet.worker(patience_seconds=0, follow_restarts=True)
+    worker = fleet.worker(patience_seconds=0, allow_recreated=True)
     worker.sync()
     root = replace_origin(fleet, fleet.states[7])
     stream = worker._nearest.streams[-1]

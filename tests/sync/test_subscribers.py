@@ -175,7 +175,7 @@ def test_a_stream_is_given_what_a_subscriber_is(tmp_path: Path, rng: Rng) -> Non
     publisher = Publisher(store, stream="whole", threads=1)
     publisher.publish(states[0])
     with Subscribers(store, poll_seconds=0.02) as subscribers:
-        subscribers.add("whole", select="embed.*", identity=publisher.identity)
+        subscribers.add("whole", select="embed.*", stream_id=publisher.stream_id)
         _, update = next(subscribers.updates(timeout_seconds=SOON))
         assert [tensor.spec.name for tensor in update.tensors] == ["embed.weight"]
     with Subscribers(store, poll_seconds=0.02, cache=tmp_path / "cache") as subscribers:

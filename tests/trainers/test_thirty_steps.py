@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pulse_rl import LocalStore, Subscriber, verify_stream
 from pulse_rl.errors import RankLost
-from pulse_rl.events import Event, Resumed, Synced
+from pulse_rl.events import BaselineRestored, Event, Synced
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.integrations.fsdp import draft as draft_module
 from tests.support.sharded import followed, gathered, require_equal
@@ -119,7 +119,7 @@ def published(trainer: Trainer, address: str, first: int, last: int, how: str, l
                 die_in_the_middle()
             with pytest.raises(RankLost):
                 publisher.publish(model.state_dict())
-    assert [event.how for event in events if isinstance(event, Resumed)] == (["restored"] if first else [])
+    assert [event.how for event in events if isinstance(event, BaselineRestored)] == (["restored"] if first else [])
     return roots
 
 

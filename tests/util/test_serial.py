@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pulse_rl._util.serial import Operation, SerialThread, unstoppable
+from pulse_rl._util.serial import Operation, SerialThread, shield
 from pulse_rl._util.threads import Call, Stopped, checkpoint, ordered_map
 from pulse_rl.errors import ConcurrentUse, InputError
 
@@ -84,7 +84,7 @@ def test_what_cannot_stop_is_waited_for() -> None:
     assert len(done) == 60
 
     def inner() -> None:
-        with unstoppable():
+        with shield():
             steps(done, 60)()
 
     with pytest.raises(Boom), interrupted_after(0.02):
@@ -239,7 +239,7 @@ def test_what_a_map_runs_in_threads_ends_where_nothing_stops() -> None:
     serial, done = SerialThread("Thing"), list[int]()
 
     def inner() -> None:
-        with unstoppable():
+        with shield():
             list(ordered_map(lambda _: steps(done, 60)(), range(2), 2))
 
     with pytest.raises(Boom), interrupted_after(0.02):

@@ -12,7 +12,7 @@ namespace {
 
 using KindTuple = std::tuple<int, int, uint32_t, bool>;
 using RunTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
-using StretchTuple = std::tuple<Bytes, uint32_t>;
+using WindowTuple = std::tuple<Bytes, uint32_t>;
 constexpr uint64_t kMostElements = uint64_t(1) << 24;
 constexpr uint32_t kMostSpan = 1 << 20;
 
@@ -24,10 +24,10 @@ pulse::ElementKind checked_kind(const KindTuple& of) {
     return {width, shift, mask, floating};
 }
 
-std::vector<pulse::Stretch> checked_stretches(const std::vector<StretchTuple>& stretches) {
-    if (stretches.size() > pulse::kMostStretches) throw nb::value_error("too many stretches");
-    std::vector<pulse::Stretch> result;
-    for (const auto& [records, span] : stretches) {
+std::vector<pulse::Window> checked_windows(const std::vector<WindowTuple>& windows) {
+    if (windows.size() > pulse::kMaxWindows) throw nb::value_error("too many windows");
+    std::vector<pulse::Window> result;
+    for (const auto& [records, span] : windows) {
         if (span == 0 || span > kMostSpan) throw nb::value_error("a span is out of range");
         if (records.size() % pulse::kRecordBytes) throw nb::value_error("records have four bytes each");
         result.push_back({records.data(), records.size(), span});
@@ -38,12 +38,12 @@ std::vector<pulse::Stretch> checked_stretches(const std::vector<StretchTuple>& s
 // What both sides know of a block.
 struct Known {
     pulse::ElementKind kind;
-    std::vector<pulse::Stretch> history;
+    std::vector<pulse::Window> history;
     std::vector<pulse::Run> runs;  // they cover its elements
 
-    Known(const std::vector<StretchTuple>& stretches, const KindTuple& of, const std::vector<RunTuple>& all,
+    Known(const std::vector<WindowTuple>& windows, const KindTuple& of, const std::vector<RunTuple>& all,
           const Bytes& old)
-        : kind(checked_kind(of)), history(checked_stretches(stretches)) {
+        : kind(checked_kind(of)), history(checked_windows(windows)) {
         check_elements(old, kind.width, "old");
         uint64_t total = 0;
         for (const auto& [count, row, phase] : all) {
@@ -70,7 +70,7 @@ nb::tuple decoded_tuple(Decoded&& decoded) {
 void bind_codecs(nb::module_& m) {
     m.def(
         "encode_block",
-        [](const std::vector<StretchTuple>& history, Bytes old, Bytes now, const KindTuple& kind,
+        [](const std::vector<WindowTuple>& history, Bytes old, Bytes now, const KindTuple& kind,
            const std::vector<RunTuple>& runs, bool prove, int only) {
             const Known known(history, kind, runs, old);
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
@@ -95,7 +95,7 @@ void bind_codecs(nb::module_& m) {
 
     m.def(
         "decode_block",
-        [](int codec, const std::vector<StretchTuple>& history, Bytes payload, Bytes old, const KindTuple& kind,
+        [](int codec, const std::vector<WindowTuple>& history, Bytes payload, Bytes old, const KindTuple& kind,
            const std::vector<RunTuple>& runs) {
             const Known known(history, kind, runs, old);
             if (pulse::BlockCodec(codec) == pulse::BlockCodec::table) {
@@ -139,12 +139,12 @@ void bind_codecs(nb::module_& m) {
             return to_numpy(std::move(records));
         },
         array("positions"), array("old"), array("new"), "kind"_a,
-        "What changed in one version, as a stretch keeps it: four bytes for each change.");
+        "What changed in one version, as a window keeps it: four bytes for each change.");
 
     m.def(
         "history_merged",
-        [](const std::vector<StretchTuple>& stretches, uint64_t elements) {
-            const auto checked = checked_stretches(stretches);
+        [](const std::vector<WindowTuple>& windows, uint64_t elements) {
+            const auto checked = checked_windows(windows);
             if (elements > kMostElements) throw nb::value_error("too many elements");
             std::vector<uint8_t> records;
             {
@@ -153,7 +153,7 @@ void bind_codecs(nb::module_& m) {
             }
             return to_numpy(std::move(records));
         },
-        "stretches"_a, "elements"_a, "The records of one stretch in place of several (records, span), oldest first.");
+        "windows"_a, "elements"_a, "The records of one window in place of several (records, span), oldest first.");
 
     m.def(
         "use_vectors",

@@ -28,7 +28,7 @@ size_t elements_of(const std::vector<Run>& runs) {
 
 // The choice between the codecs: the only place where it is made.
 template <class U>
-EncodedBlock encode(const std::vector<Stretch>& history, const U* old, const U* now, const ElementKind& kind,
+EncodedBlock encode(const std::vector<Window>& history, const U* old, const U* now, const ElementKind& kind,
                     const std::vector<Run>& runs, bool prove, BlockCodec only) {
     const size_t elements = elements_of(runs);
     EncodedBlock result{};
@@ -64,15 +64,15 @@ EncodedBlock encode(const std::vector<Stretch>& history, const U* old, const U* 
 
 }  // namespace
 
-EncodedBlock encode_block(const std::vector<Stretch>& history, const void* old, const void* now,
-                          const ElementKind& kind, const std::vector<Run>& runs, bool prove, BlockCodec only) {
+EncodedBlock encode_block(const std::vector<Window>& history, const void* old, const void* now, const ElementKind& kind,
+                          const std::vector<Run>& runs, bool prove, BlockCodec only) {
     return for_width(kind, [&](auto zero) {
         using U = decltype(zero);
         return encode(history, static_cast<const U*>(old), static_cast<const U*>(now), kind, runs, prove, only);
     });
 }
 
-Decoded decode_block(BlockCodec codec, const std::vector<Stretch>& history, const uint8_t* payload, size_t size,
+Decoded decode_block(BlockCodec codec, const std::vector<Window>& history, const uint8_t* payload, size_t size,
                      const void* old, const ElementKind& kind, const std::vector<Run>& runs) {
     switch (codec) {
         case BlockCodec::gaps: return decode_gaps(payload, size, old, kind, runs);

@@ -19,7 +19,7 @@ constexpr std::array<uint16_t, kOpenLevels> kOpens = {0,    1,    2,    3,    4,
                                                       2048, 2648, 3072, 3372, 3584, 3734, 3840, 3936, 4032, 4080};
 using OpenLevels = std::array<uint8_t, kClasses>;
 
-// A stretch of a block: the classes of `elements` from number `from` on, which is a multiple of 64.
+// A window of a block: the classes of `elements` from number `from` on, which is a multiple of 64.
 struct Tile {
     const uint8_t* classes;
     size_t from, elements;

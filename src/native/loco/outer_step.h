@@ -23,13 +23,13 @@ struct Summand {
     size_t count;
 };
 
-// Sums of several summands, in their order, for ascending stretches of positions: a tile at a time, so that no dense sum is
+// Sums of several summands, in their order, for ascending windows of positions: a tile at a time, so that no dense sum is
 // ever in memory.
 class TileSums {
 public:
     static constexpr size_t kTile = 1 << 12;
 
-    // Stretches follow each other, the first one begins at `from`.
+    // Windows follow each other, the first one begins at `from`.
     TileSums(const std::vector<Summand>& summands, size_t from);
 
     // The sums of positions [from, from + count), count at most kTile; `any` says whether there are entries.

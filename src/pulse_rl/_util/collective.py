@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .. import errors
 from ..errors import PulseError, RankLost, StreamError
-from .serial import unstoppable
+from .serial import shield
 from .threads import checkpoint
 
 R = TypeVar("R")
@@ -96,7 +96,7 @@ class RankGroup:
         """What ``work()`` returns on rank 0; the others do not call it, and cannot fail. Raises as `run_on_all`."""
         if self.rank == 0:
             return self.run_on_all(work)[0]
-        with unstoppable():
+        with shield():
             return self.run_on_all(bytes)[0]
 
     def mark_collective(self, error: BaseException) -> BaseException:
@@ -120,7 +120,7 @@ class RankGroup:
         """Around steps in which the ranks wait for each other but cannot tell each other of an error: one closes the
         group. No interrupt stops them."""
         try:
-            with unstoppable():
+            with shield():
                 yield
         except BaseException:
             self.close()

@@ -47,7 +47,7 @@ class Operation(Call[R]):
                 self.wait(LOOK_SECONDS)
 
 
-class Unique:
+class NotCopyable:
     """What must not be copied or pickled: a twin would work on the same things without being noticed."""
 
     def __reduce__(self) -> NoReturn:
@@ -56,7 +56,7 @@ class Unique:
         )
 
 
-class SerialThread(Unique):
+class SerialThread(NotCopyable):
     """Runs the operations of ``owner`` (words for messages). The thread starts with the first, and ends with this, or
     after ``idle_seconds`` without one (None: ten). What a thread of a pool (`pooled`) asks for runs in that thread."""
 
@@ -157,14 +157,14 @@ def _serve(operations: SimpleQueue[Operation[Any] | None], serving: Any, ident: 
 
 def _unstoppable(work: Callable[[], R]) -> Callable[[], R]:
     def run() -> R:
-        with unstoppable():
+        with shield():
             return work()
 
     return run
 
 
 @contextmanager
-def unstoppable() -> Iterator[None]:
+def shield() -> Iterator[None]:
     """Within it no `checkpoint` stops the operation: what is begun here is ended here."""
     operation, running.operation = getattr(running, "operation", None), None
     try:

@@ -10,7 +10,7 @@ from weakref import WeakMethod
 P = ParamSpec("P")
 
 
-def weakly(method: Callable[P, None]) -> Callable[P, None]:
+def weak_callback(method: Callable[P, None]) -> Callable[P, None]:
     """Calls the bound ``method`` as long as its object lives, and then does nothing."""
     held = WeakMethod(method)
 

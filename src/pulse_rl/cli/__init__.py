@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="accept only versions signed by this public key; may be repeated",
     )
-    trust.add_argument("--identity", metavar="ID", help="accept only versions of the stream with this identity")
+    trust.add_argument("--stream-id", metavar="ID", help="accept only versions of the stream with this ID")
     signing = argparse.ArgumentParser(add_help=False)
     signing.add_argument("--sign-key", metavar="FILE", help="sign with this private key (see keygen)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -163,7 +163,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--once", action="store_true", help="sync once, then exit")
     command.add_argument(
-        "--follow-restarts", action="store_true", help="if the stream is deleted and begun anew, follow the new one"
+        "--allow-recreated", action="store_true", help="if the stream is deleted and begun anew, follow the new one"
     )
     command.add_argument(
         "--poll",
@@ -220,7 +220,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--once", action="store_true", help="copy what is there, then exit")
     command.add_argument(
-        "--follow-restarts", action="store_true", help="if a stream is deleted and begun anew, copy the new one instead"
+        "--allow-recreated", action="store_true", help="if a stream is deleted and begun anew, copy the new one instead"
     )
     command.add_argument(
         "--poll",

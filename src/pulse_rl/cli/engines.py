@@ -70,8 +70,8 @@ def _connect(args: argparse.Namespace) -> EngineHandle:
         store=args.store[0],
         stream=args.stream,
         trusted_keys=args.trust,
-        identity=args.identity,
-        follow_restarts=args.follow_restarts,
+        stream_id=args.stream_id,
+        allow_recreated=args.allow_recreated,
         cache=args.cache,
         in_flight=args.in_flight,
     )

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from ..errors import PulseError
-from ..events import Event, Notice, PathFailed, Progress, Resumed
+from ..events import BaselineRestored, Event, FallbackUsed, Hint, Progress
 
 _BAR = 28
 _REDRAW_SECONDS = 0.1
@@ -55,11 +55,11 @@ class Console:
         """Listens to the library's events."""
         if isinstance(event, Progress):
             self._progress(event)
-        elif isinstance(event, PathFailed):
+        elif isinstance(event, FallbackUsed):
             self.note(f"{event.link} cannot be used: {event.reason}")
-        elif isinstance(event, Resumed) and event.how == "anchored":
+        elif isinstance(event, BaselineRestored) and event.how == "anchored":
             self.note(f"version {event.version} could not be restored, starting over with an anchor: {event.reason}")
-        elif isinstance(event, Notice):
+        elif isinstance(event, Hint):
             self.note(f"{event.reason} ({event.hint})")
 
     def _progress(self, event: Progress) -> None:

@@ -14,8 +14,8 @@ from .streams import keep_on, open_lasting
 
 
 def relay(args: argparse.Namespace, console: Console) -> int:
-    if len(args.stream) > 1 and args.identity:
-        raise InputError("one identity for several streams", hint="Give --identity with a single --stream.")
+    if len(args.stream) > 1 and args.stream_id:
+        raise InputError("one stream ID for several streams", hint="Give --stream-id with a single --stream.")
     source, target = open_lasting(args.source), open_lasting(args.target)
     relays = {
         stream: Relay(
@@ -24,8 +24,8 @@ def relay(args: argparse.Namespace, console: Console) -> int:
             stream=stream,
             keep=args.keep,
             trusted_keys=args.trust,
-            identity=args.identity,
-            follow_restarts=args.follow_restarts,
+            stream_id=args.stream_id,
+            allow_recreated=args.allow_recreated,
             threads=args.threads,
             on_event=console,
         )

@@ -36,7 +36,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         codec=args.codec,
         signer=_signer(args),
         trusted_keys=args.trust or (),
-        identity=args.identity,
+        stream_id=args.stream_id,
         threads=args.threads,
         on_event=console,
     )
@@ -54,7 +54,7 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
         args.stream,
         signer=_signer(args),
         trusted_keys=args.trust or (),
-        identity=args.identity,
+        stream_id=args.stream_id,
         threads=args.threads,
         on_event=console,
     )
@@ -74,8 +74,8 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         base=None if args.select else base,  # a part of a state has no version's root
         cache=args.cache,
         trusted_keys=args.trust,
-        identity=args.identity,
-        follow_restarts=args.follow_restarts,
+        stream_id=args.stream_id,
+        allow_recreated=args.allow_recreated,
         select=args.select,
         threads=args.threads,
         on_event=console,
@@ -132,7 +132,7 @@ def verify(args: argparse.Namespace, console: Console) -> int:
         open_lasting(args.store),
         args.stream,
         trusted_keys=args.trust,
-        identity=args.identity,
+        stream_id=args.stream_id,
         threads=args.threads,
         on_event=console,
     )
@@ -153,7 +153,7 @@ def fold(args: argparse.Namespace, console: Console) -> int:
         tuple(args.folds),
         signer=_signer(args),
         trusted_keys=args.trust,
-        identity=args.identity,
+        stream_id=args.stream_id,
         threads=args.threads,
         on_event=console,
     )
@@ -174,7 +174,7 @@ def gc(args: argparse.Namespace, console: Console) -> int:
         grace_seconds=args.grace,
         dry_run=args.dry_run,
         trusted_keys=args.trust,
-        identity=args.identity,
+        stream_id=args.stream_id,
     )
     facts = {
         "stream": args.stream,
@@ -200,7 +200,7 @@ def keygen(args: argparse.Namespace, console: Console) -> int:
 def _print_published(done: Published, console: Console) -> None:
     facts = {
         "stream": done.stream,
-        "identity": done.identity,
+        "stream_id": done.stream_id,
         "version": done.version,
         "root": done.root,
         "elements": done.elements,

@@ -23,7 +23,7 @@ AUTO, ZSTD = "auto", "zstd"
 CODECS = (AUTO, ZSTD)
 """What a user can choose: the smallest that is fast, or the layout of the PULSE paper."""
 
-SAME, RAW, PAPER, GAPS, TABLE, HISTORY, SPARSE = 0, 1, 2, 3, 5, 6, 7
+SAME, RAW, PAPER, GAPS, SPARSE, TABLE, HISTORY = range(7)
 """The ids of codecs in a patch. `SAME`: no element changed, the payload is empty; `HISTORY`: decoded by what changed in
 the versions before."""
 

@@ -18,7 +18,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from .._util.settings import checked_number
 from ..errors import EngineError, InputError, PulseError
-from ..events import Event, Metadata, Notice, PathFailed
+from ..events import Event, FallbackUsed, Hint, Metadata
 from ..state.rounding import compute_dtype_named
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
@@ -78,7 +78,7 @@ class PulseCheckpointEngine(CheckpointEngine):
             stream=stream,
             cache=cache,
             trusted_keys=trusted_keys,
-            follow_restarts=True,
+            allow_recreated=True,
             on_event=self._hear,
         )
         self._sync = ""
@@ -201,9 +201,9 @@ class PulseCheckpointEngine(CheckpointEngine):
             raise EngineError("another weight update began before this one had ended", hint="See the actor's log.")
 
     def _hear(self, event: Event) -> None:
-        if isinstance(event, Notice):
+        if isinstance(event, Hint):
             _log.warning("stream %s: %s. %s", event.stream, event.reason, event.hint)
-        elif isinstance(event, PathFailed):
+        elif isinstance(event, FallbackUsed):
             self._doubt = f"{event.link}: {event.reason}"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .._util.serial import SerialThread, Unique
+from .._util.serial import NotCopyable, SerialThread
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from .buffers import FrozenAndBuffers
 from .exchange import SCATTER_FROM, Exchange, Sites, Transfer, Transferred, gates_sums
@@ -206,7 +206,7 @@ class DenseReduction:
         return PendingRound(parameters.count, total.nbytes, apply, [])
 
 
-class OuterLoop(Unique):
+class OuterLoop(NotCopyable):
     """Hooks the inner optimizers' ``step``; after every ``sync_every`` steps one outer round runs inside that call.
 
     A context manager. Entering it joins the other trainers: before the first round all take rank 0's weights, later

@@ -18,7 +18,7 @@ def anchor_stream(
     *,
     signer: Signer | None = None,
     trusted_keys: Collection[str] = (),
-    identity: str | None = None,
+    stream_id: str | None = None,
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Published:
@@ -26,7 +26,7 @@ def anchor_stream(
     cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it.
 
     ``signer`` signs it; then only versions that its key or one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits
-    each) has signed are taken. ``identity``: the stream's, where it is known. ``threads``: the maximum number (None:
+    each) has signed are taken. ``stream_id``: the stream's, where it is known. ``threads``: the maximum number (None:
     one per core); ``on_event`` gets the events of restoring and publishing. This takes the stream over: a trainer that
     still publishes to it is refused at its next commit; one that is about to start need not call it, since
     ``publish(anchor=True)`` does the same. Raises EmptyStream, and what `Subscriber.sync` and `Publisher.publish`
@@ -35,7 +35,7 @@ def anchor_stream(
     opened = open_store(store)
     keys = [*([signer.public_key] if signer else ()), *trusted_keys]
     reader = Subscriber(
-        opened, stream=stream, trusted_keys=keys or None, identity=identity, threads=threads, on_event=on_event
+        opened, stream=stream, trusted_keys=keys or None, stream_id=stream_id, threads=threads, on_event=on_event
     )
     newest = reader.sync()
     if newest is None:
@@ -45,7 +45,7 @@ def anchor_stream(
         stream=stream,
         signer=signer,
         trusted_keys=trusted_keys,
-        identity=reader.identity,
+        stream_id=reader.stream_id,
         threads=threads,
         on_event=on_event,
     ) as publisher:

@@ -26,7 +26,7 @@ def fold_stream(
     codec: str = codecs.AUTO,
     signer: Signer | None = None,
     trusted_keys: Collection[str] | None = None,
-    identity: str | None = None,
+    stream_id: str | None = None,
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[tuple[int, int]]:
@@ -35,7 +35,7 @@ def fold_stream(
     ``folds`` are the spans in versions, ``codec`` encodes their blocks, ``threads`` limits parallelism; ``on_event``
     gets the events of folding and replay. ``signer`` signs the folds' links: workers with trusted keys use no others;
     its key and ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) are those whose versions are folded.
-    ``identity``: the stream's, where it is known. Versions that cannot be read are passed over. Restores the stream at
+    ``stream_id``: the stream's, where it is known. Versions that cannot be read are passed over. Restores the stream at
     the base of the first missing fold and replays it. Raises InputError; while it yields EmptyStream, and ChainGap if a
     version is unreachable.
     """
@@ -44,7 +44,7 @@ def fold_stream(
     spans = checked_folds(checked_collection("folds", folds, "(8, 64)"))
     codecs.check_codec(codec)
     keys = [*([signer.public_key] if signer else ()), *(trusted_keys or ())]
-    where = Stream(open_store(store), stream, TrustedKeys(keys) if keys else None, signer=signer, identity=identity)
+    where = Stream(open_store(store), stream, TrustedKeys(keys) if keys else None, signer=signer, stream_id=stream_id)
     return _fold(where, spans, codec, threads, on_event)
 
 
@@ -55,7 +55,7 @@ def _fold(
     head = where.newest().manifest
     if head is None:
         raise EmptyStream(f"stream {where.name!r} has no versions")
-    where.identity = where.identity or head.identity or None
+    where.stream_id = where.stream_id or head.stream_id or None
     versions = [version for version in where.versions() if version <= head.version]
     there = set(versions)
     missing = {(v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there} - listed

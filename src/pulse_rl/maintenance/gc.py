@@ -181,7 +181,7 @@ def gc_stream(
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
     dry_run: bool = False,
     trusted_keys: Collection[str] | None = None,
-    identity: str | None = None,
+    stream_id: str | None = None,
 ) -> GcPlan:
     """Deletes what the last ``keep`` versions of ``stream`` in ``store`` do not need; returns what was deleted, or with
     ``dry_run`` what would be.
@@ -191,12 +191,12 @@ def gc_stream(
     A reader in the middle of a restore finds another path or gets ChainGap. Publishing may continue: payloads written
     in the last ``grace_seconds`` stay. Manifests that cannot be read do not count, and with ``trusted_keys`` (Ed25519,
     64 hexadecimal digits each) neither do those that none of them has signed; nor do those of another stream than
-    ``identity``, or than the newest one where that is not given. Raises EmptyStream, InputError, and ChainGap, with
+    ``stream_id``, or than the newest one where that is not given. Raises EmptyStream, InputError, and ChainGap, with
     nothing deleted, if a kept version is already damaged.
     """
     checked_count("keep", keep)
     checked_number("grace_seconds", grace_seconds, most=_LONGEST_GRACE)
-    where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
+    where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
     folders = (where.names.links, where.names.versions, where.names.payloads, where.names.digests)
     objects = [info for folder in folders for info in where.store.list(folder)]
     # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.
@@ -227,7 +227,7 @@ def _readable(stream: Stream) -> Iterator[Manifest]:
     for version in reversed(stream.versions()):
         with suppress(*UNREADABLE):
             manifest = stream.manifest(version)
-            stream.identity = stream.identity or manifest.identity or None
+            stream.stream_id = stream.stream_id or manifest.stream_id or None
             yield manifest
 
 

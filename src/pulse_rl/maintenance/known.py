@@ -10,7 +10,7 @@ from ..stream.manifest import Manifest
 from ..stream.stream import Stream
 
 
-def knows_after(link: Link, manifest: Manifest, *, before: bool) -> bool:
+def history_available(link: Link, manifest: Manifest, *, before: bool) -> bool:
     """Whether all that ``manifest`` remembers is known to who came to it along ``link``; ``before``: and knew all at
     the link's base."""
     if link.base is None or not manifest.remembers:
@@ -25,7 +25,7 @@ def knows_history(stream: Stream, version: int) -> bool:
         while (manifest := stream.manifest(version)).remembers:
             links = stream.links() if links is None else links
             folds = [link for link in links if link.is_fold and link.version == version]
-            if any(knows_after(fold, manifest, before=False) for fold in folds):
+            if any(history_available(fold, manifest, before=False) for fold in folds):
                 return True
             if manifest.patch is None:
                 return False

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .._util.faults import hit
 from .._util.settings import checked_count, checked_number
 from .._util.threads import checked_threads
-from .._util.weak import weakly
+from .._util.weak import weak_callback
 from ..errors import (
     ChainGap,
     CorruptManifest,
@@ -22,9 +22,9 @@ from ..errors import (
     PublisherConflict,
     PulseError,
     StoreError,
-    StreamReplaced,
+    StreamRecreated,
 )
-from ..events import CallFailed, Listener, PathFailed, Relayed, checked_listener, failures_to
+from ..events import CallFailed, FallbackUsed, Listener, Relayed, checked_listener, failures_to
 from ..patch.header import MAX_HEADER_BYTES, PRELUDE_BYTES, PatchHeader, Room, header_end, parse_header
 from ..store import Store, open_store
 from ..stream.chain import Link
@@ -38,7 +38,7 @@ from ..sync.newest import check_identity
 from ..sync.pause import LONGEST_POLL, Pause
 from ..sync.route import BROKEN_LINK, Route
 from .gc import gc_stream
-from .known import knows_after, knows_history
+from .known import history_available, knows_history
 from .payloads import chunks_of, holds_whole
 
 _TRIES = 2
@@ -61,9 +61,9 @@ class Relay:
 
     ``source`` and ``target``: stores, or their addresses (see `open_store`). The target is the relay's: nobody
     publishes there. ``keep``: the newest versions that the target keeps restorable, as `gc_stream` does (None: all).
-    ``trusted_keys``, ``identity`` and ``follow_restarts`` are those of `Subscriber`; where the stream is begun anew, a
+    ``trusted_keys``, ``stream_id`` and ``allow_recreated`` are those of `Subscriber`; where the stream is begun anew, a
     relay that follows restarts empties the target's copy first. ``threads``: the most requests to the source at a time
-    (None: one per core), with up to 8 MiB in memory for each. ``on_event`` gets `Relayed`, `PathFailed` and
+    (None: one per core), with up to 8 MiB in memory for each. ``on_event`` gets `Relayed`, `FallbackUsed` and
     `CallFailed`. Raises InputError, InvalidName and StoreError.
 
     It holds nothing that is not in the stores: one that is killed goes on where it was, and one thread uses it at a
@@ -78,21 +78,23 @@ class Relay:
         stream: str,
         keep: int | None = None,
         trusted_keys: Collection[str] | None = None,
-        identity: str | None = None,
-        follow_restarts: bool = False,
+        stream_id: str | None = None,
+        allow_recreated: bool = False,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
-        if follow_restarts and identity is not None:
-            raise InputError("follow_restarts contradicts a fixed identity", hint="Give one of the two.")
+        if allow_recreated and stream_id is not None:
+            raise InputError("allow_recreated contradicts a fixed stream_id", hint="Give one of the two.")
         trusted = trusted_by(trusted_keys)
         self._keep = None if keep is None else checked_count("keep", keep)
         self._threads = checked_threads(threads)
         self._listener = checked_listener(on_event)
         self._trusted_keys = trusted_keys
-        self._follow_restarts = follow_restarts
-        self.source = Stream(open_store(source), stream, trusted, identity=identity, on_refused=weakly(self._refused))
-        self._target = Stream(open_store(target), stream, trusted, identity=identity)
+        self._allow_recreated = allow_recreated
+        self.source = Stream(
+            open_store(source), stream, trusted, stream_id=stream_id, on_refused=weak_callback(self._refused)
+        )
+        self._target = Stream(open_store(target), stream, trusted, stream_id=stream_id)
         self._have: int | None = None
         self._knows: bool | None = None  # what the target's readers at that version do, once it was looked up
         self._anchor: _AnchorCopy | None = None
@@ -112,7 +114,7 @@ class Relay:
         the most of them that one call copies (None: all); later calls go on with the rest.
 
         A version is shown in the target once all is there that leads to it. Payloads are checked against their SHA-256
-        before they are stored, manifests and folds' links as a subscriber checks them. Raises StreamReplaced,
+        before they are stored, manifests and folds' links as a subscriber checks them. Raises StreamRecreated,
         PublisherConflict where somebody publishes to the target, ChainGap where nothing leads to the newest version,
         and StoreError; a repeated call goes on where this one stopped.
         """
@@ -153,12 +155,12 @@ class Relay:
     # -- the newest version
 
     def _find_held(self) -> int | None:
-        """The newest version in the target, whose identity is the one that is followed."""
+        """The newest version in the target, whose ID is the one that is followed."""
         found = self._target.newest(self._have - 1 if self._have else None).manifest
         if found is None and self._have is not None:
             found = self._target.newest().manifest
         if found is not None:
-            self._identify(found.identity)
+            self._adopt_id(found.stream_id)
         else:
             self._anchor = None
         have = found.version if found else None
@@ -166,14 +168,14 @@ class Relay:
             self._have, self._knows = have, None
         return have
 
-    def _identify(self, identity: str) -> None:
-        self.source.identity = self._target.identity = self.source.identity or identity or None
+    def _adopt_id(self, stream_id: str) -> None:
+        self.source.stream_id = self._target.stream_id = self.source.stream_id or stream_id or None
 
     def _follow(self) -> None:
         try:
             self._reach_newest()
-        except StreamReplaced:
-            if not self._follow_restarts:
+        except StreamRecreated:
+            if not self._allow_recreated:
                 raise
             self._begin_anew()
             self._reach_newest()
@@ -183,7 +185,7 @@ class Relay:
         newest = found.manifest
         if newest is not None and (self._have is None or newest.version > self._have):
             self._require_no_publisher()
-            self._identify(newest.identity)
+            self._adopt_id(newest.stream_id)
             self._reach(newest.version)
         elif self._have is not None:
             check_identity(self._have, self.source, found)
@@ -215,7 +217,7 @@ class Relay:
                     route.avoid(planned, link, error)
                     self._tell(link, error)
                     break
-                at, knows = link.version, knows_after(link, manifest, before=knows)
+                at, knows = link.version, history_available(link, manifest, before=knows)
                 anchored = anchored or link.base is None
                 self._links.append(link)
                 if self._have is None or at > self._have:
@@ -363,7 +365,7 @@ class Relay:
                 self._target.name,
                 keep=self._keep,
                 trusted_keys=self._trusted_keys,
-                identity=self._target.identity,
+                stream_id=self._target.stream_id,
             )
         except StoreError:
             raise
@@ -388,4 +390,4 @@ class Relay:
 
     def _tell(self, link: Link | str, error: PulseError) -> None:
         if self._listener:
-            self._listener(PathFailed(self.source.name, str(link), str(error), error.kind))
+            self._listener(FallbackUsed(self.source.name, str(link), str(error), error.kind))

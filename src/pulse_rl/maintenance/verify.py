@@ -38,7 +38,7 @@ def verify_stream(
     stream: str,
     *,
     trusted_keys: Collection[str] | None = None,
-    identity: str | None = None,
+    stream_id: str | None = None,
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[VersionReport]:
@@ -46,18 +46,18 @@ def verify_stream(
 
     Every patch is applied to its base version and every anchor is restored on its own; with ``trusted_keys`` (Ed25519
     public keys, 64 hexadecimal digits each) every manifest must be signed by one of them, and all must be of the stream
-    ``identity``, or of the newest one's where that is not given. ``threads``: the maximum number (None: one per core);
+    ``stream_id``, or of the newest one's where that is not given. ``threads``: the maximum number (None: one per core);
     ``on_event`` gets the events of the replay. Raises InputError; while it yields EmptyStream and StoreUnavailable.
     Problems with a version are in its report.
     """
     checked_threads(threads)
     checked_listener(on_event)
-    where = Stream(open_store(store), stream, trusted_by(trusted_keys), identity=identity)
+    where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
     return _verify(where, threads, on_event)
 
 
 def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> Iterator[VersionReport]:
-    where.identity = where.identity or _identity(where)
+    where.stream_id = where.stream_id or _stream_id(where)
     versions = where.versions()
     if not versions:
         raise EmptyStream(f"stream {where.name!r} has no versions")
@@ -105,6 +105,6 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
         yield VersionReport(version, manifest.root, tuple(good), tuple(problems))
 
 
-def _identity(stream: Stream) -> str | None:
+def _stream_id(stream: Stream) -> str | None:
     newest = stream.newest().manifest
-    return newest.identity or None if newest else None
+    return newest.stream_id or None if newest else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import FormatError, InputError, IntegrityError, PulseError
-from ..events import Applied, CallFailed, DensityDrift, Event, Folded, FoldFailed, PathFailed, Published, Synced
+from ..events import Applied, CallFailed, DensityDrift, Event, FallbackUsed, Folded, FoldFailed, Published, Synced
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -100,7 +100,7 @@ class PrometheusMetrics:
             case CallFailed():
                 role = PUBLISHER if event.call == "publish" else SUBSCRIBER
                 self._call_failures.labels(event.stream, role, event.kind).inc()
-            case PathFailed():
+            case FallbackUsed():
                 self._path_failures.labels(event.stream, SUBSCRIBER, event.kind).inc()
                 if event.kind in self._checks:
                     self._verification_failures.labels(event.stream, SUBSCRIBER, event.kind).inc()

@@ -22,7 +22,7 @@ from .build import BuiltPatch
 from .changes import Piece, StateChanges, TensorChanges
 from .header import Base, BlockEntry, JoinedHeader, Room, check_of, parse_header
 from .history import History, Recorder, Records
-from .part import PartPatch
+from .part import SelectedPatch
 from .tree import TreeUpdate, block_leaves, hashed_together, rehashed
 
 
@@ -110,7 +110,7 @@ def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None
 
 
 def apply_patch(
-    patch: Patch | PartPatch,
+    patch: Patch | SelectedPatch,
     state: State,
     digest: StateDigest,
     *,

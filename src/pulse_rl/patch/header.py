@@ -22,7 +22,7 @@ from ..errors import CorruptPatch, FormatError, InputError, WrongBase
 from ..state.slices import Segment
 from ..state.tensors import TensorSpec
 from .blocks import BLOCK_ELEMENTS, Block, cut
-from .history import MAX_SPAN, MAX_STRETCHES, HistoryName
+from .history import MAX_SPAN, MAX_WINDOWS, HistoryName
 
 MAGIC = b"\x89PULSE\r\n"
 FORMAT = 1
@@ -89,10 +89,8 @@ class PatchHeader:
             raise InputError(f"a patch file holds at most {MAX_BLOCKS} blocks and {MAX_SLICES} slices")
         out = bytearray(bytes.fromhex(self.base_root) + bytes.fromhex(self.target_root))
         spans = self.history.spans if self.history else ()
-        if (self.history and not (0 < len(spans) <= MAX_STRETCHES)) or not all(0 < span <= MAX_SPAN for span in spans):
-            raise InputError(
-                f"a history has 1 to {MAX_STRETCHES} stretches of 1 to {MAX_SPAN} versions, not {[*spans]}"
-            )
+        if (self.history and not (0 < len(spans) <= MAX_WINDOWS)) or not all(0 < span <= MAX_SPAN for span in spans):
+            raise InputError(f"a history has 1 to {MAX_WINDOWS} windows of 1 to {MAX_SPAN} versions, not {[*spans]}")
         put_number(out, len(spans))
         for span in spans:
             put_number(out, span)
@@ -169,7 +167,7 @@ class Base:
         """An upper bound of the plain header of a patch file for these tensors."""
         slices = min(MAX_SLICES, self.elements // 2 + 1)
         blocks = min(MAX_BLOCKS, self.elements // BLOCK_ELEMENTS + len(self._held) + 2 * slices)
-        history = _NUMBER_BYTES * (1 + MAX_STRETCHES) + CHECK_BYTES
+        history = _NUMBER_BYTES * (1 + MAX_WINDOWS) + CHECK_BYTES
         return 64 + history + _NUMBER_BYTES * (2 + 2 * slices) + blocks * (1 + 2 * _NUMBER_BYTES + CHECK_BYTES)
 
     def cut(self, slices: Sequence[Slice], room: Room) -> list[Block]:
@@ -273,9 +271,9 @@ class _Reader:
         return ParsedHeader(PatchHeader(base, target, slices, blocks, history), cuts, end)
 
     def _history(self) -> HistoryName | None:
-        spans = tuple(self._number(MAX_SPAN) for _ in range(self._number(MAX_STRETCHES)))
+        spans = tuple(self._number(MAX_SPAN) for _ in range(self._number(MAX_WINDOWS)))
         if 0 in spans:
-            raise CorruptPatch("a stretch of the history spans no version")
+            raise CorruptPatch("a window of the history spans no version")
         return HistoryName(spans, self._take(CHECK_BYTES)) if spans else None
 
     def _slices(self, elements: int, most: int) -> tuple[Slice, ...]:

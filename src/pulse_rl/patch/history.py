@@ -1,6 +1,6 @@
 """What changed in the last versions: net steps of elements, by which the next ones are coded (docs/format.md, 3.10).
 
-A history is a function of the states at the ends of its stretches: who came there by single patches, by folds or as the
+A history is a function of the states at the ends of its windows: who came there by single patches, by folds or as the
 publisher has the same one.
 """
 
@@ -23,7 +23,7 @@ from ..errors import WrongHistory
 from ..state.tensors import DType, TensorSpec, UIntArray
 from .blocks import Block, cut
 
-MAX_STRETCHES = 64
+MAX_WINDOWS = 64
 MAX_SPAN = 64
 
 RECORD_BYTES = 4
@@ -32,14 +32,14 @@ Records = npt.NDArray[np.uint8]
 
 
 class HistoryName(NamedTuple):
-    """What a patch says of the history that it needs: the ``spans`` of its stretches, oldest first, which end at the
+    """What a patch says of the history that it needs: the ``spans`` of its windows, oldest first, which end at the
     patch's base, and the first 8 bytes of the SHA-256 of the roots at which they begin, 32 bytes each."""
 
     spans: tuple[int, ...]
     check: bytes
 
 
-class Stretch(NamedTuple):
+class Window(NamedTuple):
     """The net steps of ``span`` versions from the one with root ``base_root``: records (`history_records`) by index of
     the block of the default cut; blocks without a change are left out."""
 
@@ -50,31 +50,31 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """Stretches that follow each other, oldest first. Never changed: replaced with the version at which it ends."""
+    """Windows that follow each other, oldest first. Never changed: replaced with the version at which it ends."""
 
-    stretches: tuple[Stretch, ...] = ()
+    windows: tuple[Window, ...] = ()
 
     @property
     def spans(self) -> tuple[int, ...]:
-        return tuple(stretch.span for stretch in self.stretches)
+        return tuple(window.span for window in self.windows)
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(records.nbytes for stretch in self.stretches for records in stretch.records.values())
+        return sum(records.nbytes for window in self.windows for records in window.records.values())
 
     @property
     def name(self) -> HistoryName | None:
         """None where nothing is remembered."""
-        if not self.stretches:
+        if not self.windows:
             return None
-        roots = b"".join(bytes.fromhex(stretch.base_root) for stretch in self.stretches)
+        roots = b"".join(bytes.fromhex(window.base_root) for window in self.windows)
         return HistoryName(self.spans, sha256(roots).digest()[:8])
 
     def named(self, name: HistoryName | None) -> History:
         """The part of this history that a patch names; raises WrongHistory where it is not that."""
         if name is None:
             return History()
-        found = History(self.stretches[-len(name.spans) :])
+        found = History(self.windows[-len(name.spans) :])
         if found.name != name:
             raise WrongHistory(
                 f"the patch needs the changes of the last {sum(name.spans)} versions in spans of {list(name.spans)}, "
@@ -83,30 +83,30 @@ class History:
         return found
 
     def past(self, index: int) -> Past:
-        """What is known of a block of the default cut: all stretches, also where nothing in it changed."""
-        return tuple((stretch.records.get(index, _NOTHING), stretch.span) for stretch in self.stretches)
+        """What is known of a block of the default cut: all windows, also where nothing in it changed."""
+        return tuple((window.records.get(index, _NOTHING), window.span) for window in self.windows)
 
-    def then(self, stretch: Stretch) -> History:
-        """Followed by one more stretch."""
-        return History((*self.stretches, stretch))
+    def then(self, window: Window) -> History:
+        """Followed by one more window."""
+        return History((*self.windows, window))
 
     def within(self, nbytes: int) -> History:
-        """The last stretches, of at most so many bytes."""
+        """The last windows, of at most so many bytes."""
         kept = self
         while kept.nbytes > nbytes:
-            kept = History(kept.stretches[1:])
+            kept = History(kept.windows[1:])
         return kept
 
     def regrouped(self, spans: Sequence[int], specs: tuple[TensorSpec, ...], *, threads: int | None = None) -> History:
-        """The same changes in stretches of ``spans``, of which several of this history's make one; what is older is
+        """The same changes in windows of ``spans``, of which several of this history's make one; what is older is
         forgotten, and all that is older than a span which they do not make. ``specs`` are the whole state's."""
-        groups: list[tuple[Stretch, ...]] = []
-        end = len(self.stretches)
+        groups: list[tuple[Window, ...]] = []
+        end = len(self.windows)
         for span in reversed(spans):
             start = end
-            while start > 0 and sum(s.span for s in self.stretches[start:end]) < span:
+            while start > 0 and sum(s.span for s in self.windows[start:end]) < span:
                 start -= 1
-            group = self.stretches[start:end]
+            group = self.windows[start:end]
             if sum(s.span for s in group) != span:
                 break
             groups.insert(0, group)
@@ -116,7 +116,7 @@ class History:
 
 
 def records_of(dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, new: UIntArray) -> Records | None:
-    """What a stretch of one version remembers of a block of which the elements at ``positions`` went from ``old`` to
+    """What a window of one version remembers of a block of which the elements at ``positions`` went from ``old`` to
     ``new``; None where that is nothing."""
     if dtype.width > 4 or not len(positions):
         return None
@@ -125,7 +125,7 @@ def records_of(dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, 
 
 
 class Recorder:
-    """Collects the records of a stretch by block, of any number of threads, while they take at most ``most`` bytes
+    """Collects the records of a window by block, of any number of threads, while they take at most ``most`` bytes
     (None: any number of them); beyond that there are none."""
 
     def __init__(self, most: int | None = None) -> None:
@@ -150,18 +150,18 @@ class Recorder:
                 self.records[index] = found
 
 
-def _merged(group: Sequence[Stretch], blocks: Sequence[Block], threads: int | None) -> Stretch:
+def _merged(group: Sequence[Window], blocks: Sequence[Block], threads: int | None) -> Window:
     if len(group) == 1:
         return group[0]
-    indices = sorted({index for stretch in group for index in stretch.records if index < len(blocks)})
+    indices = sorted({index for window in group for index in window.records if index < len(blocks)})
 
     def run(index: int) -> Records:
         parts = [(s.records[index], s.span) for s in group if index in s.records]
         return history_merged(parts, blocks[index].elements)
 
     records = zip(indices, ordered_map(run, indices, threads), strict=True)
-    span = sum(stretch.span for stretch in group)
-    return Stretch(span, group[0].base_root, {index: found for index, found in records if len(found)})
+    span = sum(window.span for window in group)
+    return Window(span, group[0].base_root, {index: found for index, found in records if len(found)})
 
 
 _NOTHING: Records = np.empty(0, np.uint8)

@@ -14,10 +14,10 @@ from ..errors import PulseError
 from ..state.checkpoint import load, save
 from ..state.tensors import Bits, State
 from .header import MAX_BLOCKS
-from .history import MAX_SPAN, MAX_STRETCHES, RECORD_BYTES, History, Records, Stretch
+from .history import MAX_SPAN, MAX_WINDOWS, RECORD_BYTES, History, Records, Window
 
 FILE_NAME = "pulse.history"
-_FORMAT = "pulse.history.2"
+_FORMAT = "pulse.history.1"
 _ROOT = re.compile(r"[0-9a-f]{64}")
 
 
@@ -29,15 +29,15 @@ def beside(checkpoint: Path) -> Path:
 def save_history(path: Path, history: History, root: str) -> None:
     """Writes ``history``, which ends at the state with this ``root``, atomically; removes the file where nothing is
     remembered. Raises StoreFull and StoreError."""
-    if not history.stretches:
+    if not history.windows:
         path.unlink(missing_ok=True)
         return
-    records = {f"{k}.{index}": found for k, s in enumerate(history.stretches) for index, found in s.records.items()}
+    records = {f"{k}.{index}": found for k, s in enumerate(history.windows) for index, found in s.records.items()}
     metadata = {
         "format": _FORMAT,
         "root": root,
         "spans": json.dumps(history.spans),
-        "roots": json.dumps([stretch.base_root for stretch in history.stretches]),
+        "roots": json.dumps([window.base_root for window in history.windows]),
         "sha256": _digest(records),
     }
     save(path, State.of({name: Bits(found, "U8") for name, found in records.items()}), metadata)
@@ -53,17 +53,17 @@ def load_history(path: Path, root: str) -> History | None:
             return None
         spans, roots = json.loads(metadata["spans"]), json.loads(metadata["roots"])
         records = {name: state.read(name).copy() for name in state.names}
-        if metadata["sha256"] != _digest(records) or not _are_stretches(spans, roots):
+        if metadata["sha256"] != _digest(records) or not _are_windows(spans, roots):
             return None
         found: list[dict[int, Records]] = [{} for _ in spans]
         for name, data in records.items():
-            stretch, index = map(int, name.split("."))
-            if stretch < 0 or not 0 <= index < MAX_BLOCKS or data.dtype != np.uint8 or data.size % RECORD_BYTES:
+            window, index = map(int, name.split("."))
+            if window < 0 or not 0 <= index < MAX_BLOCKS or data.dtype != np.uint8 or data.size % RECORD_BYTES:
                 return None
-            found[stretch][index] = data.reshape(-1)
+            found[window][index] = data.reshape(-1)
     except (PulseError, OSError, ValueError, KeyError, IndexError, RecursionError):
         return None
-    return History(tuple(Stretch(*each) for each in zip(spans, roots, found, strict=True)))
+    return History(tuple(Window(*each) for each in zip(spans, roots, found, strict=True)))
 
 
 def _digest(records: dict[str, Records]) -> str:
@@ -75,11 +75,11 @@ def _digest(records: dict[str, Records]) -> str:
     return sha256(b"".join(pieces())).hexdigest()
 
 
-def _are_stretches(spans: object, roots: object) -> bool:
+def _are_windows(spans: object, roots: object) -> bool:
     return (
         isinstance(spans, list)
         and isinstance(roots, list)
-        and 0 < len(spans) == len(roots) <= MAX_STRETCHES
+        and 0 < len(spans) == len(roots) <= MAX_WINDOWS
         and all(type(span) is int and 0 < span <= MAX_SPAN for span in spans)
         and all(isinstance(root, str) and _ROOT.fullmatch(root) for root in roots)
     )

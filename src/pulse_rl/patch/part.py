@@ -27,7 +27,7 @@ Read = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class PartPatch:
+class SelectedPatch:
     """The whole ``header`` of a patch, the bytes of ``held`` blocks by index (empty where nothing changed), the digests
     of all ``tensors`` of the target, 32 bytes each, and the number of bytes that were ``read``."""
 

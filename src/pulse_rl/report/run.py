@@ -56,7 +56,7 @@ _NUMBERS = {
     "published": ("version", "elements", "dense_bytes", "patch_bytes", "anchor_bytes", "seconds"),
     "synced": ("version", "fetched_bytes", "seconds", "lag_seconds"),
     "applied": ("version", "seconds"),
-    "path_failed": (),
+    "fallback_used": (),
     "density_drift": ("version", "density", "low", "high"),
 }
 _FACTS = ("reward", "round", "loco_sent_bytes", "loco_dense_bytes")
@@ -87,7 +87,7 @@ def _reduced(event: EventRecord) -> EventRecord | None:
         phases = event.get("phases")
         found = phases if isinstance(phases, dict) else {}
         kept["phases"] = {name: found[name] for name in PHASES if _is_number(found.get(name))}
-    if kind == "path_failed":
+    if kind == "fallback_used":
         kept |= {name: str(event.get(name))[:_MAX_TEXT] for name in _TEXTS}
     return kept
 
@@ -211,7 +211,7 @@ def _behind(syncs: list[EventRecord], commits: dict[int, float]) -> tuple[list[f
 
 
 def _failures(everything: list[tuple[str, EventRecord]]) -> dict[str, Any]:
-    failed = [(name, event) for name, event in everything if event["event"] == "path_failed"]
+    failed = [(name, event) for name, event in everything if event["event"] == "fallback_used"]
     shown = [{"process": name} | {text: event[text] for text in _TEXTS} for name, event in failed[-_MAX_FAILURES:]]
     return {"count": len(failed), "newest": shown}
 

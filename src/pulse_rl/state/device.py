@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .memory import LINE, in_one_piece
+from .memory import LINE, contiguous
 
 _PIECE = 1 << 30  # bytes
 _INTS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -130,11 +130,11 @@ def pinned(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
     for size in sizes:
         padded = size + -size % LINE
         if group and filled + padded > _PIECE:
-            arrays += in_one_piece(group, page_locked)
+            arrays += contiguous(group, page_locked)
             group, filled = [], LINE
         group.append(size)
         filled += padded
-    return arrays + in_one_piece(group, page_locked)
+    return arrays + contiguous(group, page_locked)
 
 
 def page_locked(nbytes: int) -> npt.NDArray[np.uint8]:

@@ -53,7 +53,7 @@ class SpareMemory:
             self._free += taken
 
 
-def in_one_piece(sizes: Sequence[int], allocate: Allocate = pageable) -> list[npt.NDArray[np.uint8]]:
+def contiguous(sizes: Sequence[int], allocate: Allocate = pageable) -> list[npt.NDArray[np.uint8]]:
     """Arrays of so many bytes, uninitialised, each at a cache line of one allocation, which ``allocate`` makes.
 
     The system gives large pages to large allocations (numpy asks for them): tensors of a megabyte each would cost a
@@ -66,7 +66,7 @@ def in_one_piece(sizes: Sequence[int], allocate: Allocate = pageable) -> list[np
 
 
 def joined(arrays: Sequence[npt.NDArray[T]]) -> npt.NDArray[T] | None:
-    """A view of flat ``arrays`` that lie one behind another in one allocation of `in_one_piece`; None if they do not.
+    """A view of flat ``arrays`` that lie one behind another in one allocation of `contiguous`; None if they do not.
     It is writable if all of them are."""
     memory = arrays[0].base
     if not isinstance(memory, np.ndarray) or memory.dtype != np.uint8 or memory.ndim != 1:

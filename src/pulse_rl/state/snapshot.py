@@ -32,12 +32,12 @@ def own_tensors(state: State) -> dict[str, DeviceTensor]:
     return {name: tensor for name, tensor in cuda_tensors(state).items() if tensor.own}
 
 
-def parted(state: State, names: Collection[str]) -> tuple[State, State]:
+def split(state: State, names: Collection[str]) -> tuple[State, State]:
     """The stored tensors ``names`` of a state, and all the others, each with their aliases."""
     return _part(state, {*names}), _part(state, {spec.name for spec in state.specs} - {*names})
 
 
-def united(one: State, other: State) -> State:
+def merge(one: State, other: State) -> State:
     """The tensors of both."""
     data = {spec.name: stored_tensor(state, spec.name) for state in (one, other) for spec in state.specs}
     return State(one.specs + other.specs, data, one.aliases | other.aliases)

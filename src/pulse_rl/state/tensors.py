@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from .device import DeviceTensor
-from .memory import in_one_piece
+from .memory import contiguous
 
 UIntArray = npt.NDArray[Any]
 """A flat numpy array of uint8, uint16, uint32 or uint64."""
@@ -228,7 +228,7 @@ class State:
     @classmethod
     def empty(cls, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> Self:
         """A state of ``specs`` and ``aliases`` in new memory with uninitialised values."""
-        memory = in_one_piece([s.nbytes for s in specs])
+        memory = contiguous([s.nbytes for s in specs])
         return cls(specs, {s.name: m.view(s.dtype.uint) for s, m in zip(specs, memory, strict=True)}, aliases)
 
     @property

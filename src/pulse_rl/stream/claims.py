@@ -10,8 +10,8 @@ from __future__ import annotations
 from .._util.faults import hit
 from ..errors import FormatError, PublisherConflict, Untrusted
 from ..store.base import Store, create_or_confirm
-from .doubts import Doubts, read_again
-from .names import EpochName, StreamNames, first_free, in_reach
+from .doubts import UnreadableObjects, read_again
+from .names import EpochName, StreamNames, next_unused, plausible
 from .signed_records import MAX_CLAIM_BYTES, NOBODY, Claim, read_claim
 from .signing import Signer, TrustedKeys
 
@@ -26,31 +26,31 @@ class Claims:
         self._names = names
         self._signer = signer
         self._trusted = trusted
-        self._doubts = Doubts()
+        self._doubts = UnreadableObjects()
 
-    def take(self, publisher: str, identity: str, above: int, *, born: bool) -> int:
+    def take(self, publisher: str, stream_id: str, above: int, *, born: bool) -> int:
         """Claims the first free epoch after ``above`` and after all that count, and returns it. Older publishers then
-        stop. Until the stream is ``born`` its identity is not settled, and any stream's claims count. Raises
+        stop. Until the stream is ``born`` its ID is not settled, and any stream's claims count. Raises
         PublisherConflict where others are always faster.
         """
         for _ in range(_TRIES):
             listed = self._listed(0)
-            newest = self._first(sorted(listed, reverse=True), listed, identity if born else "")
-            epoch = first_free(listed, max(newest.epoch if newest else 0, above))
-            claim = Claim(self._names.stream, identity, epoch, publisher, newest.publisher if newest else NOBODY)
+            newest = self._first(sorted(listed, reverse=True), listed, stream_id if born else "")
+            epoch = next_unused(listed, max(newest.epoch if newest else 0, above))
+            claim = Claim(self._names.stream, stream_id, epoch, publisher, newest.publisher if newest else NOBODY)
             hit("claim.before")
             if create_or_confirm(self._store, self._names.epoch(epoch), claim.to_bytes(self._signer)):
                 return epoch
         raise PublisherConflict(f"{_TRIES} other publishers claimed {self._names.stream!r} at the same time")
 
-    def identity(self) -> str:
-        """The identity that the newest claim gives a stream whose manifests are all damaged; "" if there is none. Where
-        claims are signed none is believed: they may be those of an earlier stream of the name."""
+    def stream_id(self) -> str:
+        """The ID that the newest claim gives a stream whose manifests are all damaged, or "". Where claims
+        are signed none is believed: they may be those of an earlier stream of the name."""
         listed = {} if self._trusted else self._listed(0)
         newest = self._first(sorted(listed, reverse=True), listed, "")
-        return newest.identity if newest else ""
+        return newest.stream_id if newest else ""
 
-    def after(self, epoch: int, publisher: str, identity: str) -> int | None:
+    def after(self, epoch: int, publisher: str, stream_id: str) -> int | None:
         """An epoch after ``epoch`` that another publisher has claimed. One listing where there is none.
         ``publisher``'s own are none: the reply to one was lost.
 
@@ -58,9 +58,9 @@ class Claims:
         one of that stream, or be made by somebody who could not read this one's manifests any more.
         """
         listed = self._listed(epoch)
-        found = self._first(sorted(listed), listed, identity, publisher)
+        found = self._first(sorted(listed), listed, stream_id, publisher)
         while found and found.publisher == publisher:
-            found = self._first([e for e in sorted(listed) if e > found.epoch], listed, identity, publisher)
+            found = self._first([e for e in sorted(listed) if e > found.epoch], listed, stream_id, publisher)
         return found.epoch if found else None
 
     def _listed(self, after: int) -> dict[int, int]:
@@ -68,10 +68,10 @@ class Claims:
         the numbers."""
         infos = self._store.list(self._names.epochs, self._names.epoch(after))
         named = {name.epoch: i.nbytes for i in infos if isinstance(name := self._names.parse(i.name), EpochName)}
-        return {epoch: named[epoch] for epoch in in_reach(named, after)}
+        return {epoch: named[epoch] for epoch in plausible(named, after)}
 
     def _first(
-        self, epochs: list[int], listed: dict[int, int], identity: str, publisher: str | None = None
+        self, epochs: list[int], listed: dict[int, int], stream_id: str, publisher: str | None = None
     ) -> Claim | None:
         """The first claim that counts."""
 
@@ -82,7 +82,7 @@ class Claims:
                 lambda: self._store.get(self._names.epoch(epoch)),
                 lambda data: read_claim(data, self._names.stream, epoch, self._trusted),
             )
-            if self._trusted and identity and claim.identity != identity and claim.previous != publisher:
+            if self._trusted and stream_id and claim.stream_id != stream_id and claim.previous != publisher:
                 raise Untrusted(f"the claim to epoch {epoch} is one to another stream of this name")
             return claim
 

@@ -45,7 +45,7 @@ class _Doubt(NamedTuple):
     error: PulseError
 
 
-class Doubts:
+class UnreadableObjects:
     """What was refused among numbered objects. A look reads at most 32 MiB, and no more than 256 objects.
 
     ``on_refused`` is told of each object the first time that it is refused.

@@ -11,7 +11,7 @@ _MOST = 1 << 14
 _MOST_BYTES = 32 << 20
 
 
-class KeptManifests:
+class ManifestCache:
     """The manifests read last. Aliases equal to those of the manifest before are held once: a model with hundreds of
     tied names has the same ones in each version. May be used from several threads."""
 

@@ -19,7 +19,7 @@ from ..events import Metadata
 
 FORMAT = "pulse.manifest.1"
 MAX_PARTS = 1 << 16
-_MAX_STRETCHES = 64
+_MAX_WINDOWES = 64
 _MAX_SPAN = 64
 MAX_BYTES = 16 << 20
 MAX_NUMBER = (1 << 63) - 1
@@ -64,9 +64,9 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.1".
 
-    ``identity`` is the stream's: 32 random hexadecimal digits, chosen at its birth, which tell it from every other
+    ``stream_id`` is the stream's: 32 random hexadecimal digits, chosen at its birth, which tell it from every other
     stream of this name. ``remembers`` are the changes of the versions before it by which patches from it may be coded,
-    or the last of them: stretches of so many versions, oldest first. ``root`` is the root of the state, which
+    or the last of them: windows of so many versions, oldest first. ``root`` is the root of the state, which
     has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the other names of tied tensors to the stored
     ones; ``metadata`` is the publisher's own data. ``epoch`` is the publisher's claim to the stream, ``publisher`` a
     random identifier of the process that wrote the manifest: two publishers never write equal manifests. ``digest`` is
@@ -76,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     format: str
     stream: str
-    identity: str
+    stream_id: str
     version: int
     epoch: int
     root: str
@@ -140,8 +140,8 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
 def _flaws(manifest: Manifest) -> Iterator[str]:
     """What is wrong with the values of a manifest that is well-formed."""
     patch, anchor = manifest.patch, manifest.anchor
-    if not is_identity(manifest.identity):
-        yield f"has the identity {manifest.identity!r}"
+    if not is_stream_id(manifest.stream_id):
+        yield f"has the stream_id {manifest.stream_id!r}"
     payloads = [*(patch.parts if patch else ()), *(anchor.shards if anchor else ())]
     if patch and (not 0 <= patch.base < manifest.version or not patch.parts):
         yield f"has a patch from version {patch.base}"
@@ -150,7 +150,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     if anchor and manifest.remembers:
         yield "remembers what who starts at its anchor cannot know"
     spans = manifest.remembers
-    if len(spans) > _MAX_STRETCHES or any(not 0 < span <= _MAX_SPAN for span in spans):
+    if len(spans) > _MAX_WINDOWES or any(not 0 < span <= _MAX_SPAN for span in spans):
         yield "remembers what cannot have been"
     if patch and len({part.sha256 for part in patch.parts}) < len(patch.parts):
         yield "lists a part twice"
@@ -179,8 +179,8 @@ def is_digest(text: str) -> bool:
     return _HEX64.fullmatch(text) is not None
 
 
-def is_identity(text: object) -> bool:
-    """Whether ``text`` can be a stream's identity."""
+def is_stream_id(text: object) -> bool:
+    """Whether ``text`` can be a stream ID."""
     return isinstance(text, str) and _IDENTITY.fullmatch(text) is not None
 
 

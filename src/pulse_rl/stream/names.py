@@ -204,7 +204,7 @@ class GroupNames:
         return note if group == self.group else None
 
 
-def first_free(taken: Iterable[int], after: int) -> int:
+def next_unused(taken: Iterable[int], after: int) -> int:
     """The first number above ``after`` that is not ``taken``. Raises StreamError where there is none."""
     free = after + 1
     for number in sorted(number for number in taken if number > after):
@@ -216,7 +216,7 @@ def first_free(taken: Iterable[int], after: int) -> int:
     return free
 
 
-def in_reach(numbers: Iterable[int], after: int) -> list[int]:
+def plausible(numbers: Iterable[int], after: int) -> list[int]:
     """The ascending ``numbers`` up to the first that lies so far above the one before, or above ``after``, that only
     junk can."""
     found: list[int] = []

@@ -26,22 +26,22 @@ NOBODY = "0" * 16
 
 
 class Claim(NamedTuple):
-    """A publisher's claim to an ``epoch`` of the stream ``stream`` with this ``identity``. ``publisher`` is a random
+    """A publisher's claim to an ``epoch`` of the stream ``stream`` with this ``stream_id``. ``publisher`` is a random
     word, 16 hexadecimal digits, ``previous`` that of the claim before, `NOBODY` for the first."""
 
     stream: str
-    identity: str
+    stream_id: str
     epoch: int
     publisher: str
     previous: str = NOBODY
 
     def to_bytes(self, signer: Signer | None) -> bytes:
         signature = _signed(self._message, signer)
-        return " ".join([self.publisher, self.identity, self.previous, *signature]).encode()
+        return " ".join([self.publisher, self.stream_id, self.previous, *signature]).encode()
 
     @property
     def _message(self) -> bytes:
-        words = f"{self.stream} {self.identity} {self.epoch} {self.publisher} {self.previous}"
+        words = f"{self.stream} {self.stream_id} {self.epoch} {self.publisher} {self.previous}"
         return f"pulse.claim.1 {words}".encode()
 
 
@@ -63,13 +63,13 @@ def fold_name(base: int, version: int, parts: Iterable[Payload]) -> FoldName:
     return FoldName(version, base, sum(part.bytes for part in found), sha256(_list_of(found)).hexdigest())
 
 
-def write_fold(stream: str, identity: str, fold: FoldName, parts: Iterable[Payload], signer: Signer | None) -> bytes:
+def write_fold(stream: str, stream_id: str, fold: FoldName, parts: Iterable[Payload], signer: Signer | None) -> bytes:
     """What a fold's link holds: the list of its parts and, if there is a ``signer``, a signature."""
-    return _list_of(parts) + " ".join(_signed(_fold_message(stream, identity, fold), signer)).encode()
+    return _list_of(parts) + " ".join(_signed(_fold_message(stream, stream_id, fold), signer)).encode()
 
 
 def read_fold(
-    data: bytes, stream: str, identity: str, fold: FoldName, trusted: TrustedKeys | None
+    data: bytes, stream: str, stream_id: str, fold: FoldName, trusted: TrustedKeys | None
 ) -> tuple[Payload, ...]:
     """The parts that a fold's link lists. Raises FormatError where it is not the list that the link's name promises,
     and Untrusted unless one of the keys, if any, signed it."""
@@ -83,7 +83,7 @@ def read_fold(
     if trusted:
         found = _SIGNED.fullmatch(data[len(listed) :].decode("ascii", "replace"))
         signature = Signature(found[1], found[2]) if found else None
-        trusted.check_message(_fold_message(stream, identity, fold), signature, what)
+        trusted.check_message(_fold_message(stream, stream_id, fold), signature, what)
     return parts
 
 
@@ -91,8 +91,8 @@ def _list_of(parts: Iterable[Payload]) -> bytes:
     return b"".join(f"{part.sha256} {part.bytes}\n".encode() for part in parts)
 
 
-def _fold_message(stream: str, identity: str, fold: FoldName) -> bytes:
-    return f"pulse.fold.1 {stream} {identity} {fold.base} {fold.version} {fold.nbytes} {fold.sha256}".encode()
+def _fold_message(stream: str, stream_id: str, fold: FoldName) -> bytes:
+    return f"pulse.fold.1 {stream} {stream_id} {fold.base} {fold.version} {fold.nbytes} {fold.sha256}".encode()
 
 
 def _signed(message: bytes, signer: Signer | None) -> list[str]:

@@ -23,9 +23,9 @@ from . import manifest as manifests
 from .anchor import RangeReader
 from .chain import Link, named
 from .claims import Claims
-from .doubts import Doubts, read_again
-from .kept import KeptManifests
-from .manifest import Manifest, Payload, is_identity
+from .doubts import UnreadableObjects, read_again
+from .kept import ManifestCache
+from .manifest import Manifest, Payload, is_stream_id
 from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
 from .signed_records import MAX_FOLD_BYTES, fold_name, read_fold, write_fold
 from .signing import Signer, TrustedKeys
@@ -44,7 +44,7 @@ class Stream:
     """Versions, payloads, claims, and links: objects whose names say all that planning needs (docs/format.md, 6).
 
     Raises InvalidName. With ``trusted`` keys only what one of them has signed is believed. ``signer`` signs claims and
-    folds' links. ``identity``: only versions of this very stream are read; None: of whatever stream has the name. The
+    folds' links. ``stream_id``: only versions of this very stream are read; None: of whatever stream has the name. The
     listener ``on_refused`` is told once of each version that `newest` passes over.
     """
 
@@ -55,21 +55,21 @@ class Stream:
         trusted: TrustedKeys | None = None,
         *,
         signer: Signer | None = None,
-        identity: str | None = None,
+        stream_id: str | None = None,
         on_refused: Callable[[int, PulseError], None] | None = None,
     ) -> None:
-        if identity is not None and not is_identity(identity):
-            raise InputError(f"{identity!r} is not a stream's identity", hint="It has 32 hexadecimal digits.")
+        if stream_id is not None and not is_stream_id(stream_id):
+            raise InputError(f"{stream_id!r} is not a stream ID", hint="It has 32 hexadecimal digits.")
         self.store = store
         self.name = name
         self.names = StreamNames(name)
-        self.identity = identity
+        self.stream_id = stream_id
         self.claims = Claims(store, self.names, signer, trusted)
         self._signer = signer
         self._trusted = trusted
         self._on_refused = on_refused
-        self._doubts, self._doubts_of_anybody = Doubts(on_refused), Doubts()
-        self._manifests = KeptManifests()
+        self._doubts, self._doubts_of_anybody = UnreadableObjects(on_refused), UnreadableObjects()
+        self._manifests = ManifestCache()
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
         self._accepted: int | None = None
@@ -115,7 +115,7 @@ class Stream:
         if not self._is_ours(manifest):
             raise Untrusted(
                 f"the manifest of version {version} of {self.name!r} is of another stream of this name, "
-                f"{manifest.identity}, not {self.identity}",
+                f"{manifest.stream_id}, not {self.stream_id}",
                 hint="The stream was begun anew, or someone else writes to the store.",
             )
         return manifest
@@ -153,10 +153,10 @@ class Stream:
 
     def forget(self) -> None:
         """Forgets the manifests that were read, and which stream they were of."""
-        self._manifests = KeptManifests()
-        self._doubts = Doubts(self._on_refused)
+        self._manifests = ManifestCache()
+        self._doubts = UnreadableObjects(self._on_refused)
         self._accepted = None
-        self.identity = None
+        self.stream_id = None
 
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest, which commits its version. False when the version is taken."""
@@ -201,7 +201,7 @@ class Stream:
         """Lists a fold of one part or several."""
         fold = fold_name(base, version, parts)
         hit("fold.before")
-        self.store.put(self.names.fold(fold), write_fold(self.name, self.identity or "", fold, parts, self._signer))
+        self.store.put(self.names.fold(fold), write_fold(self.name, self.stream_id or "", fold, parts, self._signer))
 
     def put_fold_record(self, link: Link, record: bytes) -> None:
         """Lists a fold as another store does, whose `fold_record` this is."""
@@ -237,12 +237,12 @@ class Stream:
             raise FormatError(f"{name} has more than {MAX_FOLD_BYTES} bytes")
 
         def parse(data: bytes) -> tuple[tuple[Payload, ...], bytes]:
-            return read_fold(data, self.name, self.identity or "", fold, self._trusted), data
+            return read_fold(data, self.name, self.stream_id or "", fold, self._trusted), data
 
         return read_again(lambda: self.store.get(name), parse)
 
     def _is_ours(self, manifest: Manifest) -> bool:
-        return not self.identity or manifest.identity == self.identity
+        return not self.stream_id or manifest.stream_id == self.stream_id
 
     def _kept(self, version: int) -> Manifest | None:
         """The manifest of a version of this stream that was read before."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..patch.blocks import Block
 from ..patch.header import BlockEntry
-from ..patch.history import History, HistoryName, Records, Stretch
+from ..patch.history import History, HistoryName, Records, Window
 from ..state.tensors import DType, TensorSpec
 from ..sync.remember import Memory
 from .last_changes import CLASSES, OCTAVES
@@ -27,16 +27,16 @@ def first_step(last: int) -> int:
 
 def steps_to_code(last: int) -> set[int]:
     """Some of the steps that count, which cost what all do: all, or one for each number of versions since the last
-    stretch was merged, evenly spread. The rare ones where all has just been forgotten are passed over."""
+    window was merged, evenly spread. The rare ones where all has just been forgotten are passed over."""
     steps, rule = range(first_step(last), last + 1), Memory()
-    if len(steps) <= rule.stretch:
+    if len(steps) <= rule.window:
         return set(steps)
     found: dict[int, int] = {}
-    for i in range(rule.stretch):
-        target = steps[0] + i * (len(steps) - 1) / (rule.stretch - 1)
-        left = [new for new in steps if (new - 1) % rule.anew and (new - 1) % rule.stretch not in found]
+    for i in range(rule.window):
+        target = steps[0] + i * (len(steps) - 1) / (rule.window - 1)
+        left = [new for new in steps if (new - 1) % rule.anew and (new - 1) % rule.window not in found]
         new = min(left, key=lambda new: abs(new - target))
-        found[(new - 1) % rule.stretch] = new
+        found[(new - 1) % rule.window] = new
     return set(found.values())
 
 
@@ -56,18 +56,18 @@ class Remembered:
     def take(self, records: Mapping[int, Records], version: int, *, threads: int | None = None) -> None:
         """The next version, and what is to be remembered of it by index of the block."""
         self.before = self.now
-        stretch = Stretch(1, _ROOT, records)
+        window = Window(1, _ROOT, records)
         nbytes = sum(self._nbytes.values())
-        self.now = self._rule.after(self.now, stretch, version - 1, version, self._specs, nbytes, threads=threads)
+        self.now = self._rule.after(self.now, window, version - 1, version, self._specs, nbytes, threads=threads)
 
     def keep(self, indices: Collection[int]) -> None:
         """Lets go of all other blocks."""
         self._nbytes = {index: nbytes for index, nbytes in self._nbytes.items() if index in indices}
-        stretches = []
-        for stretch in self.now.stretches:
-            kept = {index: records for index, records in stretch.records.items() if index in indices}
-            stretches.append(stretch._replace(records=kept))
-        self.now = self.before = History(tuple(stretches))
+        windows = []
+        for window in self.now.windows:
+            kept = {index: records for index, records in window.records.items() if index in indices}
+            windows.append(window._replace(records=kept))
+        self.now = self.before = History(tuple(windows))
 
 
 class HistoryTally:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from .._util.threads import ordered_map
 from ..errors import ChainGap, CorruptManifest, DigestMismatch, FormatError, InputError, WrongHistory
-from ..events import PathFailed, PhaseTimer, progress_to
+from ..events import FallbackUsed, PhaseTimer, progress_to
 from ..patch import parse_patch
 from ..patch.header import MAX_HEADER_BYTES
 from ..patch.history import History
-from ..patch.part import PartPatch
+from ..patch.part import SelectedPatch
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec, check_tensor_name
 from ..stream import anchor
@@ -36,7 +36,7 @@ class _Fetched(NamedTuple):
     planned: Link
     link: Link
     manifest: Manifest | None = None
-    payload: list[bytes] | PartPatch | None = None
+    payload: list[bytes] | SelectedPatch | None = None
     error: Exception | None = None
 
 
@@ -81,7 +81,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     if not (wanting and route.lacks_history(item.planned, item.link)):
                         route.avoid(item.planned, item.link, error)
                     if host.listener:
-                        host.listener(PathFailed(stream.name, str(item.link), str(error), error.kind))
+                        host.listener(FallbackUsed(stream.name, str(item.link), str(error), error.kind))
                     break
                 finally:
                     timer.end("restore" if item.link.base is None else "apply")
@@ -108,7 +108,7 @@ def _fetch_ahead(stream: Stream, path: list[Link], host: HostState) -> Generator
             manifest = stream.manifest(planned.version)
             link = stream.resolved(planned)
             payload = _payload_of(stream, link, manifest, host.selection, held)
-            if isinstance(payload, PartPatch):
+            if isinstance(payload, SelectedPatch):
                 link = link._replace(nbytes=payload.read)
             return _Fetched(planned, link, manifest, payload)
         except BROKEN_LINK as error:
@@ -119,7 +119,7 @@ def _fetch_ahead(stream: Stream, path: list[Link], host: HostState) -> Generator
 
 def _payload_of(
     stream: Stream, link: Link, manifest: Manifest, selection: Selection | None, held: StateDigest | None
-) -> list[bytes] | PartPatch | None:
+) -> list[bytes] | SelectedPatch | None:
     if link.base is None:
         return None
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
@@ -144,7 +144,7 @@ def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
     if link.base != host.version:
         raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
     payload = fetched.payload
-    patch = payload if isinstance(payload, PartPatch) else parse_patch(payload, host.digest)
+    patch = payload if isinstance(payload, SelectedPatch) else parse_patch(payload, host.digest)
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
     _check_aliases(manifest, patch.header.specs)

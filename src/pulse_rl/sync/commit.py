@@ -12,7 +12,7 @@ from ..events import Metadata, PhaseTimer, Published
 from ..stream import manifest as manifests
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
-from ..stream.names import first_free, in_reach
+from ..stream.names import next_unused, plausible
 from ..stream.stream import Stream
 from .upload import Uploaded
 
@@ -54,9 +54,9 @@ class Committer:
         return self.head.version if self.head else None
 
     @property
-    def identity(self) -> str:
-        """The stream's identity, chosen here where the stream has none."""
-        return self._stream.identity or self._minted
+    def stream_id(self) -> str:
+        """The stream's ID, chosen here where the stream has none."""
+        return self._stream.stream_id or self._minted
 
     def check(self) -> None:
         """Raises PublisherConflict if this publisher has been superseded."""
@@ -66,14 +66,14 @@ class Committer:
     def take(self) -> None:
         """Finds the head, and claims the stream if that is still to be done."""
         self._find_head()
-        if self._claimed_as != self.identity:
+        if self._claimed_as != self.stream_id:
             self._claim()
 
     def reclaim(self) -> None:
         """The store no longer holds the head: claims the stream again, and goes on from there. Raises PublisherConflict
         if somebody else has begun another stream under its name."""
         other = self._stream.newest(anybody=True).manifest
-        if other and other.identity != self.identity:
+        if other and other.stream_id != self.stream_id:
             self._refuse(f"the stream {self._stream.name!r} was deleted and begun anew by another publisher")
         self._find_head()
         self._claim()
@@ -83,7 +83,7 @@ class Committer:
         return Manifest(
             format=manifests.FORMAT,
             stream=self._stream.name,
-            identity=self.identity,
+            stream_id=self.stream_id,
             version=self.next,
             epoch=self.epoch,
             root=content.root,
@@ -116,7 +116,7 @@ class Committer:
         False if the version is taken: by an older publisher that did not know yet that it was superseded, which is the
         head then, or by what is no version of this stream, which is passed over.
         """
-        newer = self._stream.claims.after(self.epoch, self.publisher, self._stream.identity or "")
+        newer = self._stream.claims.after(self.epoch, self.publisher, self._stream.stream_id or "")
         if newer:
             self._refuse(f"another publisher has taken over {self._stream.name!r} with epoch {newer}")
         if not self._stream.commit(manifest):
@@ -127,7 +127,7 @@ class Committer:
             self._find_head()
             return False
         self.head, self.next = manifest, manifest.version + 1
-        self._stream.identity = manifest.identity
+        self._stream.stream_id = manifest.stream_id
         if manifest.anchor:
             # Listed for new workers. The manifest names it too, so failing to list it does not fail the publish.
             with suppress(StoreError):
@@ -141,18 +141,18 @@ class Committer:
             found = self._stream.newest()
         if found.manifest:
             self.head = found.manifest
-            self._stream.identity = self._stream.identity or found.manifest.identity or None
+            self._stream.stream_id = self._stream.stream_id or found.manifest.stream_id or None
         elif found.listed and begins:  # all are damaged, or a stranger's
-            self._minted = self._stream.claims.identity() or self._minted
+            self._minted = self._stream.claims.stream_id() or self._minted
         last = -1 if self.version is None else self.version
         if begins:  # what cannot be read may have been versions, and no number is used again
-            last = max(in_reach((version for version in found.listed if version > last), last), default=last)
-        self.next = first_free(found.listed, last)
+            last = max(plausible((version for version in found.listed if version > last), last), default=last)
+        self.next = next_unused(found.listed, last)
 
     def _claim(self) -> None:
         above = max(self.head.epoch if self.head else 0, self.epoch)
-        self.epoch = self._stream.claims.take(self.publisher, self.identity, above, born=bool(self._stream.identity))
-        self._claimed_as = self.identity
+        self.epoch = self._stream.claims.take(self.publisher, self.stream_id, above, born=bool(self._stream.stream_id))
+        self._claimed_as = self.stream_id
 
     def _refuse(self, reason: str) -> NoReturn:
         self._refused = f"{reason}; the chain is intact"
@@ -175,6 +175,6 @@ def published_as(manifest: Manifest, timer: PhaseTimer, reason: str, blocked_sec
         phases=timer.seconds,
         metadata=manifest.metadata,
         reason=reason,
-        identity=manifest.identity,
+        stream_id=manifest.stream_id,
         blocked_seconds=seconds if blocked_seconds is None else blocked_seconds,
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..state import bits
 from ..state.device import DeviceTensor, page_locked
-from ..state.snapshot import own_tensors, parted, snapshot, united
+from ..state.snapshot import merge, own_tensors, snapshot, split
 from ..state.tensors import State, UIntArray
 from .host_state import HostState
 from .order import Order
@@ -116,15 +116,15 @@ class DeviceBaseline:
 
     def _changed(self, state: State, resident: Mapping[str, DeviceTensor], before: State) -> Seen:
         found = {name: _differences(self._held[name], tensor) for name, tensor in resident.items()}
-        on_devices, others = parted(state, resident)
+        on_devices, others = split(state, resident)
         data = {name: ChangedTensor(before.read(name), differences) for name, differences in found.items()}
-        return Seen(united(State(on_devices.specs, data, on_devices.aliases), others), False, resident)
+        return Seen(merge(State(on_devices.specs, data, on_devices.aliases), others), False, resident)
 
     def _copied(self, state: State, resident: Mapping[str, DeviceTensor]) -> Seen:
-        on_devices, others = parted(state, resident)
+        on_devices, others = split(state, resident)
         copied = snapshot(State(on_devices.specs, resident, on_devices.aliases))
         copied.copies.wait()
-        return Seen(united(copied.state, others), not len(others), resident)
+        return Seen(merge(copied.state, others), not len(others), resident)
 
     @contextmanager
     def _own_streams(self, tensors: Iterable[DeviceTensor]) -> Iterator[None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import StateMismatch
 from ..events import PhaseTimer, progress_to
 from ..patch import BuiltPatch, build_patch
-from ..patch.history import History, Stretch
+from ..patch.history import History, Window
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..stream.manifest import Manifest
@@ -37,9 +37,9 @@ class PatchDraft:
     def history(self, baseline: HostState, version: int, memory: Memory) -> History:
         """What is remembered at ``version``, which this is to become."""
         state, records = baseline.state, self.built.records
-        stretch = None if records is None else Stretch(1, baseline.digest.root, records)
+        window = None if records is None else Window(1, baseline.digest.root, records)
         return memory.after(
-            baseline.history, stretch, self.base, version, state.specs, state.nbytes, threads=baseline.threads
+            baseline.history, window, self.base, version, state.specs, state.nbytes, threads=baseline.threads
         )
 
     def take_effect(self, baseline: HostState, manifest: Manifest, history: History) -> None:

@@ -12,7 +12,7 @@ import secrets
 from contextlib import suppress
 from typing import NamedTuple
 
-from .._util.serial import Unique
+from .._util.serial import NotCopyable
 from ..errors import InputError, MemberConflict, NotFound, PulseError, StoreError
 from ..stream.names import AWAY, EMPTY, STAGED, SWITCHED, GroupNames, NoteName, check_word
 from .notes import DEFAULT_TIMEOUT_SECONDS, Notes, read_notes
@@ -31,7 +31,7 @@ class _Staged(NamedTuple):
     update: Update | None
 
 
-class Member(Unique):
+class Member(NotCopyable):
     """One worker of a group: ``name`` is unique in ``group``, and each member has its own ``subscriber``.
 
     Call `poll` regularly, at least a few times in ``timeout_seconds``, which is the same for all members: one that has

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .._util.faults import hit
-from .._util.serial import unstoppable
+from .._util.serial import shield
 from .._util.threads import Stopped
 from ..codec import Changes
 from ..errors import CorruptPatch, DigestMismatch, FormatError, IntegrityError, StateMismatch, WrongHistory
 from ..events import Listener, progress_to
 from ..patch import AppliedPatch, BuiltPatch, Patch, advance_state, apply_patch
-from ..patch.history import History, Stretch
-from ..patch.part import PartPatch
+from ..patch.history import History, Window
+from ..patch.part import SelectedPatch
 from ..patch.undo import by_whole_blocks
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
@@ -150,7 +150,7 @@ class HostState:
     def apply(
         self,
         link: Link,
-        patch: Patch | PartPatch,
+        patch: Patch | SelectedPatch,
         aliases: Mapping[str, str],
         remembers: Sequence[int] = (),
     ) -> None:
@@ -182,7 +182,7 @@ class HostState:
                 self._at = replace(at, history=_NOTHING, knows=False)
             self.poisoned = False  # refused, or undone to the last bit
             raise
-        with unstoppable():
+        with shield():
             delivery = at.delivery.after_patch(link, applied.changes, at.state)
             history = self._remembered(link, patch, applied, remembers)
             knows = history.spans == tuple(remembers)
@@ -194,7 +194,7 @@ class HostState:
         hit("apply.after")
 
     def _remembered(
-        self, link: Link, patch: Patch | PartPatch, applied: AppliedPatch, remembers: Sequence[int]
+        self, link: Link, patch: Patch | SelectedPatch, applied: AppliedPatch, remembers: Sequence[int]
     ) -> History:
         """The history after a patch that was applied: as far as it can be had, that of these spans."""
         at, specs = self._position, patch.header.specs
@@ -202,7 +202,7 @@ class HostState:
             return _NOTHING
         assert link.base is not None
         span = link.version - link.base if link.is_fold else 1
-        longer = at.history.then(Stretch(span, at.digest.root, applied.records))
+        longer = at.history.then(Window(span, at.digest.root, applied.records))
         history = longer.regrouped(remembers, specs, threads=self.threads)
         return history.within(_most_records(patch))
 
@@ -246,5 +246,5 @@ class HostState:
         return self._at
 
 
-def _most_records(patch: Patch | PartPatch) -> int:
+def _most_records(patch: Patch | SelectedPatch) -> int:
     return sum(spec.nbytes for spec in patch.header.specs) // _LARGEST_SHARE

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ..errors import FormatError, IntegrityError, PulseError, StoreError, StreamError, StreamReplaced
-from ..events import Listener, PathFailed
+from ..errors import FormatError, IntegrityError, PulseError, StoreError, StreamError, StreamRecreated
+from ..events import FallbackUsed, Listener
 from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
@@ -42,7 +42,7 @@ class Nearest:
 
     def move_to_newest(self, host: HostState) -> dict[str, float]:
         """Moves to the newest version; returns seconds by phase (see `Synced`). Raises what the last of the stores
-        raises where none could be read, and StreamReplaced where the origin is another stream now."""
+        raises where none could be read, and StreamRecreated where the origin is another stream now."""
         if len(self.streams) == 1:
             return move_to_newest(host, self.streams[0])
         phases: dict[str, float] = {}
@@ -53,7 +53,7 @@ class Nearest:
                 self._add(phases, move_to_newest(host, stream))
                 self._agree_with(stream, host)
                 answered, error = True, None
-            except StreamReplaced as replaced:
+            except StreamRecreated as replaced:
                 if self._is_origin(place):
                     raise
                 error = self._pass(place, replaced)
@@ -114,16 +114,16 @@ class Nearest:
         for stream in self.streams:
             stream.forget()
         self._ahead = None
-        self.identify(newest.identity if newest else "")
+        self.adopt_id(newest.stream_id if newest else "")
 
-    def identify(self, identity: str) -> None:
+    def adopt_id(self, stream_id: str) -> None:
         """Says whose stream it is in all stores, "" where nothing says so."""
         for stream in self.streams:
-            stream.identity = identity or None
+            stream.stream_id = stream_id or None
 
     def _is_late(self, version: int, place: int) -> bool:
         """Whether a store farther than the one at ``place`` has had a version above ``version`` for too long. Raises
-        StreamReplaced if the origin is another stream now."""
+        StreamRecreated if the origin is another stream now."""
         now = time.monotonic()
         if self._ahead and version >= self._ahead[0]:
             self._ahead = None
@@ -137,7 +137,7 @@ class Nearest:
                         self._ahead = self._ahead or (found.manifest.version, now)
                     else:
                         check_identity(version, stream, found)
-                except StreamReplaced:
+                except StreamRecreated:
                     if self._is_origin(there):
                         raise
                 except _PASSED as refused:
@@ -150,14 +150,14 @@ class Nearest:
 
     def _agree_with(self, stream: Stream, host: HostState) -> None:
         if host.version is not None:
-            self.identify(stream.identity or "")
+            self.adopt_id(stream.stream_id or "")
         if host.version is not None and host.version != self._at:
             self._followed, self._at = stream, host.version
 
     def _pass(self, place: int, error: PulseError) -> PulseError:
         if self._listener:
             where = f"store {place + 1} of {len(self.streams)}"
-            self._listener(PathFailed(self.streams[place].name, where, str(error), error.kind))
+            self._listener(FallbackUsed(self.streams[place].name, where, str(error), error.kind))
         return error
 
     @staticmethod

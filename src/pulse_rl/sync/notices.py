@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..events import Listener, Notice
+from ..events import Hint, Listener
 from ..patch.blocks import cut
 from ..state.cast import is_wide
 from ..state.wrappers import is_wrapped
@@ -12,7 +12,7 @@ _DENSE = 0.5
 
 
 class Notices:
-    """Hands `Notice` to ``listener``, each kind once. ``stream`` is the stream's name."""
+    """Hands `Hint` to ``listener``, each kind once. ``stream`` is the stream's name."""
 
     def __init__(self, stream: str, listener: Listener | None) -> None:
         self._stream = stream
@@ -50,7 +50,7 @@ class Notices:
     def _give(self, version: int, kind: str, reason: str, hint: str) -> None:
         assert self._listener is not None
         self._given.add(kind)
-        self._listener(Notice(self._stream, version, kind, reason, hint))
+        self._listener(Hint(self._stream, version, kind, reason, hint))
 
 
 def _wide_density(draft: Draft) -> float:

@@ -10,7 +10,7 @@ from ..state.cast import CastState
 from ..state.checkpoint import StateSource, as_state
 from ..state.device import recorded
 from ..state.rounding import compute_dtype_named
-from ..state.snapshot import Snapshot, copied_within_devices, cuda_tensors, own_tensors, parted, snapshot, united
+from ..state.snapshot import Snapshot, copied_within_devices, cuda_tensors, merge, own_tensors, snapshot, split
 from ..state.tensors import DType, State
 from ..stream.manifest import checked_metadata
 
@@ -52,7 +52,7 @@ class Order(NamedTuple):
         if spare:
             spare.resident = None  # before the same is asked for again
         order = self.within_devices() if on_device == "baseline" else self
-        resident, source = parted(order.source, own_tensors(order.source))
+        resident, source = split(order.source, own_tensors(order.source))
         dtype = order.dtype
         if dtype and not cuda_tensors(source):
             source, dtype = CastState(source, dtype), None
@@ -79,4 +79,4 @@ class Taken:
             event.synchronize()
         if self.resident is None:
             return self.order
-        return self.order._replace(source=united(self.order.source, self.resident), owned=False)
+        return self.order._replace(source=merge(self.order.source, self.resident), owned=False)

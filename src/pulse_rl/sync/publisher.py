@@ -13,19 +13,19 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from .. import codec as codecs
-from .._util.serial import SerialThread, Unique, unstoppable
+from .._util.serial import NotCopyable, SerialThread, shield
 from .._util.settings import checked_collection, checked_number
 from .._util.threads import checked_threads
-from .._util.weak import weakly
+from .._util.weak import weak_callback
 from ..errors import InputError, PublisherConflict, PulseError
 from ..events import (
+    BaselineRestored,
     Event,
+    FallbackUsed,
     Listener,
     Metadata,
-    PathFailed,
     PhaseTimer,
     Published,
-    Resumed,
     checked_listener,
     failures_to,
 )
@@ -65,7 +65,7 @@ class _Pending(NamedTuple):
     uploaded: float
 
 
-class Publisher(Unique):
+class Publisher(NotCopyable):
     """Publishes the states of one policy as versions 0, 1, 2 … of a stream. A context manager (see `close`).
 
     ``store``: a store, or its address (see `open_store`). ``stream``: its name; a stream that exists is continued.
@@ -76,7 +76,7 @@ class Publisher(Unique):
     for every BF16 weight that changed within a span (``pulse fold`` makes them on any machine). ``signer`` signs every
     manifest, claim and fold; then only
     what is signed by its key or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed.
-    ``identity``: the stream's (`Manifest.identity`) where the caller knows it; versions of another stream of this
+    ``stream_id``: the stream's (`Manifest.stream_id`) where the caller knows it; versions of another stream of this
     name are then passed over.
 
     A patch that is no smaller than an anchor is not stored: the version is an anchor alone, and `Published.reason` says
@@ -104,7 +104,7 @@ class Publisher(Unique):
         folds: Collection[int] = (),
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
-        identity: str | None = None,
+        stream_id: str | None = None,
         on_device: str | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
@@ -126,8 +126,8 @@ class Publisher(Unique):
             stream,
             TrustedKeys(keys) if keys else None,
             signer=signer,
-            identity=identity,
-            on_refused=weakly(self._refused),
+            stream_id=stream_id,
+            on_refused=weak_callback(self._refused),
         )
         self._codec, self._remember = codec, history
         self._signer = signer
@@ -228,9 +228,9 @@ class Publisher(Unique):
         return self._serial.run(self._head)
 
     @property
-    def identity(self) -> str | None:
-        """The identity of the stream, 32 hexadecimal digits, for subscribers to pin; None before the first publish."""
-        return self._stream.identity
+    def stream_id(self) -> str | None:
+        """The stream's ID, 32 hexadecimal digits, for subscribers to pin; None before the first publish."""
+        return self._stream.stream_id
 
     def wait(self) -> None:
         """Waits until what was submitted is published, and the background folds are stored."""
@@ -265,7 +265,7 @@ class Publisher(Unique):
         return found.manifest
 
     def _refused(self, version: int, error: PulseError) -> None:
-        self._tell(PathFailed(self._stream.name, f"version {version}", str(error), error.kind))
+        self._tell(FallbackUsed(self._stream.name, f"version {version}", str(error), error.kind))
 
     def _forget(self) -> None:
         self._folds.wait()
@@ -337,7 +337,7 @@ class Publisher(Unique):
 
     def _commit(self, pending: _Pending) -> bool:
         """Commits, and the baseline follows. False if the version is taken: what was pending is given up then."""
-        with unstoppable():
+        with shield():
             try:
                 committed = self._committer.commit(pending.manifest)
             except PublisherConflict:
@@ -367,7 +367,9 @@ class Publisher(Unique):
                 return
             committer.reclaim()
             self._baseline = self._new_baseline()
-            self._tell(Resumed(self._stream.name, baseline.version, "anchored", "the store no longer holds it"))
+            self._tell(
+                BaselineRestored(self._stream.name, baseline.version, "anchored", "the store no longer holds it")
+            )
             return
         committer.take()
         if committer.head is None:

@@ -9,34 +9,34 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple, Self
 
-from ..patch.history import History, Stretch
+from ..patch.history import History, Window
 from ..state.tensors import TensorSpec
 
-_STRETCH = 8
+_WINDOW = 8
 _LONGEST = 16
 _SHARE = 12
 """What is remembered takes at most one part in this many of the state's bytes."""
 
 
 class Memory(NamedTuple):
-    """At a multiple of ``stretch`` versions what they changed becomes one stretch, at one of ``anew`` all is
+    """At a multiple of ``window`` versions what they changed becomes one window, at one of ``anew`` all is
     forgotten."""
 
-    stretch: int = _STRETCH
-    anew: int = _STRETCH**2
+    window: int = _WINDOW
+    anew: int = _WINDOW**2
 
     @classmethod
     def of(cls, folds: Collection[int]) -> Self:
         """So that all who come by these folds know what is remembered."""
-        first, *longer = sorted(set(folds)) or [_STRETCH]
+        first, *longer = sorted(set(folds)) or [_WINDOW]
         if first > _LONGEST:
-            return cls(_STRETCH, first)
-        return cls(first, longer[0] if longer else first * _STRETCH)
+            return cls(_WINDOW, first)
+        return cls(first, longer[0] if longer else first * _WINDOW)
 
     def after(
         self,
         history: History,
-        patch: Stretch | None,
+        patch: Window | None,
         base: int,
         version: int,
         specs: tuple[TensorSpec, ...],
@@ -53,8 +53,8 @@ class Memory(NamedTuple):
             return History()
         longer = history.then(patch)
         single = [span for span in longer.spans if span == 1]
-        merged = (self.stretch,) if len(single) == self.stretch else ()
-        spans = merged if version // self.stretch > base // self.stretch else longer.spans
+        merged = (self.window,) if len(single) == self.window else ()
+        spans = merged if version // self.window > base // self.window else longer.spans
         return longer.regrouped(spans, specs, threads=threads).within(most_remembered(nbytes))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ChainGap
-from ..events import Resumed
+from ..events import BaselineRestored
 from ..state.digest import state_digest
 from ..state.tensors import State
 from ..stream.doubts import UNREADABLE
@@ -15,7 +15,7 @@ from .host_state import HostState
 
 def resume(
     baseline: HostState, stream: Stream, head: Manifest, state: State, *, anchor_ratio: float
-) -> tuple[Resumed, int]:
+) -> tuple[BaselineRestored, int]:
     """Makes the version ``head`` the baseline: from ``state``, the caller's, if it is that version, else from the
     store.
 
@@ -30,13 +30,13 @@ def resume(
         digest = state_digest(own, source=state, threads=baseline.threads)
         if digest.root == head.root:
             baseline.adopt(version, own, digest)
-            return Resumed(stream.name, version, "matched"), since_anchor
+            return BaselineRestored(stream.name, version, "matched"), since_anchor
         del own  # before another state is restored
         catch_up(baseline, stream, version)
         baseline.acknowledge()
     except (ChainGap, *UNREADABLE) as error:
-        return Resumed(stream.name, version, "anchored", str(error)), 0
-    return Resumed(stream.name, version, "restored"), since_anchor
+        return BaselineRestored(stream.name, version, "anchored", str(error)), 0
+    return BaselineRestored(stream.name, version, "restored"), since_anchor
 
 
 def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int:

@@ -9,7 +9,7 @@ from fnmatch import translate
 from .._util.settings import checked_collection
 from ..errors import InputError, StateMismatch
 from ..events import Listener, progress_to
-from ..patch.part import PartPatch, PatchFiles, widened
+from ..patch.part import PatchFiles, SelectedPatch, widened
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State, TensorSpec
 from ..stream import anchor
@@ -60,7 +60,7 @@ class Selection:
             raise StateMismatch("the state was changed while it was copied")
         return part, digest
 
-    def fetch(self, stream: Stream, link: Link, manifest: Manifest, held: PartDigest) -> PartPatch:
+    def fetch(self, stream: Stream, link: Link, manifest: Manifest, held: PartDigest) -> SelectedPatch:
         """The blocks of the link's patch that are needed where ``held`` is, and the digests that prove the version with
         them."""
         assert link.payloads
@@ -71,7 +71,7 @@ class Selection:
         chosen = [k for k, block in enumerate(files.blocks) if any(s.spec.name in names for s in block.segments)]
         payloads = files.payloads(chosen)
         tensors = read_digests(stream, manifest.root, len(held.whole))
-        return PartPatch(files.header, payloads, tensors, files.read + len(tensors))
+        return SelectedPatch(files.header, payloads, tensors, files.read + len(tensors))
 
     def restore(
         self, stream: Stream, manifest: Manifest, *, threads: int | None, listener: Listener | None

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from .._util.serial import SerialThread, Unique
+from .._util.serial import NotCopyable, SerialThread
 from .._util.settings import checked_number, checked_path
 from .._util.threads import checked_threads
-from .._util.weak import weakly
-from ..errors import EmptyStream, InputError, PulseError, StreamReplaced, SubscriberPoisoned
-from ..events import Listener, PathFailed, Synced, checked_listener, failures_to
+from .._util.weak import weak_callback
+from ..errors import EmptyStream, InputError, PulseError, StreamRecreated, SubscriberPoisoned
+from ..events import FallbackUsed, Listener, Synced, checked_listener, failures_to
 from ..patch.history import History
 from ..patch.history_file import beside, load_history, save_history
 from ..state.checkpoint import StateSource, as_state, save
@@ -47,7 +47,7 @@ def refuse_cached_parts(selects: bool, caches: bool) -> None:
         )
 
 
-class Subscriber(Unique):
+class Subscriber(NotCopyable):
     """Holds one version of a stream in host memory and moves it forward on `sync`. A context manager; see `close`.
 
     ``store``: a store, or its address (see `open_store`); or several in order of preference, the stream's own last,
@@ -56,9 +56,9 @@ class Subscriber(Unique):
     that the worker has already, such as its checkpoint's path: where its root is that of a version of the stream,
     syncing starts there instead of from an anchor. ``cache``: a folder in which payloads are kept, not to be downloaded
     again after a restart (not with ``select``). ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each;
-    extra ``[sign]``); then only manifests that one of them has signed are accepted. ``identity``: the stream's
-    (`Manifest.identity`); without it the first version decides, and later ones of another stream of this name are
-    passed over. If the stream is deleted and begun anew, `sync` raises StreamReplaced; with ``follow_restarts`` it
+    extra ``[sign]``); then only manifests that one of them has signed are accepted. ``stream_id``: the stream's
+    (`Manifest.stream_id`); without it the first version decides, and later ones of another stream of this name are
+    passed over. If the stream is deleted and begun anew, `sync` raises StreamRecreated; with ``allow_recreated`` it
     starts over with the new one instead. ``select``: names of tensors, or patterns such as ``"layers.0.*"``: only
     these are fetched, held, verified and shown (None: all). ``threads``:
     the maximum number of threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises
@@ -80,8 +80,8 @@ class Subscriber(Unique):
         base: StateSource | None = None,
         cache: str | os.PathLike[str] | None = None,
         trusted_keys: Collection[str] | None = None,
-        identity: str | None = None,
-        follow_restarts: bool = False,
+        stream_id: str | None = None,
+        allow_recreated: bool = False,
         patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
         select: str | Collection[str] | None = None,
         threads: int | None = None,
@@ -89,8 +89,8 @@ class Subscriber(Unique):
     ) -> None:
         checked_threads(threads)
         checked_listener(on_event)
-        if follow_restarts and identity is not None:
-            raise InputError("follow_restarts contradicts a fixed identity", hint="Give one of the two.")
+        if allow_recreated and stream_id is not None:
+            raise InputError("allow_recreated contradicts a fixed stream_id", hint="Give one of the two.")
         checked_number("patience_seconds", patience_seconds)
         given: Sequence[Any] = store if isinstance(store, list | tuple) else [store]
         opened = [open_store(each) for each in given]
@@ -103,16 +103,16 @@ class Subscriber(Unique):
                 each if cache is None else CachedStore(each, checked_path(cache), payload_digest),
                 stream,
                 trusted,
-                identity=identity,
-                on_refused=weakly(self._refused),
+                stream_id=stream_id,
+                on_refused=weak_callback(self._refused),
             )
             for each in opened
         ]
         self.stream = streams[0]
         self._nearest = Nearest(streams, patience_seconds, on_event)
         self._pause = Pause(streams[0].store, patience_seconds if len(streams) > 1 else math.inf)
-        self._pinned = identity is not None
-        self._follow_restarts = follow_restarts
+        self._pinned = stream_id is not None
+        self._allow_recreated = allow_recreated
         self._serial = SerialThread("Subscriber", self._idle_seconds)
         self._selection = None if select is None else Selection(select)
         self._host = HostState(threads=threads, listener=on_event, selection=self._selection)
@@ -136,10 +136,10 @@ class Subscriber(Unique):
         return self._host.version
 
     @property
-    def identity(self) -> str | None:
-        """The identity of the stream that is followed, 32 hexadecimal digits; None until the first sync, and in streams
+    def stream_id(self) -> str | None:
+        """The ID of the stream that is followed, 32 hexadecimal digits; None until the first sync, and in streams
         without one (docs/format.md, 5)."""
-        return self.stream.identity
+        return self.stream.stream_id
 
     @property
     def root(self) -> str:
@@ -166,11 +166,11 @@ class Subscriber(Unique):
 
     def sync(self, target: int | None = None) -> Update | None:
         """Moves to version ``target`` and returns what changed; None if there is nothing newer. Without a ``target``,
-        to the newest version that can be read and reached; what lies above it is passed over with a `PathFailed`.
+        to the newest version that can be read and reached; what lies above it is passed over with a `FallbackUsed`.
 
         Everything is fetched and verified on the host before this returns, so that a worker pauses only to scatter the
         update. A missing or damaged object makes it take another path. When this raises (ChainGap, StoreUnavailable,
-        StreamReplaced …) the state rests at a verified version, at which a repeated call goes on.
+        StreamRecreated …) the state rests at a verified version, at which a repeated call goes on.
 
         What was returned and not acknowledged (`Update.acknowledge`) is returned again, together with what is newer. A
         caller that never acknowledges anything is taken to have what was returned.
@@ -276,8 +276,8 @@ class Subscriber(Unique):
     def _follow(self, newcomer: bool) -> dict[str, float]:
         try:
             return self._nearest.move_to_newest(self._host)
-        except StreamReplaced:
-            if not self._follow_restarts and not newcomer:
+        except StreamRecreated:
+            if not self._allow_recreated and not newcomer:
                 raise
             self._nearest.begin_anew()
             self._forget()
@@ -285,7 +285,7 @@ class Subscriber(Unique):
 
     def _refused(self, version: int, error: PulseError) -> None:
         if self._listener:
-            self._listener(PathFailed(self.stream.name, f"version {version}", str(error), error.kind))
+            self._listener(FallbackUsed(self.stream.name, f"version {version}", str(error), error.kind))
 
     def _settle_deliveries(self) -> None:
         """Takes note that the owner has what was delivered last: it said so; or it has never said so of any update, and
@@ -353,7 +353,7 @@ class Subscriber(Unique):
                 # are delivered with the next update.
                 if self._selection:
                     own, digest = self._selection.part_of(own, digest, manifest.aliases, threads=self._threads)
-                self._nearest.identify(self.stream.identity or manifest.identity)
+                self._nearest.adopt_id(self.stream.stream_id or manifest.stream_id)
                 history = History()
                 if isinstance(base, str | os.PathLike):
                     history = load_history(beside(Path(base)), digest.root) or history

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from .._util.jitter import jittered
-from .._util.serial import Operation, Unique, pooled
+from .._util.serial import NotCopyable, Operation, pooled
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import Stopped
 from ..errors import ConcurrentUse, InputError, PulseError
@@ -75,14 +75,14 @@ class _Followed(Turn):
         self.told = ""
 
 
-class Subscribers(Unique):
+class Subscribers(NotCopyable):
     """Follows ``streams``, hundreds of adapters say, of one ``store`` (or several, nearest first) with ``threads``
     threads in all, however many streams there are. A context manager; see `close`.
 
     `updates` yields what is new as it comes; `add` and `remove` streams at any time. Each stream is looked at every
     ``poll_seconds``, a quarter more or less; at an `HttpStore` one request waits for all of them. ``threads`` streams
     are synced at a time, each of which may read up to four patches ahead. ``bytes_per_second`` bounds what all streams
-    read together. ``cache``, ``trusted_keys``, ``follow_restarts`` and ``patience_seconds`` are those of `Subscriber`,
+    read together. ``cache``, ``trusted_keys``, ``allow_recreated`` and ``patience_seconds`` are those of `Subscriber`,
     for each. A stream that fails (`failures`, and `CallFailed` to ``on_event``) is tried again after ever longer, up to
     a minute, and holds up no other. ``on_event`` is called by one thread at a time. Raises InputError, InvalidName and
     StoreError.
@@ -98,7 +98,7 @@ class Subscribers(Unique):
         bytes_per_second: float | None = None,
         cache: str | os.PathLike[str] | None = None,
         trusted_keys: Collection[str] | None = None,
-        follow_restarts: bool = False,
+        allow_recreated: bool = False,
         patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
         on_event: Listener | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class Subscribers(Unique):
         self._stores = opened
         self._options: dict[str, Any] = {
             "trusted_keys": trusted_keys,
-            "follow_restarts": follow_restarts,
+            "allow_recreated": allow_recreated,
             "patience_seconds": patience_seconds,
             "threads": 1,
             "on_event": _one_at_a_time(checked_listener(on_event)),
@@ -147,9 +147,9 @@ class Subscribers(Unique):
         bytes_per_second: float | None = None,
         base: StateSource | None = None,
         select: str | Collection[str] | None = None,
-        identity: str | None = None,
+        stream_id: str | None = None,
     ) -> Subscriber:
-        """Follows ``stream``, too, and returns its Subscriber, which has ``base``, ``select`` and ``identity``.
+        """Follows ``stream``, too, and returns its Subscriber, which has ``base``, ``select`` and ``stream_id``.
 
         Where more streams are due than there are threads, the earliest deadline is first: the time at which a stream
         is due, and ``poll_seconds`` divided by its ``priority``. So a priority above 1 is a head start of less than
@@ -162,7 +162,9 @@ class Subscribers(Unique):
         if stream in self._followed:
             raise InputError(f"the stream {stream!r} is followed already", hint="Remove it first.")
         refuse_cached_parts(select is not None, self._caches)
-        subscriber = _Pooled(self._stores, stream=stream, base=base, select=select, identity=identity, **self._options)
+        subscriber = _Pooled(
+            self._stores, stream=stream, base=base, select=select, stream_id=stream_id, **self._options
+        )
         followed = _Followed(stream, subscriber, priority, _checked_rate(bytes_per_second))
         self._followed[stream] = followed
         self._schedule.put(followed)

@@ -13,7 +13,7 @@ import torch
 from pulse_rl import PulseError
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
 from pulse_rl.integrations.engines import derived
-from pulse_rl.integrations.engines.derived import LoadedForms
+from pulse_rl.integrations.engines.derived import PreQuantLayers
 from pulse_rl.integrations.engines.live import Scatter, Whole
 
 from .world import Model, World, stage
@@ -43,8 +43,8 @@ class QuantisedModel(Model):
             self.fused = torch.nn.Parameter(values, requires_grad=False)
             self.scale = torch.nn.Parameter(scale, requires_grad=False)
 
-    def forms(self) -> LoadedForms:
-        return LoadedForms([self], self.within)
+    def forms(self) -> PreQuantLayers:
+        return PreQuantLayers([self], self.within)
 
     @contextmanager
     def within(self) -> Iterator[None]:

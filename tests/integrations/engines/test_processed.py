@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pulse_rl.errors import UnsupportedTensor
-from pulse_rl.integrations.engines.derived import LoadedForms
-from pulse_rl.integrations.engines.processed import Group, ProcessedLayer, loaded_forms, remember, tensor_names
+from pulse_rl.integrations.engines.derived import PreQuantLayers
+from pulse_rl.integrations.engines.processed import Group, ProcessedLayer, pre_quant_layers, remember, tensor_names
 
 from .world import Model, World, stage
 
@@ -92,8 +92,8 @@ class Processed(Model):
 
         return ProcessedLayer(self, Group("", {"": self}, [self.method], process), self.before)
 
-    def forms(self) -> LoadedForms:
-        return loaded_forms([self.layer()])
+    def forms(self) -> PreQuantLayers:
+        return pre_quant_layers([self.layer()])
 
     def reachable(self) -> dict[str, torch.Tensor]:
         """All that it computes with."""

@@ -15,7 +15,7 @@ import torch
 
 import pulse_rl
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber
-from pulse_rl.errors import InputError, StateMismatch, StreamReplaced, Untrusted
+from pulse_rl.errors import InputError, StateMismatch, StreamRecreated, Untrusted
 from pulse_rl.integrations.engines.live import Journal, LiveWeights
 from pulse_rl.integrations.engines.node import Node
 from pulse_rl.integrations.engines.staging import Staging
@@ -140,7 +140,7 @@ def test_a_second_session_does_not_believe_the_checkpoint(world: World) -> None:
 
 @pytest.mark.parametrize("followed", [True, False])
 def test_a_stream_that_is_begun_anew(world: World, followed: bool) -> None:
-    session = world.session(follow_restarts=followed)
+    session = world.session(allow_recreated=followed)
     for _ in range(3):
         world.step()
     stage(session)
@@ -154,7 +154,7 @@ def test_a_stream_that_is_begun_anew(world: World, followed: bool) -> None:
         session.update(None)
         assert (session.live.version, world.live()) == (0, True)
         return
-    with pytest.raises(StreamReplaced):
+    with pytest.raises(StreamRecreated):
         stage(session)
     assert session.live.version == 3
 
@@ -162,9 +162,9 @@ def test_a_stream_that_is_begun_anew(world: World, followed: bool) -> None:
 def test_another_stream_of_the_same_name_is_not_followed(world: World) -> None:
     mine = world.publisher.head()
     assert mine is not None
-    assert world.session(identity=mine.identity).staging.held is not None
+    assert world.session(stream_id=mine.stream_id).staging.held is not None
     with pytest.raises(Untrusted, match="another stream of this name"):
-        world.session(identity="0" * 32)
+        world.session(stream_id="0" * 32)
 
 
 def test_another_version_than_the_staged_one_is_refused(world: World) -> None:
@@ -185,7 +185,7 @@ def test_a_stream_begun_anew_is_another_one_where_its_numbers_meet(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The live version has a number that the new stream has as well; an update that fails leaves it that way."""
-    session = world.session(follow_restarts=True)
+    session = world.session(allow_recreated=True)
     world.step()
     stage(session)
     session.update(None)

@@ -13,7 +13,7 @@ import torch
 
 import pulse_rl
 from pulse_rl import State
-from pulse_rl.integrations.engines.derived import LoadedForms
+from pulse_rl.integrations.engines.derived import PreQuantLayers
 from pulse_rl.integrations.engines.functional import Fresh
 from pulse_rl.integrations.engines.node import Node
 from pulse_rl.integrations.engines.session import Learnt, Session
@@ -32,8 +32,8 @@ class Model(torch.nn.Module):
         self.fused = torch.nn.Parameter(torch.zeros(8, 6, dtype=torch.bfloat16))
         self.embed = torch.nn.Parameter(torch.zeros(8, 6, dtype=torch.bfloat16))
 
-    def forms(self) -> LoadedForms:
-        return LoadedForms()
+    def forms(self) -> PreQuantLayers:
+        return PreQuantLayers()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, weight in weights:

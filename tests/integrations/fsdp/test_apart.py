@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pulse_rl import LocalStore, MemoryStore, Publisher
 from pulse_rl.errors import InputError, RankLost, StreamError
-from pulse_rl.events import Event, Resumed
+from pulse_rl.events import BaselineRestored, Event
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.trainers import Trainer, each, together
@@ -34,7 +34,7 @@ def a_listener_that_fails(trainer: Trainer) -> None:
         publisher.publish(model.state_dict())
 
     def listen(event: Event) -> None:
-        if isinstance(event, Resumed) and trainer.rank == 0 and not failed:
+        if isinstance(event, BaselineRestored) and trainer.rank == 0 and not failed:
             failed.append(event)
             raise OSError("the log's disk is full")
 

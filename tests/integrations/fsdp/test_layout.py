@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl.errors import StateMismatch
-from pulse_rl.integrations.fsdp.layout import Box, Held, Layout, ended_leaves, make_layout
+from pulse_rl.integrations.fsdp.layout import Box, Held, Layout, make_layout, whole_leaves
 from pulse_rl.integrations.fsdp.messages import of_held, of_layout, to_held, to_layout
 from pulse_rl.integrations.fsdp.windows import _put
 from pulse_rl.patch.blocks import cut
@@ -118,7 +118,7 @@ def test_blocks_tile_and_join_what_is_joined_in_the_whole_state() -> None:
 
 def test_each_leaf_ends_on_one_rank_and_shared_ones_are_whole() -> None:
     layout = four_ranks()
-    ended = [leaf for rank in range(4) for leaf in ended_leaves(layout, rank)]
+    ended = [leaf for rank in range(4) for leaf in whole_leaves(layout, rank)]
     every = [(spec.name, k) for spec in layout.specs for k in range(-(-spec.nbytes // LEAF_BYTES))]
     assert sorted(ended) == sorted(every)
     shared = list(layout.shared.values())
@@ -130,7 +130,7 @@ def test_each_leaf_ends_on_one_rank_and_shared_ones_are_whole() -> None:
         width, nbytes = last.segment.spec.dtype.width, last.segment.spec.nbytes
         assert fragments[0].segment.start * width == last.leaf * LEAF_BYTES
         assert last.segment.stop * width == min((last.leaf + 1) * LEAF_BYTES, nbytes)
-        assert (last.segment.spec.name, last.leaf) in list(ended_leaves(layout, last.rank))
+        assert (last.segment.spec.name, last.leaf) in list(whole_leaves(layout, last.rank))
 
 
 def test_a_rank_is_told_what_it_needs() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from pulse_rl import LocalStore, Publisher, Signer, Store, verify_stream
 from pulse_rl._util.threads import running
 from pulse_rl.errors import PublisherConflict, RankLost, StoreUnavailable, StreamError
-from pulse_rl.events import Event, Resumed
+from pulse_rl.events import BaselineRestored, Event
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.integrations.fsdp import draft as draft_module
 from pulse_rl.integrations.fsdp import rank as rank_module
@@ -48,7 +48,7 @@ def publishing(store: Store | str, **settings: Any) -> Iterator[tuple[ShardedPub
 
 
 def resumed(events: list[Event]) -> list[str]:
-    return [event.how for event in events if isinstance(event, Resumed)]
+    return [event.how for event in events if isinstance(event, BaselineRestored)]
 
 
 def resharding(trainer: Trainer) -> None:
@@ -299,8 +299,8 @@ def signed(trainer: Trainer) -> None:
     selecting = followed(store, trusted_keys=[signer.public_key], select="embed.*")
     selecting.sync()
     assert selecting.version == 6
-    identity = publisher.identity
-    assert identity == selecting.identity
+    stream_id = publisher.stream_id
+    assert stream_id == selecting.stream_id
 
 
 def test_a_signed_stream() -> None:

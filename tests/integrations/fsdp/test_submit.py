@@ -119,7 +119,7 @@ def failures(trainer: Trainer) -> None:
         require_equal(followed(plain), gathered(state), publisher.publish(state))
 
 
-def parted(trainer: Trainer) -> None:
+def split(trainer: Trainer) -> None:
     """A rank that was interrupted before a call which the others made: its next one is not taken for theirs."""
     model = model_of(trainer)
     with ShardedPublisher(LocalStore(trainer.folder / "store-of-parted"), stream="policy", threads=1) as publisher:
@@ -130,7 +130,7 @@ def parted(trainer: Trainer) -> None:
 
 
 def ranks_program(trainer: Trainer) -> None:
-    failed = each(trainer, (behind, cancelled, failures, parted), trainer.size)
+    failed = each(trainer, (behind, cancelled, failures, split), trainer.size)
     assert not failed, "\n".join(failed)
 
 

@@ -16,11 +16,11 @@ namespace {
 constexpr size_t kMostRemembered = 3;  // elements for each change: more cost time and save little
 constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed before, too
 constexpr size_t kAhead = 24;          // elements that are fetched before they are needed
-constexpr uint8_t kBySparse = 128;     // beside the number of stretches
+constexpr uint8_t kBySparse = 128;     // beside the number of windows
 
-// How many of the last stretches are worth their time: those that remember at most `kMostRemembered` elements for each
+// How many of the last windows are worth their time: those that remember at most `kMostRemembered` elements for each
 // change, and none where few of the changes are remembered. Looks at the start of the block.
-size_t worthwhile(const std::vector<Stretch>& history, const std::vector<uint32_t>& changes, uint64_t elements) {
+size_t worthwhile(const std::vector<Window>& history, const std::vector<uint32_t>& changes, uint64_t elements) {
     uint64_t end = std::min(std::max<uint64_t>(elements / 16, 1 << 16), elements);
     size_t changed = size_t(std::lower_bound(changes.begin(), changes.end(), end) - changes.begin());
     if (changed < 64) end = elements, changed = changes.size();
@@ -31,8 +31,8 @@ size_t worthwhile(const std::vector<Stretch>& history, const std::vector<uint32_
     return used;
 }
 
-// By the last `used` stretches.
-HistoryHits recollect(const std::vector<Stretch>& history, size_t used, uint64_t elements) {
+// By the last `used` windows.
+HistoryHits recollect(const std::vector<Window>& history, size_t used, uint64_t elements) {
     HistoryHits known;
     known.remembered = remember({history.end() - std::ptrdiff_t(used), history.end()}, elements);
     return known;
@@ -185,7 +185,7 @@ Decoded decode_known(const HistoryHits& known, bool by_sparse, const uint8_t* pa
 }  // namespace
 
 template <class U>
-bool encode_history(const std::vector<Stretch>& history, const U* old, const BlockChanges<U>& changes,
+bool encode_history(const std::vector<Window>& history, const U* old, const BlockChanges<U>& changes,
                     const ElementKind& kind, const std::vector<Run>& runs, bool few, std::vector<uint8_t>& payload,
                     Decoded* proved) {
     const uint64_t elements = changes.statistics.elements;
@@ -200,8 +200,8 @@ bool encode_history(const std::vector<Stretch>& history, const U* old, const Blo
     Parted<U> parts;
     part(changes, known.remembered, recalled, kind.floating, parts);
     const bool by_gaps = few || changes.positions.size() < kFewForSparse;
-    const int stretches = int(used) | (by_gaps ? 0 : kBySparse);
-    for (int x : {stretches, known.first, known.count - 1}) payload.push_back(uint8_t(x));
+    const int windows = int(used) | (by_gaps ? 0 : kBySparse);
+    for (int x : {windows, known.first, known.count - 1}) payload.push_back(uint8_t(x));
     HistoryEncoder recall(known, parts.recalled);
     count_others(changes.statistics, recall, cls, runs, parts.others);
     const std::vector<uint8_t> rest = by_gaps ? encode_gaps(old, parts.others, kind, runs, &recall).payload
@@ -211,8 +211,8 @@ bool encode_history(const std::vector<Stretch>& history, const U* old, const Blo
     return true;
 }
 
-#define PULSE_FOR(U)                                                                                                \
-    template bool encode_history(const std::vector<Stretch>&, const U*, const BlockChanges<U>&, const ElementKind&, \
+#define PULSE_FOR(U)                                                                                               \
+    template bool encode_history(const std::vector<Window>&, const U*, const BlockChanges<U>&, const ElementKind&, \
                                  const std::vector<Run>&, bool, std::vector<uint8_t>&, Decoded*);
 PULSE_FOR(uint8_t)
 PULSE_FOR(uint16_t)
@@ -222,25 +222,25 @@ PULSE_FOR(uint32_t)
 namespace {
 
 template <class U>
-Decoded decode(const std::vector<Stretch>& history, const uint8_t* data, size_t size, const U* old,
+Decoded decode(const std::vector<Window>& history, const uint8_t* data, size_t size, const U* old,
                const ElementKind& kind, const std::vector<Run>& runs) {
     uint64_t elements = 0;
     for (const Run& run : runs) elements += run.elements;
     size_t at = 0;
-    const uint8_t stretches = take_byte(data, size, at);
-    const size_t used = stretches & (kBySparse - 1);
+    const uint8_t windows = take_byte(data, size, at);
+    const size_t used = windows & (kBySparse - 1);
     const int first = take_byte(data, size, at), count = take_byte(data, size, at) + 1;
     if (used == 0 || used > history.size() || count > kMostClasses || first + count > kClasses) {
         throw Malformed("the block's head is out of range");
     }
     HistoryHits known = recollect(history, used, elements);
     known.list(first, count);
-    return decode_known(known, stretches & kBySparse, data + at, size - at, old, kind, runs);
+    return decode_known(known, windows & kBySparse, data + at, size - at, old, kind, runs);
 }
 
 }  // namespace
 
-Decoded decode_history(const std::vector<Stretch>& history, const uint8_t* payload, size_t size, const void* old,
+Decoded decode_history(const std::vector<Window>& history, const uint8_t* payload, size_t size, const void* old,
                        const ElementKind& kind, const std::vector<Run>& runs) {
     switch (kind.width) {
         case 1: return decode(history, payload, size, static_cast<const uint8_t*>(old), kind, runs);

@@ -59,8 +59,8 @@ struct Record {
 // Walks over records. Those without a step say what class an element has, of which nothing else is to be remembered.
 class RecordReader {
 public:
-    explicit RecordReader(const Stretch& stretch)
-        : at_(stretch.records), end_(at_ + stretch.bytes / kRecordBytes * kRecordBytes) {}
+    explicit RecordReader(const Window& window)
+        : at_(window.records), end_(at_ + window.bytes / kRecordBytes * kRecordBytes) {}
 
     // Calls `found(position, record)` for those below `limit` that are left.
     template <class Found>
@@ -90,12 +90,12 @@ class TileWalk {
 public:
     size_t first = 0, behind = 0;  // the numbers of the elements of the tile that are marked
 
-    TileWalk(const std::vector<Stretch>& stretches, uint64_t elements, ElementMask& marks)
-        : elements_(elements), marks_(marks), ends_(stretches.size()) {
+    TileWalk(const std::vector<Window>& windows, uint64_t elements, ElementMask& marks)
+        : elements_(elements), marks_(marks), ends_(windows.size()) {
         size_t most = 0;
-        for (const Stretch& stretch : stretches) {
-            ahead_.emplace_back(stretch);
-            most += std::min(stretch.bytes / kRecordBytes, kAtOnce);
+        for (const Window& window : windows) {
+            ahead_.emplace_back(window);
+            most += std::min(window.bytes / kRecordBytes, kAtOnce);
         }
         records_.reset(new Record[most + 1]);
     }
@@ -117,11 +117,11 @@ public:
         behind = marks_.count(size_t(begin_), size_t(end_), first);
         return true;
     }
-    // Calls `found(element, record)` for those of a stretch in the tile.
+    // Calls `found(element, record)` for those of a window in the tile.
     template <class Found>
-    PULSE_INLINE void each(size_t stretch, Found found) const {
-        const Record* const end = ends_[stretch];
-        for (const Record* at = stretch ? ends_[stretch - 1] : records_.get(); at != end; at++) {
+    PULSE_INLINE void each(size_t window, Found found) const {
+        const Record* const end = ends_[window];
+        for (const Record* at = window ? ends_[window - 1] : records_.get(); at != end; at++) {
             found(size_t(begin_) + at->gap(), *at);
         }
     }
@@ -132,13 +132,13 @@ private:
     ElementMask& marks_;
     std::vector<RecordReader> ahead_;
     std::unique_ptr<Record[]> records_;  // of the tile, with their places in it in place of gaps
-    std::vector<const Record*> ends_;    // behind those of each stretch
+    std::vector<const Record*> ends_;    // behind those of each window
 };
 
-// How many elements the stretches remember at most.
-size_t most_remembered(const std::vector<Stretch>& stretches, uint64_t elements) {
+// How many elements the windows remember at most.
+size_t most_remembered(const std::vector<Window>& windows, uint64_t elements) {
     size_t most = 0;
-    for (const Stretch& stretch : stretches) most += stretch.bytes / kRecordBytes;
+    for (const Window& window : windows) most += window.bytes / kRecordBytes;
     return size_t(std::min<uint64_t>(most, elements));
 }
 
@@ -149,10 +149,10 @@ int group_of(int age, int activity, bool turned) { return 1 + (age * kVigours + 
 // The value of a State, but for its class.
 uint32_t known(int group, int last) { return uint32_t(group | (last < 0) << 7 | uint8_t(last) << 8); }
 
-// What a record of a stretch of one version makes of a State.
+// What a record of a window of one version makes of a State.
 class Transition {
 public:
-    // `later`: the versions after the stretch; `longer`: those since the middle of the last stretch of several versions.
+    // `later`: the versions after the window; `longer`: those since the middle of the last window of several versions.
     Transition(int later, int longer) {
         const int since = later + 1, age = std::min(since, kAges - 1) - 1;
         for (int before = 0; before < kGroups; before++) {
@@ -179,7 +179,7 @@ private:
     std::array<std::array<uint8_t, 256>, 4> next_{};  // of step and state, the lowest byte of the next one
 };
 
-// What the record of a stretch of several versions makes of it: the same of any.
+// What the record of a window of several versions makes of it: the same of any.
 class Given {
 public:
     explicit Given(uint32_t span) {
@@ -204,10 +204,10 @@ struct Places {
     uint32_t* positions;
     State* states;
 
-    // Takes in what a stretch says of a tile.
+    // Takes in what a window says of a tile.
     template <class Says>
-    PULSE_INLINE void take(const TileWalk& walk, size_t stretch, const Says& says) const {
-        walk.each(stretch, [&](size_t element, Record record) {
+    PULSE_INLINE void take(const TileWalk& walk, size_t window, const Says& says) const {
+        walk.each(window, [&](size_t element, Record record) {
             if (record.step() == 0) return take_class(element, record.cls());
             const size_t at = marks.before(element);
             positions[at] = uint32_t(element);
@@ -246,17 +246,17 @@ std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const v
     return kind.width == 1 ? of(uint8_t()) : kind.width == 2 ? of(uint16_t()) : of(uint32_t());
 }
 
-PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements) {
+PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Window>& windows, uint64_t elements) {
     struct Net {
         uint32_t position;
         uint8_t step, cls;
     };
-    const std::unique_ptr<Net[]> nets(new Net[most_remembered(stretches, elements)]);
+    const std::unique_ptr<Net[]> nets(new Net[most_remembered(windows, elements)]);
     ElementMask marks(elements);
-    TileWalk walk(stretches, elements, marks);
+    TileWalk walk(windows, elements, marks);
     while (walk.next([](Record) { return true; })) {
         std::fill(nets.get() + walk.first, nets.get() + walk.behind, Net{});
-        for (size_t k = 0; k < stretches.size(); k++) {
+        for (size_t k = 0; k < windows.size(); k++) {
             walk.each(k, [&](size_t element, Record record) {
                 Net& net = nets[marks.before(element)];
                 net = {uint32_t(element), uint8_t(net.step + record.step()), record.cls()};
@@ -269,14 +269,14 @@ PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Stretch>& str
     return writer.finish();
 }
 
-RememberedCount count_remembered(const std::vector<Stretch>& stretches, uint64_t end, const uint32_t* positions,
+RememberedCount count_remembered(const std::vector<Window>& windows, uint64_t end, const uint32_t* positions,
                                  size_t changed) {
     std::vector<uint64_t> seen(size_t(end / 64 + 1));
     RememberedCount found{{0}};
     std::vector<size_t>& counts = found.by_last;
-    for (size_t k = stretches.size(); k-- > 0;) {
+    for (size_t k = windows.size(); k-- > 0;) {
         size_t count = counts.back();
-        RecordReader(stretches[k]).read(end, [&](size_t element, Record record) {
+        RecordReader(windows[k]).read(end, [&](size_t element, Record record) {
             uint64_t& word = seen[element / 64];
             const uint64_t bit = uint64_t(record.step() != 0) << (element % 64);
             count += (word & bit) < bit;
@@ -288,28 +288,28 @@ RememberedCount count_remembered(const std::vector<Stretch>& stretches, uint64_t
     return found;
 }
 
-PULSE_CLONES Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements) {
+PULSE_CLONES Remembered remember(const std::vector<Window>& windows, uint64_t elements) {
     std::vector<Transition> transitions;
     std::vector<Given> given;
     int later = 0, longer = 0;
-    for (const Stretch& stretch : stretches) later += int(stretch.span);
-    for (const Stretch& stretch : stretches) {
-        later -= int(stretch.span);
-        if (stretch.span > 1) longer = later + int(stretch.span) / 2;
+    for (const Window& window : windows) later += int(window.span);
+    for (const Window& window : windows) {
+        later -= int(window.span);
+        if (window.span > 1) longer = later + int(window.span) / 2;
         transitions.emplace_back(later, longer);
-        given.emplace_back(stretch.span);
+        given.emplace_back(window.span);
     }
-    const size_t most = most_remembered(stretches, elements);
+    const size_t most = most_remembered(windows, elements);
     Remembered remembered;
     remembered.marks = ElementMask(elements);
     remembered.positions.reset(new uint32_t[most]);
     remembered.states.reset(new State[most]);
     Places places{remembered.marks, remembered.positions.get(), remembered.states.get()};
-    TileWalk walk(stretches, elements, remembered.marks);
+    TileWalk walk(windows, elements, remembered.marks);
     while (walk.next([](Record record) { return record.step() != 0; })) {
         std::fill(places.states + walk.first, places.states + walk.behind, State{0});
-        for (size_t k = 0; k < stretches.size(); k++) {
-            if (stretches[k].span > 1) {
+        for (size_t k = 0; k < windows.size(); k++) {
+            if (windows[k].span > 1) {
                 places.take(walk, k, given[k]);
             } else {
                 places.take(walk, k, transitions[k]);

@@ -14,14 +14,14 @@ namespace pulse {
 // The net steps of a block in `span` versions, modulo 256: for each element that changed a record of four bytes, which has its class at
 // the end, too. Where the step is 0 modulo 256, nothing is remembered but that class.
 constexpr size_t kRecordBytes = 4;
-constexpr size_t kMostStretches = 64;  // of a history
-struct Stretch {
+constexpr size_t kMaxWindows = 64;  // of a history
+struct Window {
     const uint8_t* records;
     size_t bytes;
     uint32_t span;
 };
 
-// A group is an age, a activity, and whether the last step turned. The last of the ages is that of what is known by a stretch of
+// A group is an age, a activity, and whether the last step turned. The last of the ages is that of what is known by a window of
 // several versions only.
 constexpr int kAges = 8, kVigours = 7, kGroups = 1 + kAges * kVigours * 2;
 constexpr int kLastVersion = kVigours * 2;  // the last group of what changed in the last version
@@ -48,19 +48,19 @@ struct Remembered {
 std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now,
                                 const ElementKind& kind);
 
-// One stretch in place of several that follow each other.
-std::vector<uint8_t> merged_records(const std::vector<Stretch>& stretches, uint64_t elements);
+// One window in place of several that follow each other.
+std::vector<uint8_t> merged_records(const std::vector<Window>& windows, uint64_t elements);
 
-// How many elements below `end` the last 0, 1, 2… of the stretches remember, and how many of the first `changed` of the positions, which
+// How many elements below `end` the last 0, 1, 2… of the windows remember, and how many of the first `changed` of the positions, which
 // are below `end`, all of them do.
 struct RememberedCount {
     std::vector<size_t> by_last;
     size_t of_changed = 0;
 };
-RememberedCount count_remembered(const std::vector<Stretch>& stretches, uint64_t end, const uint32_t* positions,
+RememberedCount count_remembered(const std::vector<Window>& windows, uint64_t end, const uint32_t* positions,
                                  size_t changed);
 
-// `stretches` are in order; the last one ends at the block's old elements.
-Remembered remember(const std::vector<Stretch>& stretches, uint64_t elements);
+// `windows` are in order; the last one ends at the block's old elements.
+Remembered remember(const std::vector<Window>& windows, uint64_t elements);
 
 }  // namespace pulse

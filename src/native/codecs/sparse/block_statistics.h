@@ -85,11 +85,11 @@ struct BlockChanges {
 template <class U>
 BlockChanges<U> compare_block(const U* old, const U* now, uint64_t elements, const std::vector<Run>& runs,
                               ClassOf cls) {
-    constexpr size_t kStretch = 1 << 13;
+    constexpr size_t kWindow = 1 << 13;
     BlockChanges<U> block;
     block.statistics.elements = elements;
-    for (size_t tile = 0; tile < elements; tile += kStretch) {
-        const size_t end = std::min<size_t>(tile + kStretch, elements), known = block.positions.size();
+    for (size_t tile = 0; tile < elements; tile += kWindow) {
+        const size_t end = std::min<size_t>(tile + kWindow, elements), known = block.positions.size();
         differing(reinterpret_cast<const uint8_t*>(old + tile), reinterpret_cast<const uint8_t*>(now + tile),
                   (end - tile) * sizeof(U), int(sizeof(U)), uint32_t(tile), block.positions);
         block.before.resize(block.positions.size());

@@ -21,7 +21,7 @@ from ..torch import _INTS
 from .boxes import Box
 from .live import Change, Scatter, Whole, as_flat
 from .node import Node
-from .proof import hand_out
+from .proof import broadcast
 from .staging import Staging
 from .trace import TensorMap
 
@@ -52,7 +52,7 @@ class DerivedLayer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedForms:
+class PreQuantLayers:
     """A model's derived ``layers``. Within ``within()`` these have the parameters of the loaded form, whose memory
     nobody may touch."""
 
@@ -79,7 +79,7 @@ class _Step:
 class DerivedLayers:
     """The derived layers of one session. Its methods but for `left` and `forget` are collective."""
 
-    def __init__(self, forms: LoadedForms, node: Node, staging: Staging) -> None:
+    def __init__(self, forms: PreQuantLayers, node: Node, staging: Staging) -> None:
         self._forms, self._node, self._staging = forms, node, staging
         self._step: _Step | None = None
 
@@ -175,7 +175,7 @@ def _changes(node: Node, layer: DerivedLayer, boxes: Boxes, state: State | None)
     def place(part: Box, source: torch.Tensor) -> None:
         flat[part.parameter].as_strided(part.sizes, part.target_strides, part.target).copy_(source)
 
-    hand_out(node, boxes, state, place)
+    broadcast(node, boxes, state, place)
 
     def compare() -> list[Change]:
         derived, live = layer.derive(loaded), layer.live

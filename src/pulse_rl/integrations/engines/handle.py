@@ -16,7 +16,7 @@ from ..._util.settings import checked_number
 from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
 from ...events import Metadata
 from ...sync.pause import LONGEST_POLL
-from .transport import InitInfo, Status, Transport, raise_told
+from .transport import InitInfo, Status, Transport, raise_reported
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
@@ -220,7 +220,7 @@ class EngineHandle:
             statuses = self._ask("status")
             leader = self._leader(statuses)
             if leader["answered"] >= asked:
-                raise_told("error", statuses)
+                raise_reported("error", statuses)
                 if leader["held"] is None:
                     raise EmptyStream(f"nothing was synced from {self._info.stream!r} yet")
                 if all(status["staged"] == leader["staged"] for status in statuses):
@@ -306,7 +306,7 @@ class EngineHandle:
         statuses: list[Status] = []
         try:
             statuses = self._ask("status")
-            raise_told("error", [status for status in statuses if status.get("failed", True)])
+            raise_reported("error", [status for status in statuses if status.get("failed", True)])
         except PulseError as known:
             if any(status.get("failed") for status in statuses):
                 self._stale = self._untagged = False
@@ -315,7 +315,7 @@ class EngineHandle:
 
     def _ask(self, action: str, version: int | None = None) -> list[Status]:
         statuses = self._transport.pulse(action, self._owner, version)
-        raise_told("failure", statuses)
+        raise_reported("failure", statuses)
         return statuses
 
     def _leader(self, statuses: list[Status]) -> Status:

@@ -22,7 +22,7 @@ from torch import nn
 
 from ...errors import UnsupportedTensor
 from ..torch import _INTS
-from .derived import DerivedLayer, LoadedForms
+from .derived import DerivedLayer, PreQuantLayers
 
 Process = Callable[[Callable[[Any], Any]], None]
 """Processes the copies that the given function returns for live modules."""
@@ -124,7 +124,7 @@ class ProcessedLayer:
         subjects = [*group.modules.values(), *group.owners]
         self._before = {id(s): before.get(id(s)) or remember([s], self._names)[id(s)] for s in subjects}
         self._swapped: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._forms = self._loaded_forms()
+        self._forms = self._pre_quant_layers()
         self._paths: dict[str, str] = {}
         self._live: dict[str, torch.Tensor] = {}
         self.plain = self._probe()
@@ -195,7 +195,7 @@ class ProcessedLayer:
         path = next(path for path, held in self._group.modules.items() if held is module)
         return f"{path}.{key}" if path else key
 
-    def _loaded_forms(self) -> dict[str, torch.Tensor]:
+    def _pre_quant_layers(self) -> dict[str, torch.Tensor]:
         forms = {}
         for module in self._group.modules.values():
             for key, meta in self._before[id(module)].forms.items():
@@ -285,7 +285,7 @@ class Layer(DerivedLayer, Protocol):
     def put_live(self) -> None: ...
 
 
-def loaded_forms(layers: Sequence[Layer]) -> LoadedForms:
+def pre_quant_layers(layers: Sequence[Layer]) -> PreQuantLayers:
     """Those of ``layers`` that are not plain."""
     derived = [layer for layer in layers if not layer.plain]
 
@@ -301,7 +301,7 @@ def loaded_forms(layers: Sequence[Layer]) -> LoadedForms:
             for layer in reversed(given):
                 layer.put_live()
 
-    return LoadedForms(derived, within)
+    return PreQuantLayers(derived, within)
 
 
 class _Walk:

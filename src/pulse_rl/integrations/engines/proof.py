@@ -76,10 +76,10 @@ def require_whole(specs: tuple[TensorSpec, ...], workers: Sequence[Mapping[str, 
 
 def write_all(node: Node, journal: Journal, tensor_map: TensorMap, state: State | None) -> None:
     """Writes the leader's ``state`` into the live parameters, where they differ. Collective."""
-    hand_out(node, tensor_map.boxes, state, journal.write)
+    broadcast(node, tensor_map.boxes, state, journal.write)
 
 
-def hand_out(
+def broadcast(
     node: Node,
     boxes: Mapping[str, tuple[Box, ...]],
     state: State | None,

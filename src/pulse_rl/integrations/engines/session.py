@@ -22,7 +22,7 @@ from ...state.checkpoint import FILE_NAME, INDEX_NAME
 from ...state.digest import StateDigest
 from ...state.tensors import State, TensorSpec
 from ...sync.subscriber import Subscriber
-from .derived import DerivedLayers, LoadedForms
+from .derived import DerivedLayers, PreQuantLayers
 from .functional import Fresh, as_tensors, padded, shortage, trial_state, unlike
 from .live import Change, Journal, LiveWeights, located
 from .node import Node
@@ -56,7 +56,7 @@ class _Version(NamedTuple):
     number: int
     digest: StateDigest | None = None
     metadata: Metadata | None = None
-    identity: str | None = None
+    stream_id: str | None = None
 
 
 class Step(NamedTuple):
@@ -71,10 +71,10 @@ class Step(NamedTuple):
 @dataclass(slots=True)
 class Live:
     """``version`` is None while the live parameters are not proved to be one. The leader alone has ``digest``, of that
-    version, and ``identity``, of its stream. See `Session.live_version`."""
+    version, and ``stream_id``, of its stream. See `Session.live_version`."""
 
     version: int | None = None
-    identity: str | None = None
+    stream_id: str | None = None
     digest: StateDigest | None = None
     updates: int = 0
     report: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Session:
         learnt: Learnt,
         base: str | None,
         reloading: Callable[[], AbstractContextManager[None]],
-        forms: LoadedForms | None = None,
+        forms: PreQuantLayers | None = None,
         *,
         loaded: bool = True,
         fresh: Fresh | None = None,
@@ -101,7 +101,7 @@ class Session:
         self._fresh = fresh
         self._loaded = loaded
         self.live = Live()
-        self._forms = forms or LoadedForms()
+        self._forms = forms or PreQuantLayers()
         self._model = model
         self._reloading = reloading
         self._node = node
@@ -117,8 +117,8 @@ class Session:
                 base=base,
                 cache=info.cache,
                 trusted_keys=info.trusted_keys or None,
-                identity=info.identity,
-                follow_restarts=info.follow_restarts,
+                stream_id=info.stream_id,
+                allow_recreated=info.allow_recreated,
                 on_event=listener,
             )
 
@@ -134,7 +134,7 @@ class Session:
         """The version that is live, None while none is proved to be. To the leader, a version of another stream of the
         name, which was begun anew since, is none."""
         subscriber = self.staging.subscriber
-        if subscriber is not None and self.live.identity not in (None, subscriber.identity):
+        if subscriber is not None and self.live.stream_id not in (None, subscriber.stream_id):
             return None
         return self.live.version
 
@@ -193,7 +193,7 @@ class Session:
         self._learnt.specs, self._learnt.proved = specs, comparable and not wrong
         if self._learnt.proved:
             self.live.version = self._node.shared(self._base_version())
-            self.live.digest, self.live.identity = base, self._identity()
+            self.live.digest, self.live.stream_id = base, self._stream_id()
 
     def _unlike_fresh(self, stream: State) -> list[str]:
         """The modules that compute something else than those of a fresh model, once both have weights of trial for the
@@ -296,7 +296,7 @@ class Session:
         try:
             if prepared is not None:
                 self._scatter(journal, prepared)
-                now = _Version(step.version, prepared.digest, prepared.metadata, prepared.identity)
+                now = _Version(step.version, prepared.digest, prepared.metadata, prepared.stream_id)
             else:
                 now = self._write_all(journal)
             self._node.together(lambda: journal.apply(derived))
@@ -314,7 +314,7 @@ class Session:
             self.live.version = before
             raise
         self._derived.forget()
-        self.live.version, self.live.digest, self.live.identity = now.number, now.digest, now.identity
+        self.live.version, self.live.digest, self.live.stream_id = now.number, now.digest, now.stream_id
         self.live.updates += 1
         self.staging.acknowledge(now.number)
         cost = self.staging.state.cost
@@ -358,8 +358,8 @@ class Session:
             raise InputError(f"the engine cannot be compared with a second model, which was {self._learnt.proof}")
         return wrong
 
-    def _identity(self) -> str | None:
-        return self.staging.subscriber.identity if self.staging.subscriber is not None else None
+    def _stream_id(self) -> str | None:
+        return self.staging.subscriber.stream_id if self.staging.subscriber is not None else None
 
     def _derived_changes(self, step: Step) -> list[Change]:
         tensor_map = self._learnt.tensor_map
@@ -431,7 +431,7 @@ class Session:
                 return _Version(self._node.shared(0))
             assert follower.version is not None
             number = self._node.shared(follower.version)
-            return _Version(number, follower.digest, follower.manifest.metadata, follower.identity)
+            return _Version(number, follower.digest, follower.manifest.metadata, follower.stream_id)
 
     def _differing(self, digest: StateDigest | None, state: Callable[[], State | None]) -> list[str]:
         """The tensors that are not those of the version with ``digest``, of which ``state`` is; leader only."""

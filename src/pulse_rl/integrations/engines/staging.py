@@ -29,13 +29,13 @@ _CLOSE_SECONDS = 0.5
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A staged update and, on this worker, where its changes go; ``changes`` is None until the map is known.
-    ``digest``, ``metadata`` and stream's ``identity`` of the version that it leads to has the leader alone."""
+    ``digest``, ``metadata`` and stream's ``stream_id`` of the version that it leads to has the leader alone."""
 
     staged: Staged
     changes: list[Change] | None
     digest: StateDigest | None = None
     metadata: Metadata | None = None
-    identity: str | None = None
+    stream_id: str | None = None
 
 
 class Held(NamedTuple):
@@ -226,7 +226,7 @@ class Staging:
             file = staged.write(self._folder)
             staged = Staged.load(file)  # so that all workers hold one copy
         subscriber = self.subscriber
-        prepared = Prepared(staged, self._lay_out(staged), subscriber.digest, update.metadata, subscriber.identity)
+        prepared = Prepared(staged, self._lay_out(staged), subscriber.digest, update.metadata, subscriber.stream_id)
         with self.gate:
             if file is not None:
                 show(file)

@@ -15,7 +15,7 @@ Status = dict[str, Any]
 @dataclass
 class InitInfo:
     """What a handle tells an engine's workers. ``store``: its address; ``stream``: its name; ``base``: a checkpoint's
-    path (None: the one that the engine was started from); ``trusted_keys``, ``identity``, ``follow_restarts`` and
+    path (None: the one that the engine was started from); ``trusted_keys``, ``stream_id``, ``allow_recreated`` and
     ``cache`` as those of `pulse_rl.Subscriber`; ``follow``: whether new versions are staged without being asked for;
     ``audit_every``: updates from one audit to the next; ``owner``: any string that stands for who drives the engine."""
 
@@ -23,8 +23,8 @@ class InitInfo:
     stream: str
     base: str | None = None
     trusted_keys: list[str] | None = None
-    identity: str | None = None
-    follow_restarts: bool = False
+    stream_id: str | None = None
+    allow_recreated: bool = False
     cache: str | None = None
     follow: bool = True
     audit_every: int = 100
@@ -59,7 +59,7 @@ class Transport(Protocol):
         ...
 
 
-def raise_told(field: str, statuses: list[Status]) -> None:
+def raise_reported(field: str, statuses: list[Status]) -> None:
     """Raises what a worker reports, as the error that it was there."""
     for status in statuses:
         found = status.get(field)

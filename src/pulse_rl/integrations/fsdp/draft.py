@@ -190,7 +190,7 @@ def _tasks(blocks: list[Block], windows: Windows) -> Iterator[tuple[Block, dict[
         yield block, windows.of(block)
 
 
-def hash_the_rest(draft: Draft, ranks: RankGroup, threads: int | None) -> int:
+def hash_shared_leaves(draft: Draft, ranks: RankGroup, threads: int | None) -> int:
     """Hashes the leaves that ranks share, if something in them changed; returns the bytes of all ranks' blocks. A
     collective, which raises what `RankGroup.run_on_all` raises."""
     shared = draft.layout.shared

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ... import codec as codecs
 from ..._util.collective import RankGroup
-from ..._util.serial import unstoppable
+from ..._util.serial import shield
 from ..._util.threads import ordered_map
 from ...codec import Changes
 from ...events import Event, Folded, FoldFailed
@@ -89,7 +89,7 @@ class RankFolds:
         due, self._due = self._due, []
         for log, patch_bytes in due:
             assert self._at is not None
-            with unstoppable():  # the other ranks are at it, too
+            with shield():  # the other ranks are at it, too
                 self._tell(self._made(log, patch_bytes, self._at))
 
     def forget(self) -> None:

@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any, NamedTuple
 
-from ..._util.serial import unstoppable
+from ..._util.serial import shield
 from ...errors import ChainGap, InputError, PublisherConflict
 from ...events import Metadata
 from ...stream import manifest as manifests
@@ -128,7 +128,7 @@ class Head:
         return self._confirm(manifest)
 
     def _confirm(self, manifest: Manifest) -> bytes:
-        with unstoppable():
+        with shield():
             try:
                 committed = self._committer.commit(manifest)
             except PublisherConflict:

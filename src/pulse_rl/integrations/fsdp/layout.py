@@ -269,7 +269,7 @@ def _shared_leaves(specs: Iterable[TensorSpec], published: dict[str, dict[int, S
     return found
 
 
-def ended_leaves(layout: Layout, rank: int) -> Iterable[tuple[str, int]]:
+def whole_leaves(layout: Layout, rank: int) -> Iterable[tuple[str, int]]:
     """The leaves whose last byte ``rank`` publishes, by the tensor's name and the leaf's number, in order."""
     for segment in layout.segments(rank):
         width = segment.spec.dtype.width

@@ -18,7 +18,7 @@ from ...state import bits
 from ...state.digest import LEAF_BYTES, Changed, StateDigest, changed_leaves_of, leaves_of
 from ...state.slices import Segment
 from ...state.tensors import TensorSpec, UIntArray
-from .layout import Fragment, Layout, ended_leaves
+from .layout import Fragment, Layout, whole_leaves
 
 Leaves = dict[tuple[str, int], bytes]
 """Digests of leaves by the tensor's name and the leaf's number."""
@@ -120,11 +120,11 @@ def _absorb(
 
 def gather_tree(layout: Layout, ranks: RankGroup, own: Leaves) -> StateDigest | None:
     """The tree of the whole state, on rank 0; ``own`` are the leaves that end on this rank. Raises RankLost."""
-    data = np.frombuffer(b"".join(own[leaf] for leaf in ended_leaves(layout, ranks.rank)), np.uint8)
+    data = np.frombuffer(b"".join(own[leaf] for leaf in whole_leaves(layout, ranks.rank)), np.uint8)
     if ranks.rank:
         ranks.exchange({0: data}, {})
         return None
-    ended = {rank: list(ended_leaves(layout, rank)) for rank in range(ranks.size)}
+    ended = {rank: list(whole_leaves(layout, rank)) for rank in range(ranks.size)}
     received = ranks.exchange({0: data}, {rank: 32 * len(of) for rank, of in ended.items()})
     found: Leaves = {}
     for rank, of in ended.items():

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from ... import codec as codecs
 from ..._util.collective import RankGroup
 from ..._util.gloo import GlooTransport
-from ..._util.serial import SerialThread, Unique
+from ..._util.serial import NotCopyable, SerialThread
 from ..._util.settings import checked_collection, checked_number
 from ..._util.threads import checked_threads
-from ..._util.weak import weakly
+from ..._util.weak import weak_callback
 from ...errors import ConcurrentUse, InputError, PulseError
-from ...events import Event, Listener, Metadata, PathFailed, Published, checked_listener, failures_to
+from ...events import Event, FallbackUsed, Listener, Metadata, Published, checked_listener, failures_to
 from ...store import Store, open_store
 from ...stream.anchor import DEFAULT_SHARD_BYTES
 from ...stream.manifest import MAX_NUMBER, Manifest
@@ -31,7 +31,7 @@ from .order import Order
 from .rank import RankPublisher
 
 
-class ShardedPublisher(Unique):
+class ShardedPublisher(NotCopyable):
     """Publishes the states of one policy that is sharded over several ranks, none of which gathers it.
 
     All ranks of ``process_group`` (None: all there are) make one, with the same arguments, and call `publish` with what
@@ -41,7 +41,7 @@ class ShardedPublisher(Unique):
     other, and a `Publisher` or another number of ranks can continue it.
 
     ``store``, ``stream``, ``codec``, ``anchor_ratio``, ``shard_bytes``, ``folds``, ``signer``,
-    ``trusted_keys``, ``identity``, ``threads`` (for each rank) and ``on_event`` are those of `pulse_rl.Publisher`. No
+    ``trusted_keys``, ``stream_id``, ``threads`` (for each rank) and ``on_event`` are those of `pulse_rl.Publisher`. No
     call waits for another rank for longer than ``timeout_seconds``.
 
     Host memory of a rank: its slices once, the changes of one version, a block (at most 2^24 elements) and its code for
@@ -65,7 +65,7 @@ class ShardedPublisher(Unique):
         folds: Collection[int] = (),
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
-        identity: str | None = None,
+        stream_id: str | None = None,
         threads: int | None = None,
         timeout_seconds: float = 600.0,
         on_event: Listener | None = None,
@@ -87,8 +87,8 @@ class ShardedPublisher(Unique):
         def open_stream() -> bytes:
             trusted = TrustedKeys(keys) if keys else None
             where = open_store(store)
-            refused = weakly(self._refused)
-            opened.append(Stream(where, stream, trusted, signer=signer, identity=identity, on_refused=refused))
+            refused = weak_callback(self._refused)
+            opened.append(Stream(where, stream, trusted, signer=signer, stream_id=stream_id, on_refused=refused))
             return b""
 
         try:
@@ -177,9 +177,9 @@ class ShardedPublisher(Unique):
         return self._serial.run(self._head)
 
     @property
-    def identity(self) -> str | None:
-        """The identity of the stream, 32 hexadecimal digits, for subscribers to pin; None before the first publish."""
-        return self._stream.identity
+    def stream_id(self) -> str | None:
+        """The stream's ID, 32 hexadecimal digits, for subscribers to pin; None before the first publish."""
+        return self._stream.stream_id
 
     def wait(self) -> None:
         """Waits until what was submitted is published, and the background folds are stored."""
@@ -212,7 +212,7 @@ class ShardedPublisher(Unique):
         return found.manifest
 
     def _refused(self, version: int, error: PulseError) -> None:
-        self._tell(PathFailed(self._stream.name, f"version {version}", str(error), error.kind))
+        self._tell(FallbackUsed(self._stream.name, f"version {version}", str(error), error.kind))
 
     def _tell(self, event: Event) -> None:
         if self._listener:

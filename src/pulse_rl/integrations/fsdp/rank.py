@@ -11,10 +11,10 @@ from hashlib import sha256
 import numpy as np
 
 from ..._util.collective import Bytes, RankGroup
-from ..._util.serial import unstoppable
+from ..._util.serial import shield
 from ...codec import Changes
 from ...errors import PublisherConflict, RankLost
-from ...events import Event, Listener, PhaseTimer, Published, Resumed, progress_to
+from ...events import BaselineRestored, Event, Listener, PhaseTimer, Published, progress_to
 from ...stream import manifest as manifests
 from ...stream.digest_trees import put_digests
 from ...stream.manifest import Manifest
@@ -23,7 +23,7 @@ from ...stream.stream import Stream
 from ...sync.commit import Content, published_as
 from ...sync.submit import Submission, begin
 from . import messages
-from .draft import Baseline, Built, Draft, hash_the_rest, make_draft
+from .draft import Baseline, Built, Draft, hash_shared_leaves, make_draft
 from .folds import RankFolds
 from .head import Found, Head
 from .layout import Layout, difference, make_layout
@@ -192,7 +192,7 @@ class RankPublisher:
             return b""
 
         self._ranks.run_on_all(build)
-        patch_bytes = hash_the_rest(made[0], self._ranks, self._threads)
+        patch_bytes = hash_shared_leaves(made[0], self._ranks, self._threads)
         with self._ranks.isolated():
             tree = gather_tree(layout, self._ranks, made[0].leaves)
         root = self._ranks.on_rank0(lambda: tree.root.encode() if tree else b"").decode()
@@ -286,17 +286,17 @@ class RankPublisher:
             return None
         version = int(json.loads(said)["version"])
         manifest = manifests.parse(said, stream=self._stream.name, version=version)
-        with unstoppable():
+        with shield():
             self._baseline = None  # should this be interrupted by an error
             undo = dict[int, Changes]() if self._folds.wanted else None
             baseline = pending.take_effect(manifest.version, manifest.root, undo)
             self._folds.advanced(pending.base, manifest, undo or {}, baseline)
             self._baseline = baseline
-        self._stream.identity = manifest.identity
+        self._stream.stream_id = manifest.stream_id
         return manifest
 
     def _resumed(self, version: int, how: str, reason: str) -> None:
-        self._untold.append(Resumed(self._stream.name, version, how, reason))
+        self._untold.append(BaselineRestored(self._stream.name, version, how, reason))
 
     def _tell_what_waited(self) -> None:
         while self._untold:

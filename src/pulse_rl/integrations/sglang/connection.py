@@ -16,8 +16,8 @@ def connect(
     stream: str,
     base: str | None = None,
     trusted_keys: Collection[str] | None = None,
-    identity: str | None = None,
-    follow_restarts: bool = False,
+    stream_id: str | None = None,
+    allow_recreated: bool = False,
     cache: str | None = None,
     follow: bool = True,
     in_flight: InFlight = "keep",
@@ -28,11 +28,11 @@ def connect(
 
     ``url``: the server's. ``in_flight``: what becomes of requests that a sync meets: they are kept, and go on with the
     new weights from the start of their prompt; aborted; or waited for, in which case new ones wait. ``store``,
-    ``stream``, ``base``, ``trusted_keys``, ``identity``, ``follow_restarts``, ``cache``, ``follow``, ``audit_every``
+    ``stream``, ``base``, ``trusted_keys``, ``stream_id``, ``allow_recreated``, ``cache``, ``follow``, ``audit_every``
     and ``timeout_seconds`` are those of `pulse_rl.integrations.vllm.connect`.
 
     Raises InputError, EngineError, EngineUnavailable, and ConcurrentUse while another handle drives the server.
     """
     keys = None if trusted_keys is None else list(trusted_keys)
-    info = InitInfo(store, stream, base, keys, identity, follow_restarts, cache, follow, audit_every)
+    info = InitInfo(store, stream, base, keys, stream_id, allow_recreated, cache, follow, audit_every)
     return EngineHandle._on(Server(url, timeout_seconds), info, in_flight, timeout_seconds)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import EngineError
 from ..engines.http import Answer, Client
-from ..engines.transport import Status, raise_told
+from ..engines.transport import Status, raise_reported
 from .loader import LOADER
 from .plugin import ACTION
 
@@ -32,7 +32,7 @@ class Server:
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._owner = init_info["owner"]
-        raise_told("failure", self._control({"action": "open", "init_info": init_info}))
+        raise_reported("failure", self._control({"action": "open", "init_info": init_info}))
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
         return self._control({"action": action, "owner": owner, "version": version})

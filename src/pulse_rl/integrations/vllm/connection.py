@@ -17,8 +17,8 @@ def connect(
     stream: str,
     base: str | None = None,
     trusted_keys: Collection[str] | None = None,
-    identity: str | None = None,
-    follow_restarts: bool = False,
+    stream_id: str | None = None,
+    allow_recreated: bool = False,
     cache: str | None = None,
     follow: bool = True,
     in_flight: InFlight = "keep",
@@ -28,7 +28,7 @@ def connect(
     """A handle on a live engine that was started with the weight-transfer backend ``pulse``.
 
     ``engine``: a ``vllm.LLM``, an ``AsyncLLM`` (from another thread than its event loop's), or the URL of a server.
-    ``store`` (an address), ``stream``, ``trusted_keys``, ``identity``, ``follow_restarts`` and ``cache`` are those of
+    ``store`` (an address), ``stream``, ``trusted_keys``, ``stream_id``, ``allow_recreated`` and ``cache`` are those of
     `pulse_rl.Subscriber`, and are used on the engine's machine. ``base``: the checkpoint that the engine was started
     from, where its own path does not say so. ``follow``: whether the engine fetches and verifies new versions while it
     generates, without being asked. ``in_flight``: what becomes of requests that a sync meets: they are kept, and go on
@@ -39,5 +39,5 @@ def connect(
     """
     transport = transport_to(engine, timeout_seconds)
     keys = None if trusted_keys is None else list(trusted_keys)
-    info = InitInfo(store, stream, base, keys, identity, follow_restarts, cache, follow, audit_every)
+    info = InitInfo(store, stream, base, keys, stream_id, allow_recreated, cache, follow, audit_every)
     return EngineHandle._on(transport, info, in_flight, timeout_seconds)

@@ -21,9 +21,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.worker.worker_base import WorkerBase
 
 from ...errors import PulseError
-from ..engines.derived import LoadedForms
+from ..engines.derived import PreQuantLayers
 from ..engines.node import Node
-from ..engines.processed import loaded_forms
+from ..engines.processed import pre_quant_layers
 from ..engines.session import Learnt, Session, local_checkpoint
 from ..engines.transport import InitInfo
 from ..engines.worker import Worker
@@ -89,18 +89,18 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         require_fixed_places(self.vllm_config)
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
         around = partial(reloading, self.model, self.model_config)
-        forms = node.together(self._loaded_forms)
+        forms = node.together(self._pre_quant_layers)
         staged = self.vllm_config.parallel_config.pipeline_parallel_size > 1
         alone = staged or self.model_config.quantization
         another = None if alone else fresh(self.model, self.vllm_config, self.device)
         loaded = self.vllm_config.load_config.load_format != "dummy"
         return Session(self.model, info, node, learnt, base, around, forms, loaded=loaded, fresh=another)
 
-    def _loaded_forms(self) -> LoadedForms:
+    def _pre_quant_layers(self) -> PreQuantLayers:
         quantised = quantised_layers(self.model, self.model_config.quantization, self._as_at_load)
         known = [layer.module for layer in quantised]
         processed = processed_layers(self.model, self.model_config.dtype, self._as_at_load, known)
-        return loaded_forms([*quantised, *processed])
+        return pre_quant_layers([*quantised, *processed])
 
     @contextmanager
     def _as_at_load(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What stretches keep of the changes of their versions: records, merged records, and what is known by them."""
+"""What windows keep of the changes of their versions: records, merged records, and what is known by them."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def test_long_gaps_between_records(gap: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_merged_stretches_are_the_stretch_between_their_ends(name: str) -> None:
+def test_merged_windows_are_the_window_between_their_ends(name: str) -> None:
     """What changed and went back is among the merged ones as well, with its class and no step."""
     for block in blocks(name, 8):
-        for first in range(len(block.stretches)):
-            for last in range(first + 1, min(first + 5, len(block.stretches) + 1)):
+        for first in range(len(block.windows)):
+            for last in range(first + 1, min(first + 5, len(block.windows) + 1)):
                 merged = history_merged(list(block.layout.past[first:last]), len(block.old)).tobytes()
                 start, end = block.states[first], block.states[last]
                 steps, classes = parsed(merged)

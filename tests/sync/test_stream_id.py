@@ -1,4 +1,4 @@
-"""A stream has an identity: another run of its name is not taken for it, one begun anew is said to be so."""
+"""A stream has an ID: another run of its name is not taken for it, one begun anew is said to be so."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pulse_rl import (
     state_root,
     verify_stream,
 )
-from pulse_rl.errors import ChainGap, InputError, PublisherConflict, StreamReplaced
-from pulse_rl.events import Event, PathFailed, Resumed
+from pulse_rl.errors import ChainGap, InputError, PublisherConflict, StreamRecreated
+from pulse_rl.events import BaselineRestored, Event, FallbackUsed
 from tests.support.states import Live, Rng, Tensors, history, roots
 from tests.support.stores import FaultyStore, names
 
@@ -43,18 +43,18 @@ def replay(
             into.put(name, source.get(name))
 
 
-def test_a_stream_keeps_its_identity_through_restarts(rng: Rng) -> None:
+def test_a_stream_keeps_its_id_through_restarts(rng: Rng) -> None:
     states = history(rng, 3)
     store = MemoryStore()
     seen = set()
     for state in states:
         with Publisher(store, stream="policy") as publisher:
             publisher.publish(state)
-            seen.add(publisher.identity)
+            seen.add(publisher.stream_id)
     subscriber = Subscriber(store, stream="policy")
-    assert subscriber.identity is None
+    assert subscriber.stream_id is None
     subscriber.sync()
-    assert seen == {subscriber.identity} == {subscriber.manifest.identity}
+    assert seen == {subscriber.stream_id} == {subscriber.manifest.stream_id}
     assert published(states[:1]).get("policy/versions/000000000000.json") != store.get(
         "policy/versions/000000000000.json"
     )
@@ -75,32 +75,32 @@ def test_signed_versions_of_another_run_are_passed_over(rng: Rng) -> None:
     replay(earlier, store, ("payloads", "links"))
     assert worker.sync() is None
     assert live.root == state_root(states[1])
-    assert {event.kind for event in events if isinstance(event, PathFailed)} == {"untrusted"}
+    assert {event.kind for event in events if isinstance(event, FallbackUsed)} == {"untrusted"}
     # The publisher is not misled either: it goes on above what it did not write.
-    publisher = Publisher(store, stream="policy", signer=signer, identity=worker.identity)
+    publisher = Publisher(store, stream="policy", signer=signer, stream_id=worker.stream_id)
     assert publisher.publish(states[2]).version == 6
     live.apply(worker.sync())
     assert (worker.version, live.root) == (6, state_root(states[2]))
 
 
-def test_a_newcomer_who_knows_the_identity_takes_no_other(rng: Rng) -> None:
+def test_a_newcomer_who_knows_the_id_takes_no_other(rng: Rng) -> None:
     signer = Signer.generate()
     earlier = published(history(rng, 6), signer)
     states = history(rng, 2)
     store = published(states, signer)
     with Publisher(store, stream="policy", signer=signer) as publisher:
         assert publisher.head() is not None
-        identity = Subscriber(store, stream="policy").stream.newest().manifest.identity  # type: ignore[union-attr]
+        stream_id = Subscriber(store, stream="policy").stream.newest().manifest.stream_id  # type: ignore[union-attr]
     for name in names(earlier, "policy/versions")[2:]:
         store.put(name, earlier.get(name))
     replay(earlier, store, ("payloads", "links"))
-    worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key], identity=identity)
+    worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key], stream_id=stream_id)
     worker.sync()
     assert (worker.version, worker.root) == (1, state_root(states[1]))
-    with pytest.raises(InputError, match="not a stream's identity"):
-        Subscriber(store, stream="policy", identity="policy")
-    with pytest.raises(InputError, match="follow_restarts"):
-        Subscriber(store, stream="policy", identity=identity, follow_restarts=True)
+    with pytest.raises(InputError, match="not a stream ID"):
+        Subscriber(store, stream="policy", stream_id="policy")
+    with pytest.raises(InputError, match="allow_recreated"):
+        Subscriber(store, stream="policy", stream_id=stream_id, allow_recreated=True)
 
 
 @pytest.mark.parametrize("versions", [1, 2, 3, 6])
@@ -110,15 +110,15 @@ def test_a_stream_that_was_begun_anew_is_an_error_or_followed(versions: int, rng
     store = published(states)
     strict = Subscriber(store, stream="policy")
     strict.sync()
-    live, free = Live(), Subscriber(store, stream="policy", follow_restarts=True)
+    live, free = Live(), Subscriber(store, stream="policy", allow_recreated=True)
     live.apply(free.sync())
     wipe(store)
     assert strict.sync() is None, "an empty store is one to wait for"
     anew = history(rng, versions)
     published(anew, store=store)
-    with pytest.raises(StreamReplaced, match="begun anew") as caught:
+    with pytest.raises(StreamRecreated, match="begun anew") as caught:
         strict.sync()
-    assert "follow_restarts=True" in caught.value.hint
+    assert "allow_recreated=True" in caught.value.hint
     assert (strict.version, strict.root) == (2, state_root(states[2]))
     update = free.sync()
     assert update is not None
@@ -127,7 +127,7 @@ def test_a_stream_that_was_begun_anew_is_an_error_or_followed(versions: int, rng
     assert (free.version, live.root) == (versions - 1, state_root(anew[-1]))
     more = history(rng, 1)
     published(more, store=store)
-    with pytest.raises(StreamReplaced):
+    with pytest.raises(StreamRecreated):
         strict.sync()
     live.apply(free.sync())
     assert live.root == state_root(more[-1])
@@ -146,7 +146,7 @@ def test_a_publisher_whose_store_was_wiped_says_so_and_anchors(what: str, rng: R
     wipe(store, "policy" if what == "everything" else "policy/versions")
     done = publisher.publish(states[3])
     assert (done.version, done.anchored) == (3, True)
-    (told,) = [event for event in events if isinstance(event, Resumed)]
+    (told,) = [event for event in events if isinstance(event, BaselineRestored)]
     assert (told.how, told.version) == ("anchored", 2)
     assert "no longer holds" in told.reason
     live.apply(worker.sync())
@@ -155,7 +155,7 @@ def test_a_publisher_whose_store_was_wiped_says_so_and_anchors(what: str, rng: R
     newcomer = Subscriber(store, stream="policy")
     newcomer.sync()
     assert newcomer.root == state_root(states[4])
-    assert newcomer.identity == worker.identity
+    assert newcomer.stream_id == worker.stream_id
     assert Publisher(store, stream="policy").publish(states[5]).version == 5
 
 
@@ -173,7 +173,7 @@ def test_a_publisher_whose_stream_was_begun_anew_by_another_stops(rng: Rng) -> N
 
 
 def test_newborn_streams_of_two_publishers_become_one(rng: Rng) -> None:
-    """Both saw an empty store and chose an identity; the one that commits second takes the other's."""
+    """Both saw an empty store and chose an ID; the one that commits second takes the other's."""
     states = history(rng, 3)
     store = FaultyStore(MemoryStore())
     one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
@@ -189,7 +189,7 @@ def test_newborn_streams_of_two_publishers_become_one(rng: Rng) -> None:
     assert three.publish(states[0]).version == 0, "it did not see the claim"
     store.hidden = set()
     assert four.publish(states[1]).version == 1
-    assert three.identity == four.identity
+    assert three.stream_id == four.stream_id
     with pytest.raises(PublisherConflict):
         three.publish(states[2])
 
@@ -294,7 +294,7 @@ def test_folds_of_a_signed_stream_are_signed(rng: Rng) -> None:
     worker.sync(target=1)
     worker.sync()
     assert worker.root == state_root(states[-1])
-    refused = [event for event in seen if isinstance(event, PathFailed)]
+    refused = [event for event in seen if isinstance(event, FallbackUsed)]
     assert {event.kind for event in refused} <= {"untrusted"}
 
 
@@ -315,8 +315,8 @@ def test_a_path_is_never_mixed(rng: Rng) -> None:
 
 
 def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_begun_anew(rng: Rng) -> None:
-    """With lengths and times as they were; a publisher that signs cannot know the identity any more. A follower waited
-    for ever."""
+    """With lengths and times as they were; a publisher that signs cannot know the stream's ID. A follower waited for
+    ever."""
     signer = Signer.generate()
     states = history(rng, 3)
     store = published(states[:2], signer)
@@ -326,7 +326,7 @@ def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_begun_anew(rng:
         data, modified = store._objects[name]
         store._objects[name] = (data.replace(b'"version"', b'"Version"'), modified)
     published(states[2:], signer, store)
-    with pytest.raises(StreamReplaced):
+    with pytest.raises(StreamRecreated):
         worker.sync()
     anew = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
     anew.sync()
