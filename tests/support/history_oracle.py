@@ -1,4 +1,4 @@
-"""The history codec in plain, slow Python, written from docs/format.md, section 3.10: the oracle of the native kernels.
+"""The history codec in plain, slow Python, written from docs/format.md, section 3.9: the oracle of the native kernels.
 
 A window is a dict from positions to net steps. `encode` chooses nothing by itself: it is given `Choices`, which
 `decode` finds in a payload.

@@ -1,4 +1,4 @@
-// A bit for each element of a block: those that are left out of the weights of all others (docs/format.md, section 3.10.3).
+// A bit for each element of a block: those that are left out of the weights of all others (docs/format.md, section 3.9.3).
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Chances as levels that take few bits to say: half octaves of odds (docs/format.md, section 3.11).
+// Chances as levels that take few bits to say: half octaves of odds (docs/format.md, section 3.7).
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// 64 bits at a time, each by a state of an asymmetric numeral system of its own (docs/format.md, section 3.11.3).
+// 64 bits at a time, each by a state of an asymmetric numeral system of its own (docs/format.md, section 3.7.3).
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Bits one at a time, by single states of the 64: sizes that are rare (docs/format.md, section 3.11.3).
+// Bits one at a time, by single states of the 64: sizes that are rare (docs/format.md, section 3.7.3).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // The stage in front of `sparse` and `gaps`: which of the elements that changed lately change again, and by how much
-// (docs/format.md, section 3.10).
+// (docs/format.md, section 3.9).
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // By what a step of a remembered element is coded: models that adapt, or levels of chances that stand in a head (docs/format.md,
-// section 3.10.5).
+// section 3.9.5).
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The chances of the elements that changed lately, by group and class (docs/format.md, section 3.10.4).
+// The chances of the elements that changed lately, by group and class (docs/format.md, section 3.9.4).
 #pragma once
 
 #include <algorithm>

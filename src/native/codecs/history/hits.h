@@ -1,5 +1,5 @@
 // What is said of the elements that changed lately, before all others: which of them change again, and by how much
-// (docs/format.md, section 3.10.5).
+// (docs/format.md, section 3.9.5).
 #pragma once
 
 #include <array>

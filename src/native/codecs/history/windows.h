@@ -1,4 +1,4 @@
-// What changed in the last versions: kept in few bytes, merged, and looked up (docs/format.md, section 3.10.1).
+// What changed in the last versions: kept in few bytes, merged, and looked up (docs/format.md, section 3.9.1).
 #pragma once
 
 #include <cstddef>

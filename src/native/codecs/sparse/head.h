@@ -1,4 +1,4 @@
-// What stands in front of the code of a block of the `sparse` codec (docs/format.md, section 3.11.1).
+// What stands in front of the code of a block of the `sparse` codec (docs/format.md, section 3.7.1).
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// The `sparse` codec: the changes of one block by groups of eight elements, 64 groups at once (docs/format.md, section 3.11).
+// The `sparse` codec: the changes of one block by groups of eight elements, 64 groups at once (docs/format.md, section 3.7).
 // For blocks of many elements of which few changed.
 #pragma once
 

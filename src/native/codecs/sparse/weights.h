@@ -1,4 +1,4 @@
-// The weights of elements and of groups of eight, and the frequencies that follow from them (docs/format.md, section 3.11.2).
+// The weights of elements and of groups of eight, and the frequencies that follow from them (docs/format.md, section 3.7.2).
 #pragma once
 
 #include <algorithm>
