@@ -1,9 +1,10 @@
-"""All codecs and peers on the same data in one run: sizes, speeds, distance to the entropy bound; then the library.
+"""All codecs and peers on the same data in one run: sizes, speeds, distance to the entropy bound.
 
-    python -m benchmarks.bench [--quick] [--scale] [--data NAME ...] [--json FILE]
+    python -m benchmarks.bench [--quick] [--data NAME ...] [--json FILE]
 
 Every decoded state is compared bit for bit before its row is printed. GB/s are of model bytes (2 per parameter), best
-of a few repetitions. A trace that has not been recorded yet is recorded first (some five minutes on one core).
+of a few repetitions. What publish and sync cost as a whole: `benchmarks.speed`. A trace that has not been recorded yet
+is recorded first (some five minutes on one core).
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import library, real_peers, synthetic
+from benchmarks import real_peers, synthetic
+from benchmarks.measure import Mapping16, best_of, state_of
 from benchmarks.peers import Peer, peers
-from pulse_rl._util.threads import default_threads
+from pulse_rl._util.threads import default_threads, ordered_map
+from pulse_rl.codec import CODECS, SAME, Encoded, decode_block, encode_block
 from pulse_rl.patch import build_patch
+from pulse_rl.patch.apply import scatter
+from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.state.digest import state_digest
+from pulse_rl.state.tensors import State
 from pulse_rl.study.entropy import EntropyBound, entropy_bound
 
-Mapping16 = dict[str, np.ndarray]
 Pair = tuple[Mapping16, Mapping16]
 TRACE = Path(__file__).parent / ".cache" / "trace"
 EARLY_STEPS, WARMUP_STEPS, STEADY_STEPS = (5, 7, 10), (10, 20), (40, 80, 120)
@@ -131,7 +136,7 @@ def core_counts(parallel: bool = True) -> dict[str, int]:
 
 def measure_peer(peer: Peer, old: list[np.ndarray], new: list[np.ndarray], times: int, into: Measure) -> None:
     for key, workers in core_counts(peer.parallel).items():
-        seconds, data = library.best_of(times, lambda: peer.encode(old, new, workers))  # noqa: B023
+        seconds, data = best_of(times, lambda: peer.encode(old, new, workers))  # noqa: B023
         into.seconds["encode" + key] += seconds
         target = [a.copy() for a in old]
 
@@ -139,18 +144,45 @@ def measure_peer(peer: Peer, old: list[np.ndarray], new: list[np.ndarray], times
             for t, a in zip(target, old, strict=True):  # noqa: B023
                 np.copyto(t, a)
 
-        seconds, _ = library.best_of(times, lambda: peer.decode(target, data, workers), rewind)  # noqa: B023
+        seconds, _ = best_of(times, lambda: peer.decode(target, data, workers), rewind)  # noqa: B023
         into.seconds["decode" + key] += seconds
         if not all(map(np.array_equal, target, new)):
             raise AssertionError(f"{peer.name} is not lossless")
     into.bytes += len(data)
 
 
+class LibraryCodec:
+    """Diff and encode, decode and apply, block by block as in a patch, without digests or header."""
+
+    def __init__(self, name: str, old: State) -> None:
+        self.codec = name
+        self.blocks: list[Block] = cut(old.specs)
+
+    def encode(self, old: State, new: State, workers: int) -> list[Encoded]:
+        def one(block: Block) -> Encoded:
+            found = encode_block(block.read(old), block.read(new), block.layout, codec=self.codec)
+            return found._replace(found=None)
+
+        return list(ordered_map(one, self.blocks, workers))
+
+    def decode(self, state: State, encoded: list[Encoded], workers: int) -> None:
+        """Turns the old state into the new one in place."""
+
+        def one(item: tuple[Block, Encoded]) -> None:
+            block, part = item
+            if part.codec_id != SAME:
+                elements = block.read(state)
+                changes = decode_block(part.codec_id, memoryview(part.payload), elements, block.layout)
+                scatter(block, state, changes)
+
+        list(ordered_map(one, zip(self.blocks, encoded, strict=True), workers))
+
+
 def measure_codec(name: str, old: Mapping16, new: Mapping16, times: int, into: Measure) -> None:
-    a, b = library.state_of(old), library.state_of(new)
-    coder = library.LibraryCodec(name, a)
+    a, b = state_of(old), state_of(new)
+    coder = LibraryCodec(name, a)
     for key, workers in core_counts().items():
-        seconds, encoded = library.best_of(times, lambda: coder.encode(a, b, workers))  # noqa: B023
+        seconds, encoded = best_of(times, lambda: coder.encode(a, b, workers))  # noqa: B023
         into.seconds["encode" + key] += seconds
         target = a.copy()
 
@@ -158,7 +190,7 @@ def measure_codec(name: str, old: Mapping16, new: Mapping16, times: int, into: M
             for spec in a.specs:
                 np.copyto(target.read(spec.name), a.read(spec.name))  # noqa: B023
 
-        seconds, _ = library.best_of(times, lambda: coder.decode(target, encoded, workers), rewind)  # noqa: B023
+        seconds, _ = best_of(times, lambda: coder.decode(target, encoded, workers), rewind)  # noqa: B023
         into.seconds["decode" + key] += seconds
         if not all(np.array_equal(target.read(s.name), b.read(s.name)) for s in a.specs):
             raise AssertionError(f"{name} is not lossless")
@@ -169,16 +201,16 @@ def measure_codec(name: str, old: Mapping16, new: Mapping16, times: int, into: M
 def run_data(data: Data, times: int) -> dict[str, Any]:
     """All rows of one data set, its density and its bound (summed over pairs)."""
     found = peers()
-    measures = {name: Measure(name) for name in [*(p.name for p in found), *library.codec_names()]}
+    measures = {name: Measure(name) for name in [*(p.name for p in found), *CODECS]}
     bounds: list[EntropyBound] = []
     for old, new in data.load():
-        bounds.append(entropy_bound(library.state_of(old), library.state_of(new)))
+        bounds.append(entropy_bound(state_of(old), state_of(new)))
         flat_old, flat_new = [v.reshape(-1) for v in old.values()], [new[k].reshape(-1) for k in old]
         # One repetition is enough for what takes seconds: sizes are the point there.
         repeats = times if sum(v.size for v in flat_old) < 1 << 27 else 1
         for peer in found:
             measure_peer(peer, flat_old, flat_new, repeats, measures[peer.name])
-        for name in library.codec_names():
+        for name in CODECS:
             measure_codec(name, old, new, times, measures[name])
     total = EntropyBound(*(sum(getattr(b, f) for b in bounds) for f in EntropyBound.__dataclass_fields__))
     rows = [m.row(2 * total.elements, total) for m in measures.values()]
@@ -212,54 +244,6 @@ def _cell(value: float | None, width: int, digits: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
 
 
-def run_library(shape: str, lr: float, masters: bool, codec: str, workers: int) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.library",
-        "--shape",
-        shape,
-        "--lr",
-        str(lr),
-        "--codec",
-        codec,
-    ]
-    command += ["--workers", str(workers)] + ([] if masters else ["--bf16"])
-    return dict(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
-
-
-_PARTS = (
-    ("digest", "digest", ""),
-    ("diff+encode", "diff+", "encode"),
-    ("decode+apply", "decode+", "apply"),
-    ("publish", "publish", ""),
-    ("consume", "consume", ""),
-    ("publish to folder", "publish", "(folder)"),
-    ("sync from folder", "sync", "(folder)"),
-)
-
-
-def print_library_head() -> None:
-    print("\nlibrary on a synthetic state, GB/s of model bytes. publish = diff, encode and SHA-256 of the new state;")
-    print("consume = decode, apply and SHA-256; (folder) = all of Publisher.publish and Subscriber.sync.")
-    print("Peaks are in states: of publish beyond the caller's own copy, of sync all.")
-    print(f"{'':21}{'bytes per':>10}" + "".join(f"{top:>9}" for _, top, _ in _PARTS) + f"{'peak':>9}{'peak':>7}")
-    print(
-        f"{'state':>6}{'codec':>9}{'cores':>6}{'changed':>10}"
-        + "".join(f"{bottom:>9}" for _, _, bottom in _PARTS)
-        + f"{'publish':>9}{'sync':>7}"
-    )
-
-
-def print_library(r: dict[str, Any]) -> None:
-    print(
-        f"{r['shape']:>6}{r['codec']:>9}{r['workers']:6}{r['bytes_per_changed']:10.4f}"
-        + "".join(f"{r['gb_s'][key]:9.2f}" for key, _, _ in _PARTS)
-        + f"{r['publish_peak_states']:9.2f}{r['sync_peak_states']:7.2f}",
-        flush=True,
-    )
-
-
 def machine() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -276,34 +260,22 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="compare codecs and peers on the same data, then time the library")
+    parser = argparse.ArgumentParser(description="compare codecs and peers on the same data")
     parser.add_argument("--quick", action="store_true", help="one pair per data set, a 93 M state instead of 494 M")
-    parser.add_argument("--scale", action="store_true", help="only the cost of the library from 10 M to 1 B parameters")
     parser.add_argument("--data", nargs="+", default=[""], help="only data sets whose name contains one of these")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
     about = machine()
-    report: dict[str, Any] = {"machine": about, "data": [], "library": []}
+    report: dict[str, Any] = {"machine": about, "data": []}
     print(", ".join(f"{k} {v}" for k, v in about.items()))
-    if not args.scale:
-        if not any(peer.name == "zipnn" for peer in peers()):
-            print("zipnn is not installed: its row is missing (pip install --no-deps zipnn)")
-        record_missing_trace()
-        for data in data_sets(args.quick):
-            if any(word in data.name for word in args.data):
-                report["data"].append(run_data(data, times=3))
-                print_data(report["data"][-1], about["cores"])
-    names = library.codec_names()
-    runs = [(name, w, "100m" if args.quick else "0.5b") for w in sorted({1, about["cores"]}) for name in names]
-    if args.scale:
-        runs = [(names[-1], about["cores"], shape) for shape in synthetic.SHAPES]
-    print_library_head()
-    for name, workers, shape in runs:
-        report["library"].append(run_library(shape, 3e-6, True, name, workers))
-        print_library(report["library"][-1])
-    if not args.scale:
-        shape = "30m" if args.quick else "100m"
-        report["peers"] = real_peers.report(shape, 3e-6, 2, list(real_peers.PEERS))
+    if not any(peer.name == "zipnn" for peer in peers()):
+        print("zipnn is not installed: its row is missing (pip install --no-deps zipnn)")
+    record_missing_trace()
+    for data in data_sets(args.quick):
+        if any(word in data.name for word in args.data):
+            report["data"].append(run_data(data, times=3))
+            print_data(report["data"][-1], about["cores"])
+    report["peers"] = real_peers.report("30m" if args.quick else "100m", 3e-6, 2, list(real_peers.PEERS))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

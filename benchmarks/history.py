@@ -1,11 +1,10 @@
 """A stream of a real run with `history=True` beside none: bytes, speed, what is remembered.
 
-    python -m benchmarks.history [--lr 1e-6] [--bf16] [--steps 60] [--from 28] [--recording FILE]
+    python -m benchmarks.history [--lr 1e-6] [--bf16] [--steps 60] [--from 28]
 
 The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights); each of its states is published by both
 and followed by a worker each, through memory, in turns. --bf16: pure BF16 weights; without: FP32 masters.
-Counted are the steps after --from: whole patch files, seconds of the clock and of the processor. --recording keeps
-the run's states in a file, or takes them from there.
+Counted are the steps after --from: whole patch files, seconds of the clock and of the processor.
 """
 
 from __future__ import annotations
@@ -39,9 +38,11 @@ class Measured:
     def take(self, state: State, counts: bool) -> None:
         clock, processor = [time.perf_counter()], [time.process_time()]
         done = self.publisher.publish(state)
-        clock.append(time.perf_counter()), processor.append(time.process_time())
+        clock.append(time.perf_counter())
+        processor.append(time.process_time())
         update = self.worker.sync()
-        clock.append(time.perf_counter()), processor.append(time.process_time())
+        clock.append(time.perf_counter())
+        processor.append(time.process_time())
         assert update is not None
         update.acknowledge()
         assert self.worker.root == done.root
@@ -54,34 +55,19 @@ class Measured:
 
 
 def states(args: argparse.Namespace) -> Iterator[dict[str, np.ndarray]]:
-    """The BF16 bits of each step by tensor; a recording holds the first and what changed in each after it."""
+    """The BF16 bits of each step by tensor."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     policy = trace.Policy()
-    if args.recording and args.recording.exists():
-        with np.load(args.recording) as kept:
-            bits = kept["start"].copy()
-            for step in range(1, min(args.steps, int(kept["steps"])) + 1):
-                bits[kept[f"at{step}"]] = kept[f"to{step}"]
-                yield shaped(policy, bits)
-        return
     generator = torch.Generator().manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         trace.load_start(policy, Path(folder) / "start.pt", 0)
     run = trace.Run("history", float(args.lr), masters=not args.bf16)
     adam, prompts = trace.AdamW(policy, run), trace.Prompts(policy.vocabulary, 0)
-    before = policy.bits().copy()
-    kept = {"start": before.copy(), "steps": np.int64(args.steps)}
-    for step in range(1, args.steps + 1):
+    for _ in range(args.steps):
         policy.policy_gradient(prompts, generator)
         adam.step()
-        bits = policy.bits()
-        at = np.flatnonzero(before != bits)
-        kept |= {f"at{step}": at, f"to{step}": bits[at]}
-        before = bits.copy()
-        yield shaped(policy, bits)
-    if args.recording:
-        np.savez(args.recording, **kept)
+        yield shaped(policy, policy.bits())
 
 
 def shaped(policy: trace.Policy, bits: np.ndarray) -> dict[str, np.ndarray]:
@@ -98,7 +84,6 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="pure BF16 weights")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--from", type=int, default=28, dest="start")
-    parser.add_argument("--recording", type=Path)
     args = parser.parse_args()
     both = {way: Measured(way) for way in _WAYS}
     elements = 0

@@ -6,7 +6,6 @@ the new one in place. They are plain numpy and made for honest sizes; where a de
 one is taken. Names, shapes and checksums are not counted.
 
 int32+bf16    int32 flat index and new value of each change (verl, vime, AstraFlow, prime-rl)
-gap16+bf16    gap since the last change as uint16 with escapes, and the new value (TRL branch)
 xor+zstd1     old ^ new through zstd level 1, per tensor (SkyRL, slime, Miles, ModelExpress, stitch)
 rice+zstd     gaps counted inside the class of the old exponent, Rice-coded with the best parameter per tensor and
               class; zigzag of the bit-pattern step through zstd (PULSEPT1 v3, the best peer). Its zstd level
@@ -71,26 +70,6 @@ def _int32_encode(old: U16, new: U16) -> bytes:
 def _int32_decode(tensor: U16, data: bytes) -> None:
     count = len(data) // 6
     tensor[np.frombuffer(data, "<i4", count)] = np.frombuffer(data, "<u2", offset=4 * count)
-
-
-ESCAPE = 0xFFFF  # as a gap: move on by 65535 elements without a change
-
-
-def _gap16_encode(old: U16, new: U16) -> bytes:
-    index = np.flatnonzero(old != new)
-    gaps = np.diff(index, prepend=-1) - 1
-    escapes = gaps // ESCAPE
-    stream = np.full(index.size + int(escapes.sum()), ESCAPE, "<u2")
-    stream[np.cumsum(escapes + 1) - 1] = gaps % ESCAPE
-    return struct.pack("<I", stream.size) + stream.tobytes() + new[index].tobytes()
-
-
-def _gap16_decode(tensor: U16, data: bytes) -> None:
-    (size,) = struct.unpack_from("<I", data)
-    stream = np.frombuffer(data, "<u2", size, offset=4).astype(np.int64)
-    is_change = stream != ESCAPE
-    index = np.cumsum(stream + is_change)[is_change] - 1
-    tensor[index] = np.frombuffer(data, "<u2", offset=4 + 2 * size)
 
 
 def _xor_encode(old: U16, new: U16) -> bytes:
@@ -284,7 +263,6 @@ def peers() -> list[Peer]:
     """All layouts that run here; zipnn only where it is installed."""
     found = [
         _per_tensor("int32+bf16", _int32_encode, _int32_decode),
-        _per_tensor("gap16+bf16", _gap16_encode, _gap16_decode),
         _per_tensor("xor+zstd1", _xor_encode, _xor_decode),
         _rice(3),
         _rice(19),

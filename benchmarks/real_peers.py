@@ -1,15 +1,13 @@
-"""The library beside the peers' real programs, on the same state in one run: bytes, speed, memory, and who hashes what.
+"""The library beside the peers' real code, on the same state in one run: bytes, speed, memory, and who hashes what.
 
     python -m benchmarks.real_peers [--shape 30m] [--lr 3e-6] [--times 2] [--peers NAME ...] [--json FILE]
 
 PEER_GRAIL=CHECKOUT   a checkout of one-covenant/grail, the PULSE paper's code; needs its packages zstandard and xxhash
-zstd, xdelta3, bsdiff the programs, where they are on the path
 zipnn                 the package, with its own delta mode
 
 A peer that is not to be had is named as absent. publish: from two states in memory to what would be sent; consume: from
-that and the old state to the new one. Programs work on files, of a temporary folder. Every peer is a process of its
-own; every result is compared bit for bit. GB are of model bytes; seconds are the best of some rounds; peaks are in
-states, beyond the old and new one (of a program: of its process, in all).
+that and the old state to the new one. Every peer is measured in a process of its own; every result is compared bit for
+bit. GB are of model bytes; seconds are the best of some rounds; peaks are in states, beyond the old and new one.
 """
 
 from __future__ import annotations
@@ -18,21 +16,16 @@ import argparse
 import importlib.util
 import json
 import os
-import resource
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from benchmarks.library import Mapping16, _memory, _reset_peak, state_of
+from benchmarks.measure import Mapping16, state_of, timed
 from benchmarks.peers import peers as layouts
 from benchmarks.synthetic import SHAPES, pair
 from pulse_rl import MemoryStore, Publisher, Subscriber
@@ -66,10 +59,6 @@ class RealPeer(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raises AssertionError unless `consume` made the new state."""
-
-    def peak_bytes(self) -> int | None:
-        """The peak of other processes, where they did the work."""
-        return None
 
 
 class Pulse(RealPeer):
@@ -148,70 +137,6 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-class Program(RealPeer):
-    """A program that makes a patch of two files, and applies it."""
-
-    program: str
-
-    def __init__(self, old: Mapping16, new: Mapping16) -> None:
-        super().__init__(old, new)
-        if not shutil.which(self.program):
-            raise Absent("it is not installed")
-        self._folder = tempfile.TemporaryDirectory()
-        self.folder = Path(self._folder.name)
-        for name, state in (("old", old), ("new", new)):
-            with (self.folder / name).open("wb") as file:
-                for bits in state.values():
-                    file.write(bits.tobytes())
-
-    @abstractmethod
-    def commands(self) -> tuple[list[str], list[str]]:
-        """What makes ``patch`` of ``old`` and ``new``, and what makes ``made`` of ``old`` and ``patch``."""
-
-    def publish(self) -> int:
-        subprocess.run(self.commands()[0], cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
-        return (self.folder / "patch").stat().st_size
-
-    def consume(self) -> None:
-        subprocess.run(self.commands()[1], cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
-
-    def check(self) -> None:
-        assert (self.folder / "made").read_bytes() == (self.folder / "new").read_bytes()
-
-    def peak_bytes(self) -> int:
-        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << (0 if sys.platform == "darwin" else 10)
-
-
-class ZstdPatch(Program):
-    hashes, program = "the new state: XXH64, 4 bytes of it", "zstd"
-
-    def commands(self) -> tuple[list[str], list[str]]:
-        common = ["zstd", "--quiet", "--force", "--long=31", "--patch-from=old"]
-        return [*common, "-1", f"-T{default_threads()}", "new", "-o", "patch"], [*common, "-d", "patch", "-o", "made"]
-
-
-class Xdelta(Program):
-    hashes, program = "each window: Adler-32", "xdelta3"
-
-    def commands(self) -> tuple[list[str], list[str]]:
-        return ["xdelta3", "-e", "-f", "-s", "old", "new", "patch"], [
-            "xdelta3",
-            "-d",
-            "-f",
-            "-s",
-            "old",
-            "patch",
-            "made",
-        ]
-
-
-class Bsdiff(Program):
-    hashes, program = "nothing", "bsdiff"
-
-    def commands(self) -> tuple[list[str], list[str]]:
-        return ["bsdiff", "old", "new", "patch"], ["bspatch", "old", "made", "patch"]
-
-
 class ZipNN(RealPeer):
     hashes = "nothing"
 
@@ -243,19 +168,7 @@ PEERS: dict[str, type[RealPeer]] = {
     "pulse": Pulse,
     "grail": Grail,
     "zipnn": ZipNN,
-    "zstd --patch-from": ZstdPatch,
-    "xdelta3": Xdelta,
-    "bsdiff": Bsdiff,
 }
-
-
-def timed(run: Callable[[], Any]) -> tuple[float, int, Any]:
-    """Seconds, the peak of this process's memory beyond what it held, and the result."""
-    before = _memory("VmRSS")
-    _reset_peak()
-    started = time.perf_counter()
-    result = run()
-    return time.perf_counter() - started, _memory("VmHWM") - before, result
 
 
 def measure(name: str, shape: str, lr: float, times: int) -> dict[str, Any]:
@@ -269,19 +182,19 @@ def measure(name: str, shape: str, lr: float, times: int) -> dict[str, Any]:
     found: dict[str, Any] = {"hashes": peer.hashes, "publish": 0.0, "consume": 0.0, "peak": 0.0}
     for _ in range(times):
         peer.prepare()
-        seconds, publish_peak, size = timed(peer.publish)
-        found["publish"] = max(found["publish"], nbytes / seconds / 1e9)
-        seconds, consume_peak, _ = timed(peer.consume)
-        found["consume"] = max(found["consume"], nbytes / seconds / 1e9)
+        published, size = timed(peer.publish)
+        consumed, _ = timed(peer.consume)
         peer.check()
-        found["peak"] = max(found["peak"], (peer.peak_bytes() or max(publish_peak, consume_peak)) / nbytes)
+        found["publish"] = max(found["publish"], nbytes / published.wall / 1e9)
+        found["consume"] = max(found["consume"], nbytes / consumed.wall / 1e9)
+        found["peak"] = max(found["peak"], max(published.peak, consumed.peak) / nbytes)
         found |= {"bytes": size, "bytes_per_changed": size / changed, "density": 2 * changed / nbytes}
     return found
 
 
 def report(shape: str, lr: float, times: int, names: list[str]) -> dict[str, dict[str, Any]]:
     """Measures and prints one row a peer."""
-    print(f"\nreal programs, {shape}, lr {lr:g}; GB/s of model bytes, peak in states")
+    print(f"\nreal code of others, {shape}, lr {lr:g}; GB/s of model bytes, peak in states")
     print(f"{'':18}{'bytes':>12}{'a change':>10}{'publish':>9}{'consume':>9}{'peak':>7}  who hashes what")
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -298,7 +211,7 @@ def report(shape: str, lr: float, times: int, names: list[str]) -> dict[str, dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="the library beside the peers' real programs")
+    parser = argparse.ArgumentParser(description="the library beside the peers' real code")
     parser.add_argument("--shape", choices=list(SHAPES), default="30m")
     parser.add_argument("--lr", type=float, default=3e-6)
     parser.add_argument("--times", type=int, default=2)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.measure import memory, reset_peak
 from pulse_rl import LocalStore
 from pulse_rl.integrations.fsdp import ShardedPublisher
 
@@ -71,8 +72,8 @@ def _rank(rank: int, size: int, folder: str, elements: int, versions: int) -> di
         for k in range(16)
     }
     share = sum(tensor.to_local().nbytes for tensor in state.values())
-    before, seconds, cpu = _status("VmRSS"), [], []
-    Path("/proc/self/clear_refs").write_text("5")
+    before, seconds, cpu = memory("VmRSS"), [], []
+    reset_peak()
     with ShardedPublisher(LocalStore(Path(folder) / "store"), stream="policy", threads=1) as publisher:
         for _ in range(1 + versions):
             dist.barrier()
@@ -83,21 +84,15 @@ def _rank(rank: int, size: int, folder: str, elements: int, versions: int) -> di
             for tensor in state.values():
                 flat = tensor.to_local().reshape(-1).view(torch.int16)
                 flat[torch.randint(len(flat), (len(flat) // 100,), generator=generator)] += 1
-    memory = _status("VmHWM") - before
+    peak = memory("VmHWM") - before
     dist.barrier()
     return {
         "seconds": statistics.median(seconds[1:]),
         "cpu": statistics.median(cpu[1:]),
         "bytes": published.patch_bytes,
         "first": seconds[0],
-        "memory": memory / share,
+        "memory": peak / share,
     }
-
-
-def _status(key: str) -> int:
-    """Bytes of this process, as the system counts them."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[key].split()[0]) * 1024
 
 
 if __name__ == "__main__":

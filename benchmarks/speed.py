@@ -15,14 +15,13 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.library import Mapping16, _memory, _reset_peak, state_of
+from benchmarks.measure import Mapping16, state_of, timed
 from benchmarks.synthetic import SHAPES, pair
 from pulse_rl import MemoryStore, Publisher, State, Subscriber, audit
 
@@ -31,17 +30,6 @@ ROUNDS = 3
 DENSITIES = {"0.9%": None, "10%": 0.1, "50%": 0.5}
 
 Figures = dict[str, dict[str, float]]
-
-
-def timed(run: Callable[[], Any], nbytes: int, held: Callable[[], int] = lambda: 0) -> tuple[dict[str, float], Any]:
-    """Wall and CPU seconds per GB of `nbytes`, and the peak of memory in states beyond what the store came to hold."""
-    before, stored = _memory("VmRSS"), held()
-    _reset_peak()
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = run()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    peak = (_memory("VmHWM") - before - (held() - stored)) / nbytes
-    return {"wall": wall / nbytes * 1e9, "cpu": cpu / nbytes * 1e9, "peak": peak}, result
 
 
 def states(shape: str, density: float | None) -> tuple[Mapping16, Mapping16]:
@@ -71,22 +59,30 @@ def measure(shape: str, density: str) -> Figures:
 
 
 def one_round(a: State, b: State) -> Figures:
-    store = MemoryStore()
+    """Wall and CPU seconds per GB of each way, and its peak in states beyond what the store came to hold."""
+    store, figures = MemoryStore(), Figures()
 
     def held() -> int:
         return sum(info.nbytes for info in store.list("bench"))
 
-    figures: Figures = {}
+    def measured(way: str, run: Callable[[], Any]) -> Any:
+        stored = held()
+        cost, result = timed(run)
+        peak = cost.peak - (held() - stored)
+        figures[way] = {"wall": cost.wall, "cpu": cost.cpu, "peak": peak * 1e-9}
+        figures[way] = {key: value / a.nbytes * 1e9 for key, value in figures[way].items()}
+        return result
+
     with Publisher(store, stream="bench") as publisher, Subscriber(store, stream="bench") as worker:
 
         def sync() -> None:  # the update is not kept: while one is alive, the state moves in a copy
             assert worker.sync() is not None
 
-        figures["first publish"], _ = timed(lambda: publisher.publish(a), a.nbytes, held)
-        figures["first sync"], _ = timed(sync, a.nbytes)
-        figures["publish"], published = timed(lambda: publisher.publish(b), a.nbytes, held)
-        figures["sync"], _ = timed(sync, a.nbytes)
-        figures["audit"], report = timed(lambda: audit(b, worker.digest), a.nbytes)
+        measured("first publish", lambda: publisher.publish(a))
+        measured("first sync", sync)
+        published = measured("publish", lambda: publisher.publish(b))
+        measured("sync", sync)
+        report = measured("audit", lambda: audit(b, worker.digest))
         assert report.ok, report
         figures["data"] = {"bytes": published.patch_bytes}
     return figures

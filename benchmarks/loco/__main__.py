@@ -12,52 +12,39 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loco import convergence, cost, plot, scaling, sites, speed, tasks, traffic
+from benchmarks.loco import ablation, convergence, tasks, traffic
 from benchmarks.loco.jobs import Job, JobResult
 from benchmarks.loco.methods import DILOCO, METHODS
 from benchmarks.loco.processes import start_trainers, why_no_network
 
-PARTS = ("traffic", "convergence", "cost", "scaling", "sites")
+PARTS = ("traffic", "cost", "convergence", "scaling", "sites")
 
 
-def network_jobs(parts: list[str], quick: bool) -> list[Job]:
-    """Traffic and cost come from the same runs; the cost alone needs only those with timed rounds."""
-    jobs = traffic.jobs(quick)
-    return jobs if "traffic" in parts else [job for job in jobs if job.dense]
-
-
-def measure_network(parts: list[str], quick: bool) -> dict[str, Any]:
-    """Runs the trainers in their namespaces and prints the tables of traffic and cost."""
+def measure_network(parts: Sequence[str], quick: bool) -> dict[str, Any]:
+    """Runs the trainers in their namespaces and prints traffic and cost, which come from the same runs."""
+    tasks.ensure(tasks.PRETRAINED)
+    tasks.ensure(tasks.ARITHMETIC)
     missing = why_no_network()
-    rate = None if missing else cost.LINK
+    rate = None if missing else traffic.LINK
     if missing:
-        print(
-            f"{missing}\nHere: trainers on the loopback interface, bytes by the processes' own count, no link to time."
-        )
+        print(f"{missing}\nHere: the loopback interface, bytes by the processes' own count, no link to time.")
+    jobs = [job for job in traffic.jobs(quick) if "traffic" in parts or job.dense]
     results: list[tuple[Job, JobResult]] = []
     with start_trainers(rate, namespaces=not missing) as trainers:
-        for job in network_jobs(parts, quick):
+        for job in jobs:
             results.append((job, trainers.run(job)))
-    facts: dict[str, Any] = {"rate": rate}
+    rows = [traffic.row(job, result) for job, result in results]
     if "traffic" in parts:
-        rows = [traffic.row(job, result) for job, result in results]
-        print("\n" + traffic.text(rows))
-        facts["traffic"] = [asdict(row) for row in rows]
+        print("\n" + traffic.traffic_text(rows))
     if "cost" in parts:
-        timed = [cost.row(job, result) for job, result in results if job.dense]
-        speeds = speed.measure(2 if quick else speed.ROUNDS)
-        print("\n" + cost.text(timed, rate) + "\n\n" + speed.text(speeds))
-        facts |= {"cost": [asdict(row) for row in timed], "speed": asdict(speeds)}
-    facts["rounds"] = [
-        {"job": asdict(job), "trainers": [[asdict(r) for r in rounds] for rounds in result]} for job, result in results
-    ]
-    return facts
+        print("\n" + traffic.cost_text([row for row in rows if row.outer], rate))
+    rounds = [{"job": asdict(job), "trainers": [[asdict(r) for r in rs] for rs in result]} for job, result in results]
+    return {"rate": rate, "traffic": [asdict(row) for row in rows], "rounds": rounds}
 
 
-def measure_convergence(
-    methods: Sequence[str], rounds: int, seeds: Sequence[int], picture: Path | None, kept: Path | None
-) -> dict[str, Any]:
+def measure_convergence(methods: Sequence[str], rounds: int, seeds: Sequence[int], kept: Path | None) -> dict[str, Any]:
     """``kept`` has the curves so far while it runs: a run may take hours."""
+    tasks.ensure(tasks.ARITHMETIC)
     curves = []
     with start_trainers() as trainers:
         for curve in convergence.run(trainers, methods, rounds, seeds):
@@ -65,8 +52,6 @@ def measure_convergence(
             if kept:
                 kept.write_text(json.dumps({"convergence": [asdict(c) for c in curves]}) + "\n")
     print("\n" + convergence.text(curves))
-    if picture:
-        plot.draw(curves, picture)
     return {"convergence": [asdict(c) for c in curves]}
 
 
@@ -77,7 +62,6 @@ def main() -> int:
         "--quick", action="store_true", help="fewer rounds, seeds and rates: to see that all of it works"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the convergence as a PNG")
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -95,22 +79,16 @@ def main() -> int:
     facts: dict[str, Any] = {}
     try:
         if {"traffic", "cost"} & set(arguments.only):
-            for name in (tasks.PRETRAINED, tasks.ARITHMETIC):
-                tasks.ensure(name)
             facts |= measure_network(arguments.only, arguments.quick)
         if "convergence" in arguments.only:
-            tasks.ensure(tasks.ARITHMETIC)
             methods = [m for m in METHODS if m in arguments.methods or m == DILOCO]
             rounds = arguments.rounds or (4 if arguments.quick else convergence.ROUNDS)
             seeds = arguments.seeds or convergence.SEEDS[: 2 if arguments.quick else None]
-            facts |= measure_convergence(methods, rounds, seeds, arguments.plot, arguments.json)
-        for part, name in ((scaling, "scaling"), (sites, "sites")):
-            if name in arguments.only:
-                for task in (tasks.PRETRAINED, tasks.ARITHMETIC):
-                    tasks.ensure(task)
-                rows = part.run(arguments.quick)
-                print("\n" + part.text(rows))
-                facts[name] = [asdict(row) for row in rows]
+            facts |= measure_convergence(methods, rounds, seeds, arguments.json)
+        groups = [part for part in ("scaling", "sites") if part in arguments.only]
+        if groups:
+            found = ablation.run(groups, [0], 2 if arguments.quick else None)
+            facts["groups"] = [asdict(outcome) for outcome in found]
     except KeyboardInterrupt:
         print("interrupted; trainers and network are gone", file=sys.stderr)
         return 130

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, JobResult
@@ -39,11 +39,6 @@ class Curve:
     payloads: list[float]
     links: list[float]
     density: float
-
-    def until(self, rounds: int) -> Curve:
-        """Its first rounds."""
-        lists = ("rewards", "losses", "payloads", "links")
-        return replace(self, **{name: getattr(self, name)[:rounds] for name in lists})
 
     @property
     def payload_bytes(self) -> float:
@@ -105,7 +100,7 @@ def mean_and_deviation(values: list[float]) -> tuple[float, float]:
 
 
 def text(curves: list[Curve]) -> str:
-    """The table and the verdicts as lines."""
+    """The tables as lines."""
     rounds = len(curves[0].rewards)
     seeds = sorted({c.seed for c in curves})
     lines = [
@@ -114,33 +109,23 @@ def text(curves: list[Curve]) -> str:
         f"mean and standard deviation over seeds. Inner lr {LR:g} (DDP {LR_DDP:g}), chosen on another seed.",
         f"Reward (the probability of the right answer) and loss (the cross-entropy of its tokens) on {HELD_OUT}",
         f"held-out problems, mean of the last {min(LAST, rounds)} rounds. MB: one trainer's messages in the whole run.",
+        "Behind: how many rounds earlier DiLoCo first had the reward, on the same seed; -: it never had.",
         "",
-        f"{'method':18} {'reward':>16} {'loss':>16} {'density':>8} {'MB':>8} {'1/DiLoCo':>8}",
+        f"{'method':18} {'reward':>16} {'loss':>16} {'density':>8} {'MB':>8} {'1/DiLoCo':>8} {'behind':>6}",
     ]
+    diloco = {c.seed: c for c in curves if c.method == DILOCO}
     dense = mean_and_deviation([c.payload_bytes for c in curves if c.method == DILOCO])[0]
     for method in (m for m in METHODS if any(c.method == m for c in curves)):
         mine = [c for c in curves if c.method == method]
         reward, loss = mean_and_deviation([c.reward for c in mine]), mean_and_deviation([c.loss for c in mine])
         payload = fmean(c.payload_bytes for c in mine)
+        lags = [lag for c in mine if (lag := rounds_behind(c, diloco[c.seed])) is not None]
+        behind = f"{fmean(lags):.1f}" if len(lags) == len(mine) else "-"
         lines.append(
             f"{method:18} {reward[0]:>7.4f} ± {reward[1]:.4f} {loss[0]:>7.4f} ± {loss[1]:.4f} "
-            f"{fmean(c.density for c in mine):>8.2%} {payload / 1e6:>8.2f} {dense / payload:>8.2f}"
+            f"{fmean(c.density for c in mine):>8.2%} {payload / 1e6:>8.2f} {dense / payload:>8.2f} {behind:>6}"
         )
-    start = mean_and_deviation([c.rewards[0] for c in curves if c.method == DILOCO])[0]
-    lines += ["", f"after DiLoCo's first round the reward is {start:.4f}", *verdicts(curves), "", *equal_reward(curves)]
-    if rounds > ROUNDS:
-        lines += ["", f"after {ROUNDS} of them:", *at_the_end([c.until(ROUNDS) for c in curves])]
-    return "\n".join(lines)
-
-
-def at_the_end(curves: list[Curve]) -> list[str]:
-    """Reward and loss by method, and the verdicts, as lines."""
-    lines = []
-    for method in (m for m in METHODS if any(c.method == m for c in curves)):
-        mine = [c for c in curves if c.method == method]
-        reward, loss = mean_and_deviation([c.reward for c in mine]), mean_and_deviation([c.loss for c in mine])
-        lines.append(f"{method:18} {reward[0]:>7.4f} ± {reward[1]:.4f} {loss[0]:>7.4f} ± {loss[1]:.4f}")
-    return [*lines, *verdicts(curves)]
+    return "\n".join([*lines, "", *equal_reward(curves)])
 
 
 def bytes_until(rewards: Sequence[float], sizes: Sequence[float], level: float) -> float | None:
@@ -210,30 +195,3 @@ def rounds_behind(curve: Curve, reference: Curve) -> float | None:
         between = (rewards[first] - reward) / (rewards[first] - rewards[first - 1]) if first else 0.0
         lags.append(number - (first - between))
     return fmean(lags)
-
-
-def verdicts(curves: list[Curve]) -> list[str]:
-    """Of each method: is its mean within one standard deviation of DiLoCo's seeds or better, and how it differs seed by
-    seed. Nothing of one seed."""
-    lines: list[str] = []
-    diloco = {c.seed: c for c in curves if c.method == DILOCO}
-    if len(diloco) == 1:
-        return lines
-    for method in (m for m in METHODS if m != DILOCO and any(c.method == m for c in curves)):
-        mine = {c.seed: c for c in curves if c.method == method}
-        parts = []
-        for what in ("reward", "loss"):
-            mean, deviation = mean_and_deviation([getattr(c, what) for c in diloco.values()])
-            off = fmean(getattr(c, what) for c in mine.values()) - mean
-            paired = mean_and_deviation([getattr(mine[s], what) - getattr(diloco[s], what) for s in diloco])
-            better = off > 0 if what == "reward" else off < 0
-            verdict = "yes" if abs(off) <= deviation else "better" if better else "NO"
-            parts.append(
-                f"{what} {verdict} (off by {off:+.4f}, deviation {deviation:.4f}; "
-                f"seed by seed {paired[0]:+.4f} ± {paired[1]:.4f})"
-            )
-        lags = [rounds_behind(mine[s], diloco[s]) for s in diloco]
-        known = [lag for lag in lags if lag is not None]
-        late = f"; {fmean(known):.1f} rounds behind it" if len(known) == len(lags) else ""
-        lines.append(f"{method} within one standard deviation of DiLoCo? {', '.join(parts)}{late}")
-    return lines

@@ -40,8 +40,7 @@ class RoundRecord:
     """One round as one trainer saw it. Of DDP: as many inner steps as a round has.
 
     ``payload_bytes``: its own message; ``sent_bytes``: what left its process by its own count; ``interface_bytes``:
-    what left its network interface (None without one of its own). ``u32_bytes`` and ``gap16_bytes``: what the same
-    entries take as u32 positions or as u16 gaps, with FP32 values. ``seconds`` by phase; ``outer_seconds``: all that
+    what left its network interface (None without one of its own). ``seconds`` by phase; ``outer_seconds``: all that
     the round adds to its last inner step; ``dense_seconds``: the dense all-reduce right after it. ``reward``: the mean
     of its rollouts; ``held_out_reward`` and ``held_out_loss``: of its share of the held-out problems.
     """
@@ -52,8 +51,6 @@ class RoundRecord:
     payload_bytes: int
     sent_bytes: int
     interface_bytes: int | None
-    u32_bytes: int | None
-    gap16_bytes: int | None
     seconds: dict[str, float]
     outer_seconds: float
     dense_seconds: float | None
@@ -69,10 +66,6 @@ class RoundRecord:
 
 STEADY_FROM = 6
 """A sparse method's first round that counts: the residual fills for some rounds, and until then less is sent."""
-
-NOT_STEADY = (
-    f"NOT the steady state, in which more is sent: some runs ended before round {STEADY_FROM}, their last one counts."
-)
 
 JobResult = list[list[RoundRecord]]
 """The records of one job: by trainer, then by round."""

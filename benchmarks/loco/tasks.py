@@ -21,7 +21,7 @@ from examples.grpo.grpo import group_advantages, grpo_loss, supervised_loss
 from pulse_rl.loco import PulseLoCo
 
 PRETRAINED, PRETRAINED_SPLIT = "pretrained weights", "pretrained weights, split prompts"
-ARITHMETIC, APART, NOISE = "arithmetic", "arithmetic apart", "noise"
+ARITHMETIC, APART = "arithmetic", "arithmetic apart"
 WARM_START = Path(trace.CACHE).parent / "loco" / "warm.pt"
 PROBLEMS, GROUP = 8, 8
 HELD_OUT = 1024
@@ -77,32 +77,6 @@ class Pretrained:
 
     def evaluate(self) -> tuple[float, float]:
         raise NotImplementedError("the cloze prompts have no held-out set")
-
-
-class Noise:
-    """The weights of the toy under gradients that are noise: what is sent and added is that of a run, and costs nothing
-    to learn. It is evaluated by how far theta is from its start, and by how far along a random direction."""
-
-    def __init__(self, seed: int, rank: int) -> None:
-        self._key = (seed, "noise", rank)
-        saved = torch.load(WARM_START, weights_only=True)
-        self.masters = {name: Parameter(weight.clone()) for name, weight in saved.items()}
-        self._start = saved
-
-    def gradient(self, step: int) -> float:
-        _, generator = policy.seeded(*self._key, step)
-        for master in self.masters.values():
-            master.grad = torch.randn(master.shape, generator=generator)
-        return 0.0
-
-    def cast(self) -> None:
-        """Nothing is computed with the weights."""
-
-    @torch.no_grad()
-    def evaluate(self) -> tuple[float, float]:
-        off = torch.cat([(self.masters[name] - start).flatten() for name, start in self._start.items()])
-        direction = torch.randn(len(off), generator=torch.Generator().manual_seed(0))
-        return float(off.norm()), float(off @ direction)
 
 
 class SplitPrompts(trace.Prompts):
@@ -212,7 +186,6 @@ TASKS: dict[str, Callable[[int, int], Task]] = {
     PRETRAINED_SPLIT: PretrainedSplit,
     ARITHMETIC: Arithmetic,
     APART: ArithmeticApart,
-    NOISE: Noise,
 }
 
 

@@ -1,31 +1,45 @@
-"""Traffic by method: the message of a trainer in a round, and all that it sends, beside DiLoCo's and DDP's."""
+"""Traffic and cost by method: the message of a trainer in a round, all that it sends, and the time of a round on links
+of 1 Gbit/s, beside DiLoCo's, DDP's and a dense all-reduce."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median, quantiles
 
-from benchmarks.loco.jobs import (
-    NOT_STEADY,
-    PRETRAINED_RATES,
-    STEADY_FROM,
-    SYNC_EVERY,
-    TRAINERS,
-    WARM_UP,
-    Job,
-    JobResult,
-)
+from benchmarks.loco.jobs import PRETRAINED_RATES, STEADY_FROM, SYNC_EVERY, TRAINERS, WARM_UP, Job, JobResult
 from benchmarks.loco.methods import DDP, DENSE, DILOCO, PULSE, PULSE_BF16
 from benchmarks.loco.tasks import ARITHMETIC, PRETRAINED
 
+LINK = 1e9
+PHASES = ("gate", "exchange", "decode", "update", "verify")
 ARITHMETIC_RATE = 1e-5
-_SEED = 0
+NOT_STEADY = (
+    f"NOT the steady state, in which more is sent: some runs ended before round {STEADY_FROM}, their last one counts."
+)
+
+
+def jobs(quick: bool) -> list[Job]:
+    """Every round of a dense method sends as much as any other: for their bytes two are enough, and for all rates."""
+    rounds = 3 if quick else 10
+    found = []
+    for lr in PRETRAINED_RATES[: 1 if quick else None]:
+        methods = (DDP, DILOCO, PULSE, PULSE_BF16) if lr == PRETRAINED_RATES[0] else (PULSE, PULSE_BF16)
+        for method in methods:
+            count = {DDP: 1, DILOCO: min(rounds, 6)}.get(method, rounds)  # DiLoCo's rounds are timed, too
+            found.append(Job(PRETRAINED, method, lr, count, 0, WARM_UP, dense=method != DDP))
+    for method in (DDP, DILOCO, PULSE, PULSE_BF16):
+        found.append(Job(ARITHMETIC, method, ARITHMETIC_RATE, 2 if method in DENSE else rounds, 0, WARM_UP))
+    return found
 
 
 @dataclass(frozen=True)
 class Row:
-    """Means over trainers and steady rounds. Payload is one trainer's message; link is all bytes that leave its process
-    in a ring, with framing, padding and what it passes on."""
+    """Means over trainers and steady rounds. ``payload``: one trainer's message; ``link``: all bytes that leave its
+    process, with framing and what it passes on; ``interface``: as its network interface counts them.
+
+    Of timed rounds also seconds: ``outer`` of the slowest trainer, from the moment that all are there, ``dense`` of an
+    all-reduce right after it, and ``phases``, medians over rounds of the trainers' mean."""
 
     steady: bool
     task: str
@@ -36,50 +50,27 @@ class Row:
     payload: float
     link: float
     interface: float | None
-    u32: float | None
-    gap16: float | None
+    outer: list[float]
+    dense: list[float]
+    phases: dict[str, float]
 
     @property
-    def bytes_per_entry(self) -> float:
-        """Of one message; DDP has one at every inner step."""
-        messages = SYNC_EVERY if self.method == DDP else 1
-        return self.payload / (messages * self.density * self.parameters)
+    def less_payload(self) -> float:
+        """Times less than DiLoCo's, an FP32 value a parameter."""
+        return 4 * self.parameters / self.payload
 
     @property
-    def dense_payload(self) -> int:
-        """DiLoCo's: an FP32 value a parameter."""
-        return 4 * self.parameters
-
-    @property
-    def dense_link(self) -> float:
-        """DiLoCo's: a ring all-reduce of it."""
-        return 2 * (TRAINERS - 1) / TRAINERS * self.dense_payload
-
-
-def jobs(quick: bool) -> list[Job]:
-    """Every round of a dense method sends as much as any other: for their bytes two are enough, and for all rates."""
-    rounds = 3 if quick else 10
-    found = []
-    for lr in PRETRAINED_RATES[: 1 if quick else None]:
-        methods = (DDP, DILOCO, PULSE, PULSE_BF16) if lr == PRETRAINED_RATES[0] else (PULSE, PULSE_BF16)
-        for method in methods:
-            # DiLoCo's rounds are timed, too (`cost`).
-            count = {DDP: 1, DILOCO: min(rounds, 6)}.get(method, rounds)
-            found.append(Job(PRETRAINED, method, lr, count, _SEED, WARM_UP, dense=method != DDP))
-    for method in (DDP, DILOCO, PULSE, PULSE_BF16):
-        count = 2 if method in DENSE else rounds
-        found.append(Job(ARITHMETIC, method, ARITHMETIC_RATE, count, _SEED, WARM_UP))
-    return found
+    def less_link(self) -> float:
+        """Times less than DiLoCo's, a ring all-reduce of these."""
+        return 2 * (TRAINERS - 1) / TRAINERS * 4 * self.parameters / self.link
 
 
 def row(job: Job, result: JobResult) -> Row:
+    """Sparse rounds count from the steady ones on; of DiLoCo's time all but the first, which touches new memory."""
     first = min(STEADY_FROM, len(result[0])) - 1
     records = [r for rounds in result for r in rounds[first:]]
-
-    def mean(key: str) -> float | None:
-        values = [getattr(r, key) for r in records]
-        return None if None in values else fmean(values)
-
+    rounds = list(zip(*result, strict=True))[min(1, first) if job.method == DILOCO else first :] if job.dense else []
+    interface = [r.interface_bytes for r in records if r.interface_bytes is not None]
     return Row(
         steady=job.method in DENSE or len(result[0]) >= STEADY_FROM,
         task=job.task,
@@ -89,31 +80,17 @@ def row(job: Job, result: JobResult) -> Row:
         density=fmean(r.density for r in records),
         payload=fmean(r.payload_bytes for r in records),
         link=fmean(r.sent_bytes for r in records),
-        interface=mean("interface_bytes"),
-        u32=mean("u32_bytes"),
-        gap16=mean("gap16_bytes"),
+        interface=fmean(interface) if interface else None,
+        outer=[max(r.outer_seconds for r in of_round) for of_round in rounds],
+        dense=[max(r.dense_seconds or 0.0 for r in of_round) for of_round in rounds],
+        phases={
+            p: median(fmean(r.seconds.get(p, 0.0) for r in of_round) for of_round in rounds) for p in PHASES if rounds
+        },
     )
 
 
-@dataclass(frozen=True)
-class Target:
-    """So many times less than another method is what PULSELoCo has to reach."""
-
-    method: str
-    than: str
-    times: float
-
-    def measured(self, row: Row) -> dict[str, float]:
-        """How many times less it is, of payloads and of links."""
-        steps = SYNC_EVERY if self.than == DDP else 1
-        return {"payload": steps * row.dense_payload / row.payload, "link": steps * row.dense_link / row.link}
-
-
-TARGETS = (Target(PULSE, DILOCO, 17), Target(PULSE, DDP, 100), Target(PULSE_BF16, DILOCO, 30))
-
-
-def text(rows: list[Row]) -> str:
-    """The tables as lines."""
+def traffic_text(rows: Sequence[Row]) -> str:
+    """The table of bytes as lines."""
     lines = [
         f"Traffic of a round of {SYNC_EVERY} inner steps, {TRAINERS} trainers; means of rounds {STEADY_FROM} and up.",
         "payload: one trainer's message. link: all that leaves its process (a ring; headers, padding, passed on).",
@@ -127,35 +104,44 @@ def text(rows: list[Row]) -> str:
         + " | ".join([f"{DILOCO:>7} {DDP:>7}"] * 2),
     ]
     for task, lr, parameters in dict.fromkeys((r.task, r.lr, r.parameters) for r in rows):
-        mine = [r for r in rows if (r.task, r.lr) == (task, lr)]
-        lines += ["", f"{task}, {parameters / 1e6:.1f} M parameters, lr {lr:g}", *map(_line, mine)]
-        lines += [_plain(r) for r in mine if r.u32 is not None and r.method == PULSE]
-    return "\n".join([*lines, "", *verdicts(rows)])
+        lines += ["", f"{task}, {parameters / 1e6:.1f} M parameters, lr {lr:g}"]
+        lines += [_traffic_line(r) for r in rows if (r.task, r.lr) == (task, lr)]
+    return "\n".join(lines)
 
 
-def _line(row: Row) -> str:
+def _traffic_line(row: Row) -> str:
+    messages = SYNC_EVERY if row.method == DDP else 1  # DDP has one at every inner step
+    per_entry = row.payload / (messages * row.density * row.parameters)
     interface = "-" if row.interface is None else f"{row.interface:,.0f}"
-    payload, link = row.dense_payload / row.payload, row.dense_link / row.link
     return (
-        f"{row.method:15} {row.density:>8.3%} {row.bytes_per_entry:>9.3f} {row.payload:>11,.0f} {row.link:>12,.0f} "
-        f"{interface:>11} | {payload:>7.1f} {SYNC_EVERY * payload:>7.1f} | {link:>7.1f} {SYNC_EVERY * link:>7.1f}"
+        f"{row.method:15} {row.density:>8.3%} {per_entry:>9.3f} {row.payload:>11,.0f} {row.link:>12,.0f} "
+        f"{interface:>11} | {row.less_payload:>7.1f} {SYNC_EVERY * row.less_payload:>7.1f} | "
+        f"{row.less_link:>7.1f} {SYNC_EVERY * row.less_link:>7.1f}"
     )
 
 
-def _plain(row: Row) -> str:
-    sizes = [(name, size) for name, size in (("u32", row.u32), ("u16 gaps", row.gap16)) if size is not None]
-    parts = [f"{name} {size:,.0f} bytes ({row.dense_payload / size:.1f} times less)" for name, size in sizes]
-    return f"  computed for the same entries, FP32 values and plain positions: {', '.join(parts)}"
+def cost_text(rows: Sequence[Row], rate: float | None) -> str:
+    """The table of times as lines. ``rate`` of the links in bit/s, None for the loopback interface."""
+    link = f"links of {rate / 1e9:g} Gbit/s" if rate else "the loopback interface, which is no link"
+    lines = [
+        f"Time of an outer round, {TRAINERS} trainers on {link}, two cores for all, one thread each; ms.",
+        "all: of the slowest trainer, median (first to third quartile) over rounds. dense: an all-reduce of as many",
+        "FP32 values right after each round. Phases are medians; gate includes encoding, exchange includes waiting.",
+        *([] if all(r.steady for r in rows) else [NOT_STEADY]),
+        "",
+        f"{'method':15} {'lr':>6} {'rounds':>6} {'all':>22} {'dense':>20} {'all / dense':>19} | "
+        + " ".join(f"{p:>8}" for p in PHASES),
+    ]
+    for r in rows:
+        ratios = [a / b for a, b in zip(r.outer, r.dense, strict=True)]
+        lines.append(
+            f"{r.method:15} {r.lr:>6g} {len(r.outer):>6} {_quartiles(r.outer, 1e3, 0):>22} "
+            f"{_quartiles(r.dense, 1e3, 0):>20} {_quartiles(ratios, 1, 2):>19} | "
+            + " ".join(f"{1e3 * r.phases[p]:>8.0f}" for p in PHASES)
+        )
+    return "\n".join(lines)
 
 
-def verdicts(rows: list[Row]) -> list[str]:
-    """One line a target and row."""
-    lines = []
-    for target in TARGETS:
-        for r in (r for r in rows if r.method == target.method):
-            parts = [
-                f"{what} {x:.1f}, {'yes' if x >= target.times else 'NO'}" for what, x in target.measured(r).items()
-            ]
-            asked = f"at least {target.times:g} times less than {target.than}"
-            lines.append(f"{r.method}, {r.task}, lr {r.lr:g}, {asked}? {'; '.join(parts)}")
-    return lines
+def _quartiles(values: list[float], scale: float, digits: int) -> str:
+    low, middle, high = (scale * x for x in quantiles(values, n=4)) if len(values) > 1 else [scale * values[0]] * 3
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.loco.baselines import Ddp
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, RoundRecord
-from benchmarks.loco.methods import gap16_bytes, make_loop, record_positions, u32_bytes
+from benchmarks.loco.methods import make_loop
 from benchmarks.loco.tasks import TASKS, evaluate_theta
 
 _MAX_NORM = 1.0
@@ -42,7 +42,6 @@ def run(job: Job, rank: int, interface: str | None) -> list[RoundRecord]:
     optimizer.register_step_post_hook(before_the_outer_round)
     records: list[RoundRecord] = []
     loop = make_loop(job, task.masters, optimizer)
-    positions = record_positions(loop)
     with loop:
         optimizer.register_step_pre_hook(lambda *_: _clip(task.masters))
         task.cast()
@@ -70,15 +69,12 @@ def run(job: Job, rank: int, interface: str | None) -> list[RoundRecord]:
             else:
                 assert done is not None
                 facts = {k: getattr(done, k) for k in ("entries", "payload_bytes", "sent_bytes", "seconds", "root")}
-            selected = positions()
             reward, loss = evaluate_theta(loop, task) if job.evaluate else (None, None)
             records.append(
                 RoundRecord(
                     number=number,
                     parameters=loop.parameters.count,
                     interface_bytes=None if counted is None or before is None else counted - before,
-                    u32_bytes=u32_bytes(selected) if selected else None,
-                    gap16_bytes=gap16_bytes(selected) if selected else None,
                     outer_seconds=ended - started,
                     dense_seconds=None if dense is None else _all_reduce(dense),
                     reward=rewards,

@@ -6,8 +6,8 @@ A trainer, an S3-compatible store and four workers, each in a network namespace 
 of 10, 50, 200 and 1000 Mbit/s, the trainer behind one of 1 Gbit/s. Read the files in this order:
 
 - `shape`: the namespaces, the links, and how they are taken down again
-- `spec`, `methods`: what the programs share; full syncs and patches behind one face
+- `run`: starting the programs, what they share, their logs
+- `methods`: full syncs and patches behind one face
 - `replay`: a recorded run in real time, where nothing but the links differs
-- `rl`: a real run, where the two cores have to compute as well
-- `run`: starting the programs; `results`, `table`: their logs, and the plan beside them
+- `table`: what the logs say, and the plan beside it
 """

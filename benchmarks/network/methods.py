@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.network.spec import THREADS
+from benchmarks.network.run import THREADS
 from pulse_rl import Bits, Publisher, Store, Subscriber, state_root
 
 STREAM, FULL = "policy", "full"

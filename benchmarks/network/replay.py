@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.network import methods
 from benchmarks.network.methods import Weights
-from benchmarks.network.spec import Log, Spec, Stop, interface_bytes, ping
+from benchmarks.network.run import Log, Spec, Stop, interface_bytes, ping
 from pulse_rl import as_state
 
 RUN = "lr1e-6"

@@ -1,26 +1,134 @@
-"""A run: a store, a trainer and workers as processes in their namespaces."""
+"""A run: a store, a trainer and workers as processes in their namespaces, what they share, and their logs."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import statistics
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from benchmarks.network.shape import Node, network
-from benchmarks.network.spec import Spec
+from benchmarks.network.shape import INTERFACE, Node, network
+from pulse_rl import Store, open_store
+from pulse_rl.errors import NotFound
 
+BUCKET = "pulse"
 STORE_PORT = 5000
 GIGABIT = 1e9
 WORKER_RATES = (10e6, 50e6, 200e6, GIGABIT)
+THREADS = 1
+POLL_SECONDS = 0.02
+# A worker in the midst of a full sync does not hear that it is to stop.
+STOP_SECONDS = 5.0
+_PINGS = 15
 _START_SECONDS = 120.0
 
 Lines = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What all programs of a run know. ``method`` is one of `pulse_rl.plan.METHODS`, ``workers`` are their names,
+    ``trace`` is the folder of recorded runs and ``folder`` takes the logs."""
+
+    method: str
+    step_seconds: float
+    endpoint: str
+    workers: tuple[str, ...]
+    trace: str
+    folder: str
+
+    def save(self) -> Path:
+        path = Path(self.folder) / "spec.json"
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+    @classmethod
+    def load(cls, path: str) -> Spec:
+        facts = json.loads(Path(path).read_text())
+        return cls(**facts | {"workers": tuple(facts["workers"])})
+
+    def log(self, name: str) -> Path:
+        return Path(self.folder) / f"{name}.jsonl"
+
+    @property
+    def go(self) -> Path:
+        """The file that starts the clock."""
+        return Path(self.folder) / "go"
+
+    def open_store(self) -> Store:
+        keys = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
+        client = {"allow_http": True, "timeout": "300s"}
+        return open_store(f"s3://{BUCKET}/run", endpoint=self.endpoint, client_options=client, **keys)
+
+    def make_bucket(self) -> None:
+        """Waits until the store answers."""
+        request = urllib.request.Request(f"{self.endpoint}/{BUCKET}", method="PUT")
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                urllib.request.urlopen(request, timeout=5).close()
+            except (urllib.error.URLError, OSError):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+            else:
+                return
+
+
+class Log:
+    """JSON lines with the time since boot, which is one clock for all processes."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+
+    def write(self, event: str, **facts: object) -> None:
+        counters = {"rx_bytes": interface_bytes("rx"), "tx_bytes": interface_bytes("tx")}
+        self._file.write(json.dumps({"event": event, "time": time.monotonic(), **counters, **facts}) + "\n")
+
+
+class Stop:
+    """True from SIGTERM on, so that a program ends between two steps."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def __bool__(self) -> bool:
+        return self._asked
+
+    def wait_for(self, go: Path) -> None:
+        while not go.exists() and not self:
+            time.sleep(POLL_SECONDS)
+
+
+def interface_bytes(way: str) -> int:
+    """What the namespace's interface has received ("rx") or sent ("tx")."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/{way}_bytes").read_text())
+
+
+def ping(store: Store) -> float:
+    """Seconds of a small request, the median of some."""
+    taken = []
+    for _ in range(_PINGS):
+        started = time.perf_counter()
+        with suppress(NotFound):
+            store.head("nothing")
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
 
 
 def nodes(shaped: bool) -> list[Node]:
@@ -30,20 +138,10 @@ def nodes(shaped: bool) -> list[Node]:
     return [Node(name, number + 1, rate) for number, (name, rate) in enumerate(zip(names, rates, strict=True))]
 
 
-def run(
-    program: str,
-    method: str,
-    *,
-    shaped: bool,
-    step_seconds: float,
-    seconds: float,
-    stop_seconds: float,
-    trace: Path,
-    folder: Path,
-) -> Spec:
-    """Builds the network and runs the module ``program`` in it for so many seconds from the moment that all are ready.
+def run(method: str, *, shaped: bool, step_seconds: float, seconds: float, trace: Path, folder: Path) -> Spec:
+    """Builds the network and replays in it for so many seconds from the moment that all are ready.
 
-    All are told to stop then, and killed ``stop_seconds`` later. What they did is in their logs.
+    All are told to stop then, and killed `STOP_SECONDS` later. What they did is in their logs.
     """
     store, trainer, *workers = nodes(shaped)
     folder.mkdir(parents=True)
@@ -57,7 +155,7 @@ def run(
         stack.enter_context(process(store.inside(server), folder / "store.log"))
         children = []
         for role, node in [("trainer", trainer), *(("worker", worker) for worker in workers)]:
-            command = node.inside([*python, program, role, path, node.name])
+            command = node.inside([*python, "benchmarks.network.replay", role, path, node.name])
             children.append(stack.enter_context(process(command, folder / f"{node.name}.log")))
             if role == "trainer":
                 wait_until_ready([spec.log(node.name)], children)
@@ -70,9 +168,9 @@ def run(
         # Workers first: a version that none of them can have seen is of no interest.
         for child in children[::-1]:
             child.terminate()
-        deadline = time.monotonic() + stop_seconds
+        deadline = time.monotonic() + STOP_SECONDS
         for child in children:
-            wait(child, deadline)
+            _wait(child, deadline)
     return spec
 
 
@@ -92,7 +190,7 @@ def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
         child.wait()
 
 
-def wait(child: subprocess.Popen[bytes], deadline: float) -> None:
+def _wait(child: subprocess.Popen[bytes], deadline: float) -> None:
     """Until the child has ended, or the deadline: one in the midst of a long download does not hear the signal."""
     try:
         child.wait(max(0.0, deadline - time.monotonic()))

@@ -1,26 +1,32 @@
-"""The PULSELoCo benchmark: its arithmetic on made-up rounds, and a tiny job of every method among real processes."""
+"""The PULSELoCo benchmark: its arithmetic on made-up rounds, and tiny runs among real processes and among threads."""
 
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import asdict, replace
-from itertools import pairwise
-from pathlib import Path
+from itertools import combinations, pairwise
 from statistics import fmean
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.loco import convergence, cost, methods, plot, scaling, sites, tasks, traffic, trainer
-from benchmarks.loco.jobs import NOT_STEADY, SYNC_EVERY, TRAINERS, Job, JobResult, RoundRecord
+from benchmarks import trace
+from benchmarks.loco import __main__ as command
+from benchmarks.loco import ablation, convergence, methods, tasks, traffic, trainer
+from benchmarks.loco.ablation import Outcome, Variant
+from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, WARM_UP, Job, JobResult, RoundRecord
+from pulse_rl.loco import DiLoCo, PulseLoCo
 from tests.support.loco_reference import pulse_loco
 from tests.support.trainers import Trainer, together
 
 pytestmark = pytest.mark.slow  # the benchmark imports transformers: seconds
 
 PARAMETERS = 300
+
+# Made-up words, enough for the prompts of words to differ.
+VOCABULARY = [a + b + c for a in "bcdfglmnprst" for b in ("ana", "elo", "iru", "osa", "ute") for c in "bdgkmnprstvz"]
 
 
 class Tiny:
@@ -41,6 +47,9 @@ class Tiny:
 
     def evaluate(self) -> tuple[float, float]:
         return float(self.masters["w"].detach().norm()), 2.0
+
+
+# -- among processes
 
 
 def carry_out(process: Trainer) -> dict[str, list[RoundRecord]]:
@@ -72,18 +81,16 @@ def test_a_tiny_job_of_every_method() -> None:
     assert {s.payload_bytes for s in found[0][methods.DDP]} == {SYNC_EVERY * dense}
     assert {s.sent_bytes for s in found[0][methods.DDP]} == {SYNC_EVERY * dense * 4 // 3}
     assert {s.payload_bytes for s in found[0][methods.DILOCO]} == {dense}
-    for seen in found[0][methods.PULSE]:
-        assert 0 < seen.entries < PARAMETERS
-        assert seen.u32_bytes == 8 * seen.entries
-        assert seen.gap16_bytes == 6 * seen.entries
+    assert all(0 < seen.entries < PARAMETERS for seen in found[0][methods.PULSE])
     assert {s.entries for s in found[0][methods.TOP_K]} == {PARAMETERS // 10}
 
 
-def test_plain_layouts() -> None:
-    blocks = [np.array([0, 0xFFFF, 0x20000], np.uint32), np.array([], np.uint32), np.array([0xFFFF], np.uint32)]
-    assert methods.u32_bytes(blocks) == 8 * 4
-    # Gaps of 0, 0xFFFE, 0x10000 and 0xFFFF: the last two do not fit into one number with an escape left.
-    assert methods.gap16_bytes(blocks) == 6 * 4 + 2 * 2
+def test_jobs_travel_as_json() -> None:
+    for quick in (False, True):
+        for job in traffic.jobs(quick):
+            assert Job(**asdict(job)) == job
+            assert job.method in methods.METHODS
+            assert job.task in tasks.TASKS
 
 
 def record(number: int = 6, **facts: object) -> RoundRecord:
@@ -94,8 +101,6 @@ def record(number: int = 6, **facts: object) -> RoundRecord:
         payload_bytes=100,
         sent_bytes=400,
         interface_bytes=500,
-        u32_bytes=160,
-        gap16_bytes=120,
         seconds={"gate": 0.1, "exchange": 0.2},
         outer_seconds=0.4,
         dense_seconds=0.8,
@@ -116,39 +121,31 @@ def result(**facts: object) -> JobResult:
 def test_traffic_ratios() -> None:
     job = Job(tasks.ARITHMETIC, methods.PULSE, 1e-5, 7, 0, 20)
     row = traffic.row(job, result())
-    assert (row.payload, row.density, row.bytes_per_entry) == (100, 0.02, 5)
-    assert (row.dense_payload, row.dense_link) == (4000, 6000)
-    diloco, ddp, _ = traffic.TARGETS
-    assert diloco.measured(row) == {"payload": 40, "link": 15}
-    assert ddp.measured(row) == {"payload": 320, "link": 120}
-    text = traffic.text([row])
-    assert (
-        f"{methods.PULSE}, arithmetic, lr 1e-05, at least 17 times less than DiLoCo? payload 40.0, yes; link 15.0, NO"
-        in text
-    )
-    assert "u32 160 bytes (25.0 times less)" in text
+    assert (row.payload, row.density, row.interface, row.outer) == (100, 0.02, 500, [])
+    assert (row.less_payload, row.less_link) == (40, 15)
+    text = traffic.traffic_text([row])
+    line = next(line for line in text.splitlines() if line.startswith(methods.PULSE))
+    assert line.split("|")[1:] == ["    40.0   320.0 ", "    15.0   120.0"]
     short = traffic.row(job, [rounds[:3] for rounds in result()])
-    assert NOT_STEADY not in text
-    assert NOT_STEADY in traffic.text([row, short])
-    without = traffic.row(job, result(interface_bytes=None))
-    assert without.interface is None
-    assert " - |" in traffic.text([without])
+    assert traffic.NOT_STEADY not in text
+    assert traffic.NOT_STEADY in traffic.traffic_text([row, short])
+    assert " - |" in traffic.traffic_text([traffic.row(job, result(interface_bytes=None))])
 
 
 def test_cost_is_that_of_the_slowest_trainer() -> None:
     job = Job(tasks.PRETRAINED, methods.PULSE, 1e-6, 7, 0, 20, dense=True)
     measured = result()
     measured[2][5] = record(6, outer_seconds=1.6)
-    row = cost.row(job, measured)
-    assert row.outer == [1.6, 0.4]
-    assert row.ratios == pytest.approx([2.0, 0.5])
+    row = traffic.row(job, measured)
+    assert (row.outer, row.dense) == ([1.6, 0.4], [0.8, 0.8])
     assert row.phases["gate"] == pytest.approx(0.1)
     assert row.phases["verify"] == 0
-    assert "less than a dense all-reduce? NO, 1.25 of it" in cost.text([row], cost.LINK)
-    diloco = cost.row(replace(job, method=methods.DILOCO), result(outer_seconds=0.8))
-    text = cost.text([cost.row(job, result()), diloco], None)
+    assert "1.25 (" in traffic.cost_text([row], traffic.LINK)
     # Of DiLoCo's rounds all but the first count: four long ones and two short ones.
-    assert "less than a dense all-reduce? yes, 0.50 of it; 0.04 of DiLoCo's outer round" in text
+    assert len(traffic.row(replace(job, method=methods.DILOCO), result()).outer) == 6
+
+
+# -- convergence
 
 
 def curves(**off: float) -> list[convergence.Curve]:
@@ -159,24 +156,22 @@ def curves(**off: float) -> list[convergence.Curve]:
     ]
 
 
-def test_convergence_verdict() -> None:
-    made = curves(**{methods.PULSE: 0.001, methods.TOP_K: -0.1})
+def test_the_table_of_convergence() -> None:
+    text = convergence.text(curves(**{methods.PULSE: 0.001, methods.TOP_K: -0.1}))
     # The mean of both rounds halves the offsets, since fewer rounds than `LAST` all count.
-    lines = {line.split(" within")[0]: line for line in convergence.verdicts(made)}
-    assert "reward yes (off by +0.0005" in lines[methods.PULSE]
-    assert "reward NO (off by -0.0500" in lines[methods.TOP_K]
-    assert f"{methods.DILOCO:18}  0.3075 ± 0.0065" in convergence.text(made)
-    alone = convergence.text([curve for curve in made if curve.seed == 0])
+    assert f"{methods.DILOCO:18}  0.3075 ± 0.0065" in text
+    assert f"{methods.TOP_K:18}  0.2575 ± 0.0065" in text
+    line = next(line for line in text.splitlines() if line.startswith(methods.PULSE))
+    assert line.endswith(" -"), "DiLoCo never had its reward"
+    alone = convergence.text([curve for curve in curves() if curve.seed == 0])
     assert f"{methods.DILOCO:18}  0.3000 ± nan" in alone
-    assert "within" not in alone
 
 
 def test_a_curve_is_the_mean_of_the_trainers() -> None:
     of_round = [record(1, held_out_reward=r, payload_bytes=b) for r, b in ((0.1, 10), (0.2, 20), (0.3, 30), (0.6, 40))]
     curve = convergence.curve(convergence.job(methods.PULSE, 1, 1), [[s] for s in of_round])
     assert curve.rewards == pytest.approx([0.3])
-    assert curve.payload_bytes == 25
-    assert (curve.links, curve.until(0).payload_bytes) == ([400], 0)
+    assert (curve.payload_bytes, curve.links) == (25, [400])
 
 
 def test_bytes_at_equal_reward() -> None:
@@ -197,9 +192,24 @@ def test_bytes_at_equal_reward() -> None:
     assert after[1][-3:] == ["1.2", "|", "1.2"]
 
 
-def test_the_plot_is_drawn(tmp_path: Path) -> None:
-    plot.draw(curves(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+def test_rounds_behind_are_those_since_the_reference_had_the_reward() -> None:
+    rising = [0.1 * n for n in range(1, 9)]
+    reference = convergence.Curve(methods.DILOCO, 0, rising, rising, rising, rising, 1.0)
+    late = convergence.Curve(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])], rising, rising, rising, 1.0)
+    assert convergence.rounds_behind(late, reference) == pytest.approx(1.5)
+    assert convergence.rounds_behind(reference, late) is None
+
+
+def test_help_names_every_method(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["loco", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(method in printed for method in methods.METHODS)
+
+
+# -- what is never trained on
 
 
 def test_held_out_problems_are_never_drawn() -> None:
@@ -210,23 +220,49 @@ def test_held_out_problems_are_never_drawn() -> None:
     assert not without & set(drawn)
 
 
-def test_jobs_travel_as_json() -> None:
-    for quick in (False, True):
-        for job in traffic.jobs(quick):
-            assert Job(**asdict(job)) == job
-            assert job.method in methods.METHODS
-            assert job.task in tasks.TASKS
+def test_trainers_apart_see_different_first_summands() -> None:
+    seen = []
+    for rank in range(TRAINERS):
+        without = tasks.of_others(rank) | set(tasks.held_out())
+        drawn = tasks.draw(random.Random(rank), 400, without)
+        assert not set(tasks.held_out()) & set(drawn)
+        seen.append({a for a, _ in drawn})
+    assert all(not one & other for one, other in combinations(seen, 2))
+    assert set.union(*seen) == set(range(100))
 
 
-def test_rounds_behind_are_those_since_the_reference_had_the_reward() -> None:
-    rising = [0.1 * n for n in range(1, 9)]
-    reference = convergence.Curve(methods.DILOCO, 0, rising, rising, rising, rising, 1.0)
-    late = convergence.Curve(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])], rising, rising, rising, 1.0)
-    assert convergence.rounds_behind(late, reference) == pytest.approx(1.5)
-    assert convergence.rounds_behind(reference, late) is None
+def test_held_out_prompts_are_never_trained_on() -> None:
+    held_out = {text for text, _ in tasks.held_out_prompts(VOCABULARY)}
+    assert len(held_out) == tasks.HELD_OUT_PROMPTS
+    training = tasks.SplitPrompts(VOCABULARY, 1, held_out=False)
+    fit = trace.Prompts(VOCABULARY, trace.FIT_SEED)
+    for prompts, count in ((training, 4000), (fit, trace.FIT_STEPS * trace.PROMPTS)):
+        assert not held_out & {prompts.one()[0] for _ in range(count)}
+    # Without the split some of them would be.
+    whole = trace.Prompts(VOCABULARY, 1)
+    assert held_out & {whole.one()[0] for _ in range(20_000)}
 
 
-def scaled(process: Trainer) -> tuple[scaling.Row, list[int]]:
+# -- among threads
+
+
+def test_an_outcome_has_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tasks.TASKS, "tiny", Tiny)
+    dense, slow = (
+        ablation.measure(Variant(DiLoCo, task="tiny", lr=1e-3, sync_every=h), 0, 4, evaluate=True)
+        for h in (SYNC_EVERY, 2 * SYNC_EVERY)
+    )
+    assert (len(dense.rewards), len(slow.rewards)) == (4, 2)
+    assert all(before != after for before, after in pairwise(dense.rewards))
+    assert dense.reward == pytest.approx(sum(dense.rewards) / 4)
+    assert dense.sent == 2 * slow.sent
+    assert dense.ahead == dense.reward
+    ahead = ablation.measure(Variant(task="tiny", lr=1e-5), 0, 2, evaluate=True)
+    assert ahead.ahead != ahead.reward
+    assert dense.title == "DiLoCo, tiny, lr 0.001"
+
+
+def counted(process: Trainer) -> tuple[Outcome, list[int]]:
     """Of trainers as threads of each process, and what the processes themselves count."""
     process.connect("start")
     tasks.TASKS["tiny"] = Tiny
@@ -237,43 +273,35 @@ def scaled(process: Trainer) -> tuple[scaling.Row, list[int]]:
             job.gradient(step)
             torch.nn.utils.clip_grad_norm_(job.masters.values(), 1.0)
             for group in optimizer.param_groups:
-                group["lr"] = 1e-4 * min(1.0, (step + 1) / traffic.WARM_UP)
+                group["lr"] = 1e-4 * min(1.0, (step + 1) / WARM_UP)
             optimizer.step()
     dist.destroy_process_group()  # the threads are trainers of another world
     assert loop.last_round is not None
     found = [loop.last_round.entries, loop.last_round.sent_bytes, loop.last_round.summed]
-    return scaling.measure("tiny", 1e-4, process.size, gate_sums=False, rounds=2), found
+    variant = Variant(task="tiny", lr=1e-4, trainers=process.size, settings={"gate_sums": False})
+    return ablation.measure(variant, 0, 2, evaluate=False), found
 
 
 def test_threads_count_what_processes_count() -> None:
-    found = together(scaled, 4)
-    row = found[0][0]
-    assert row.entries == fmean(counted[0] for _, counted in found)
-    assert row.link == fmean(counted[1] for _, counted in found)
-    assert row.summed == found[0][1][2]
-    assert row.scattered == (row.link < row.gathered)
-    assert row.entries <= row.union <= 4 * row.entries
-    more = replace(row, trainers=8, link=1.2 * row.link)
-    growth = 1.2 * (1 - 1 / 4) / (1 - 1 / 8)
-    assert scaling.beyond(row, more, 8) == pytest.approx(8 * row.parameters / more.link * (1 - 1 / 8))
-    assert scaling.beyond(row, more, 32) == pytest.approx(scaling.beyond(row, more, 8) / growth**2)
-    assert "from 8 trainers on: 8: " in scaling.text([row, more])
-    assert "from 8 trainers on" not in scaling.text([replace(row, gated=True), more])
+    found = together(counted, 4)
+    outcome = found[0][0]
+    assert outcome.density * PARAMETERS == pytest.approx(fmean(of[0] for _, of in found))
+    assert outcome.link == fmean(of[1] for _, of in found)
+    assert outcome.summed * PARAMETERS == pytest.approx(found[0][1][2])
+    assert (outcome.reward, outcome.rewards) == (None, [])
+    assert str(outcome).split()[-1] == "-"
 
 
-def test_rows_of_sites_count_what_leaves_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sites_count_what_leaves_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tasks.TASKS, "tiny", Tiny)
-    found = {
-        method: sites.measure("tiny", 1e-4, method, 2, members=2, evaluate=method != "one level")
-        for method in sites.METHODS
-    }
-    dense = 4 * PARAMETERS
-    roots = 3 * 32
-    assert (found["DiLoCo"].link, found["DiLoCo"].between) == (1.5 * dense + roots, 1.5 * dense)
-    one, two = found["one level"], found["two levels"]
+    dense, one, two = (
+        ablation.measure(
+            Variant(method, task="tiny", lr=1e-4, sites=2), 0, 2, evaluate=method is not ablation.one_level
+        )
+        for method in (DiLoCo, ablation.one_level, PulseLoCo)
+    )
+    size, roots = 4 * PARAMETERS, 3 * 32
+    assert (dense.link, dense.ring, dense.between) == (1.5 * size + roots, 1.5 * size, 1.5 * size)
     assert 0 < one.between < 2 * one.link
     assert 0 < two.between < 2 * two.link
     assert (one.reward, two.loss) == (None, 2.0)
-    lines = sites.text(list(found.values())).splitlines()
-    assert len(lines) == 8
-    assert f"{two.between:,.0f}" in lines[-1]
