@@ -75,7 +75,8 @@ def test_settings_of_a_subscriber_without_sense_are_refused_at_once(options: dic
     [
         lambda s: list(fold_stream(s, "policy", (0,))), lambda s: list(fold_stream(s, "policy", 8)),
         lambda s: list(fold_stream(s, "policy", codec="lzma")), lambda s: list(fold_stream(s, "policy", threads=0)),
-        lambda s: list(verify_stream(s, "policy", threads=0)), lambda s: list(verify_stream(s, "policy", stream_id="x")),
+        lambda s: list(verify_stream(s, "policy", threads=0)),
+        lambda s: list(verify_stream(s, "policy", stream_id="x")),
         lambda s: gc_stream(s, "policy", keep=True), lambda s: gc_stream(s, "policy", keep=NAN),
         lambda s: gc_stream(s, "policy", keep=0), lambda s: gc_stream(s, "policy", keep=1, grace_seconds=NAN),
         lambda s: audit({"w": np.zeros(3, np.float32)}, "root"), lambda s: next(Subscriber(s, stream="policy").updates(
