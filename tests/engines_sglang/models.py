@@ -20,7 +20,7 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype  # noqa: E402
 from pulse_rl import State  # noqa: E402
 from pulse_rl.errors import UnsupportedTensor  # noqa: E402
 from pulse_rl.integrations.engines.live import Journal, LiveWeights, located  # noqa: E402
-from pulse_rl.integrations.engines.trace import learn  # noqa: E402
+from pulse_rl.integrations.engines.loader_map import trace_loader  # noqa: E402
 
 from .package import bits, join  # noqa: E402
 
@@ -77,14 +77,14 @@ def differing(kind: Any, config: Any, old: dict[str, torch.Tensor]) -> list[str]
     for model, tensors in ((live, old), (fresh, old), (fresh, new)):
         model.load_weights(list(tensors.items()))
     before, after = State.of(old), State.of(new)
-    tensor_map, journal = learn(live, before), Journal(LiveWeights(live))
+    loader_map, journal = trace_loader(live, before), Journal(LiveWeights(live))
     for spec in after.specs:
         values = after.read(spec.name)
         changed = np.flatnonzero(before.read(spec.name) != values)
-        journal.apply(located(tensor_map, spec.name, changed, values[changed]))
+        journal.apply(located(loader_map, spec.name, changed, values[changed]))
     wanted = dict(fresh.named_parameters())
     found = [name for name, weight in live.named_parameters() if not torch.equal(bits(weight), bits(wanted[name]))]
-    assert tensor_map.unused == ()
+    assert loader_map.unused == ()
     return found
 
 

@@ -10,7 +10,7 @@ from .._util.units import format_bytes
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..integrations import sglang, vllm
 from ..integrations.engines.handle import EngineHandle, EngineSync
-from ..integrations.sglang.http import is_sglang
+from ..integrations.sglang.connection import is_sglang
 from . import streams
 from .output import Console
 
@@ -55,7 +55,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
             if args.once:
                 return 0
             if handle is not None and wait == args.poll:
-                handle.wait(wait)
+                handle.wait_for_version(wait)
             else:
                 time.sleep(jittered(wait))
     finally:

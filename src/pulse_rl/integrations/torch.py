@@ -13,7 +13,7 @@ from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..state.tensors import DTYPES, State, UIntArray
 from ..state.wrappers import is_wrapped
 from ..sync.update import TensorUpdate, Update, changes_of
-from .scatter import Scatter, scatter
+from .device_scatter import Scatter, scatter
 
 __all__ = ["apply_", "to_torch"]
 

@@ -19,8 +19,7 @@ from ..state.rounding import compute_dtype_named
 from ..store import Store
 from ..sync.publisher import Publisher
 from ..sync.submit import Submission
-from .density import advice
-from .notices import logged
+from .advice import advice, logged
 from .peft import ADAPTER_CONFIG
 from .weights import adapter_weights, policy_weights
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl.integrations.engines.boxes import Box
+from pulse_rl.integrations.engines.loader_map import Box
 
 Array = npt.NDArray[np.int64]
 

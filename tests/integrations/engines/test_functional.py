@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pulse_rl.errors import InputError, UnsupportedTensor
-from pulse_rl.integrations.engines import functional
-from pulse_rl.integrations.engines.functional import Fresh, shortage
+from pulse_rl.integrations.engines import proof as functional
+from pulse_rl.integrations.engines.proof import Fresh, shortage
 
 from .world import Model, World
 

@@ -12,8 +12,8 @@ import torch
 from pulse_rl import State
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
 from pulse_rl.integrations.engines.live import Journal, LiveWeights, located
+from pulse_rl.integrations.engines.loader_map import LoaderMap, trace_loader
 from pulse_rl.integrations.engines.proof import require_whole
-from pulse_rl.integrations.engines.trace import TensorMap, learn
 
 Tensors = dict[str, torch.Tensor]
 
@@ -73,11 +73,11 @@ def test_scattered_changes_are_what_the_loader_would_have_loaded(rank: int) -> N
     new["side"][1, 1] = float("nan")
     model.load_weights(old.items())
     fresh.load_weights(new.items())
-    tensor_map = learn(model, State.of(old))
+    loader_map = trace_loader(model, State.of(old))
     journal = Journal(LiveWeights(model))
     before = bits(model)
     for name, indices, values in changed(old, new):
-        journal.apply(located(tensor_map, name, indices, values))
+        journal.apply(located(loader_map, name, indices, values))
     assert bits(model) == bits(fresh)
     journal.roll_back()
     assert bits(model) == before
@@ -85,20 +85,20 @@ def test_scattered_changes_are_what_the_loader_would_have_loaded(rank: int) -> N
 
 def test_learning_writes_nothing() -> None:
     model = Model()
-    tensor_map = learn(model, State.of(checkpoint()))
+    loader_map = trace_loader(model, State.of(checkpoint()))
     assert all((weight == 7).all() for weight in model.parameters())
-    assert tensor_map.padding == {"embed": 6}
-    assert tensor_map.unused == ()
+    assert loader_map.padding == {"embed": 6}
+    assert loader_map.unused == ()
 
 
 def test_a_tied_head_that_the_loader_skips_is_no_tensor_of_its_own() -> None:
     tensors = checkpoint()
-    tensor_map = learn(Model(), State.of(tensors | {"head": tensors["embed"]}))
-    assert {box.parameter for box in tensor_map.boxes["embed"]} == {"embed"}
+    loader_map = trace_loader(Model(), State.of(tensors | {"head": tensors["embed"]}))
+    assert {box.parameter for box in loader_map.boxes["embed"]} == {"embed"}
 
 
-def refused(tensors: Tensors, model: torch.nn.Module | None = None) -> TensorMap:
-    return learn(model or Model(), State.of(tensors))
+def refused(tensors: Tensors, model: torch.nn.Module | None = None) -> LoaderMap:
+    return trace_loader(model or Model(), State.of(tensors))
 
 
 def test_a_stream_of_another_model_is_refused() -> None:
@@ -141,7 +141,7 @@ def test_a_loader_that_copies_in_threads_writes_nothing_either() -> None:
 
     model = Threaded()
     tensors = checkpoint()
-    assert learn(model, State.of(tensors)).boxes == learn(Model(), State.of(tensors)).boxes
+    assert trace_loader(model, State.of(tensors)).boxes == trace_loader(Model(), State.of(tensors)).boxes
     assert all((weight == 7).all() for weight in model.parameters())
     model.load_weights(tensors.items())
     assert torch.equal(model.fused[:4], tensors["gate"][:4])
@@ -173,12 +173,12 @@ def test_a_buffer_that_the_loader_computes_is_refused() -> None:
                     self.get_buffer("scaled").copy_(weight * 2)
 
     with pytest.raises(UnsupportedTensor, match="'scaled' but computes it"):
-        learn(Scaled(), State.of(checkpoint()))
+        trace_loader(Scaled(), State.of(checkpoint()))
 
 
 def test_a_node_that_holds_a_part_of_a_tensor_is_refused() -> None:
     state = State.of(checkpoint())
-    ranks = [learn(Model(rank), state).boxes for rank in range(2)]
+    ranks = [trace_loader(Model(rank), state).boxes for rank in range(2)]
     require_whole(state.specs, ranks)
     require_whole(state.specs, [{"embed": ranks[0]["embed"]}])
     with pytest.raises(UnsupportedTensor, match="only a part of 'down'"):

@@ -13,7 +13,7 @@ from pulse_rl import PulseError
 from pulse_rl.errors import ConcurrentUse, InputError
 from pulse_rl.integrations.engines import worker as workers
 from pulse_rl.integrations.engines.node import Node
-from pulse_rl.integrations.engines.session import Learnt, Session
+from pulse_rl.integrations.engines.session import ProvedMap, Session
 from pulse_rl.integrations.engines.worker import Worker
 
 from .test_session import World
@@ -31,7 +31,7 @@ def world(tmp_path: Path) -> World:
 
 @pytest.fixture
 def worker(world: World) -> Any:
-    def open_session(info: Any, node: Node, learnt: Learnt) -> Session:
+    def open_session(info: Any, node: Node, known: ProvedMap) -> Session:
         if info.audit_every < 0:
             raise RuntimeError("no session")
         return world.session()

@@ -14,9 +14,9 @@ import torch
 import pulse_rl
 from pulse_rl import State
 from pulse_rl.integrations.engines.derived import PreQuantLayers
-from pulse_rl.integrations.engines.functional import Fresh
 from pulse_rl.integrations.engines.node import Node
-from pulse_rl.integrations.engines.session import Learnt, Session
+from pulse_rl.integrations.engines.proof import Fresh
+from pulse_rl.integrations.engines.session import ProvedMap, Session
 from pulse_rl.integrations.engines.transport import InitInfo
 from pulse_rl.state.checkpoint import save
 
@@ -60,7 +60,7 @@ class World:
         self.publish()
         self.model = make()
         self.model.load_weights(self.tensors.items())
-        self.learnt = Learnt()
+        self.map = ProvedMap()
         self.fresh: Fresh | None = None
         self.sessions: list[Session] = []
 
@@ -85,7 +85,7 @@ class World:
     def session(self, *, follow: bool = False, audit_every: int = 100, **settings: Any) -> Session:
         info = InitInfo(self.address or self.store, "policy", follow=follow, audit_every=audit_every, **settings)
         forms, base = self.model.forms(), str(self.base)
-        session = Session(self.model, info, Node(None), self.learnt, base, nullcontext, forms, fresh=self.fresh)
+        session = Session(self.model, info, Node(None), self.map, base, nullcontext, forms, fresh=self.fresh)
         self.sessions.append(session)
         stage(session)
         return session

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl.integrations.sglang import plugin
-from pulse_rl.integrations.sglang.loader import LOADER, load
+from pulse_rl.integrations.sglang import load, plugin
+from pulse_rl.integrations.sglang.connection import LOADER
 
 _RUNTIME = "sglang.srt.runtime_context"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"

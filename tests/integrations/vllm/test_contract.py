@@ -7,7 +7,7 @@ import abc
 import pytest
 
 from pulse_rl.errors import EngineError
-from pulse_rl.integrations.vllm.contract import require_known
+from pulse_rl.integrations.vllm.plugin import require_known
 
 
 class Known(abc.ABC):

@@ -18,12 +18,11 @@ import torch
 from ...errors import StateMismatch, UnsupportedTensor
 from ...state.tensors import State
 from ..torch import _INTS
-from .boxes import Box
 from .live import Change, Scatter, Whole, as_flat
+from .loader_map import Box, LoaderMap
 from .node import Node
 from .proof import broadcast
 from .staging import Staging
-from .trace import TensorMap
 
 SLICE_ELEMENTS = 1 << 24
 """How much is derived between two steps of the engine, at least one layer."""
@@ -91,7 +90,7 @@ class DerivedLayers:
         step = self._step_to(held.version, live)
         return len(step.left) if step is not None else len(self._forms.layers)
 
-    def advance(self, tensor_map: TensorMap, live: int | None, most: int = SLICE_ELEMENTS) -> None:
+    def advance(self, loader_map: LoaderMap, live: int | None, most: int = SLICE_ELEMENTS) -> None:
         """Derives layers of about ``most`` elements from the host state, which is held from now on. Does nothing while
         that is still on the move, or is not the same on all nodes."""
         if not self._forms.layers:
@@ -104,7 +103,7 @@ class DerivedLayers:
         step = self._step_to(target, live)
         if step is None:
             names = self._node.common(self._changed_names(target, live))
-            step = self._step = _Step(target, live, self._touched(tensor_map, names))
+            step = self._step = _Step(target, live, self._touched(loader_map, names))
         state, elements = self._staging.host_state(), 0
         while step.left and elements < most:
             layer, boxes = step.left[0]
@@ -112,28 +111,28 @@ class DerivedLayers:
             del step.left[0]
             elements += sum(tensor.numel() for tensor in layer.loaded.values())
 
-    def changes(self, tensor_map: TensorMap, live: int | None, target: int) -> list[Change]:
+    def changes(self, loader_map: LoaderMap, live: int | None, target: int) -> list[Change]:
         """What has to be written for the step from the live version to ``target``."""
-        self.advance(tensor_map, live, sys.maxsize)
+        self.advance(loader_map, live, sys.maxsize)
         step = self._step_to(target, live)
         if step is None:
             raise StateMismatch("the engine's nodes hold different versions", hint="Sync again.")
         return step.changes
 
-    def all_changes(self, tensor_map: TensorMap, state: State | None) -> list[Change]:
+    def all_changes(self, loader_map: LoaderMap, state: State | None) -> list[Change]:
         """What has to be written for all layers to hold what they derive from the leader's ``state``."""
-        touched = self._touched(tensor_map, None)
+        touched = self._touched(loader_map, None)
         return [change for layer, boxes in touched for change in _changes(self._node, layer, boxes, state)]
 
     def forget(self) -> None:
         """The step was made."""
         self._step = None
 
-    def differing(self, tensor_map: TensorMap, state: State | None) -> list[str]:
+    def differing(self, loader_map: LoaderMap, state: State | None) -> list[str]:
         """The checkpoint tensors of those layers that are not what the engine derives from the leader's ``state``, on
         any worker."""
         wrong: set[str] = set()
-        for layer, boxes in self._touched(tensor_map, None):
+        for layer, boxes in self._touched(loader_map, None):
             if any(self._node.gathered(bool(_changes(self._node, layer, boxes, state)))):
                 wrong |= boxes.keys()
         return sorted({name for names in self._node.gathered(sorted(wrong)) for name in names})
@@ -150,11 +149,11 @@ class DerivedLayers:
         staged = prepared.staged
         return list(staged.changes) if staged.previous is not None and staged.previous <= live else None
 
-    def _touched(self, tensor_map: TensorMap, names: Collection[str] | None) -> list[tuple[DerivedLayer, Boxes]]:
+    def _touched(self, loader_map: LoaderMap, names: Collection[str] | None) -> list[tuple[DerivedLayer, Boxes]]:
         """The layers that hold elements of the tensors ``names``, None: all; and the boxes that lead there."""
         owner = {name: place for place, layer in enumerate(self._forms.layers) for name in layer.loaded}
         found: list[dict[str, list[Box]]] = [{} for _ in self._forms.layers]
-        for name, boxes in tensor_map.derived.items():
+        for name, boxes in loader_map.derived.items():
             for box in boxes:
                 found[owner[box.parameter]].setdefault(name, []).append(box)
         return [

@@ -77,7 +77,8 @@ class EngineHandle:
         self = cls.__new__(cls)
         self._transport = transport
         self._owner = uuid.uuid4().hex
-        self._info = replace(info, owner=self._owner)
+        keys = None if info.trusted_keys is None else list(info.trusted_keys)
+        self._info = replace(info, owner=self._owner, trusted_keys=keys)
         self._in_flight = in_flight
         self._timeout = timeout_seconds
         self._lock = threading.RLock()
@@ -127,7 +128,7 @@ class EngineHandle:
                     time.sleep(_POLL_SECONDS)
             return self._switch(version)
 
-    def wait(self, poll_seconds: float = 1.0) -> None:
+    def wait_for_version(self, poll_seconds: float = 1.0) -> None:
         """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less. Where the engine follows an
         `HttpStore`, which it waits for by itself: until it has staged something, for at most 25 seconds; the engine is
         asked every ``poll_seconds`` then, the store is not. Ends with `close`."""
@@ -168,8 +169,8 @@ class EngineHandle:
         on_error: Callable[[PulseError], None] | None = None,
         poll_seconds: float = 1.0,
     ) -> None:
-        """Starts a thread that keeps the engine at the newest version, until `close`. Between looks it pauses as `wait`
-        does, with ``poll_seconds``.
+        """Starts a thread that keeps the engine at the newest version, until `close`. Between looks it pauses as
+        `wait_for_version` does, with ``poll_seconds``.
 
         ``on_sync`` is called after each step, ``on_error`` with errors; the thread goes on after those that may pass
         (`PulseError.retryable`), and ends with any other.
@@ -331,7 +332,7 @@ class EngineHandle:
         poll_seconds: float,
     ) -> None:
         wait = poll_seconds
-        self.wait(poll_seconds)
+        self.wait_for_version(poll_seconds)
         while not self._closing.is_set():
             try:
                 done = self.sync()
@@ -347,4 +348,4 @@ class EngineHandle:
                 wait = poll_seconds
                 if done is not None and on_sync is not None:
                     on_sync(done)
-                self.wait(poll_seconds)
+                self.wait_for_version(poll_seconds)

@@ -12,8 +12,7 @@ import torch
 from ...state import bits
 from ...state.tensors import UIntArray
 from ..torch import _INTS
-from .boxes import Box, Indices
-from .trace import TensorMap
+from .loader_map import Box, Indices, LoaderMap
 
 _NATIVE_LIMIT = 1 << 32
 
@@ -128,9 +127,9 @@ class Journal:
         self._live.synchronize()
 
 
-def located(tensor_map: TensorMap, name: str, indices: Indices | None, values: UIntArray) -> Iterable[Change]:
+def located(loader_map: LoaderMap, name: str, indices: Indices | None, values: UIntArray) -> Iterable[Change]:
     """Where the elements ``indices``, ascending, of the checkpoint tensor ``name`` go on this rank; None: all."""
-    for box in tensor_map.boxes.get(name, ()):
+    for box in loader_map.boxes.get(name, ()):
         if indices is None:
             yield Whole(box, values)
             continue

@@ -23,13 +23,22 @@ from ...state.digest import StateDigest
 from ...state.tensors import State, TensorSpec
 from ...sync.subscriber import Subscriber
 from .derived import DerivedLayers, PreQuantLayers
-from .functional import Fresh, as_tensors, padded, shortage, trial_state, unlike
 from .live import Change, Journal, LiveWeights, located
+from .loader_map import LoaderMap, trace_loader
 from .node import Node
-from .proof import differing, load_all, require_whole, write_all
-from .staged import Staged
-from .staging import Prepared, Staging
-from .trace import TensorMap, learn
+from .proof import (
+    Fresh,
+    as_tensors,
+    differing,
+    load_all,
+    padded,
+    require_whole,
+    shortage,
+    trial_state,
+    unlike,
+    write_all,
+)
+from .staging import Prepared, Staged, Staging
 from .transport import InitInfo
 
 _log = logging.getLogger(__name__)
@@ -38,12 +47,12 @@ _TAKE_OVER_SECONDS = 60.0
 
 
 @dataclass(slots=True)
-class Learnt:
+class ProvedMap:
     """What a worker knows of its model beyond one session: the map for the tensors ``specs``, whether it has been
     proved by the checkpoint that the model's own loader had read, and whether an update has ``written`` to it.
     ``proof``: how far that by a second model went: "computed", "bits only: ...", "left out: ..."; empty before it."""
 
-    tensor_map: TensorMap | None = None
+    loader_map: LoaderMap | None = None
     specs: object = None
     proved: bool = False
     written: bool = False
@@ -90,7 +99,7 @@ class Session:
         model: torch.nn.Module,
         info: InitInfo,
         node: Node,
-        learnt: Learnt,
+        known: ProvedMap,
         base: str | None,
         reloading: Callable[[], AbstractContextManager[None]],
         forms: PreQuantLayers | None = None,
@@ -105,7 +114,7 @@ class Session:
         self._model = model
         self._reloading = reloading
         self._node = node
-        self._learnt = learnt
+        self._map = known
         self._weights = LiveWeights(model, {n: t for layer in self._forms.layers for n, t in layer.live.items()})
         self._audit_every = max(1, info.audit_every)
         node.open_folder()
@@ -145,13 +154,13 @@ class Session:
 
     @property
     def proof(self) -> str:
-        """See `Learnt`."""
-        return self._learnt.proof
+        """See `ProvedMap`."""
+        return self._map.proof
 
     @property
     def left(self) -> int:
         """How much `prepare` has still to do before the pause; of meaning on the leader."""
-        if self._learnt.tensor_map is None:
+        if self._map.loader_map is None:
             return 1
         return self._derived.left(self.live_version)
 
@@ -164,42 +173,42 @@ class Session:
     def prepare(self) -> None:
         """Learns the map, if that has not been done, and derives some of the layers that are derived. May return with
         something `left`. Collective."""
-        self._learn_map()
-        if self._learnt.tensor_map is not None:
-            self._derived.advance(self._learnt.tensor_map, self._node.common(self.live_version))
+        self._trace_map()
+        if self._map.loader_map is not None:
+            self._derived.advance(self._map.loader_map, self._node.common(self.live_version))
 
-    def _learn_map(self) -> None:
+    def _trace_map(self) -> None:
         """Once for the tensors of the stream; and proves the map by the checkpoint that the engine loaded. Without such
         a checkpoint the version of the live parameters is unknown, and the next update writes all. Raises
         UnsupportedTensor where the engine computes with something else than the checkpoint that it has loaded."""
         specs = self._node.common(self._node.together(self._held_tensors))
-        if self._learnt.specs == specs:
+        if self._map.specs == specs:
             return
-        tensor_map = self._node.together(lambda: self._learn(State(specs[0], {}, specs[1])))
+        loader_map = self._node.together(lambda: self._traced(State(specs[0], {}, specs[1])))
         if not self._node.alone:
-            boxes = self._node.on_node(tensor_map.boxes | tensor_map.derived)
+            boxes = self._node.on_node(loader_map.boxes | loader_map.derived)
             self._node.together(lambda: require_whole(specs[0], boxes))
         base = self.staging.base_digest
         comparable = self._node.common(base is not None and _covers(base, specs[0]))
-        self._learnt.tensor_map = tensor_map
+        self._map.loader_map = loader_map
         wrong = self._differing(base, self.staging.base_state) if comparable else []
-        if wrong and self._loaded and not self._learnt.written:
-            self._learnt.tensor_map = None
+        if wrong and self._loaded and not self._map.written:
+            self._map.loader_map = None
             raise _not_the_checkpoint(wrong)
         strange = self._unlike_fresh(State(specs[0], {}, specs[1]))
         if strange:
-            self._learnt.tensor_map = None
+            self._map.loader_map = None
             raise _not_what_it_computes(strange)
-        self._learnt.specs, self._learnt.proved = specs, comparable and not wrong
-        if self._learnt.proved:
+        self._map.specs, self._map.proved = specs, comparable and not wrong
+        if self._map.proved:
             self.live.version = self._node.shared(self._base_version())
             self.live.digest, self.live.stream_id = base, self._stream_id()
 
     def _unlike_fresh(self, stream: State) -> list[str]:
         """The modules that compute something else than those of a fresh model, once both have weights of trial for the
         tensors of ``stream``. The live weights are what they were then. Notes the ``proof``. Collective."""
-        tensor_map = self._learnt.tensor_map
-        if self._fresh is None or tensor_map is None:
+        loader_map = self._map.loader_map
+        if self._fresh is None or loader_map is None:
             return self._say("left out: this kind of engine makes no second model")
         # What is allocated below is bounded here, before: a process that the kernel kills takes its requests with it.
         short = self._node.together(lambda: shortage(self._weights.flat.values(), self._node.size))
@@ -211,10 +220,10 @@ class Session:
         journal = Journal(self._weights)
         try:
             leading = trial if self._node.leader else None
-            derived = self._derived.all_changes(tensor_map, leading)
-            write_all(self._node, journal, tensor_map, leading)
+            derived = self._derived.all_changes(loader_map, leading)
+            write_all(self._node, journal, loader_map, leading)
             self._node.together(lambda: journal.apply(derived))
-            weights = padded(tensor_map, self._model)
+            weights = padded(loader_map, self._model)
             wrong, failed = self._node.together(lambda: unlike(self._model, other, fresh.run, weights))
         finally:
             journal.roll_back()
@@ -224,14 +233,14 @@ class Session:
 
     def _say(self, proof: str) -> list[str]:
         """Notes how far the proof by a second model went, in the log too unless it was whole. Returns no names."""
-        self._learnt.proof = proof
+        self._map.proof = proof
         if proof != "computed" and self._node.leader:
             _log.warning("proof of the engine by a second model %s", proof)
         return []
 
-    def _learn(self, state: State) -> TensorMap:
+    def _traced(self, state: State) -> LoaderMap:
         with self._forms.within():
-            return learn(self._model, state, self._forms.names)
+            return trace_loader(self._model, state, self._forms.names)
 
     def _held_tensors(self) -> Any:
         """The tensors of the stream as the leader holds them: (specs, aliases)."""
@@ -254,13 +263,13 @@ class Session:
         return staging.held.version if staging.held.root == staging.base_digest.root else None
 
     def _lay_out(self, staged: Staged) -> list[Change] | None:
-        tensor_map = self._learnt.tensor_map
-        if tensor_map is None:
+        loader_map = self._map.loader_map
+        if loader_map is None:
             return None
         return [
             change
             for name, (indices, values) in staged.changes.items()
-            for change in located(tensor_map, name, indices, values)
+            for change in located(loader_map, name, indices, values)
         ]
 
     # -- in the pause
@@ -269,7 +278,7 @@ class Session:
         """Moves the live parameters to ``version``, None: what is staged. They are at the version before when this
         raises. Collective."""
         started = time.perf_counter()
-        self._learn_map()
+        self._trace_map()
         with self._steady():
             self._update(version, started)
         self.staging.release()
@@ -290,7 +299,7 @@ class Session:
             return
         derived = self._derived_changes(step)
         journal = Journal(self._weights)
-        self._learnt.written = True
+        self._map.written = True
         before, self.live.version = self.live.version, None
         begun = time.perf_counter()
         try:
@@ -308,7 +317,7 @@ class Session:
                 if wrong:
                     before = None  # nobody knows since when: the next update writes everything
                     raise _not_equal(now, wrong)
-                self._learnt.proved = True
+                self._map.proved = True
         except BaseException:
             journal.roll_back()
             self.live.version = before
@@ -351,21 +360,21 @@ class Session:
         if self._fresh is None:
             raise InputError("this engine cannot be compared with a fresh model")
         specs = self._node.common(self._node.together(self._held_tensors))
-        self._learn_map()
+        self._trace_map()
         with self._steady():
             wrong = self._unlike_fresh(State(specs[0], {}, specs[1]))
-        if self._learnt.proof.startswith("left out"):
-            raise InputError(f"the engine cannot be compared with a second model, which was {self._learnt.proof}")
+        if self._map.proof.startswith("left out"):
+            raise InputError(f"the engine cannot be compared with a second model, which was {self._map.proof}")
         return wrong
 
     def _stream_id(self) -> str | None:
         return self.staging.subscriber.stream_id if self.staging.subscriber is not None else None
 
     def _derived_changes(self, step: Step) -> list[Change]:
-        tensor_map = self._learnt.tensor_map
-        if not self._forms.layers or tensor_map is None:
+        loader_map = self._map.loader_map
+        if not self._forms.layers or loader_map is None:
             return []
-        return self._derived.changes(tensor_map, step.live, step.version)
+        return self._derived.changes(loader_map, step.live, step.version)
 
     def _require_host_at(self, live: int) -> None:
         """What is derived can be compared with what the host state derives to, and so for the host's version only."""
@@ -419,12 +428,12 @@ class Session:
     def _write_all(self, journal: Journal) -> _Version:
         """Writes the whole host state: through the map if it is proved, or leads into forms that layers are derived
         from; else the model's loader does, and the audit that follows proves the map by that."""
-        assert self._learnt.tensor_map is not None
+        assert self._map.loader_map is not None
         with self.staging.lock:  # the version is the one that the host holds now, which may have moved on since
             follower = self.staging.subscriber
             state = follower.state if follower else None
-            if self._learnt.proved or self._forms.layers:
-                write_all(self._node, journal, self._learnt.tensor_map, state)
+            if self._map.proved or self._forms.layers:
+                write_all(self._node, journal, self._map.loader_map, state)
             else:
                 load_all(self._node, journal, self._model, self._reloading, state)
             if follower is None:
@@ -435,11 +444,11 @@ class Session:
 
     def _differing(self, digest: StateDigest | None, state: Callable[[], State | None]) -> list[str]:
         """The tensors that are not those of the version with ``digest``, of which ``state`` is; leader only."""
-        tensor_map = self._learnt.tensor_map
-        assert tensor_map is not None
-        wrong = differing(self._node, self._weights, tensor_map, digest)
+        loader_map = self._map.loader_map
+        assert loader_map is not None
+        wrong = differing(self._node, self._weights, loader_map, digest)
         if self._forms.layers:
-            wrong += self._derived.differing(tensor_map, state())
+            wrong += self._derived.differing(loader_map, state())
         return wrong
 
 

@@ -1,33 +1,51 @@
-"""How a handle reaches an engine: the calls that all forms of an engine have."""
+"""How a handle reaches an engine: the calls that all forms of an engine have, and the HTTP client of those that are
+servers."""
 
 from __future__ import annotations
 
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from http.client import HTTPException
+from typing import Any, NamedTuple, Protocol, TypedDict
+from urllib.parse import urlsplit
 
 from ... import errors
-from ...errors import PulseError
+from ...errors import EngineError, EngineUnavailable, InputError, PulseError
 
 Status = dict[str, Any]
 """What a worker says of itself; see `worker.Worker.answer`."""
+_MOST_WORDS = 400
+_JSON = {"Content-Type": "application/json"}
+
+
+class SubscriberOptions(TypedDict, total=False):
+    """Keywords of `pulse_rl.Subscriber` that a handle passes on to the engine's workers."""
+
+    trusted_keys: Collection[str] | None
+    stream_id: str | None
+    allow_recreated: bool
+    cache: str | None
 
 
 @dataclass
 class InitInfo:
     """What a handle tells an engine's workers. ``store``: its address; ``stream``: its name; ``base``: a checkpoint's
-    path (None: the one that the engine was started from); ``trusted_keys``, ``stream_id``, ``allow_recreated`` and
-    ``cache`` as those of `pulse_rl.Subscriber`; ``follow``: whether new versions are staged without being asked for;
-    ``audit_every``: updates from one audit to the next; ``owner``: any string that stands for who drives the engine."""
+    path (None: the one that the engine was started from); ``follow``: whether new versions are staged without being
+    asked for; ``audit_every``: updates from one audit to the next; `SubscriberOptions`; ``owner``: any string that
+    stands for who drives the engine."""
 
     store: str
     stream: str
     base: str | None = None
-    trusted_keys: list[str] | None = None
+    follow: bool = True
+    audit_every: int = 100
+    trusted_keys: Collection[str] | None = None
     stream_id: str | None = None
     allow_recreated: bool = False
     cache: str | None = None
-    follow: bool = True
-    audit_every: int = 100
     owner: str = ""
 
 
@@ -72,3 +90,70 @@ def _class_of(kind: str) -> type[PulseError]:
         if isinstance(candidate, type) and issubclass(candidate, PulseError) and vars(candidate).get("kind") == kind:
             return candidate
     return PulseError
+
+
+class Answer(NamedTuple):
+    """``status``: of HTTP."""
+
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """The answer. Raises EngineError where it is no JSON."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            raise EngineError(f"the engine answered with something else than JSON: {self.words!r}") from None
+
+    @property
+    def words(self) -> str:
+        """What a refusal says, in one line."""
+        try:
+            answer = json.loads(self.body)
+            told = answer.get("error", answer.get("message", answer)) if isinstance(answer, dict) else answer
+            message = told["message"] if isinstance(told, dict) and "message" in told else told
+        except ValueError:
+            message = self.body.decode(errors="replace")
+        return " ".join(str(message).split())[:_MOST_WORDS]
+
+
+class Client:
+    """``address``: the server's URL, without a path. ``timeout_seconds`` holds for each call. Raises InputError."""
+
+    def __init__(self, address: str, timeout_seconds: float) -> None:
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise InputError(f"{address!r} is no URL of a server", hint="Give it as http://host:port.")
+        self.address = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._timeout = timeout_seconds
+
+    def post(self, route: str, body: object = None) -> Answer:
+        """Sends ``body`` as JSON. Raises EngineUnavailable where nobody answers."""
+        data = b"" if body is None else json.dumps(body).encode()
+        return self._ask(urllib.request.Request(f"{self.address}/{route}", data, _JSON, method="POST"))
+
+    def get(self, route: str) -> Answer:
+        """Raises EngineUnavailable where nobody answers."""
+        return self._ask(urllib.request.Request(f"{self.address}/{route}"))
+
+    def _ask(self, request: urllib.request.Request) -> Answer:
+        try:
+            try:
+                with _OPENER.open(request, timeout=self._timeout) as answer:
+                    return Answer(answer.status, answer.read())
+            except urllib.error.HTTPError as error:
+                with error:
+                    return Answer(error.code, error.read())
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            raise EngineUnavailable(f"no answer from {self.address}: {reason}") from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A POST that is sent elsewhere would arrive there as a GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ConcurrentUse, InputError, PulseError
 from .node import Node
-from .session import Learnt, Session
+from .session import ProvedMap, Session
 from .transport import InitInfo, Status
 
 LEASE_SECONDS = 15.0
@@ -18,13 +18,15 @@ class Worker:
     """``open_session`` makes the session for an `InitInfo`. ``workers``: returns the group for `Node`; called once, by
     all workers at the same time."""
 
-    def __init__(self, open_session: Callable[[InitInfo, Node, Learnt], Session], workers: Callable[[], Any]) -> None:
+    def __init__(
+        self, open_session: Callable[[InitInfo, Node, ProvedMap], Session], workers: Callable[[], Any]
+    ) -> None:
         self._open_session = open_session
         self._workers = workers
         self._node: Node | None = None
         self._session: Session | None = None
         self._info: InitInfo | None = None
-        self._learnt = Learnt()
+        self._map = ProvedMap()
         self._heard_of_owner = 0.0
         self._error: PulseError | None = None
 
@@ -126,7 +128,7 @@ class Worker:
         self.close()
         self._error = None
         self._info = info
-        self._session = self._open_session(info, self.node, self._learnt)
+        self._session = self._open_session(info, self.node, self._map)
         self._heard_of_owner = time.monotonic()
 
     def _opened(self) -> Session:

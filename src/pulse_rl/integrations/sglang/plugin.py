@@ -1,4 +1,5 @@
-"""The entry point in ``sglang.srt.plugins``: how a worker hears of a handle, and answers.
+"""The entry point in ``sglang.srt.plugins``, the custom weight loader, and what runs in SGLang's workers, one for each
+model that follows a stream.
 
 A custom weight loader cannot answer: SGLang ignores what it returns, and ends when it raises. The checks of weights can
 be asked for while the server generates, by any text, and answer with a text.
@@ -8,15 +9,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from .loader import LOADER
+import torch
 
-ACTION = "pulse"
-"""The action of ``/weights_checker`` whose answer is this module's."""
+from ...errors import EngineError, InputError, PulseError, UnsupportedTensor
+from ..engines.node import Node
+from ..engines.session import ProvedMap, Session, local_checkpoint
+from ..engines.transport import InitInfo, Status
+from ..engines.worker import Worker, described
+from .connection import ACTION, LOADER
 
 _CHECKS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
 _UPDATES = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+_DERIVED = ("w_kc", "w_vc")
+_models: WeakKeyDictionary[torch.nn.Module, _Followed] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -32,8 +42,6 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
     if request.action != ACTION:
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
-
-    from .worker import answer
 
     try:
         asked = json.loads(request.skip_tensor_list[0])
@@ -51,8 +59,113 @@ def update_weights_from_tensor(
         return original(updater, *args, **kwargs)
     if LOADER not in updater.custom_weight_loaders:  # SGLang would end
         return False, f"start the server with --custom-weight-loader {LOADER}"
-    from .worker import outcome
 
     success, message = original(updater, *args, **kwargs)
     failure = outcome(updater.get_model())
     return (success, message) if failure is None else (False, f"{failure} ({failure.hint})")
+
+
+@dataclass(slots=True)
+class _Followed:
+    """``wanted``: the version that was asked for last; ``failure``: of the last update."""
+
+    worker: Worker
+    wanted: int | None = None
+    failure: PulseError | None = None
+
+
+def answer(runner: Any, asked: dict[str, Any]) -> list[Status]:
+    """What all workers say to a request of a handle: ``action``, ``owner``, and ``version`` as of `Worker.answer`, or
+    the action "open" with an ``init_info``. ``runner``: SGLang's runner of the target model. Collective."""
+    followed = _models.get(runner.model)
+    if followed is None:
+        followed = _models[runner.model] = _Followed(Worker(lambda *parts: _open_session(runner, *parts), _workers))
+    worker, action = followed.worker, asked["action"]
+    if action == "open":
+        failure = worker.open(InitInfo(**asked["init_info"]))
+        status = worker.status() | ({"failure": described(failure)} if failure is not None else {})
+    else:
+        status = worker.answer(action, asked["owner"], asked.get("version"))
+        if action == "stage" and "failure" not in status:
+            followed.wanted = asked.get("version")
+    return worker.node.gathered(status)
+
+
+def update(model: torch.nn.Module, named_tensors: list[tuple[str, Any]]) -> None:
+    """What `load` does; `outcome` says what became of it. Collective."""
+    followed = _models.get(model)
+    if followed is None:
+        return
+    if named_tensors:
+        followed.failure = InputError(
+            "the loader of pulse takes no tensors: it reads a stream", hint="Send an empty list of named tensors."
+        )
+        return
+    followed.worker.begin_update()
+    followed.failure = followed.worker.update(followed.wanted)
+
+
+def outcome(model: torch.nn.Module) -> PulseError | None:
+    """Why the last update of ``model`` failed."""
+    followed = _models.get(model)
+    if followed is None:
+        return InputError("this model follows no stream", hint="Call connect(), and update with the selector 'target'.")
+    return followed.failure
+
+
+def _open_session(runner: Any, info: InitInfo, node: Node, known: ProvedMap) -> Session:
+    config, model = runner.model_config, runner.model
+    if config.quantization:
+        raise UnsupportedTensor(
+            f"the engine's weights are quantised ({config.quantization})",
+            hint="Start the server without quantization: quantised weights cannot follow a stream yet.",
+        )
+    _require_one_group()
+    _require_own_weights(model)
+    base = info.base or local_checkpoint(config.model_path, config.revision)
+    loaded = runner.server_args.load_format != "dummy"
+    return Session(model, info, node, known, base, nullcontext, loaded=loaded)
+
+
+def _require_one_group() -> None:
+    """Raises EngineError unless all workers are one tensor-parallel group that owns its weights."""
+    from sglang.srt.runtime_context import get_model, get_parallel
+
+    parallel = get_parallel()
+    if parallel.pp_size > 1 or parallel.dp_size > 1:
+        raise EngineError(
+            f"the server has {parallel.dp_size} data-parallel replicas and {parallel.pp_size} pipeline stages",
+            hint="Start one server for each replica, without pipeline stages, and follow with each.",
+        )
+    if get_model().weight_cache_mode != "off":
+        raise EngineError(
+            "the server shares its weights with other servers", hint="Start it with --weight-cache-mode off."
+        )
+
+
+def _require_own_weights(model: torch.nn.Module) -> None:
+    """Raises UnsupportedTensor where a layer computes with something else than the parameters that were loaded."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import (
+        _unsupported_derived_weight_cache_error as derived,
+    )
+
+    reason = derived(model)
+    if reason is not None:
+        raise UnsupportedTensor(f"SGLang refuses updates of this model: {reason}")
+    for name, layer in model.named_modules():
+        if any(isinstance(getattr(layer, attribute, None), torch.Tensor) for attribute in _DERIVED):
+            raise UnsupportedTensor(
+                f"the engine computes {name!r} with matrices that it derived from its weights",
+                hint="Multi-head latent attention cannot follow a stream yet.",
+            )
+        if getattr(layer, "use_intel_amx_backend", False):
+            raise UnsupportedTensor(
+                f"the engine computes {name!r} with a packed copy of its weight",
+                hint="SGLang packs weights for AMX on CPUs; such a server cannot follow a stream.",
+            )
+
+
+def _workers() -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_group if torch.distributed.is_initialized() else None

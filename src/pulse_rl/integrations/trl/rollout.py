@@ -10,11 +10,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...errors import EngineUnavailable, InputError, PulseError
 from ...events import Listener, Metadata, Published
-from ..density import advice
+from ..advice import advice
 from ..vllm import EngineSync
 from ..weights import policy_weights
-from .link import Link, log
-from .server import Completion
+from .link import Completion, Link, log
 
 __all__ = ["PulseRollout", "pulse_rollout"]
 

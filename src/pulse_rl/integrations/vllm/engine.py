@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.config import set_current_vllm_config
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader import base_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.worker.worker_base import WorkerBase
 
@@ -24,17 +28,15 @@ from ...errors import PulseError
 from ..engines.derived import PreQuantLayers
 from ..engines.node import Node
 from ..engines.processed import pre_quant_layers
-from ..engines.session import Learnt, Session, local_checkpoint
+from ..engines.proof import Fresh
+from ..engines.session import ProvedMap, Session, local_checkpoint
 from ..engines.transport import InitInfo
 from ..engines.worker import Worker
-from .contract import require_known
-from .fresh import fresh
-from .plain import require_fixed_places, require_plain_weights
-from .processing import processed_layers
-from .quantised import quantised_layers
-from .reload import reloading
+from .plugin import require_fixed_places, require_known, require_plain_weights
+from .processing import processed_layers, quantised_layers
 
 require_known(WeightTransferEngine, vllm.__version__)
+_TOKENS = 16
 
 
 @dataclass
@@ -84,7 +86,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
 
     # -- the parts
 
-    def _open_session(self, info: InitInfo, node: Node, learnt: Learnt) -> Session:
+    def _open_session(self, info: InitInfo, node: Node, known: ProvedMap) -> Session:
         require_plain_weights(self.model)
         require_fixed_places(self.vllm_config)
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
@@ -94,7 +96,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         alone = staged or self.model_config.quantization
         another = None if alone else fresh(self.model, self.vllm_config, self.device)
         loaded = self.vllm_config.load_config.load_format != "dummy"
-        return Session(self.model, info, node, learnt, base, around, forms, loaded=loaded, fresh=another)
+        return Session(self.model, info, node, known, base, around, forms, loaded=loaded, fresh=another)
 
     def _pre_quant_layers(self) -> PreQuantLayers:
         quantised = quantised_layers(self.model, self.model_config.quantization, self._as_at_load)
@@ -141,3 +143,47 @@ def _pulse(self: Any, action: str, owner: str = "", version: int | None = None) 
 
 
 WorkerBase.pulse = _pulse  # how `collective_rpc` reaches the engine, over HTTP as well
+
+
+@contextmanager
+def reloading(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
+    """Weights loaded within are processed layer by layer, as after the first load."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    try:
+        yield
+    finally:
+        finalize_layerwise_reload(model, model_config)
+
+
+def fresh(live: nn.Module, config: VllmConfig, device: torch.device) -> Fresh:
+    """How to make and run a second model for ``config``, which knows nothing of the modules of the ``live`` one."""
+    apart = copy.copy(config)
+    apart.compilation_config = copy.copy(config.compilation_config)
+    model_config = config.model_config
+
+    def make(tensors: Iterator[tuple[str, torch.Tensor]]) -> nn.Module:
+        apart.compilation_config.static_forward_context = {}
+        apart.compilation_config.static_all_moe_layers = []
+        with set_default_torch_dtype(model_config.dtype), device:
+            model: Any = base_loader.initialize_model(vllm_config=apart, model_config=model_config)
+            with set_current_vllm_config(apart):
+                model.load_weights(tensors)
+                base_loader.process_weights_after_loading(model, model_config, device)
+        made: nn.Module = model.eval()
+        return made
+
+    def run(model: Any) -> torch.Tensor | None:
+        used = config if model is live else apart
+        positions = torch.arange(_TOKENS, device=device)
+        if model_config.uses_mrope:
+            positions = positions.expand(3, _TOKENS)
+        tokens = torch.arange(_TOKENS, device=device)
+        with set_forward_context(None, used, num_tokens=_TOKENS, skip_compiled=True):
+            hidden: Any = model(input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+            noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+            logits: torch.Tensor | None = model.compute_logits(noise)
+        return logits
+
+    return Fresh(make, run)

@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
+import torch
+
+from ...errors import EngineError, UnsupportedTensor
+
+BACKEND = "pulse"
+_LINEAR = "cpu_linear"
+_ARGUMENTS = ("config", "vllm_config", "device", "model")
+_METHODS = frozenset(
+    {"init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update", "shutdown"}
+)
+
 
 def register() -> None:
     """Called by vLLM in each of its processes, possibly more than once. Imports nothing but vLLM's own factory."""
@@ -9,10 +23,77 @@ def register() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     except ImportError:  # a vLLM without weight transfer: there is nothing to register with
         return
-    from .plain import BACKEND, keep_plain_weights
     from .processing import remember_before_processing
 
     if BACKEND not in Factory._registry:
         Factory.register_engine(BACKEND, "pulse_rl.integrations.vllm.engine", "PulseWeightTransferEngine")
     keep_plain_weights()
     remember_before_processing()
+
+
+def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def keep_plain_weights() -> None:
+    """Makes layers that are loaded for the backend ``pulse`` on a CPU keep their weights. May be called again."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers import utils
+
+    pack = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
+    if pack is None or getattr(pack, "_pulse", False):
+        return
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight: Any = layer.weight
+        if for_pulse() and weight.ndim == 2 and not weight.is_meta:
+            setattr(layer, _LINEAR, _plain_linear)
+        else:
+            pack(layer, remove_weight)
+
+    dispatch._pulse = True  # type: ignore[attr-defined]
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def require_plain_weights(model: torch.nn.Module) -> None:
+    """Raises UnsupportedTensor where a layer computes with a private copy of its weight."""
+    for name, layer in model.named_modules():
+        linear = getattr(layer, _LINEAR, None)
+        if linear is not None and linear not in (_plain_linear, torch.nn.functional.linear):
+            raise UnsupportedTensor(
+                f"the engine computes {name!r} with a packed copy of its weight",
+                hint="Start the engine with the plugin 'pulse' (see VLLM_PLUGINS) and the backend 'pulse'.",
+            )
+
+
+def for_pulse() -> bool:
+    from vllm.config import get_current_vllm_config
+
+    transfer = get_current_vllm_config().weight_transfer_config
+    return transfer is not None and transfer.backend == BACKEND
+
+
+def require_fixed_places(config: Any) -> None:
+    """Raises EngineError where vLLM moves experts between ranks while it runs: the map would lead to others."""
+    if getattr(config.parallel_config, "enable_eplb", False):
+        raise EngineError(
+            "the engine moves experts between its workers (--enable-eplb)",
+            hint="Start it without: the map of places is made once.",
+        )
+
+
+def require_known(base: type, version: str) -> None:
+    """Raises EngineError unless vLLM's class ``base`` asks its subclasses for what this package implements."""
+    found = tuple(inspect.signature(base).parameters)
+    asked: frozenset[str] = getattr(base, "__abstractmethods__", frozenset())
+    unknown = [*sorted(asked - _METHODS), *sorted(_METHODS - set(dir(base)))]
+    if found != _ARGUMENTS:
+        unknown.append(f"{base.__name__}({', '.join(found)})")
+    if unknown:
+        raise EngineError(
+            f"the weight-transfer contract of vLLM {version} is not known: {', '.join(unknown)}",
+            hint="Use a vLLM that this version of pulse-rl was tested with (docs/vllm.md).",
+        )

@@ -1,20 +1,34 @@
-"""What vLLM does to weights after it has loaded them: which modules do it, and their state before."""
+"""What vLLM does to weights after it has loaded them: which modules do it, their state before, and how the same is done
+again aside.
+
+Layers that vLLM quantises when it loads them (``--quantization fp8_per_channel`` and the like) are loaded in the
+checkpoint's dtype; their quantisation method then replaces the weight by a quantised one and its scales. For a new
+version the same method derives both again, from a layer that is a copy but for its parameters.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from ...errors import UnsupportedTensor
-from ..engines.processed import Before, Group, ProcessedLayer, remember, tensor_names
+from ..engines.processed import Before, Group, ProcessedLayer, like, remember, tensor_names
 
 _HOOK = "process_weights_after_loading"
 _before: WeakKeyDictionary[nn.Module, dict[int, Before]] = WeakKeyDictionary()
+_KEPT = ("bias",)
+"""Parameters that vLLM neither reloads nor derives."""
+_HINT = (
+    "Start the engine from the BF16 checkpoint with --quantization fp8_per_tensor, fp8_per_channel or fp8_per_block; "
+    "other schemes cannot follow a stream yet."
+)
 
 
 def remember_before_processing() -> None:
@@ -27,7 +41,7 @@ def remember_before_processing() -> None:
 
     @wraps(process)
     def noting(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        from .plain import for_pulse
+        from .plugin import for_pulse
 
         if for_pulse() and model not in _before:
             names = tensor_names(model)
@@ -116,3 +130,117 @@ def _processes(module: nn.Module) -> bool:
     if not isinstance(method, QuantizeMethodBase):
         return False
     return getattr(type(method), _HOOK) is not getattr(QuantizeMethodBase, _HOOK)
+
+
+def quantised_layers(
+    model: nn.Module, quantization: str | None, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> list[QuantisedLayer]:
+    """The quantised layers of a vLLM model; ``context`` surrounds what their methods do. Raises UnsupportedTensor for a
+    layer whose scheme is not known to derive its weights from the checkpoint's alone."""
+    if not quantization:
+        return []
+    try:
+        from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+    except ImportError:
+        raise _unsupported(f"this vLLM quantises ({quantization}) in a way that is not known") from None
+
+    layers: list[QuantisedLayer] = []
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        kind = type(method).__name__
+        if method is None or kind.startswith("Unquantized") or kind.endswith("KVCacheMethod"):
+            continue
+        if not isinstance(method, OnlineLinearBase) or method.requantization_source is not None:
+            raise _unsupported(f"the engine's {name!r} is quantised by {kind}")
+        parameters, buffers = LAYERWISE_INFO[module].restore_metadata
+        layers.append(QuantisedLayer(name, module, {**parameters, **buffers}, context))
+    return layers
+
+
+class QuantisedLayer:
+    """``metadata``: the parameters with which vLLM had made ``module``, on the meta device."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        metadata: dict[str, torch.Tensor],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.plain = False
+        self._prefix = f"{name}." if name else ""
+        self.module, self._context = module, context
+        self._metadata = {key: meta for key, meta in metadata.items() if key not in _KEPT}
+        self._live = dict(module._parameters)
+
+    @property
+    def loaded(self) -> dict[str, torch.Tensor]:
+        return {self._prefix + key: meta for key, meta in self._metadata.items()}
+
+    @property
+    def live(self) -> dict[str, torch.Tensor]:
+        return {
+            self._prefix + key: tensor for key, tensor in self._live.items() if tensor is not None and key not in _KEPT
+        }
+
+    def put_loaded(self) -> None:
+        """Gives the live layer the parameters of the loaded form, for its loader to be watched."""
+        self.module._parameters.clear()
+        for key, meta in self._metadata.items():
+            parameter = like(meta, torch.empty(meta.shape, dtype=meta.dtype))
+            loader: Any = getattr(parameter, "weight_loader", None)
+            while hasattr(loader, "__wrapped__"):  # what counts elements while the model is loaded layer by layer
+                loader = loader.__wrapped__
+            if loader is not None:
+                parameter.weight_loader = loader  # type: ignore[attr-defined]
+            self.module._parameters[key] = parameter  # type: ignore[assignment]
+        for key in _KEPT:
+            if key in self._live:
+                self.module._parameters[key] = self._live[key]
+
+    def put_live(self) -> None:
+        """Gives the layer its live parameters back."""
+        self.module._parameters.clear()
+        self.module._parameters.update(self._live)
+
+    def derive(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        shadow = copy.copy(self.module)
+        shadow.__dict__ = dict(self.module.__dict__)
+        shadow._parameters = {key: like(meta, loaded[self._prefix + key]) for key, meta in self._metadata.items()}  # type: ignore[misc]
+        shadow._parameters |= {key: self._live[key] for key in _KEPT if key in self._live}
+        shadow.__dict__.pop("_already_called_process_weights_after_loading", None)
+        method: Any = self.module.quant_method
+        owners = [method, *(part for part in vars(method).values() if hasattr(part, "process_weights_after_loading"))]
+        before = [dict(vars(owner)) for owner in owners]
+        try:
+            with self._context():
+                method.process_weights_after_loading(shadow)
+            changed = [key for owner, old in zip(owners, before, strict=True) for key in _changed(vars(owner), old)]
+        finally:
+            for owner, old in zip(owners, before, strict=True):
+                vars(owner).clear()
+                vars(owner).update(old)
+        changed += [key for key in _changed(vars(shadow), vars(self.module)) if key != "_parameters"]
+        if changed:
+            raise _unsupported(f"the engine's {self._prefix[:-1]!r} keeps what it derived in {', '.join(changed)}")
+        return {
+            self._prefix + key: tensor.detach()
+            for key, tensor in shadow._parameters.items()
+            if tensor is not None and key not in _KEPT
+        }
+
+
+def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Attributes with another value, but for plain ones that compare equal."""
+    plain = (bool, int, float, str, type(None))
+    return [
+        key
+        for key in now.keys() | before.keys()
+        if now.get(key) is not before.get(key)
+        and not (isinstance(now.get(key), plain) and now.get(key) == before.get(key))
+    ]
+
+
+def _unsupported(message: str) -> UnsupportedTensor:
+    return UnsupportedTensor(message, hint=_HINT)

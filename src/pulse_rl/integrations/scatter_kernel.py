@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .group import PROGRAM_ELEMENTS, Sent
+from .device_scatter import PROGRAM_ELEMENTS, Sent
 
 
 def by_kernel(sent: Sent) -> None:

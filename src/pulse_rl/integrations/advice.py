@@ -1,16 +1,34 @@
-"""How many weights a step at some learning rate changes, before the first step (PULSE, arXiv 2602.03839, section 3)."""
+"""What a trainer's log says of a stream: notices of its publisher, and, before the first step, why its patches will be
+large (PULSE, arXiv 2602.03839, section 3)."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..events import BaselineRestored, Event, FallbackUsed, Hint, Listener
+
 _SAMPLE = 1 << 16  # elements of a tensor
 _MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 _DEFAULT = torch.bfloat16
 _DENSE = 0.5
+
+
+def logged(log: logging.Logger, listener: Listener | None) -> Listener:
+    """A listener that logs notices as warnings and hands every event on to ``listener``."""
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Hint):
+            log.warning("stream %s: %s. %s", event.stream, event.reason, event.hint)
+        elif isinstance(event, FallbackUsed | BaselineRestored):
+            log.info("%s", event)
+        if listener:
+            listener(event)
+
+    return hear
 
 
 def advice(model: nn.Module, optimizer: Any, lr: float, dtype: str | None) -> list[str]:

@@ -1,34 +1,156 @@
-"""Learns from a model's own loader where each checkpoint element goes, by watching what it copies.
+"""The map of a model: where the elements of checkpoint tensors lie in live parameters, traced through its own loader.
 
-The loader is given empty tensors of the checkpoint's names and shapes. Its copies into live parameters are noted as
-boxes and not carried out: nothing is read or written, whatever the size of the model, and the engine may go on
-generating.
+A loader copies rectangles: a tensor-parallel slice, one part of a fused parameter, a transpose. Each is one `Box`,
+however many elements it has. To learn them, the loader is given empty tensors of the checkpoint's names and shapes. Its
+copies into live parameters are noted as boxes and not carried out: nothing is read or written, whatever the size of the
+model, and the engine may go on generating.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import InputError, StateMismatch, UnsupportedTensor
 from ...state.tensors import State, TensorSpec
 from ..torch import _TORCH
-from .boxes import Box
 
+Indices = npt.NDArray[np.int64]
 _OTHER_MODEL = "Is the stream that of this model? Compare `pulse digest --tensors` of both checkpoints."
 _CAST = "Let the trainer publish what the engine computes in: publish(state, dtype='BF16')."
 _ALIASES = {"clone", "_to_copy", "contiguous"}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorMap:
+class Axis:
+    """``size`` elements that lie ``source`` elements apart in the checkpoint tensor, ``target`` in the parameter."""
+
+    size: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements ``source + sum(c * axis.source)`` of a flattened checkpoint tensor go to the elements
+    ``target + sum(c * axis.target)`` of the memory of ``parameter``, for all ``0 <= c < axis.size``.
+
+    ``axes`` go from the widest step in the source to the narrowest. No two elements share a place. Made by `make`.
+    """
+
+    parameter: str
+    source: int
+    target: int
+    axes: tuple[Axis, ...]
+
+    @classmethod
+    def make(
+        cls,
+        parameter: str,
+        sizes: Sequence[int],
+        source: tuple[int, Sequence[int]],
+        target: tuple[int, Sequence[int]],
+    ) -> Box:
+        """The box of a copy between two views of ``sizes``, of which ``source`` and ``target`` are (offset, strides).
+
+        Raises ValueError where elements of a view share a place.
+        """
+        axes = [Axis(n, s, t) for n, s, t in zip(sizes, source[1], target[1], strict=True) if n != 1]
+        axes.sort(key=lambda axis: -axis.source)
+        joined: list[Axis] = []
+        for axis in axes:
+            if joined and joined[-1].source == axis.size * axis.source and joined[-1].target == axis.size * axis.target:
+                joined[-1] = Axis(joined[-1].size * axis.size, axis.source, axis.target)
+            else:
+                joined.append(axis)
+        for steps in ([(a.source, a.size) for a in joined], [(a.target, a.size) for a in joined]):
+            reach = 0
+            for step, size in sorted(steps):
+                if step <= reach:
+                    raise ValueError(f"elements of a view of {list(sizes)} share a place")
+                reach += step * (size - 1)
+        return cls(parameter, source[0], target[0], tuple(joined))
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def source_strides(self) -> tuple[int, ...]:
+        return tuple(axis.source for axis in self.axes)
+
+    @property
+    def target_strides(self) -> tuple[int, ...]:
+        return tuple(axis.target for axis in self.axes)
+
+    def locate(self, indices: Indices) -> tuple[npt.NDArray[np.bool_] | slice, Indices]:
+        """Which of ``indices``, ascending flat positions in the checkpoint tensor, lie in the box, and the positions in
+        the parameter's memory to which those go."""
+        first, last = np.searchsorted(indices, [self.source, self.source + _reach(self.axes) + 1])
+        within = slice(int(first), int(last))
+        rest = indices[within] - self.source
+        if len(self.axes) == 1 and self.axes[0].source == 1:
+            return within, rest * self.axes[0].target + self.target
+        targets = np.full(len(rest), self.target, np.int64)
+        inside = np.ones(len(rest), bool)
+        for axis in self.axes:
+            count = rest // axis.source
+            rest = rest - count * axis.source
+            inside &= count < axis.size
+            targets += count * axis.target
+        inside &= rest == 0
+        chosen = np.zeros(len(indices), bool)
+        chosen[within] = inside
+        return chosen, targets[inside]
+
+    def within(self, start: int, stop: int) -> Iterator[Box]:
+        """The parts of the box whose source lies in [``start``, ``stop``)."""
+        if start <= self.source and self.source + _reach(self.axes) < stop:
+            yield self
+            return
+        if not self.axes or start > self.source + _reach(self.axes) or self.source >= stop:
+            return
+        first = self.axes[0]
+        inner = _reach(self.axes[1:])
+        most = first.size
+        low = max(0, -((self.source - start) // first.source))
+        high = min(most, (stop - 1 - inner - self.source) // first.source + 1)
+        if low < high:
+            yield self._part(low, high)
+        touched = range(
+            max(0, -((self.source + inner - start) // first.source)),
+            min(most, (stop - 1 - self.source) // first.source + 1),
+        )
+        for group in touched:
+            if not low <= group < high:
+                yield from self._part(group, group + 1).within(start, stop)
+
+    def _part(self, low: int, high: int) -> Box:
+        first, *inner = self.axes
+        axes = tuple(inner) if high - low == 1 else (Axis(high - low, first.source, first.target), *inner)
+        return Box(self.parameter, self.source + low * first.source, self.target + low * first.target, axes)
+
+
+def _reach(axes: Sequence[Axis]) -> int:
+    return sum(axis.source * (axis.size - 1) for axis in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderMap:
     """Where the elements of the checkpoint tensors go on this rank.
 
     ``boxes`` by the tensor's name; ``derived``: such that lead into parameters which the engine then derives others
@@ -42,7 +164,7 @@ class TensorMap:
     unused: tuple[str, ...]
 
 
-def learn(model: torch.nn.Module, state: State, derived: Collection[str] = ()) -> TensorMap:
+def trace_loader(model: torch.nn.Module, state: State, derived: Collection[str] = ()) -> LoaderMap:
     """The map of ``state``'s names and shapes into the parameters and buffers of ``model``, by its ``load_weights``.
 
     Raises StateMismatch if the model does not take the tensors or needs others as well, and UnsupportedTensor for
@@ -176,7 +298,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written.boxes.setdefault(box, source) != source:
             written.odd = f"{source!r} and {written.boxes[box]!r} go to the same place"
 
-    def result(self, model: torch.nn.Module, derived: Collection[str]) -> TensorMap:
+    def result(self, model: torch.nn.Module, derived: Collection[str]) -> LoaderMap:
         plain: dict[str, list[Box]] = {}
         into_derived: dict[str, list[Box]] = {}
         missing = []
@@ -204,7 +326,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         padding = {name: w.padding for name, w in self._written.items() if w.padding}
         held = plain.keys() | into_derived.keys()
         unused = tuple(spec.name for spec in self.state.specs if spec.name not in held and spec.elements)
-        return TensorMap(_frozen(plain), _frozen(into_derived), padding, unused)
+        return LoaderMap(_frozen(plain), _frozen(into_derived), padding, unused)
 
 
 def _frozen(boxes: dict[str, list[Box]]) -> dict[str, tuple[Box, ...]]:
