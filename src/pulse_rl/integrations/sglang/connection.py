@@ -37,8 +37,9 @@ def connect(
     """A handle on an SGLang server that was started with ``--custom-weight-loader pulse_rl.integrations.sglang.load``.
 
     ``url``: the server's. ``in_flight``: what becomes of requests that a sync meets: they are kept, and go on with the
-    new weights from the start of their prompt; aborted; or waited for, in which case new ones wait. All other
-    keywords are those of `pulse_rl.integrations.vllm.connect`.
+    new weights from the start of their prompt; aborted; or waited for, in which case new ones wait. ``store``,
+    ``stream``, ``base``, ``follow``, ``audit_every``, ``timeout_seconds`` and the keywords of `pulse_rl.Subscriber` are
+    those of `pulse_rl.integrations.vllm.connect`.
 
     Raises InputError, EngineError, EngineUnavailable, and ConcurrentUse while another handle drives the server.
     """
