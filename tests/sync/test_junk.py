@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, Subscriber, gc_stream, state_root, verify_stream
 from pulse_rl._util import zstd
-from pulse_rl.errors import FormatError, PublisherConflict, StoreError, StreamError
+from pulse_rl.errors import PublisherConflict, StoreError, StreamError
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.patch import header as patch_header
 from pulse_rl.stream.stream import Stream
@@ -127,7 +126,7 @@ def test_what_was_damaged_on_its_way_is_seen_a_poll_later(rng: Rng) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["follower", "newcomer", "publisher"])
 def test_thousands_of_junk_versions_cost_little(who: str, rng: Rng) -> None:
-    """The first looks are bounded, later ones are rarer still."""
+    """Who knows nothing reads each once; a follower's looks are bounded; after three tries each is left alone."""
     states = history(rng, 3)
     store = FaultyStore(MemoryStore())
     publisher = Publisher(store, stream="policy")
@@ -142,16 +141,15 @@ def test_thousands_of_junk_versions_cost_little(who: str, rng: Rng) -> None:
         assert publisher.publish(states[2]).version == 2002
         worker.sync()
         assert worker.root == state_root(states[2])
-        assert len(store.calls) < 1000
+        assert len(store.calls) < 4100, "each twice"
         return
     seen = worker if who == "follower" else Subscriber(store, stream="policy")
-    for _ in range(30):
+    for look in range(30):
         store.calls.clear()
-        with suppress(FormatError):  # a newcomer is told why it has nothing yet
-            seen.sync()
-        assert len(store.calls) < 1200
+        seen.sync()
+        assert len(store.calls) < (4100 if who == "newcomer" and look == 0 else 600)
     assert seen.root == state_root(states[1])
-    assert len(store.calls) < 300, "by now they are looked at rarely"
+    assert len(store.calls) < 10
     publisher.publish(states[2])
     seen.sync()
     assert seen.root == state_root(states[2])

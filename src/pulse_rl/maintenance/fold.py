@@ -10,9 +10,9 @@ from .._util.threads import checked_threads
 from ..errors import EmptyStream
 from ..events import Listener, checked_listener
 from ..store import Store, open_store
-from ..stream.doubts import UNREADABLE
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 from ..sync.catch_up import catch_up
 from ..sync.folds import DEFAULT_FOLDS, FoldMaker, checked_folds
 from ..sync.host_state import HostState

@@ -13,11 +13,11 @@ from .._util.settings import checked_count, checked_number
 from ..errors import ChainGap, EmptyStream, NotFound
 from ..store import Store, open_store
 from ..store.base import ObjectInfo
-from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest, Payload
 from ..stream.names import AnchorName, DigestsName, FoldName, ObjectName, PayloadName, StreamNames, VersionName
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 from ..sync.notes import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
 
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..stream.chain import Link
-from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 
 
 def history_available(link: Link, manifest: Manifest, *, before: bool) -> bool:

@@ -29,11 +29,11 @@ from ..patch.header import MAX_HEADER_BYTES, PRELUDE_BYTES, PatchHeader, Room, h
 from ..store import Store, open_store
 from ..stream.chain import Link
 from ..stream.digest_trees import copy_digests
-from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest, Payload
 from ..stream.names import PATCH, SHARD
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 from ..sync.newest import check_identity
 from ..sync.pause import LONGEST_POLL, Pause
 from ..sync.route import BROKEN_LINK, Route

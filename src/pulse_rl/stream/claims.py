@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from .._util.faults import hit
 from ..errors import FormatError, PublisherConflict, Untrusted
-from ..store.base import Store, create_or_confirm
-from .doubts import UnreadableObjects, read_again
+from ..store.base import ObjectInfo, Store, create_or_confirm
 from .names import EpochName, StreamNames, next_unused, plausible
 from .signed_records import MAX_CLAIM_BYTES, NOBODY, Claim, read_claim
 from .signing import Signer, TrustedKeys
+from .unreadable import UnreadableObjects, read_again
 
 _TRIES = 100
 
@@ -26,7 +26,7 @@ class Claims:
         self._names = names
         self._signer = signer
         self._trusted = trusted
-        self._doubts = UnreadableObjects()
+        self._unreadable = UnreadableObjects()
 
     def take(self, publisher: str, stream_id: str, above: int, *, born: bool) -> int:
         """Claims the first free epoch after ``above`` and after all that count, and returns it. Older publishers then
@@ -59,31 +59,31 @@ class Claims:
         """
         listed = self._listed(epoch)
         found = self._first(sorted(listed), listed, stream_id, publisher)
-        while found and found.publisher == publisher:
-            found = self._first([e for e in sorted(listed) if e > found.epoch], listed, stream_id, publisher)
         return found.epoch if found else None
 
-    def _listed(self, after: int) -> dict[int, int]:
-        """The lengths of the claims after an epoch. What lies too far beyond the others is left out: it would use up
+    def _listed(self, after: int) -> dict[int, ObjectInfo]:
+        """The claims after an epoch. What lies too far beyond the others is left out: it would use up
         the numbers."""
         infos = self._store.list(self._names.epochs, self._names.epoch(after))
-        named = {name.epoch: i.nbytes for i in infos if isinstance(name := self._names.parse(i.name), EpochName)}
+        named = {name.epoch: i for i in infos if isinstance(name := self._names.parse(i.name), EpochName)}
         return {epoch: named[epoch] for epoch in plausible(named, after)}
 
     def _first(
-        self, epochs: list[int], listed: dict[int, int], stream_id: str, publisher: str | None = None
+        self, epochs: list[int], listed: dict[int, ObjectInfo], stream_id: str, publisher: str | None = None
     ) -> Claim | None:
-        """The first claim that counts."""
+        """The first claim that counts, and is not ``publisher``'s own."""
 
         def read(epoch: int) -> Claim:
-            if listed[epoch] > MAX_CLAIM_BYTES:
-                raise FormatError(f"the claim to epoch {epoch} has {listed[epoch]} bytes")
+            if listed[epoch].nbytes > MAX_CLAIM_BYTES:
+                raise FormatError(f"the claim to epoch {epoch} has {listed[epoch].nbytes} bytes")
             claim = read_again(
                 lambda: self._store.get(self._names.epoch(epoch)),
                 lambda data: read_claim(data, self._names.stream, epoch, self._trusted),
             )
             if self._trusted and stream_id and claim.stream_id != stream_id and claim.previous != publisher:
                 raise Untrusted(f"the claim to epoch {epoch} is one to another stream of this name")
+            if publisher and claim.publisher == publisher:
+                raise Untrusted(f"the claim to epoch {epoch} is the publisher's own")
             return claim
 
-        return self._doubts.first(epochs, lambda epoch: listed[epoch], read)
+        return self._unreadable.first(epochs, listed, read, bounded=False)

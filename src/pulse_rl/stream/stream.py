@@ -23,12 +23,12 @@ from . import manifest as manifests
 from .anchor import RangeReader
 from .chain import Link, named
 from .claims import Claims
-from .doubts import UnreadableObjects, read_again
 from .kept import ManifestCache
 from .manifest import Manifest, Payload, is_stream_id
 from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
 from .signed_records import MAX_FOLD_BYTES, fold_name, read_fold, write_fold
 from .signing import Signer, TrustedKeys
+from .unreadable import UnreadableObjects, read_again
 
 
 class Head(NamedTuple):
@@ -68,7 +68,7 @@ class Stream:
         self._signer = signer
         self._trusted = trusted
         self._on_refused = on_refused
-        self._doubts, self._doubts_of_anybody = UnreadableObjects(on_refused), UnreadableObjects()
+        self._unreadable, self._unreadable_by_anybody = UnreadableObjects(on_refused), UnreadableObjects()
         self._manifests = ManifestCache()
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
@@ -91,20 +91,27 @@ class Stream:
         return f"{self.names.versions}/0" if accepted is None else self.names.version(accepted)
 
     def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
-        """The highest version above ``after`` that can be read and trusted; others may lie above it. Bounded work,
-        however many these are: what was refused is looked at again ever more rarely. With ``anybody``, of any stream
-        that has the name."""
+        """The highest version above ``after`` that can be read and trusted; others may lie above it. With ``anybody``,
+        of any stream that has the name.
+
+        Where a manifest above ``after`` is known the look is bounded, and what lies above that may be found by a later
+        one. Where none is, all that is listed is tried before the answer is that there is none. Raises StoreUnavailable
+        where that takes too long; the next look goes on.
+        """
         listed = self.versions(after)
         known = None if anybody else next(filter(None, map(self._kept, reversed(listed))), None)
         above = [version for version in reversed(listed) if known is None or version > known.version]
-        doubts = self._doubts_of_anybody if anybody else self._doubts
+        unreadable = self._unreadable_by_anybody if anybody else self._unreadable
         read = self._read if anybody else self.manifest
-        found = doubts.first(above, lambda version: self._listed[version].nbytes, read) or known
+        found = unreadable.first(above, self._listed, read, bounded=known is not None) or known
         if not anybody:
             self._accepted = found.version if found else None
-        if found and not anybody and (self._held is None or self._held.name != self.names.version(found.version)):
+        if found is None:
+            nothing = CorruptManifest(f"no version of {self.name!r} can be read and trusted") if listed else None
+            return Head(None, listed, unreadable.error or nothing)
+        if not anybody and (self._held is None or self._held.name != self.names.version(found.version)):
             self._held = self._listed[found.version]
-        return Head(found, listed, None if found else doubts.error(above))
+        return Head(found, listed)
 
     def manifest(self, version: int) -> Manifest:
         """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are cached."""
@@ -154,7 +161,7 @@ class Stream:
     def forget(self) -> None:
         """Forgets the manifests that were read, and which stream they were of."""
         self._manifests = ManifestCache()
-        self._doubts = UnreadableObjects(self._on_refused)
+        self._unreadable = UnreadableObjects(self._on_refused)
         self._accepted = None
         self.stream_id = None
 

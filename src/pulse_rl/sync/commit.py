@@ -10,10 +10,10 @@ from typing import NamedTuple, NoReturn
 from ..errors import PublisherConflict, StoreError
 from ..events import Metadata, PhaseTimer, Published
 from ..stream import manifest as manifests
-from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.names import next_unused, plausible
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 from .upload import Uploaded
 
 _LATEST_COMMIT_SECONDS = 600.0

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from ..errors import FormatError, IntegrityError, PulseError, StoreError, StreamError, StreamRecreated
 from ..events import FallbackUsed, Listener
-from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 from .host_state import HostState
 from .newest import check_identity, move_to, move_to_newest
 

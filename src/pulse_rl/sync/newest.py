@@ -9,8 +9,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..errors import StreamRecreated
-from ..stream.doubts import UNREADABLE
 from ..stream.stream import Head, Stream
+from ..stream.unreadable import UNREADABLE
 from .catch_up import catch_up
 from .host_state import HostState
 

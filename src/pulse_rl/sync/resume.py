@@ -6,9 +6,9 @@ from ..errors import ChainGap
 from ..events import BaselineRestored
 from ..state.digest import state_digest
 from ..state.tensors import State
-from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 from .catch_up import catch_up
 from .host_state import HostState
 

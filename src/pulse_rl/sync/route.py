@@ -7,9 +7,9 @@ from contextlib import suppress
 
 from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch
 from ..stream.chain import Key, Link, cheapest_path, links_of
-from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 
 _MAX_FALSE_LINKS = 16
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing

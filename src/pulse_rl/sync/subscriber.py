@@ -22,11 +22,11 @@ from ..state.checkpoint import StateSource, as_state, save
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State
 from ..store import CachedStore, Store, open_store
-from ..stream.doubts import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.names import payload_digest
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 from .delivery import Step
 from .host_state import HostState
 from .nearest import DEFAULT_PATIENCE_SECONDS, Nearest

@@ -11,10 +11,10 @@ from ...errors import ChainGap, InputError, PublisherConflict
 from ...events import Metadata
 from ...stream import manifest as manifests
 from ...stream.chain import Link
-from ...stream.doubts import UNREADABLE
 from ...stream.manifest import Manifest, Payload
 from ...stream.signing import Signer
 from ...stream.stream import Stream
+from ...stream.unreadable import UNREADABLE
 from ...sync.commit import Committer, Content
 from ...sync.resume import bytes_since_anchor
 from ...sync.route import Route
