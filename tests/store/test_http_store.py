@@ -275,3 +275,20 @@ def test_a_forked_process_uses_connections_of_its_own(tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert store.get("a/b", 0, 1) == b"0"
         assert store._idle == [kept]
+
+
+def test_a_listing_of_late_pages_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page comes within the timeout; there are a thousand."""
+    now, pages = [1000.0], itertools.count()
+
+    def page(_: bytes, peer: socket.socket) -> None:
+        now[0] += 0.4
+        first = 1000 * next(pages)
+        peer.sendall(answer("200 OK", "".join(f"1 1 {name:09d}\n" for name in range(first, first + 1000)).encode()))
+
+    with Liar(page) as server:
+        store = HttpStore(server.url, timeout_seconds=0.5)
+        monkeypatch.setattr("pulse_rl.store.http.time.monotonic", lambda: now[0])
+        with pytest.raises(StoreUnavailable, match="too long to list"):
+            list(store.list("a"))
+        assert server.requests < 20

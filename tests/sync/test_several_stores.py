@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from pulse_rl import Member, MemoryStore, Publisher, Relay, Signer, Store, Subscriber, state_root
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecreated
 from pulse_rl.events import Event, FallbackUsed
+from pulse_rl.store import ObjectInfo
 from tests.support.states import Live, Rng, Tensors, history
 from tests.support.stores import FaultyStore, names
 
@@ -17,7 +18,7 @@ from tests.support.stores import FaultyStore, names
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("pulse_rl.sync.nearest.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("pulse_rl.sync.failover.time.monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -352,7 +353,7 @@ def test_a_restart_is_followed_once_the_origin_can_be_asked(rng: Rng) -> None:
     worker = fleet.worker(patience_seconds=0, allow_recreated=True)
     worker.sync()
     root = replace_origin(fleet, fleet.states[7])
-    stream = worker._nearest.streams[-1]
+    stream = worker._failover.streams[-1]
     newest, asked = stream.newest, list[bool]()
 
     def away_at_second(after: int | None = None, *, anybody: bool = False) -> object:
@@ -367,3 +368,67 @@ def test_a_restart_is_followed_once_the_origin_can_be_asked(rng: Rng) -> None:
     assert worker.version == 2
     worker.sync()
     assert (worker.version, worker.root) == (0, root)
+
+
+class Endless(MemoryStore):
+    """Lists names without end, each a hundredth of a second late."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.lists = clock, 0
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        self.lists += 1
+        for version in range(10**6):
+            self.clock.now += 0.01
+            yield ObjectInfo(f"{folder}/{version:012d}.json", 9, 1.0)
+        raise AssertionError("the listing was followed to its end")
+
+
+def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_while(rng: Rng, clock: Clock) -> None:
+    fleet, near = Fleet(rng), Endless(clock)
+    root = fleet.publish(relayed=False)
+    worker = Subscriber([near, fleet.origin], stream="policy", patience_seconds=20, threads=1)
+    began = clock.now
+    worker.sync()
+    assert worker.root == root
+    assert clock.now - began < 40
+    assert near.lists == 1
+    fleet.publish(relayed=False)
+    worker.sync()
+    assert (worker.version, near.lists) == (1, 1)
+    clock.now += 100
+    worker.sync()
+    assert near.lists == 2
+
+
+def test_a_near_store_whose_every_answer_is_late_is_passed_over(rng: Rng, clock: Clock) -> None:
+    """The worker goes on in the origin from the version that it has reached."""
+    fleet = Fleet(rng)
+    fleet.publish()
+    near = Late(clock)
+    worker = Subscriber([near, fleet.origin], stream="policy", patience_seconds=60, threads=1)
+    worker.sync()
+    for _ in range(7):
+        root = fleet.publish(relayed=False)
+    Relay(fleet.origin, near, stream="policy", threads=1).sync()
+    near.seconds, began = 11.0, clock.now
+    worker.sync()
+    assert worker.root == root
+    assert clock.now - began < 120
+
+
+class Late(MemoryStore):
+    """Answers each reading call ``seconds`` late."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, 0.0
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        self.clock.now += self.seconds
+        return super().get(name, start, stop)
+
+    def head(self, name: str) -> ObjectInfo:
+        self.clock.now += self.seconds
+        return super().head(name)

@@ -34,9 +34,9 @@ from ..stream.names import PATCH, SHARD
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from ..sync.newest import check_identity
+from ..sync.failover import check_recreated
 from ..sync.pause import LONGEST_POLL, Pause
-from ..sync.route import BROKEN_LINK, Route
+from ..sync.planner import BROKEN_LINK, Planner
 from .gc import gc_stream
 from .known import history_available, knows_history
 from .payloads import chunks_of, holds_whole
@@ -188,7 +188,7 @@ class Relay:
             self._adopt_id(newest.stream_id)
             self._reach(newest.version)
         elif self._have is not None:
-            check_identity(self._have, self.source, found)
+            check_recreated(self._have, self.source, found)
         elif found.error:
             raise found.error
 
@@ -196,7 +196,7 @@ class Relay:
         """Copies the cheapest working path of links to ``version``, link by link; avoids one that cannot be used."""
         if self._knows is None:
             self._knows = self._have is None or knows_history(self._target, self._have)
-        route, at, knows, anchored = Route(self.source, version), self._have, self._knows is True, False
+        route, at, knows, anchored = Planner(self.source, version), self._have, self._knows is True, False
         while self._have != version:
             try:
                 path = route.plan(at, knows=knows, tries=False)

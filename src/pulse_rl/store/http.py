@@ -29,6 +29,7 @@ MAX_WHOLE_BYTES: Final = 256 << 20
 PAGE: Final = 1000
 """Objects in a page of a listing; one with fewer is the last."""
 MAX_LISTED: Final = 1_000_000
+_LISTING_TIMEOUTS = 10
 MAX_WAIT_SECONDS: Final = 25.0
 MAX_WAITED: Final = 4096
 """Folders for which one request may wait; the server looks at each of them ten times a second."""
@@ -58,10 +59,11 @@ class HttpStore:
     """A `Store` for readers, behind the server at ``url``: ``http://host:port/prefix`` or ``https://…``, without
     credentials. Writing calls raise StoreError.
 
-    ``timeout_seconds`` bounds each request: to its first byte, and then at 16 KiB/s. A request that fails in a way that
-    may pass is repeated up to three times, ever later, while no more than ``timeout_seconds`` have gone by. Redirects
-    are refused, proxies not asked. `get` without ``stop`` reads up to 256 MiB, and else raises StoreError. Raises
-    InputError. May be used from several threads, which share up to eight idle connections, kept for 30 s.
+    ``timeout_seconds`` bounds each request: to its first byte, and then at 16 KiB/s; ten times as long, a whole
+    listing. A request that fails in a way that may pass is repeated up to three times, ever later, while no more than
+    ``timeout_seconds`` have gone by. Redirects are refused, proxies not asked. `get` without ``stop`` reads up to 256
+    MiB, and else raises StoreError. Raises InputError. May be used from several threads, which share up to eight idle
+    connections, kept for 30 s.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = 30.0) -> None:
@@ -112,8 +114,10 @@ class HttpStore:
         if start_after is not None and start_after > prefix and not start_after.startswith(prefix):
             return
         last = start_after.removeprefix(prefix) if start_after is not None and start_after > prefix else ""
-        count = 0
+        count, given_up = 0, time.monotonic() + _LISTING_TIMEOUTS * self._timeout
         while count < MAX_LISTED:
+            if time.monotonic() > given_up:  # of pages that come one after the other, each within its time
+                raise StoreUnavailable(f"{self._url} takes too long to list {folder}")
             page = self._lines("GET", f"{prefix}?after={quote(last, safe='/')}")
             for line in page:
                 info = _listed(prefix, line)

@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from .base import Store
 from .cached import CachedStore
+from .paced import PacedStore
+from .patient import PatientStore
 
 
 @runtime_checkable
@@ -19,7 +21,7 @@ class Notifier(Protocol):
 
 
 def notifier_of(store: Store) -> Notifier | None:
-    """The store itself, or the one behind a cache, if it can be waited for."""
-    if isinstance(store, CachedStore):
+    """The store itself, or the one that it reads, if it can be waited for."""
+    if isinstance(store, CachedStore | PacedStore | PatientStore):
         return notifier_of(store.store)
     return store if isinstance(store, Notifier) else None

@@ -21,7 +21,7 @@ from ..stream.manifest import Manifest
 from ..stream.names import PATCH
 from ..stream.stream import Stream
 from .host_state import HostState
-from .route import BROKEN_LINK, Route
+from .planner import BROKEN_LINK, Planner
 from .selection import Selection
 
 _PREFETCH = 4
@@ -48,7 +48,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     host state then stays at the last verified version. StoreUnavailable passes through.
     """
     host.recover()
-    timer, route = PhaseTimer(), Route(stream, target)
+    timer, route = PhaseTimer(), Planner(stream, target)
     beside: HostState | None = None
     passed: list[Link] = []
     while host.version != target:

@@ -16,7 +16,7 @@ from .._util.serial import NotCopyable
 from ..errors import InputError, MemberConflict, NotFound, PulseError, StoreError
 from ..stream.names import AWAY, EMPTY, STAGED, SWITCHED, GroupNames, NoteName, check_word
 from .notes import DEFAULT_TIMEOUT_SECONDS, Notes, read_notes
-from .route import BROKEN_LINK
+from .planner import BROKEN_LINK
 from .subscriber import Subscriber
 from .update import Update
 
@@ -186,7 +186,7 @@ class Member(NotCopyable):
 
     def _stage(self, version: int) -> None:
         """Stages ``version``; the newest one where that does not exist, or not any more, or cannot be reached."""
-        if not self._subscriber._nearest.lists(version, self._staged.version):
+        if not self._subscriber._failover.lists(version, self._staged.version):
             self._sync(None)
             return
         try:

@@ -22,29 +22,21 @@ from ..state.checkpoint import StateSource, as_state, save
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State
 from ..store import CachedStore, Store, open_store
+from ..store.patient import PatientStore
 from ..stream.manifest import Manifest
 from ..stream.names import payload_digest
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .delivery import Step
+from .failover import DEFAULT_PATIENCE_SECONDS, Failover
 from .host_state import HostState
-from .nearest import DEFAULT_PATIENCE_SECONDS, Nearest
 from .pause import LONGEST_POLL, Pause
 from .selection import Selection
 from .update import Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
 _KEPT_RECEIPTS = 8
-
-
-def refuse_cached_parts(selects: bool, caches: bool) -> None:
-    """Raises InputError for a part of the tensors with a cache."""
-    if selects and caches:
-        raise InputError(
-            "select and cache do not go together: what is selected is fetched in ranges, which are not kept",
-            hint="Give one of the two.",
-        )
 
 
 class Subscriber(NotCopyable):
@@ -93,14 +85,18 @@ class Subscriber(NotCopyable):
             raise InputError("allow_recreated contradicts a fixed stream_id", hint="Give one of the two.")
         checked_number("patience_seconds", patience_seconds)
         given: Sequence[Any] = store if isinstance(store, list | tuple) else [store]
-        opened = [open_store(each) for each in given]
+        opened = [PatientStore(open_store(each)) for each in given]
         if not opened:
             raise InputError("no store was given", hint="Give a store, or several in order of preference.")
-        refuse_cached_parts(select is not None, cache is not None)
+        if select is not None and cache is not None:
+            raise InputError(
+                "select and cache do not go together: what is selected is fetched in ranges, which are not kept",
+                hint="Give one of the two.",
+            )
         trusted = trusted_by(trusted_keys)
         streams = [
             Stream(
-                each if cache is None else CachedStore(each, checked_path(cache), payload_digest),
+                self._read_through(each, cache),
                 stream,
                 trusted,
                 stream_id=stream_id,
@@ -109,7 +105,7 @@ class Subscriber(NotCopyable):
             for each in opened
         ]
         self.stream = streams[0]
-        self._nearest = Nearest(streams, patience_seconds, on_event)
+        self._failover = Failover(streams, opened, patience_seconds, on_event)
         self._pause = Pause(streams[0].store, patience_seconds if len(streams) > 1 else math.inf)
         self._pinned = stream_id is not None
         self._allow_recreated = allow_recreated
@@ -122,6 +118,10 @@ class Subscriber(NotCopyable):
         self._delivered: list[Receipt] = []
         self._acknowledging = self._owner_acknowledges
         self._in_doubt = False
+
+    def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
+        """What the stream is read from."""
+        return store if cache is None else CachedStore(store, checked_path(cache), payload_digest)
 
     @property
     def status(self) -> str:
@@ -251,7 +251,7 @@ class Subscriber(NotCopyable):
         if target is None:
             phases = self._follow(newcomer)
         elif host.version is None or host.version < target:
-            phases = self._nearest.move_to(host, target)
+            phases = self._failover.reach(host, target)
         host = self._host
         if host.version is None or (target is not None and target != host.version) or host.acknowledged:
             return None
@@ -267,7 +267,7 @@ class Subscriber(NotCopyable):
                     links=tuple(str(link) for link in step.links),
                     fetched_bytes=update.payload_bytes,
                     seconds=update.seconds,
-                    lag_seconds=time.time() - self._nearest.manifest(step.version).created,
+                    lag_seconds=time.time() - self._failover.manifest(step.version).created,
                     phases=phases | {"plan": looked + phases.get("plan", 0.0)},
                 )
             )
@@ -275,13 +275,13 @@ class Subscriber(NotCopyable):
 
     def _follow(self, newcomer: bool) -> dict[str, float]:
         try:
-            return self._nearest.move_to_newest(self._host)
+            return self._failover.follow(self._host)
         except StreamRecreated:
             if not self._allow_recreated and not newcomer:
                 raise
-            self._nearest.begin_anew()
+            self._failover.begin_anew()
             self._forget()
-            return self._nearest.move_to_newest(self._host)
+            return self._failover.follow(self._host)
 
     def _refused(self, version: int, error: PulseError) -> None:
         if self._listener:
@@ -301,7 +301,7 @@ class Subscriber(NotCopyable):
     def _manifest(self) -> Manifest:
         version = self._ready().version
         assert version is not None
-        return self._nearest.manifest(version)
+        return self._failover.manifest(version)
 
     def _forget(self) -> None:
         self._host = HostState(threads=self._threads, listener=self._listener, selection=self._selection)
@@ -326,7 +326,7 @@ class Subscriber(NotCopyable):
 
     def _update(self, step: Step, started: float) -> Update:
         host = self._ready()
-        manifest = self._nearest.manifest(step.version)
+        manifest = self._failover.manifest(step.version)
         update = make_update(step, self._state(), manifest, started, self._serial)
         self._delivered = [r for r in self._delivered if r.version == step.version][-_KEPT_RECEIPTS:]
         self._delivered.append(update._receipt)
@@ -337,7 +337,7 @@ class Subscriber(NotCopyable):
 
     def _adopt_base(self, base: StateSource) -> bool:
         """Starts from the caller's state where its root is that of a recent version. False while there are none."""
-        stream, versions = self._nearest.versions()
+        stream, versions = self._failover.versions()
         if not versions:
             return False
         state = as_state(base)
@@ -353,7 +353,7 @@ class Subscriber(NotCopyable):
                 # are delivered with the next update.
                 if self._selection:
                     own, digest = self._selection.part_of(own, digest, manifest.aliases, threads=self._threads)
-                self._nearest.adopt_id(self.stream.stream_id or manifest.stream_id)
+                self._failover.adopt_id(self.stream.stream_id or manifest.stream_id)
                 history = History()
                 if isinstance(base, str | os.PathLike):
                     history = load_history(beside(Path(base)), digest.root) or history

@@ -20,14 +20,13 @@ from .._util.threads import Stopped
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import Event, Listener, checked_listener
 from ..state.checkpoint import StateSource
-from ..store import CachedStore, Store, open_store
+from ..store import Store, open_store
 from ..store.http import MAX_WAITED
 from ..store.notifier import notifier_of
 from ..store.paced import Pace, PacedStore
-from ..stream.names import payload_digest
-from .nearest import DEFAULT_PATIENCE_SECONDS
+from .failover import DEFAULT_PATIENCE_SECONDS
 from .schedule import Schedule, Turn
-from .subscriber import Subscriber, refuse_cached_parts
+from .subscriber import Subscriber
 from .update import Update
 
 _MOST_BACKOFF = 60.0
@@ -39,10 +38,17 @@ _LOOK_SECONDS = 0.5
 
 class _Pooled(Subscriber):
     """What its owner's threads ask of it needs a thread only for as long as it takes. `Subscribers.updates`
-    acknowledges every update that was taken over."""
+    acknowledges every update that was taken over. All draw on one ``pace``."""
 
     _idle_seconds = 0.0
     _owner_acknowledges = True
+
+    def __init__(self, *store: Any, pace: Pace | None, **options: Any) -> None:
+        self._pace = pace
+        super().__init__(*store, **options)
+
+    def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
+        return super()._read_through(store if self._pace is None else PacedStore(store, self._pace), cache)
 
 
 class _Followed(Turn):
@@ -111,14 +117,10 @@ class Subscribers(NotCopyable):
         opened = [open_store(each) for each in given]
         self._notifier = notifier_of(opened[0])
         self._several = len(opened) > 1
-        if rate < math.inf:
-            pace = Pace(rate)
-            opened = [PacedStore(each, pace) for each in opened]
-        self._caches = cache is not None
-        if cache is not None:
-            opened = [CachedStore(each, checked_path(cache), payload_digest) for each in opened]
         self._stores = opened
         self._options: dict[str, Any] = {
+            "pace": Pace(rate) if rate < math.inf else None,
+            "cache": cache if cache is None else checked_path(cache),
             "trusted_keys": trusted_keys,
             "allow_recreated": allow_recreated,
             "patience_seconds": patience_seconds,
@@ -161,7 +163,6 @@ class Subscribers(NotCopyable):
             raise InputError("these Subscribers are closed", hint="Make new ones.")
         if stream in self._followed:
             raise InputError(f"the stream {stream!r} is followed already", hint="Remove it first.")
-        refuse_cached_parts(select is not None, self._caches)
         subscriber = _Pooled(
             self._stores, stream=stream, base=base, select=select, stream_id=stream_id, **self._options
         )

@@ -16,8 +16,8 @@ from ...stream.signing import Signer
 from ...stream.stream import Stream
 from ...stream.unreadable import UNREADABLE
 from ...sync.commit import Committer, Content
+from ...sync.planner import Planner
 from ...sync.resume import bytes_since_anchor
-from ...sync.route import Route
 from ...sync.upload import Uploaded
 
 
@@ -100,7 +100,7 @@ class Head:
         """The links from an anchor to ``version``, as `links_of_message` reads them. Raises ChainGap, and what reading
         manifests raises."""
         path = []
-        for planned in Route(self._stream, version).plan(None):
+        for planned in Planner(self._stream, version).plan(None):
             path.append(self._stream.resolved(planned))
         return json.dumps(
             [[link.base, link.version, [[p.sha256, p.bytes] for p in link.payloads or ()]] for link in path]

@@ -9,7 +9,7 @@ from ...patch.blocks import cut
 from ...state.slices import Segment
 from ...state.tensors import UIntArray
 from ...stream.stream import Stream
-from ...sync.route import BROKEN_LINK
+from ...sync.planner import BROKEN_LINK
 from ...sync.slices import restore_slices
 from .draft import Baseline, all_inner_leaves
 from .head import Head, links_of_message

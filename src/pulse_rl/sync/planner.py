@@ -1,12 +1,13 @@
-"""Finds a path of links from one version to another, avoiding links that fail (docs/protocol.md, 4)."""
+"""Plans a path of links from one version to another: the fewest bytes, without links that failed (docs/protocol.md,
+section 4). `cheapest_path` is the plan, a function of the links; `Planner` gathers the links."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch
-from ..stream.chain import Key, Link, cheapest_path, links_of
+from ..stream.chain import Key, Link, links_of
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
@@ -16,8 +17,55 @@ _FAR = 8  # versions behind, from which on the listed folds and anchors are wort
 BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
 """Errors that make a link unusable and another path worth trying; an unavailable store is not among them."""
 
+_Place = tuple[int | None, bool]
 
-class Route:
+
+def cheapest_path(
+    links: Iterable[Link],
+    have: int | None,
+    target: int,
+    *,
+    knows: bool | None = None,
+    keeps: Callable[[int, int], bool] = lambda base, version: True,
+    needs: Callable[[Link], bool] = lambda patch: True,
+) -> list[Link]:
+    """The links to follow, in order, from version ``have`` (None: from nothing) to ``target``; fewest bytes in all.
+
+    ``knows``: whether the history at ``have`` is known; no patch that ``needs`` it is taken from where it is not, and
+    where it is, it is to be known at ``target``, too, if there is such a path. ``keeps`` says of a fold whether it is
+    known after it. None: histories do not matter. Raises ChainGap that names both sides of the gap.
+    """
+    # Of each version, with its history and without, the cheapest way there: bytes in all, the last link, its base.
+    start: _Place = (None, True)
+    best: dict[_Place, tuple[int, Link | None, _Place]] = {start: (0, None, start)}
+    if have is not None:
+        best[have, knows is not False] = (0, None, start)
+    # Every link leads to a higher version than its base, so in this order each base is final before it is used.
+    for link in sorted(links, key=lambda x: (x.version, x.nbytes)):
+        if link.version == have and knows is not False:
+            continue
+        for known in (True, False):
+            base: _Place = (link.base, known)
+            if base not in best or (link.is_patch and not known and needs(link)):
+                continue
+            after = knows is None or link.base is None or (known if link.is_patch else keeps(link.base, link.version))
+            place, cost = (link.version, after), best[base][0] + link.nbytes
+            if place not in best or cost < best[place][0]:
+                best[place] = (cost, link, base)
+    ends: list[_Place] = [place for place in ((target, True), (target, False)) if place in best]
+    if not ends:
+        reached = max((v for v, _ in best if v is not None and v < target), default=None)
+        lower = "nothing below it is reachable" if reached is None else f"the chain reaches version {reached}"
+        raise ChainGap(f"no path leads to version {target}: {lower}")
+    path: list[Link] = []
+    found = best[ends[0] if knows else min(ends, key=lambda end: best[end][0])]
+    while found[1] is not None:
+        path.append(found[1])
+        found = best[found[2]]
+    return path[::-1]
+
+
+class Planner:
     """Plans the path to version ``target`` of a stream, and replans whenever a link fails."""
 
     def __init__(self, stream: Stream, target: int) -> None:

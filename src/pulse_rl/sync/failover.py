@@ -1,0 +1,224 @@
+"""Which of the stores of a stream is read, and what is its newest version (docs/protocol.md, sections 4 and 8).
+
+Each store is read as if it were the only one, so that nothing that is wrong in one can make another's versions wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from ..errors import FormatError, IntegrityError, PulseError, StoreError, StreamError, StreamRecreated
+from ..events import FallbackUsed, Listener
+from ..store.patient import PatientStore
+from ..stream.manifest import Manifest
+from ..stream.stream import Head, Stream
+from ..stream.unreadable import UNREADABLE
+from .catch_up import catch_up
+from .host_state import HostState
+
+DEFAULT_PATIENCE_SECONDS = 30.0
+_PASSED = (StoreError, StreamError, FormatError, IntegrityError)
+_JITTER = 0.25
+_ORIGIN_SECONDS = 600.0
+
+
+def check_recreated(version: int, stream: Stream, found: Head) -> None:
+    """Raises StreamRecreated if another stream stands where ours was, of which ``version`` is held. Only looks where
+    something speaks for it: that version is gone from the listing, or is not listed as it was, or others are above it.
+    """
+    holds = stream.still_holds if found.listed[-1:] == [version] else stream.holds
+    if stream.stream_id is None or (found.manifest and holds(found.manifest)):
+        return
+    other = stream.newest(anybody=True).manifest
+    if other and other.stream_id != stream.stream_id:
+        raise StreamRecreated(
+            f"the stream {stream.name!r} was deleted and begun anew: it is {other.stream_id} now, at version "
+            f"{other.version}, and was {stream.stream_id} at version {version}"
+        )
+
+
+class Failover:
+    """``streams`` are one stream in each of the ``stores``, the nearest first; the last one is the origin.
+
+    A nearer store decides what is newest, unless it is away or damaged, or a farther one has had a newer version for
+    ``patience_seconds``; from then on the farther one decides, until the nearer one has what was taken from there.
+    Farther ones are looked at every ``patience_seconds`` or so, a quarter more or less. A nearer store that is late by
+    ``patience_seconds`` in one call is passed over. One that failed after some time is left alone for as long.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        stores: Sequence[PatientStore],
+        patience_seconds: float,
+        listener: Listener | None,
+    ) -> None:
+        self.streams = tuple(streams)
+        self._stores = tuple(stores)
+        self._patience = patience_seconds
+        self._listener = listener
+        self._followed = self.streams[0]
+        self._at: int | None = None
+        self._look_at = 0.0
+        self._ahead: tuple[int, float] | None = None
+        self._rests_until = [0.0] * len(self.streams)
+
+    def follow(self, host: HostState) -> dict[str, float]:
+        """Moves to the newest version that can be read and trusted; returns seconds by phase (see `Synced`). Raises
+        what the last of the stores raises where none could be read, and StreamRecreated where the origin is another
+        stream now."""
+        phases: dict[str, float] = {}
+        error: PulseError | None = None
+        answered = False
+        for place, stream in enumerate(self.streams):
+            is_origin = place == len(self.streams) - 1
+            if not is_origin and time.monotonic() < self._rests_until[place]:
+                continue
+            try:
+                with self._limited(place):
+                    for phase, seconds in self._to_newest(host, stream).items():
+                        phases[phase] = phases.get(phase, 0.0) + seconds
+            except _PASSED as refused:
+                # Only the origin says that the stream is another one: a nearer store may be of an earlier one.
+                if len(self.streams) == 1 or (is_origin and isinstance(refused, StreamRecreated)):
+                    raise
+                error = self._pass(place, refused)
+                continue
+            answered, error = True, None
+            if host.version is not None and stream.shows(host.version) and not self._is_late(host.version, place):
+                return phases
+        if error and (host.version is None or not answered):
+            raise error
+        self._ahead = None  # what is listed there cannot be reached: it is looked at again later
+        return phases
+
+    def reach(self, host: HostState, target: int) -> dict[str, float]:
+        """Moves to version ``target``. Raises what `catch_up` raises from the last of the stores."""
+        for place, stream in enumerate(self.streams[:-1]):
+            try:
+                with self._limited(place):
+                    return self._to(host, stream, target)
+            except _PASSED as refused:
+                self._pass(place, refused)
+        with self._limited(len(self.streams) - 1):
+            return self._to(host, self.streams[-1], target)
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of ``version``, first from the store from which a version came last. Raises what the last one
+        raises."""
+        for stream in (self._followed, *self.streams[:-1]):
+            with suppress(StoreError, *UNREADABLE):
+                return stream.manifest(version)
+        return self.streams[-1].manifest(version)
+
+    def versions(self) -> tuple[Stream, list[int]]:
+        """The versions that the nearest store lists that has any, and its stream."""
+        for place, stream in enumerate(self.streams[:-1]):
+            with suppress(StoreError), self._limited(place):
+                if found := stream.versions():
+                    return stream, found
+        return self.streams[-1], self.streams[-1].versions()
+
+    def lists(self, version: int, after: int | None) -> bool:
+        """Whether a store lists ``version``, above ``after``."""
+        if version in self.streams[0].versions(after):
+            return True
+        for stream in self.streams[1:]:
+            with suppress(StoreError):
+                if stream.lists(version):
+                    return True
+        return False
+
+    def begin_anew(self) -> None:
+        """Forgets whose stream it was. Of several stores the origin says whose it is now; raises StoreError, and then
+        forgets nothing."""
+        newest = self.streams[-1].newest(anybody=True).manifest if len(self.streams) > 1 else None
+        for stream in self.streams:
+            stream.forget()
+        self._ahead = None
+        self.adopt_id(newest.stream_id if newest else "")
+
+    def adopt_id(self, stream_id: str) -> None:
+        """Says whose stream it is in all stores, "" where nothing says so."""
+        for stream in self.streams:
+            stream.stream_id = stream_id or None
+
+    # -- one store
+
+    def _to_newest(self, host: HostState, stream: Stream) -> dict[str, float]:
+        """Moves to the newest version in one store. Raises StreamRecreated, what `catch_up` raises, and in an empty
+        host state the error of the newest manifest."""
+        found = stream.newest(host.version - 1 if host.version else None)
+        if found.manifest and found.manifest.version != host.version:
+            return self._to(host, stream, found.manifest.version)
+        if host.version is not None:
+            check_recreated(host.version, stream, found)
+            self._agree_with(stream, host)
+        elif found.error:
+            raise found.error
+        return {}
+
+    def _to(self, host: HostState, stream: Stream, target: int) -> dict[str, float]:
+        """Moves to version ``target``, whose stream ID is that of all stores from then on."""
+        known = stream.stream_id
+        try:
+            if known is None:
+                with suppress(*UNREADABLE):
+                    stream.stream_id = stream.manifest(target).stream_id or None
+            phases = catch_up(host, stream, target)
+        except BaseException:
+            stream.stream_id = known  # what could not be reached decides nothing
+            raise
+        self._agree_with(stream, host)
+        return phases
+
+    def _agree_with(self, stream: Stream, host: HostState) -> None:
+        self.adopt_id(stream.stream_id or "")
+        if host.version != self._at:
+            self._followed, self._at = stream, host.version
+
+    @contextmanager
+    def _limited(self, place: int) -> Iterator[None]:
+        is_origin = place == len(self.streams) - 1
+        began = time.monotonic()
+        try:
+            with self._stores[place].limited(_ORIGIN_SECONDS if is_origin else self._patience):
+                yield
+        except _PASSED:
+            now = time.monotonic()
+            self._rests_until[place] = now + (now - began)
+            raise
+
+    # -- the others
+
+    def _is_late(self, version: int, place: int) -> bool:
+        """Whether a store farther than the one at ``place`` has had a version above ``version`` for too long. Raises
+        StreamRecreated if the origin is another stream now."""
+        now = time.monotonic()
+        if self._ahead and version >= self._ahead[0]:
+            self._ahead = None
+        farther = self.streams[place + 1 :]
+        if farther and now >= self._look_at:
+            self._look_at = now + self._patience * random.uniform(1 - _JITTER, 1 + _JITTER)
+            for there, stream in enumerate(farther, place + 1):
+                try:
+                    with self._stores[there].limited(self._patience):
+                        found = stream.newest(version - 1 if version else None)
+                        if found.manifest and found.manifest.version > version:
+                            self._ahead = self._ahead or (found.manifest.version, now)
+                        else:
+                            check_recreated(version, stream, found)
+                except _PASSED as refused:
+                    if isinstance(refused, StreamRecreated) and there == len(self.streams) - 1:
+                        raise
+                    self._pass(there, refused)
+        return bool(farther) and self._ahead is not None and now - self._ahead[1] >= self._patience
+
+    def _pass(self, place: int, error: PulseError) -> PulseError:
+        if self._listener:
+            where = f"store {place + 1} of {len(self.streams)}"
+            self._listener(FallbackUsed(self.streams[place].name, where, str(error), error.kind))
+        return error
