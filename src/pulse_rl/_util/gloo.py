@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,8 +19,8 @@ R = TypeVar("R")
 
 
 class GlooTransport:
-    """A `Transport` between the ranks of ``group``, a torch.distributed.ProcessGroup (None: all ranks); of this process
-    alone if torch.distributed is not initialised. ``owner``: words for messages.
+    """A `Transport` between the ranks of ``group``, a torch.distributed.ProcessGroup or the ranks themselves (None: all
+    ranks); of this process alone if torch.distributed is not initialised. ``owner``: words for messages.
 
     Whatever the caller's backend is: what is sent is in host memory, and does not mix with the caller's collectives. No
     call waits for another rank for longer than ``timeout_seconds``: one that died, or stalls, raises ``lost`` on the
@@ -41,9 +41,10 @@ class GlooTransport:
                     hint="Call torch.distributed.init_process_group() first.",
                 )
             return
-        if group is not None and dist.get_rank(group) < 0:
+        named = isinstance(group, Sequence)
+        if group is not None and (dist.get_rank() not in group if named else dist.get_rank(group) < 0):
             raise InputError("this process is not in the group", hint=f"Make a {owner} on its ranks only.")
-        members = None if group is None else dist.get_process_group_ranks(group)
+        members = group if group is None or named else dist.get_process_group_ranks(group)
         timeout = timedelta(seconds=timeout_seconds)
         local = members is not None
         self._group = self._guard(lambda: dist.new_group(members, timeout, "gloo", use_local_synchronization=local))

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from ..._util.collective import Alone, RankGroup
+from ..._util.gloo import GlooTransport
 from ...errors import PulseError
 
 T = TypeVar("T")
@@ -28,24 +30,29 @@ _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "pulse-engine-"
 _OWNER = "owner"
 _ABANDONED_SECONDS = 60.0
+_TIMEOUT_SECONDS = 1800.0  # a large model is loaded, packed and compared between two messages
 
 
 class Node:
     """This worker among those of its node. ``leader``: whether it is the one that follows the stream.
 
-    ``world``: the group of the engine's workers, with ``cpu_group``, ``ranks``, ``rank`` and ``world_size`` as the
-    engines' own have; None: this worker is the only one. All methods are collective: every worker of the engine calls
-    them in the same order.
+    ``world``: the group of the engine's workers, with ``ranks`` and ``world_size`` as the engines' own have; None: this
+    worker is the only one. All methods are collective: every worker of the engine calls them in the same order.
     """
 
     def __init__(self, world: Any) -> None:
-        self.rank, self.size, self._group = 0, 1, None
         self.folder: Path | None = None
         self._owned: int | None = None
-        self._everyone: Any = None
-        self._workers = 1
+        self._engine = self._node = RankGroup(Alone())
         if world is not None and world.world_size > 1:
-            self._join(world)
+            self._engine = _group(world.ranks)
+            places = self.gathered((socket.gethostname(), _boot()))
+            here = [rank for rank, place in zip(world.ranks, places, strict=True) if place == places[self._engine.rank]]
+            if len(here) == self._engine.size:
+                self._node = self._engine
+            elif len(here) > 1:
+                self._node = _group(here)
+        self.rank, self.size = self._node.rank, self._node.size
 
     @property
     def leader(self) -> bool:
@@ -54,23 +61,12 @@ class Node:
     @property
     def alone(self) -> bool:
         """Whether all workers of the engine are on this node."""
-        return self.size == self._workers
+        return self.size == self._engine.size
 
     @property
     def last(self) -> bool:
         """Whether this is the engine's last worker."""
-        return self._everyone is None or torch.distributed.get_rank(self._everyone) == self._workers - 1
-
-    def _join(self, world: Any) -> None:
-        self._everyone, self._workers = world.cpu_group, world.world_size
-        places: list[Any] = [None] * world.world_size
-        torch.distributed.all_gather_object(places, (socket.gethostname(), _boot()), group=self._everyone)
-        for place in dict.fromkeys(places):
-            ranks = [rank for rank, other in zip(world.ranks, places, strict=True) if other == place]
-            group = torch.distributed.new_group(ranks, backend="gloo")
-            if world.rank in ranks:
-                self._group, self.rank, self.size = group, ranks.index(world.rank), len(ranks)
-                self._first = ranks[0]
+        return self._engine.rank == self._engine.size - 1
 
     def open_folder(self) -> None:
         """Makes ``folder``, in shared memory, where several workers share it."""
@@ -85,40 +81,24 @@ class Node:
 
     def shared(self, value: T) -> T:
         """The leader's ``value``."""
-        if self.size == 1:
-            return value
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=self._first, group=self._group)
-        return box[0]
+        return _of_rank0(self._node, value)
 
     def common(self, value: T) -> T:
         """The ``value`` of the engine's first worker, across its nodes."""
-        if self._everyone is None:
-            return value
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=0, group=self._everyone)
-        return box[0]
+        return _of_rank0(self._engine, value)
 
     def gathered(self, value: T) -> list[T]:
         """What each worker of the engine gives."""
-        if self._everyone is None:
-            return [value]
-        found: list[Any] = [None] * torch.distributed.get_world_size(self._everyone)
-        torch.distributed.all_gather_object(found, value, group=self._everyone)
-        return found
+        return _of_all(self._engine, value)
 
     def on_node(self, value: T) -> list[T]:
         """What each worker of the node gives."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(found, value, group=self._group)
-        return found
+        return _of_all(self._node, value)
 
     def barrier(self) -> None:
         """Returns when all workers of the node have called it."""
         if self.size > 1:
-            torch.distributed.barrier(group=self._group)
+            self._node.run_on_all(bytes)
 
     def window(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory that the workers of the node share."""
@@ -135,27 +115,21 @@ class Node:
             file.unlink()
         return view
 
-    def first_failure(self, failure: PulseError | None) -> PulseError | None:
-        """The failure of the engine's first worker that has one."""
-        told = (type(failure), str(failure), failure.hint) if failure is not None else None
-        for other in self.gathered(told):
-            if other is not None:
-                return failure or other[0](other[1], hint=other[2])
-        return None
-
     def together(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on this worker; raises on all of them if it raises on one."""
-        result, failure = None, None
-        try:
-            result = work()
-        except PulseError as error:
-            failure = error
-        except Exception as error:  # of torch, or of the model: the other workers must hear of it
-            failure = PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        failure = self.first_failure(failure)
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[return-value]
+        """What ``work`` returns on this worker; raises on all of the engine's if it raises on one."""
+        done: list[T] = []
+
+        def run() -> bytes:
+            try:
+                done.append(work())
+            except PulseError:
+                raise
+            except Exception as error:  # of torch, or of the model: a worker that ends in silence would be waited for
+                raise PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+            return b""
+
+        self._engine.run_on_all(run)
+        return done[0]
 
     def close_folder(self) -> None:
         """Removes what was shared. Not collective."""
@@ -164,6 +138,23 @@ class Node:
         if self._owned is not None:
             os.close(self._owned)
         self.folder = self._owned = None
+
+
+def _group(ranks: Sequence[int]) -> RankGroup:
+    return RankGroup(GlooTransport(ranks, _TIMEOUT_SECONDS, owner="node"))
+
+
+def _of_rank0(group: RankGroup, value: T) -> T:
+    if group.size == 1:
+        return value
+    found: T = pickle.loads(group.on_rank0(lambda: pickle.dumps(value)))
+    return found
+
+
+def _of_all(group: RankGroup, value: T) -> list[T]:
+    if group.size == 1:
+        return [value]
+    return [pickle.loads(message) for message in group.run_on_all(lambda: pickle.dumps(value))]
 
 
 def _reserve(file: Path, nbytes: int) -> str | None:

@@ -178,10 +178,14 @@ def _in_window(window: torch.Tensor, part: Box, start: int) -> torch.Tensor:
 
 
 def raise_first(node: Node, failure: Exception | None) -> None:
-    text = f"{type(failure).__name__}: {failure}" if failure is not None else None
-    for other in node.gathered(text):
-        if other is not None:
-            raise PulseError(f"a worker failed to reach its live parameters: {other}") from failure
+    """Raises on all workers if one has a ``failure``."""
+
+    def check() -> None:
+        if failure is not None:
+            reason = f"{type(failure).__name__}: {failure}"
+            raise PulseError(f"a worker failed to reach its live parameters: {reason}") from failure
+
+    node.together(check)
 
 
 @dataclass(frozen=True, slots=True)

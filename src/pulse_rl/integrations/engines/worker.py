@@ -161,18 +161,12 @@ class Worker:
 
     def _noting(self, work: Callable[[], object]) -> PulseError | None:
         """Runs ``work`` on all workers; where one fails, all note it."""
-        failure = None
-        node = self.node
         try:
-            work()
-        except PulseError as error:
-            failure = error
-        except Exception as error:  # the other workers must hear of it, or wait for ever
-            failure = PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        failure = node.first_failure(failure)
-        if failure is not None:
+            self.node.together(work)
+        except PulseError as failure:
             self._error = failure
-        return failure
+            return failure
+        return None
 
 
 def described(error: PulseError) -> dict[str, Any]:
