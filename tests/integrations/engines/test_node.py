@@ -53,6 +53,7 @@ for error in (StateMismatch("no", hint="why"), ValueError("odd"), None):
     except PulseError as known:
         found.append(f"{type(known).__name__}: {known} ({known.hint})")
 node.close_folder()
+dist.destroy_process_group()
 print([*found, window.tolist()])
 """
 
