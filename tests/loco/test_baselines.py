@@ -13,9 +13,7 @@ from tests.support.loco_reference import Job, diloco, flat, same
 from tests.support.trainers import Trainer, together
 
 SIZE = 3
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.slow
 
 
 def gathered(x: torch.Tensor) -> list[torch.Tensor]:

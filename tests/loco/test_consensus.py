@@ -9,19 +9,12 @@ import pytest
 import torch
 
 from pulse_rl.errors import CorruptMessage, Diverged, InputError, TrainerLost
-from pulse_rl.loco import parameters
-from pulse_rl.loco.group import TrainerGroup
 from tests.support import site_members
 from tests.support.loco_reference import Flat, Job, flat, pulse_loco, same
 from tests.support.site_members import Member, members
 from tests.support.trainers import Trainer, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", 700)
 
 
 def expected(theta: Flat, residuals: list[Flat], lookahead: float) -> Flat:
@@ -120,48 +113,43 @@ def test_what_one_cannot_read_is_refused_by_all(
 ) -> None:
     """Damaged on the way to one trainer, which may have an empty share; the trainers can go on."""
     monkeypatch.setattr(site_members, "SIZE", size)
-    whole = getattr(TrainerGroup, where)
-    ready: set[int] = set()
 
-    def altered(exchange: TrainerGroup, *messages: Any, max_bytes: Any) -> Any:
-        found = whole(exchange, *messages, max_bytes=max_bytes)
-        if exchange.rank == reader and exchange.rank in ready:
+    def damaged(whole: Any) -> Any:
+        def receive(*messages: Any, **bounds: Any) -> None:
+            whole(*messages, **bounds)
             raise CorruptMessage("the message of trainer 1 was damaged in transit")
-        return found
+
+        return receive
 
     def work(member: Member) -> None:
         for _ in range(2):
             member.round()
             before = flat(member.loop.global_state()).clone()
-            ready.add(member.rank)
             words = "damaged in transit" if member.rank == reader else f"trainer {reader} could not"
-            with pytest.raises(CorruptMessage, match=words):
-                member.loop.averaged_state()
-            ready.discard(member.rank)
+            with pytest.MonkeyPatch.context() as patch:
+                if member.rank == reader:
+                    patch.setattr(member.group, where, damaged(getattr(member.group, where)))
+                with pytest.raises(CorruptMessage, match=words):
+                    member.loop.averaged_state()
             assert same(flat(member.loop.global_state()), before)
             assert member.loop.averaged_state()
 
-    monkeypatch.setattr(TrainerGroup, where, altered)
     members("   ", work, gate_sums=True)
 
 
 @pytest.mark.parametrize("where", ["all_to_all", "all_gather"])
 def test_messages_of_another_length_are_refused_by_all(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = getattr(TrainerGroup, where)
-    ready: set[int] = set()
-
-    def altered(exchange: TrainerGroup, messages: Any, *, max_bytes: Any) -> Any:
-        if exchange.rank == 1 and exchange.rank in ready:
-            messages = messages[:-4] if isinstance(messages, bytes) else [*messages[:2], messages[2][:-4]]
-        return whole(exchange, messages, max_bytes=max_bytes)
+    def shorter(messages: Any) -> Any:
+        return messages[:-4] if isinstance(messages, bytes) else [*messages[:2], messages[2][:-4]]
 
     def work(member: Member) -> None:
         member.round()
-        ready.add(member.rank)
+        if member.rank == 1:
+            whole = getattr(member.group, where)
+            monkeypatch.setattr(member.group, where, lambda m, **k: whole(shorter(m), **k))
         with pytest.raises(CorruptMessage, match=r"trainer [12] (sent 3996 bytes|could not)"):
             member.loop.averaged_state()
 
-    monkeypatch.setattr(TrainerGroup, where, altered)
     members("   ", work, gate_sums=True)
 
 

@@ -13,61 +13,16 @@ from torch import nn
 
 from benchmarks.loco.threads import as_threads
 from pulse_rl.errors import CorruptMessage, InputError, NonFinite
-from pulse_rl.loco import PulseLoCo, parameters
-from pulse_rl.loco.exchange import Sites
-from pulse_rl.loco.group import TrainerGroup
+from pulse_rl.loco import PulseLoCo
 from tests.support.loco_reference import Flat, flat, pulse_loco, same
 from tests.support.site_members import SIZE, Member, members
-from tests.support.trainers import Trainer, together
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "small_blocks")
 
 ROUNDS = 4
 
 
-# -- who forwards what
-
-
-def test_sites_are_in_the_order_of_their_lowest_rank() -> None:
-    sites = Sites.of(["west", "east", "west", "east", "east"])
-    assert sites.members == ((0, 2), (1, 3, 4))
-    assert [sites.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, 1]
-    assert sites.same_site(3) == (1, 3, 4)
-    assert (sites.several, sites.trainers) == (True, 5)
-    # An owner sums for its own site. Elsewhere it is the member that its number counts off.
-    assert [[sites.site_reducer(site, owner) for owner in range(5)] for site in (0, 1)] == [
-        [0, 2, 2, 2, 0],
-        [1, 1, 4, 3, 4],
-    ]
-
-
-@pytest.mark.parametrize("names", ["", "a", "aaaa", "abcd"])
-def test_alone_or_all_together_sites_make_no_difference(names: str) -> None:
-    sites = Sites.of(list(names))
-    assert sites.members == (tuple(range(len(names))),)
-    assert not sites.several
-    assert [sites.reduces_for(rank) for rank in range(len(names))] == [[rank] for rank in range(len(names))]
-
-
-@pytest.mark.parametrize("names", ["aabb", "aaab", "abab", "aaabb", "aaaabbbbcccc", "abcddd"])
-def test_every_share_has_one_forwarder_in_every_site(names: str) -> None:
-    sites = Sites.of(list(names))
-    work = {rank: sites.reduces_for(rank) for rank in range(len(names))}
-    for ranks in sites.members:
-        assert sorted(itertools.chain.from_iterable(work[rank] for rank in ranks)) == list(range(len(names)))
-    assert all(rank in owners for rank, owners in work.items())
-    for ranks in sites.members:
-        if len(names) % len(ranks) == 0 and names == "".join(sorted(names)):
-            assert {len(work[rank]) for rank in ranks} == {len(names) // len(ranks)}
-
-
 # -- rounds
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares hold parts of blocks, and of several."""
-    monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", 700)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -106,6 +61,16 @@ def test_without_a_lookahead_sums_are_gated_only_if_asked_for() -> None:
     members("aabb", work, lookahead=0.0, gate_sums="auto")
 
 
+@pytest.mark.parametrize(("size", "gated"), [(8, True), (7, False)])
+def test_sums_are_gated_by_themselves_from_eight_trainers_on(size: int, *, gated: bool) -> None:
+    def work(member: Member) -> None:
+        member.reference.gate_sums = gated
+        for _ in range(2):
+            member.round()
+
+    members(" " * size, work, gate_sums="auto")
+
+
 @pytest.mark.parametrize("names", ["aaaa", "abcd", "    "])
 def test_sites_that_make_no_difference_change_nothing(names: str) -> None:
     """Rounds are as without: in theta's bits, and in what is sent but for random numbers."""
@@ -124,8 +89,7 @@ def test_sites_that_make_no_difference_change_nothing(names: str) -> None:
 
 def by_hand(member: Member, names: str) -> Callable[[], int]:
     """What this member gives to the network for other sites from now on: a gathered message goes around the ring."""
-    exchange, counts = member.loop._group, [0]
-    assert exchange is not None
+    exchange, counts = member.group, [0]
     all_gather, all_to_all = exchange._all_gather_array, exchange._all_to_all_arrays
     here, following = names[member.rank], names[(member.rank + 1) % len(names)]
 
@@ -137,7 +101,7 @@ def by_hand(member: Member, names: str) -> Callable[[], int]:
         counts[0] += sum(len(piece) for piece, name in zip(pieces, names, strict=True) if name != here)
         return all_to_all(pieces, lengths)
 
-    exchange._all_gather_array, exchange._all_to_all_arrays = gathering, sending  # type: ignore[method-assign]
+    exchange._all_gather_array, exchange._all_to_all_arrays = gathering, sending
     return lambda: counts[0]
 
 
@@ -169,31 +133,6 @@ def test_a_site_sends_about_what_a_trainer_sends() -> None:
     assert sum(one_level) > 1.5 * sum(two_levels)
 
 
-def counted(trainer: Trainer) -> tuple[int, int]:
-    """Over the network, as among threads."""
-    trainer.connect("start")
-    exchange = TrainerGroup(timeout_seconds=20)
-    exchange.all_gather_fixed(bytes(100))
-    assert exchange.between_bytes == 0
-    exchange.sites = ["a", "b", "b"]
-    before = exchange.sent_bytes
-    exchange.all_gather_fixed(bytes(1000))
-    exchange.all_to_all([bytes(10 ** (2 + to)) for to in range(3)], max_bytes=[[10**4] * 3] * 3)
-    exchange.all_reduce(np.zeros(9000, np.float32))
-    return exchange.sent_bytes - before, exchange.between_bytes
-
-
-@pytest.mark.slow
-def test_what_crosses_is_counted() -> None:
-    ring = 2 * 1000 + 2 * 24 + 48 * 1000
-    each = [32 + 10 ** (2 + to) for to in range(3)]
-    assert together(counted, 3, seconds=60) == [
-        (ring + each[1] + each[2], ring + each[1] + each[2]),
-        (ring + each[0] + each[2], each[0]),
-        (ring + each[0] + each[1], ring + each[0]),
-    ]
-
-
 # -- what must not spread
 
 
@@ -204,14 +143,13 @@ def held(loop: PulseLoCo) -> list[Flat]:
 
 def spoil(member: Member, call: int, change: Callable[[list[bytes]], list[bytes]]) -> None:
     """Once, what this member sends with the call of that number, from 1, is another thing."""
-    exchange, calls = member.loop._group, itertools.count(1)
-    assert exchange is not None
+    exchange, calls = member.group, itertools.count(1)
     all_to_all = exchange.all_to_all
 
     def spoiling(messages: Sequence[bytes], *, max_bytes: Any) -> Any:
         return all_to_all(change(list(messages)) if next(calls) == call else messages, max_bytes=max_bytes)
 
-    exchange.all_to_all = spoiling  # type: ignore[method-assign]
+    exchange.all_to_all = spoiling
 
 
 def at(rank: int, message: bytes | None = None) -> Callable[[list[bytes]], list[bytes]]:
@@ -263,8 +201,7 @@ def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
 def test_what_is_damaged_on_the_way_to_one_is_refused_by_all(call: int) -> None:
     def work(member: Member) -> None:
         member.round()
-        before, calls, exchange = held(member.loop), itertools.count(1), member.loop._group
-        assert exchange is not None
+        before, calls, exchange = held(member.loop), itertools.count(1), member.group
         receive = exchange._all_to_all_arrays
 
         def damaged(pieces: Any, lengths: Any) -> Any:
@@ -275,7 +212,7 @@ def test_what_is_damaged_on_the_way_to_one_is_refused_by_all(call: int) -> None:
             return arrived
 
         if member.rank == 3:
-            exchange._all_to_all_arrays = damaged  # type: ignore[method-assign]
+            exchange._all_to_all_arrays = damaged
         with pytest.raises(CorruptMessage, match=r"\[3\]"):
             member.step()
         assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))

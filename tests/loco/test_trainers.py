@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pulse_rl.loco import Round, parameters
-from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
+from pulse_rl.loco import Round
+from tests.support.loco_reference import Job, Reference, cut_blocks, flat, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def agree(trainer: Trainer, names: list[str], scattered: bool) -> dict[str, list
     """Rounds against the dense reference; unequal rates, and rounds in which one or all stand still. Shares hold parts
     of blocks, and of several."""
     force_scattered(scattered)
-    parameters.BLOCK_ELEMENTS = 1700
+    cut_blocks(1700)
     trainer.connect("start")
     return {name: agreed(trainer, **VARIANTS[name]) for name in names}
 

@@ -6,14 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from pulse_rl.errors import CorruptMessage, Diverged, NonFinite, StateMismatch
-from pulse_rl.loco import DiLoCo, PulseLoCo, buffers
-from pulse_rl.loco.loop import OuterLoop
+from pulse_rl.loco import DiLoCo, PulseLoCo
 from tests.support.loco_reference import made, pulse_loco, root_of, same
 from tests.support.trainers import Trainer, each, together
 
@@ -56,7 +54,7 @@ def step(model: Model, optimizer: Any, who: int, number: int) -> None:
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(buffers.bits_of(a[n]), buffers.bits_of(b[n])) for n in a)
+    return a.keys() == b.keys() and all(same(a[n], b[n]) for n in a)
 
 
 def all_equal(trainer: Trainer, name: str, model: Model) -> bool:
@@ -243,7 +241,7 @@ def test_trainers_keep_equal_what_no_optimizer_trains() -> None:
 
 @pytest.mark.parametrize("stop", [3, 4])
 def test_a_checkpoint_holds_the_last_rounds_buffers(stop: int) -> None:
-    def run(model: Model, optimizer: Any, loop: OuterLoop, steps: range) -> None:
+    def run(model: Model, optimizer: Any, loop: Any, steps: range) -> None:
         with loop:
             for number in steps:
                 step(model, optimizer, 0, number)
@@ -301,13 +299,6 @@ def test_other_buffers_in_a_checkpoint_are_refused(spoil: Callable[[dict[str, An
     assert equal(model.tensors(), before)
 
 
-def test_a_model_without_untrained_tensors_saves_what_it_always_did() -> None:
-    model = nn.Linear(2, 2)
-    loop = pulse_loco(model, torch.optim.SGD(model.parameters()), sync_every=1)
-    assert loop.state_dict().keys() == {"round", "inner_step", "messages", "theta", "momentum", "residual"}
-    assert not loop.buffers
-
-
 def test_memory_shared_with_trained_parameters_is_theirs() -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("view", model.weight.data[1])
@@ -318,74 +309,3 @@ def test_memory_shared_with_trained_parameters_is_theirs() -> None:
         optimizer.step()
     assert loop.round == 1
     assert not loop.buffers
-
-
-# -- numbers and bytes
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_mean_of_equal_bits_is_those_bits(dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(3)
-    x = torch.from_numpy(rng.normal(0, 1, 1000) * np.exp2(rng.integers(-10, 10, 1000))).to(dtype)
-    x[:3] = torch.tensor([float("nan"), float("-inf"), -0.0])
-    for count in (1, 2, 3, 7, 10):
-        found, finite = buffers.mean(count * [x])
-        assert finite
-        assert torch.equal(buffers.bits_of(found), buffers.bits_of(x))
-    y = x.clone()
-    y[0] = 1
-    assert not buffers.mean([x, y])[1]
-    pair = [torch.tensor([1.0, 65504.0], dtype=dtype), torch.tensor([2.0, 65504.0], dtype=dtype)]
-    assert buffers.mean(pair)[0].tolist() == [1.5, pair[0][1].item()]
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64], ids=str)
-def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device, where it is no SHA-256: changes that cancel in a sum, in any piece, and another order."""
-    monkeypatch.setattr(buffers, "_PIECE", 1 << 4)
-    buffers._weights.cache_clear()
-    x = torch.arange(40).to(dtype)
-    others = [x.clone() for _ in range(4)]
-    others[0][33] = others[0][32]
-    others[1][0], others[1][1] = x[1].clone(), x[0].clone()
-    others[2][3], others[2][19] = x[19].clone() + 1, x[3].clone() - 1
-    others[3] = x.roll(16)
-    try:
-        found = [
-            buffers.fingerprint_on_device(t) for t in [x, x.clone(), x.reshape(5, 8).t().contiguous().t(), *others]
-        ]
-    finally:
-        buffers._weights.cache_clear()
-    assert found[0] == found[1] == found[2]
-    assert len(set(found)) == 1 + len(others)
-
-
-MESSAGE = buffers.BuffersMessage("aa", {"f": "bb"}, {"b": b"1234"}, "")
-LENGTHS = (frozenset({"f"}), {"b": 4, "c": 2})
-
-
-def test_a_message_about_buffers_is_read_as_it_was_written() -> None:
-    data = MESSAGE.to_bytes()
-    assert data[:4] == b"PLSU"
-    assert buffers.BuffersMessage.parse(data, LENGTHS) == MESSAGE
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"PLSU\xff\xff\xff\xff{}",
-        b"PLSX" + MESSAGE.to_bytes()[4:],
-        MESSAGE.to_bytes()[:-1],
-        MESSAGE.to_bytes() + b"\0",
-        MESSAGE.to_bytes().replace(b'"b"', b'"x"'),
-        MESSAGE.to_bytes().replace(b'"f"', b'"g"'),
-        MESSAGE.to_bytes().replace(b'"bb"', b"1234"),
-        MESSAGE.to_bytes().replace(b"common", b"uncomm"),
-        MESSAGE.to_bytes().replace(b"{", b"("),
-        MESSAGE.to_bytes().replace(b'["b"]', b"[{ }]"),
-    ],
-)
-def test_a_message_about_buffers_that_does_not_fit_is_refused(data: bytes) -> None:
-    with pytest.raises(CorruptMessage):
-        buffers.BuffersMessage.parse(data, LENGTHS)

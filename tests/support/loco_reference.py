@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo
+from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, parameters
 from pulse_rl.loco.loop import OuterLoop
 
 Flat = torch.Tensor
@@ -21,7 +21,7 @@ def flat(tensors: Mapping[str, torch.Tensor]) -> Flat:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -196,6 +196,11 @@ def made(kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, 
     loop = kind(model, optimizers, group=exchange, **settings)
     loop.threads = threads
     return loop
+
+
+def cut_blocks(elements: int) -> None:
+    """From now on the parameters of a loop that is made in this process are cut into blocks of so many."""
+    parameters.BLOCK_ELEMENTS = elements
 
 
 def root_of(loop: OuterLoop) -> str:

@@ -44,6 +44,12 @@ class Member:
         """Before the loop's own hook: what this trainer is about to send."""
         _, self.seen[self.loop.round, self.rank] = self.reference.select(self.weight.detach().clone())
 
+    @property
+    def group(self) -> Any:
+        """What carries its messages."""
+        assert self.loop._group is not None
+        return self.loop._group
+
     def step(self, size: float = 3e-5) -> None:
         self.weight.grad = size * torch.randn(SIZE, generator=self.random)
         self.optimizer.step()
