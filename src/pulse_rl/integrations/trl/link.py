@@ -4,13 +4,9 @@ the trainer asks of the server beside its weights: how it computes, what it serv
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +17,7 @@ from ...errors import ConcurrentUse, EmptyStream, EngineError, EngineUnavailable
 from ...events import Listener, Metadata, Published, checked_listener
 from ...sync.publisher import Publisher
 from ..advice import logged
+from ..engines.transport import Client
 from ..vllm import EngineHandle, EngineSync, connect
 
 log = logging.getLogger("pulse_rl.integrations.trl")
@@ -29,7 +26,6 @@ _FIRST_WAIT_SECONDS = 0.5
 _MOST_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 2.0
 _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": None}
-_MOST_WORDS = 400
 
 
 class Link:
@@ -46,7 +42,7 @@ class Link:
         engine: Mapping[str, Any] | None,
         publisher: dict[str, Any],
     ) -> None:
-        if not isinstance(server_url, str) or not server_url.startswith(("http://", "https://")):
+        if not isinstance(server_url, str):
             raise InputError(f"{server_url!r} is no URL of a server", hint="Give it as http://host:port.")
         if not isinstance(store, str):
             raise InputError(f"the store must be an address, not a {type(store).__name__}: the server opens it as well")
@@ -172,8 +168,8 @@ class VllmServer:
     """``url``: the server's, without a path. ``timeout_seconds`` holds for each request."""
 
     def __init__(self, url: str, timeout_seconds: float) -> None:
-        self.url = url.rstrip("/")
-        self._timeout = timeout_seconds
+        self._client = Client(url, timeout_seconds)
+        self.url = self._client.address
 
     def compute_dtype(self) -> str | None:
         """The dtype of the server's weights as `Publisher.publish` takes it; None for FP32."""
@@ -199,19 +195,12 @@ class VllmServer:
         return [Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
     def _ask(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/{route}", data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
-                return json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                words = " ".join(error.read().decode(errors="replace").split())[:_MOST_WORDS]
-            if error.code == 404:
-                hint = "Start vLLM 0.28 or later with VLLM_SERVER_DEV_MODE=1 in its environment."
-                raise EngineError(f"{self.url} has no route /{route}", hint=hint) from None
-            kind = EngineUnavailable if error.code >= 500 else EngineError  # a server whose engine dies says 500 first
-            raise kind(f"{self.url} refused /{route} ({error.code}): {words}") from None
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            raise EngineUnavailable(f"no answer from {self.url}: {reason}") from None
+        answer = self._client.get(route) if body is None else self._client.post(route, body)
+        if answer.status == 404:
+            hint = "Start vLLM 0.28 or later with VLLM_SERVER_DEV_MODE=1 in its environment."
+            raise EngineError(f"{self.url} has no route /{route}", hint=hint)
+        if answer.status >= 300:
+            # A server whose engine dies says 500 first.
+            kind = EngineUnavailable if answer.status >= 500 else EngineError
+            raise kind(f"{self.url} refused /{route} ({answer.status}): {answer.words}")
+        return answer.json()
