@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -51,7 +52,8 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     """Writes ``update`` into ``model``, a live module or a mapping of names to its tensors, in place.
 
     The names must be the update's: those of a wrapped model (DDP, FSDP, torch.compile) are made so by
-    `pulse_rl.unwrapped`.
+    `pulse_rl.unwrapped`; those of a model of transformers that fuses tensors in memory by
+    `pulse_rl.integrations.transformers.checkpoint_weights`.
 
     Only the changed elements travel to the model's device and are written. A tied tensor is written once; a model that
     holds a tied tensor under several storages, or under an alias only, gets all of its copies written.
@@ -170,11 +172,16 @@ def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases:
 
 
 def _names_hint(missing: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """What to do where only parts of names that wrappers add may keep ``missing`` from being found."""
+    """What may hide ``missing``: parts of names that wrappers add, tensors that are fused in memory."""
     if is_wrapped(name for name in tensors if isinstance(name, str)):
         return "The model is wrapped: call apply_(pulse_rl.unwrapped(model.state_dict()), update)."
     if is_wrapped([missing]):
         return "The trainer's model is wrapped: let it publish pulse_rl.unwrapped(model.state_dict())."
+    if "transformers" in sys.modules:
+        return (
+            "A stream has a checkpoint's names, and transformers fuses some tensors in memory: call "
+            "apply_(pulse_rl.integrations.transformers.checkpoint_weights(model), update)."
+        )
     return None
 
 

@@ -23,10 +23,25 @@ from .advice import advice, logged
 from .peft import ADAPTER_CONFIG
 from .weights import adapter_weights, policy_weights
 
-__all__ = ["PulseCallback"]
+__all__ = ["PulseCallback", "checkpoint_weights"]
 
 _log = logging.getLogger(__name__)
 _OURS = "pulse/"
+
+
+def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of ``model`` as its ``save_pretrained`` would write them, for a training loop of one's own:
+    ``publisher.publish(checkpoint_weights(model), dtype="BF16")``.
+
+    A plain ``model.state_dict()`` has other tensors: transformers 5 fuses experts in memory, and tied tensors come
+    under all of their names. The conversion is transformers' own. The tensors are the model's, or views of parts of
+    them, without a copy; PEFT adapters are merged into copies. Of a model that FSDP2 has sharded, each rank gets its
+    own shards, for `pulse_rl.integrations.fsdp.ShardedPublisher`. Names lose what DDP and torch.compile add.
+
+    Raises UnsupportedTensor for FSDP1, DeepSpeed ZeRO-3, adapters over shards, and fused tensors that are not sharded
+    by expert.
+    """
+    return policy_weights(model, gather=False)
 
 
 class PulseCallback(TrainerCallback):
@@ -34,8 +49,9 @@ class PulseCallback(TrainerCallback):
     end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run", stream="policy")])``.
 
     ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords (``signer``, ``folds`` …).
-    Versions have the Hugging Face names of the base model: DDP's and torch.compile's are taken off, FSDP2's shards are
-    gathered by all ranks and published by the first, PEFT adapters are merged into copies. Floats are cast to the
+    Versions have the tensors that ``save_pretrained`` of the base model writes (see `checkpoint_weights`): DDP's and
+    torch.compile's parts of names are taken off, FSDP2's shards are gathered by all ranks and published by the first,
+    PEFT adapters are merged into copies. Floats are cast to the
     compute dtype ``dtype`` as `Publisher.publish` does; None publishes them as they are. With ``adapter`` a version is
     the PEFT adapter alone, by PEFT's names, with its config in the metadata: `pulse_rl.integrations.peft` makes a
     folder of it on the other side.

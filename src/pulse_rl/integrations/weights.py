@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedTensor
 from ..state.rounding import compute_dtype_named
 from ..state.wrappers import unwrapped
 
-__all__ = ["adapter_weights", "cast_to_host", "is_sharded", "policy_weights", "torch_dtype"]
+__all__ = ["adapter_weights", "as_saved", "cast_to_host", "is_sharded", "policy_weights", "torch_dtype"]
 
 _TORCH = {
     "BF16": torch.bfloat16,
@@ -35,14 +37,17 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
-def policy_weights(model: nn.Module, dtype: str | None = None, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The weights of the policy by their Hugging Face names, as `Publisher.publish` takes them.
+def policy_weights(
+    model: nn.Module, dtype: str | None = None, *, keep: bool = True, gather: bool = True
+) -> dict[str, torch.Tensor]:
+    """The weights of the policy as a checkpoint of it has them, for `Publisher.publish`.
 
     ``model`` may be wrapped by DDP and torch.compile, sharded by FSDP2, and have PEFT adapters, which are merged into
-    copies: the model's own bits stay. Names and dtypes are the base model's. Gathered and merged tensors are cast to
-    the compute dtype ``dtype`` if they are wider, and lie in host memory; all others are the model's own,
-    uncast. Where `is_sharded`, all ranks call this together. Those that do not ``keep`` the result get none, and do
-    nothing where they are not needed.
+    copies: the model's own bits stay. Names and dtypes are the base model's; those of a Hugging Face model are what its
+    ``save_pretrained`` writes (`as_saved`). Gathered and merged tensors are cast to the compute dtype ``dtype`` if they
+    are wider, and lie in host memory; all others are the model's own, uncast. Where `is_sharded`, all ranks call this
+    together. Those that do not ``keep`` the result get none, and do nothing where they are not needed. Without
+    ``gather`` DTensors stay what they are, each rank's own.
 
     Raises UnsupportedTensor for FSDP1, DeepSpeed ZeRO-3, quantised layers with adapters, and adapters that cannot be
     merged.
@@ -53,8 +58,12 @@ def policy_weights(model: nn.Module, dtype: str | None = None, *, keep: bool = T
     core = _base_model(_without_wrappers(model))
     _refuse_hidden_shards(core)
     adapters = _Adapters(core)
-    taken: dict[str, torch.Tensor] = {}
-    gathered: dict[int, torch.Tensor] = {}
+    if adapters.modules and not gather and is_sharded(model):
+        raise UnsupportedTensor(
+            "adapters over shards are merged on whole tensors", hint="Use PulseCallback, which gathers them."
+        )
+    taken: dict[str, Any] = {}
+    known: dict[int, Any] = {}
     for name, tensor in core.state_dict(keep_vars=True).items():
         layer = adapters.layer_of(name)
         if layer is not None:
@@ -65,12 +74,12 @@ def policy_weights(model: nn.Module, dtype: str | None = None, *, keep: bool = T
         plain = adapters.plain(name)
         if plain is None:
             continue
-        if hasattr(tensor, "full_tensor"):
-            if id(tensor) not in gathered:
-                gathered[id(tensor)] = cast_to_host(tensor, target, keep=keep)
-            tensor = gathered[id(tensor)]
-        taken[plain] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-    return unwrapped(taken) if keep else {}
+        if id(tensor) not in known:  # one of several names is taken once, and stays one tensor
+            gathered = gather and hasattr(tensor, "full_tensor")
+            detached = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+            known[id(tensor)] = cast_to_host(tensor, target, keep=keep) if gathered else detached
+        taken[plain] = known[id(tensor)]
+    return as_saved(core, unwrapped(taken)) if keep else {}
 
 
 def adapter_weights(
@@ -132,6 +141,96 @@ def _refuse_hidden_shards(model: nn.Module) -> None:
 def _computed(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
     """``target`` for a float that is wider, anything else as it is."""
     return target if target is not None and dtype.is_floating_point and dtype.itemsize > target.itemsize else dtype
+
+
+# -- transformers: it is looked at only where the program has imported it
+
+
+def as_saved(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    """``tensors``, a ``state_dict`` of ``model``, by the names and in the form in which its ``save_pretrained`` writes
+    them: without the other names of tied tensors, and with what transformers fuses in memory, such as experts, apart
+    again. By transformers' own conversion; a part of a tensor is a view of it. Of DTensors each rank gets what lies in
+    its own shard. What is no model of transformers stays as it is.
+
+    Raises UnsupportedTensor for shards that such a part is only half in.
+    """
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    loading: Any = sys.modules.get("transformers.core_model_loading")
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+        return tensors
+    left_out = set(model._keys_to_ignore_on_save or ())
+    for alias, name in getattr(model, "all_tied_weights_keys", {}).items():
+        if alias in tensors and tensors.get(name) is tensors[alias]:
+            left_out.add(alias)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    if not hasattr(loading, "revert_weight_conversion"):  # before transformers 5 nothing was fused
+        return tensors
+    if any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
+        return _shards_as_saved(tensors, lambda whole: _reverted(model, loading, whole))
+    return _reverted(model, loading, tensors)
+
+
+def _reverted(model: nn.Module, loading: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    try:
+        with _Views():
+            found: dict[str, Any] = loading.revert_weight_conversion(model, tensors)
+    except RuntimeError:  # an operation that needs its part in one piece
+        found = loading.revert_weight_conversion(model, tensors)
+    return found
+
+
+class _Views(TorchFunctionMode):
+    """Within it a part of a tensor is not copied into a piece of its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _shards_as_saved(
+    tensors: dict[str, Any], revert: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """What this rank has of ``tensors``, DTensors among them, after ``revert``, which is watched on empty tensors."""
+    whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+    sources = {tensor.untyped_storage()._cdata: name for name, tensor in whole.items()}
+    found: dict[str, torch.Tensor] = {}
+    for name, part in revert(dict(whole)).items():
+        source = sources.get(part.untyped_storage()._cdata)
+        if source is None:
+            raise UnsupportedTensor(
+                f"{name!r} is computed from shards when the model is saved", hint="Use PulseCallback, which gathers."
+            )
+        tensor = tensors[source]
+        if (part.shape, part.stride(), part.storage_offset()) == (tensor.shape, whole[source].stride(), 0):
+            found[name] = tensor
+            continue
+        first = part.storage_offset()
+        last = first + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        local, start, stop = _rows_here(source, tensor)
+        if start <= first and last < stop:
+            found[name] = local.as_strided(part.shape, part.stride(), local.storage_offset() + first - start)
+        elif first < stop and start <= last:
+            raise UnsupportedTensor(
+                f"this rank has a part only of {name!r}, which is fused into {source!r} in memory",
+                hint="Shard fused experts by expert, along their first dimension, or use PulseCallback, which gathers.",
+            )
+    return found
+
+
+def _rows_here(name: str, tensor: Any) -> tuple[torch.Tensor, int, int]:
+    """(what this rank has of a tensor, the numbers of its first element and of the one behind its last)."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor.contiguous(), 0, tensor.numel()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as placed
+
+    shape, offset = placed(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    if tuple(local.shape) != tuple(shape) or tuple(shape[1:]) != tuple(tensor.shape[1:]):
+        raise UnsupportedTensor(
+            f"{name!r} holds several tensors of the checkpoint, and is sharded across them: {tensor.placements}",
+            hint="Shard fused experts by expert, along their first dimension, or use PulseCallback, which gathers.",
+        )
+    row = math.prod(tensor.shape[1:])
+    return local.contiguous(), offset[0] * row, offset[0] * row + local.numel()
 
 
 # -- PEFT: it is looked at only where the program has imported it
