@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -288,6 +289,53 @@ def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         peer.sendall(b"GET /a/b HTTP/1.1\r\nHost: x\r\n\r\n")
         while peer.recv(65536):
             pass
+
+
+def test_connections_that_say_nothing_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulse_rl.store.server._SILENT_SECONDS", 0.2)
+    LocalStore(tmp_path).put("a/b", b"0123456789")
+    with FolderServer(tmp_path) as server:
+        where = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        with socket.create_connection(where, timeout=10) as silent, socket.create_connection(where, timeout=10) as slow:
+            slow.sendall(b"GET /a/b HT")
+            for peer in (silent, slow):
+                with suppress(ConnectionResetError):
+                    assert peer.recv(65536) == b""
+        assert HttpStore(server.url).get("a/b") == b"0123456789"
+
+
+def test_malformed_requests_do_not_fill_the_log(served: FolderServer, caplog: pytest.LogCaptureFixture) -> None:
+    where = ("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
+    for sent in (
+        b"\x16\x03\x01\x02\x00\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /a/b HTTP/1.1\r\nX Y: 1\r\n\r\n",
+    ) * 7:
+        with socket.create_connection(where, timeout=10) as peer:
+            peer.sendall(sent)
+            while peer.recv(65536):
+                pass
+    assert len(caplog.records) <= 3
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_folder_that_is_swapped_for_a_link_shows_nothing_else(
+    served: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody who writes to the folder does it between the check and the listing."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    folder, scandir = tmp_path / "root" / "a", os.scandir
+
+    def swapped(path: object) -> object:
+        if folder.is_dir() and not folder.is_symlink():
+            folder.rename(tmp_path / "root" / "aside")
+            folder.symlink_to(outside)
+        return scandir(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("os.scandir", swapped)
+    assert b"secret" not in ask(served, "GET", "/a/")[1]
 
 
 def test_an_empty_address_is_not_every_address(tmp_path: Path) -> None:

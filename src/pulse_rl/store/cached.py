@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from hashlib import sha256
+from pathlib import Path
 
-from ..errors import NotFound, StoreFull
+from ..errors import NotFound, StoreError
 from .base import Data, ObjectInfo, Store
 from .local import LocalStore
 
-_CHUNK_BYTES = 16 << 20
+CACHE_FOLDER = "pulse-cache"
 DEFAULT_MAX_BYTES = 64 << 30
+_CHUNK_BYTES = 16 << 20
 
 
 class CachedStore:
-    """``store`` with a cache in ``folder`` of the objects that are named by their content, up to ``max_bytes``; the
-    least recently used are evicted first.
+    """``store`` with a cache of the objects that are named by their content, up to ``max_bytes``, in the folder
+    ``pulse-cache`` below ``folder``. The least recently used are evicted first; nothing else in there is touched.
 
     ``digest_of`` gives the SHA-256 that an object's name promises (64 hexadecimal digits), None for other objects,
-    which are not cached. A cached copy is hashed on first use, and fetched again if damaged.
+    which are not cached. An object is kept once somebody who knows its length has said so (`expect`). A cached copy is
+    hashed on first use, and fetched again if damaged. Where the folder cannot be used, nothing is kept.
     """
 
     def __init__(
@@ -30,10 +33,16 @@ class CachedStore:
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
         self.store = store
-        self._kept = LocalStore(folder)
+        self._kept = LocalStore(Path(folder) / CACHE_FOLDER)
         self._digest_of = digest_of
         self._max_bytes = max_bytes
         self._checked: set[str] = set()
+        self._expected: dict[str, int] = {}
+
+    def expect(self, name: str, nbytes: int) -> None:
+        """The object ``name`` has ``nbytes`` by the word of whoever is trusted, which the store's is not: no more is
+        read for the cache."""
+        self._expected[name] = nbytes
 
     def put(self, name: str, data: Data) -> None:
         self.store.put(name, data)
@@ -43,17 +52,12 @@ class CachedStore:
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         digest = self._digest_of(name)
-        if digest is None:
-            return self.store.get(name, start, stop)
-        if not self._has(name, digest):
+        if digest is not None and (self._has(name, digest) or self._keep(name, digest)):
             try:
-                self._keep(name, digest)
-            except StoreFull:
-                return self.store.get(name, start, stop)
-        try:
-            return self._kept.get(name, start, stop)
-        except NotFound:  # it was not what its name says, or has just made room for another
-            return self.store.get(name, start, stop)
+                return self._kept.get(name, start, stop)
+            except NotFound:  # it has just made room for another
+                pass
+        return self.store.get(name, start, stop)
 
     def head(self, name: str) -> ObjectInfo:
         digest = self._digest_of(name)
@@ -66,52 +70,73 @@ class CachedStore:
 
     def delete(self, name: str) -> None:
         self.store.delete(name)
-        self._drop(name)
+        if self._digest_of(name) is not None:
+            self._drop(name)
 
     def _has(self, name: str, digest: str) -> bool:
         """Whether a good copy is here."""
         path = self._kept.root / name
-        if name not in self._checked:
-            if not path.is_file():
+        try:
+            if self._is_behind_link(path) or not path.is_file():
+                self._checked.discard(name)
                 return False
-            if self._hash(name) != digest:
-                self._drop(name)
-                return False
-            self._checked.add(name)
-        if not path.is_file():
-            self._checked.discard(name)
+            if name not in self._checked:
+                if self._hash(name) != digest:
+                    self._drop(name)
+                    return False
+                self._checked.add(name)
+            os.utime(path)
+        except (OSError, StoreError):
             return False
-        os.utime(path)
         return True
 
-    def _keep(self, name: str, digest: str) -> None:
-        size = self.store.head(name).nbytes
-        if size > self._max_bytes:
-            return
+    def _keep(self, name: str, digest: str) -> bool:
+        """Fetches an object of which the length is known into the cache. False where it is not what its name says, or
+        cannot be kept. Raises what the store raises."""
+        nbytes = self._expected.pop(name, None)
+        if nbytes is None or nbytes > self._max_bytes or self._is_behind_link(self._kept.root / name):
+            return False
         running = sha256()
+        failed: StoreError | None = None
 
         def chunks() -> Iterator[bytes]:
-            for at in range(0, size, _CHUNK_BYTES):
-                chunk = self.store.get(name, at, min(at + _CHUNK_BYTES, size))
+            nonlocal failed
+            for at in range(0, nbytes, _CHUNK_BYTES):
+                try:
+                    chunk = self.store.get(name, at, min(at + _CHUNK_BYTES, nbytes))
+                except StoreError as error:
+                    failed = error
+                    raise
                 running.update(chunk)
                 yield chunk
 
-        self._make_room(size)
-        self._kept.put(name, chunks())
-        if running.hexdigest() == digest:
-            self._checked.add(name)
-        else:
+        try:
+            self._make_room(nbytes)
+            self._kept.put(name, chunks())
+        except (OSError, StoreError):  # the folder's trouble is no reason to stop
+            if failed:
+                raise
+            return False
+        if running.hexdigest() != digest:
             self._drop(name)
+            return False
+        self._checked.add(name)
+        return True
+
+    def _is_behind_link(self, path: Path) -> bool:
+        """Whether a file, or a folder on the way to it, is a link: what is there may be somebody else's."""
+        below = len(self._kept.root.parts) - 1
+        return any(each.is_symlink() for each in [path, *path.parents[: len(path.parts) - below - 1]])
 
     def _make_room(self, nbytes: int) -> None:
-        if not self._kept.root.is_dir():
-            return
-        kept = [
-            info
-            for folder in self._kept.root.iterdir()
-            if not folder.name.startswith(".")
-            for info in self._kept.list(folder.name)
-        ]
+        kept: list[ObjectInfo] = []
+        for folder, _, files in os.walk(self._kept.root):
+            for file in files:
+                path = Path(folder, file)
+                name = path.relative_to(self._kept.root).as_posix()
+                if self._digest_of(name) is not None and not path.is_symlink():
+                    found = path.stat()
+                    kept.append(ObjectInfo(name, found.st_size, found.st_mtime))
         total = sum(info.nbytes for info in kept) + nbytes
         for info in sorted(kept, key=lambda i: i.modified):
             if total <= self._max_bytes:
@@ -128,3 +153,9 @@ class CachedStore:
     def _drop(self, name: str) -> None:
         self._checked.discard(name)
         self._kept.delete(name)
+
+
+def expect(store: Store, name: str, nbytes: int) -> None:
+    """Says to a cache in front of ``store``, if there is one, how long an object is."""
+    if isinstance(store, CachedStore):
+        store.expect(name, nbytes)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from email.utils import formatdate
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ..errors import InputError, StoreError
 from .base import MAX_NAME, is_name
 from .http import MAX_WAIT_SECONDS, MAX_WAITED, PAGE
-from .local import LocalStore
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -33,7 +33,10 @@ _STALLED_SECONDS = 60.0
 _MAX_ASKED_BYTES = 1 << 20
 _START_SECONDS = 30.0
 _KEEPALIVE_SECONDS = 75.0
+_SILENT_SECONDS = 30.0
+_LOG_SECONDS = 1.0
 _ALL_INTERFACES = "Give an address of this machine; 0.0.0.0 stands for all of them."
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _HIDDEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.ENAMETOOLONG)
 
 T = TypeVar("T")
@@ -107,29 +110,101 @@ class FolderServer:
         app.router.add_get("/{name:.*}", self._handlers.get)
         app.router.add_post("/{base:(.*/)?}", self._handlers.wait)
         app.on_response_prepare.append(_uncached)
+        log = logging.getLogger(__name__)
+        log.addFilter(_short)
+        self._loop.set_exception_handler(lambda _, context: log.error(context["message"]))  # such as a failed accept
         runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=_KEEPALIVE_SECONDS
+            app,
+            access_log=None,
+            logger=log,
+            handle_signals=False,
+            shutdown_timeout=1.0,
+            keepalive_timeout=_KEEPALIVE_SECONDS,
         )
         await runner.setup()
+        assert runner.server is not None
+        inner = runner.server
+        server = None
         try:
-            await web.TCPSite(runner, self._bind, self._port).start()
-            self._port = runner.addresses[0][1]
+            server = await self._loop.create_server(
+                lambda: _Connection(inner(), self._handlers.silent), self._bind, self._port, reuse_address=True
+            )
+            self._port = server.sockets[0].getsockname()[1]
             self._started.set()
             await self._ending.wait()
         finally:
+            if server is not None:
+                server.close()
             self._handlers.watch.close()
             await runner.cleanup()
+
+
+class _Short(logging.Filter):
+    """Lets a line through each second, without tracebacks: what strangers send must not fill a disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.exc_info = record.exc_text = None
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + _LOG_SECONDS
+        return True
+
+
+_short = _Short()
+
+
+class _Connection(asyncio.Protocol):
+    """A connection, which ``handler`` serves. It ends where no request has come for half a minute: aiohttp minds
+    connections between two requests only. The handler of a request takes it out of the ``silent`` ones."""
+
+    def __init__(self, handler: Any, silent: dict[object, asyncio.TimerHandle]) -> None:
+        self._silent = silent
+        self._transport: asyncio.Transport | None = None
+        self._handler = handler
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._silent[transport] = asyncio.get_running_loop().call_later(_SILENT_SECONDS, transport.abort)
+        self._handler.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if timer := self._silent.pop(self._transport, None):
+            timer.cancel()
+        self._handler.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._handler.data_received(data)
+
+    def eof_received(self) -> None:
+        self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
 
 
 class _Handlers:
     def __init__(self, root: Path) -> None:
         self.watch = Watch(root)
+        self.silent: dict[object, asyncio.TimerHandle] = {}
         self._root = root
-        self._store = LocalStore(root)
+
+    def _heard(self, request: web.Request) -> None:
+        if timer := self.silent.pop(request.transport, None):
+            timer.cancel()
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
+        self._heard(request)
         name = request.path.removeprefix("/")
         if name.endswith("/"):
             after = request.query.get("after", "")
@@ -146,6 +221,7 @@ class _Handlers:
     async def wait(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
+        self._heard(request)
         try:
             seconds = float(request.query.get("wait", "0"))
         except ValueError:
@@ -175,14 +251,18 @@ class _Handlers:
 
     def _list(self, folder: str, after: str, most: int = PAGE) -> str:
         """Lines of the objects of a folder behind a name, at most a page. Names are relative to the folder."""
-        if not _is_path(folder):
-            return ""
-        with _opened_folder(self._root, folder) as handle:
+        lines: list[str] = []
+        with _opened_folder(self._root, folder) if _is_path(folder) else nullcontext() as handle:
             if handle is None:
                 return ""
-        prefix = f"{folder}/"
-        found = (i for i in self._store.list(folder, prefix + after) if not (self._root / i.name).is_symlink())
-        lines = (f"{i.nbytes} {max(int(i.modified), 0)} {i.name.removeprefix(prefix)}\n" for i in islice(found, most))
+            for name in sorted(_names_in(handle, folder, "", after)):
+                inner, _, last = name.rpartition("/")
+                with _opened_below(handle, inner) as above, suppress(FileNotFoundError):  # deleted meanwhile
+                    info = None if above is None else os.stat(last, dir_fd=above, follow_symlinks=False)
+                    if info is not None and stat.S_ISREG(info.st_mode):
+                        lines.append(f"{info.st_size} {max(int(info.st_mtime), 0)} {name}\n")
+                if len(lines) == most:
+                    break
         return "".join(lines)
 
 
@@ -266,20 +346,49 @@ def _open(root: Path, name: str) -> int | None:
 def _opened_folder(root: Path, folder: str) -> Iterator[int | None]:
     """A folder below ``root``, open; None where there is none that may be shown. Raises OSError where the root cannot
     be opened: that it is gone says nothing about its objects."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    handle, shown = os.open(root, flags), True
+    handle = os.open(root, _FOLDER)
+    try:
+        with _opened_below(handle, folder) as inner:
+            yield inner
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _opened_below(folder: int, path: str) -> Iterator[int | None]:
+    """The folder at ``path`` below an open one, without following a link; None where none may be shown."""
+    handle = os.dup(folder)
     try:
         try:
-            for part in folder.split("/") if folder else ():
-                inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=handle)
+            for part in path.split("/") if path else ():
+                inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=handle)
                 os.close(handle)
                 handle = inner
+            shown = True
         except OSError as error:
             _require_hidden(error)
             shown = False
         yield handle if shown else None
     finally:
         os.close(handle)
+
+
+def _names_in(handle: int, folder: str, prefix: str, after: str) -> list[str]:
+    """What is listed in an open folder, and in those below, of the names behind ``after``: relative to where ``prefix``
+    begins, in ``folder``. Nothing is looked up by its path, which may lead somewhere else by now."""
+    found: list[str] = []
+    with os.scandir(handle) as entries:
+        for entry in entries:
+            name = f"{prefix}{entry.name}"
+            if not is_name(f"{folder}/{name}"):  # .DS_Store, .nfs…
+                continue
+            if not entry.is_dir(follow_symlinks=False):
+                if name > after:
+                    found.append(name)
+            elif f"{name}/" > after or after.startswith(f"{name}/"):
+                with _opened_below(handle, entry.name) as inner:
+                    found += _names_in(inner, folder, f"{name}/", after) if inner is not None else ()
+    return found
 
 
 def _require_hidden(error: OSError) -> None:

@@ -19,6 +19,7 @@ from ..errors import (
     Untrusted,
 )
 from ..store.base import Data, ObjectInfo, Store, create_or_confirm
+from ..store.cached import expect
 from . import manifest as manifests
 from .anchor import RangeReader
 from .chain import Link, named
@@ -232,6 +233,7 @@ class Stream:
         for _ in range(2):
             stored = self.store.head(name).nbytes
             if stored == payload.bytes:
+                expect(self.store, name, payload.bytes)
                 data = self.store.get(name, 0, payload.bytes)
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
@@ -283,6 +285,7 @@ class Stream:
         name = self.names.payload(payload.sha256, kind)
         if self.store.head(name).nbytes != payload.bytes:
             raise DigestMismatch(f"{name} does not have the {payload.bytes} bytes that it should have")
+        expect(self.store, name, payload.bytes)
         return partial(self.store.get, name)
 
     def shard_reader(self, payload: Payload) -> RangeReader:
@@ -293,6 +296,7 @@ class Stream:
             raise CorruptCheckpoint(
                 f"the anchor's shard {name} has {stored} bytes, but its manifest says {payload.bytes}"
             )
+        expect(self.store, name, payload.bytes)
         return partial(self.store.get, name)
 
 

@@ -46,14 +46,14 @@ class Subscriber(NotCopyable):
     such as ``[near, origin]`` where a `Relay` keeps ``near``. A nearer one decides what is newest, unless it is away or
     damaged, or a farther one has had a newer version for ``patience_seconds``. ``stream``: its name. ``base``: a state
     that the worker has already, such as its checkpoint's path: where its root is that of a version of the stream,
-    syncing starts there instead of from an anchor. ``cache``: a folder in which payloads are kept, not to be downloaded
-    again after a restart (not with ``select``). ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each;
-    extra ``[sign]``); then only manifests that one of them has signed are accepted. ``stream_id``: the stream's
-    (`Manifest.stream_id`); without it the first version decides, and later ones of another stream of this name are
-    passed over. If the stream is deleted and begun anew, `sync` raises StreamRecreated; with ``allow_recreated`` it
-    starts over with the new one instead. ``select``: names of tensors, or patterns such as ``"layers.0.*"``: only
-    these are fetched, held, verified and shown (None: all). ``threads``:
-    the maximum number of threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises
+    syncing starts there instead of from an anchor. ``cache``: a folder below which, in ``pulse-cache``, payloads are
+    kept, 64 GiB at most, not to be downloaded again after a restart (not with ``select``). ``trusted_keys``: Ed25519
+    public keys (64 hexadecimal digits each; extra ``[sign]``); then only manifests that one of them has signed are
+    accepted. ``stream_id``: the stream's (`Manifest.stream_id`); without it the first version decides, and later ones
+    of another stream of this name are passed over. If the stream is deleted and begun anew, `sync` raises
+    StreamRecreated; with ``allow_recreated`` it starts over with the new one instead. ``select``: names of tensors, or
+    patterns such as ``"layers.0.*"``: only these are fetched, held, verified and shown (None: all). ``threads``: the
+    maximum number of threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises
     InputError, InvalidName and StoreError.
 
     Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves at a verified
