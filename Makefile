@@ -14,7 +14,7 @@ demo: $(VENV)/.ready
 # The first run installs vLLM: 3.4 GB, some minutes. A server is killed half-way, and replaced.
 demo-vllm:
 	@echo "installing $(VLLM) into $(ENGINES): 3.4 GB the first time"
-	@$(MAKE) --no-print-directory $(ENGINES)/.demo
+	@$(MAKE) --no-print-directory $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m examples.grpo --engine vllm --workers 1 --steps 120 --kill server-0@60 $(ARGS)
 
 # TRL's GRPO with a vLLM server that follows it.
@@ -85,10 +85,6 @@ $(SGLANG)/.ready: $(SGLANG)/.sglang pyproject.toml $(NATIVE)
 
 bench-vllm: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m benchmarks.engines $(ARGS)
-
-$(ENGINES)/.demo: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pip install --quiet matplotlib rich
-	touch $@
 
 # Under 30 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive sequences.
 quick: $(VENV)/.ready

@@ -22,12 +22,11 @@ import ray
 import torch
 
 import pulse_rl
-from examples.grpo import policy, task
-from examples.grpo.grpo import group_advantages, grpo_loss, supervised_loss
+from examples.grpo import grpo, policy, task
 from pulse_rl.integrations.torch import apply_
 
 PROMPTS, GROUP = 16, 8
-LR, WARM_UP_LR = 1e-5, 2e-3
+LR = 1e-5
 PATIENCE_SECONDS = 300.0
 
 
@@ -71,22 +70,14 @@ class Trainer:
             if update is not None:
                 apply_(self.model, update)
         self.weights = policy.MasterWeights(self.model)
-        if update is None:
-            self._warm_up(warm_up)
+        if update is None:  # supervised steps: without any right answers there is no reward to learn from
+            grpo.warm_up(self.weights, "warm-up", steps=warm_up, accuracy=2.0)
         self.newest = self.publisher.publish(self.model.state_dict())
-
-    def _warm_up(self, steps: int) -> None:
-        """Supervised steps, after which some answers are right: without any, there is no reward to learn from."""
-        for step in range(steps):
-            rng, _ = policy.seeded("warm-up", step)
-            torch.autograd.backward(supervised_loss(self.model, task.draw_problems(rng, 128)))
-            self.weights.step(WARM_UP_LR * min(1.0, (step + 1) / 30))
-        self.weights.forget_moments()
 
     def train(self, rollouts: Rollouts) -> Step:
         """One step of GRPO, and one version."""
-        advantages = group_advantages(rollouts.rewards, GROUP)
-        torch.autograd.backward(grpo_loss(self.model, rollouts.tokens, rollouts.log_probs, advantages))
+        advantages = grpo.group_advantages(rollouts.rewards, GROUP)
+        torch.autograd.backward(grpo.grpo_loss(self.model, rollouts.tokens, rollouts.log_probs, advantages))
         self.weights.step(LR)
         lag = self.newest.version - rollouts.version
         reward = float(rollouts.rewards.mean())

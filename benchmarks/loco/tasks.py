@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from benchmarks import trace
 from benchmarks.loco.jobs import TRAINERS
 from examples.grpo import policy, task
-from examples.grpo.grpo import group_advantages, grpo_loss, supervised_loss
+from examples.grpo.grpo import group_advantages, grpo_loss, supervised_loss, warm_up
 from pulse_rl.loco import PulseLoCo
 
 PRETRAINED, PRETRAINED_SPLIT = "pretrained weights", "pretrained weights, split prompts"
@@ -27,7 +27,7 @@ PROBLEMS, GROUP = 8, 8
 HELD_OUT = 1024
 HELD_OUT_PROMPTS = 512
 _HELD_OUT_SHARE = 8
-_WARM_UP_LR, _WARM_UP_BATCH, _WARM_UP_STEPS, _WARM_UP_REWARD = 2e-3, 128, 400, 0.35
+_WARM_UP_STEPS, _WARM_UP_REWARD = 400, 0.35
 
 
 class Task(Protocol):
@@ -235,14 +235,18 @@ def _warm_up() -> None:
     model = policy.build_model(0)
     weights = policy.MasterWeights(model)
     without = held_out()
-    for step in range(_WARM_UP_STEPS):
-        rng, _ = policy.seeded("warm-up", step)
-        torch.autograd.backward(supervised_loss(model, draw(rng, _WARM_UP_BATCH, set(without))))
-        weights.step(_WARM_UP_LR * min(1.0, (step + 1) / 30))
-        if step % 10 == 9:
-            reward = expected_reward(model, without)
-            print(f"warm-up step {step + 1}: expected reward {reward:.3f}", flush=True)
-            if reward >= _WARM_UP_REWARD:
-                break
+
+    def report(step: int, loss: float, reward: float) -> None:
+        print(f"warm-up step {step}: expected reward {reward:.3f}", flush=True)
+
+    warm_up(
+        weights,
+        "warm-up",
+        steps=_WARM_UP_STEPS,
+        accuracy=_WARM_UP_REWARD,
+        draw=lambda rng, count: draw(rng, count, set(without)),
+        measure=lambda: expected_reward(model, without),
+        report=report,
+    )
     names = [name for name, _ in model.named_parameters()]
-    trace.save(dict(zip(names, weights.state()["masters"], strict=True)), WARM_START)
+    trace.save(dict(zip(names, weights.masters, strict=True)), WARM_START)

@@ -1,7 +1,7 @@
 """A fleet on one machine: two policies trained together by sharded trainers, followed in two regions behind slow links.
 
-`settings` says what there is, `namespaces` makes the regions, `links` are what their processes have of the origin,
-`origin` is the origin's side of that, `policies` are the solver and the verifier, `batches` what goes from workers to
-trainers, `trainer` is a rank of one of them, `worker` generates with both, `relay` keeps a region's store, `table`
-shows it all, and ``python -m examples.fleet`` starts, kills, cuts and compares.
+`settings` says what there is, `links` are what a region's processes have of the origin, `policies` are the solver and
+the verifier, `trainer` is a rank of one of them, `worker` generates with both, `relay` keeps a region's store, and
+``python -m examples.fleet`` starts, kills, cuts, compares and shows it all. The model, the task and what the programs
+share are those of `examples.grpo`.
 """

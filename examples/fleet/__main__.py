@@ -2,172 +2,201 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-import signal
-import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import fields, replace
-from pathlib import Path
+from statistics import mean
 
-import pulse_rl
+from pulse_rl._util.units import format_bytes, format_duration
 
-from ..grpo.processes import JournalReader, PeerVanished, sole_holder, stop, tail
-from . import namespaces
+from ..grpo.rollouts import reported_root
+from ..grpo.run import Event, Orchestrator, RunFailed, RunFolder, compare, newcomer_root, note, orchestrate
+from .links import cut, near, origin
 from .policies import warm_up
-from .settings import CUT, FIRST, FOLDS, JOINING, KILLED, POLICIES, REGIONS, RunFolder, Settings
-from .table import Table
+from .settings import CUT, FIRST, FOLDS, HOMES, JOINING, KILLED, POLICIES, REGIONS, Settings
 
-POLL_SECONDS = 0.2
-HOW = {
-    "namespaces": "token buckets between network namespaces",
-    "simulated": "simulated: processes wait as long as their bytes would take",
-}
+EVERY = 5
+"""Steps of the solver between two rows."""
 
 
-class RunFailed(RuntimeError):
-    """A process of the run failed, or weights differ at the end."""
-
-
-class Fleet:
+class Fleet(Orchestrator):
     def __init__(self, settings: Settings, folder: RunFolder) -> None:
-        self.settings, self.folder = settings, folder
-        self.table = Table(settings)
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.readers: dict[str, JournalReader] = {}
+        super().__init__(folder)
+        self.settings = settings
+        self.steps: dict[str, list[Event]] = {name: [] for name in POLICIES}
+        self.relayed: dict[str, list[Event]] = {region: [] for region in REGIONS}
+        self.synced: dict[str, list[Event]] = {}
+        self.workers: dict[str, Event] = {}
+        self.results: dict[str, Event] = {}
         self.cut_at: dict[str, int | None] = {}
-        self.plan = [
-            (settings.killed_at, self._kill),
-            (settings.joined_at, self._join),
-            (settings.cut_at, self._cut),
-            (settings.mended_at, self._mend),
-        ]
+        fifth = settings.steps / 5
+        self.plan = [(fifth, self._kill), (2 * fifth, self._join), (2.5 * fifth, self._cut), (4 * fifth, self._mend)]
 
     def run(self) -> None:
-        """The whole run. Raises RunFailed; leaves no process behind."""
-        began = time.monotonic()
-        try:
-            if self.settings.links == "namespaces":
-                self._start("origin", "origin", bind=namespaces.ORIGIN.address)
+        """The whole run. Raises RunFailed."""
+        with self:
             for name in POLICIES:
                 for rank in range(self.settings.ranks):
-                    self._start(f"trainer-{name}" + (f"-{rank}" if rank else ""), "trainer", policy=name, rank=rank)
+                    options = ("--policy", name, "--rank", str(rank))
+                    self.start(f"trainer-{name}" + (f"-{rank}" if rank else ""), "examples.fleet.trainer", *options)
             for region in REGIONS:
-                self._start(f"relay-{region}", "relay", region, region=region)
-            self._await(lambda: all(self.table.at_relay(r, p) is not None for r in REGIONS for p in POLICIES))
-            for name, region in FIRST.items():
-                self._worker(name, region)
-            while not self._ended():
-                self._wait()
-                while self.plan and self.table.step >= self.plan[0][0]:
+                self.start(f"relay-{region}", "examples.fleet.relay", "--region", region)
+            self._await(lambda: all(self.at_relay(r, p) is not None for r in REGIONS for p in POLICIES))
+            for name in FIRST:
+                self._worker(name)
+            while self.running() or self.plan:
+                while self.plan and self.step >= int(self.plan[0][0]):
                     self.plan.pop(0)[1]()
             self._await(self._relays_have_all)
-        finally:
-            stop(self.processes.values())
-        self._read()
-        self.table.summarise(time.monotonic() - began)
+        self.read()
+        self._summarise()
         print(f"  report     pulse report {self.folder.root} -o report.html")
         self._compare()
         self._require_folds()
+
+    def awaited(self) -> list[str]:
+        """All but the relays, which go on until they are stopped."""
+        return [role for role in self.processes if not role.startswith("relay-")]
 
     def _await(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.settings.patience
         while not is_so():
             if time.monotonic() > deadline:
                 raise RunFailed("a relay does not get on; see its log")
-            self._wait()
+            self.running()
 
-    def _wait(self) -> None:
-        time.sleep(POLL_SECONDS)
-        self._look()
+    def _worker(self, name: str) -> None:
+        self.start(name, "examples.fleet.worker", "--name", name)
 
-    def _start(self, role: str, module: str, place: str | None = None, **options: object) -> None:
-        """Starts a process in the region ``place``, None: beside the origin."""
-        command = [
-            sys.executable,
-            "-m",
-            f"examples.fleet.{module}",
-            str(self.folder.root),
-            "--parent",
-            str(os.getpid()),
-        ]
-        for option, value in options.items():
-            command += [f"--{option}", str(value)]
-        if self.settings.links == "namespaces":
-            command = namespaces.inside(place, command)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        }
-        with self.folder.log(role).open("ab") as log:
-            self.processes[role] = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
-            )
-        self.readers.setdefault(role, JournalReader(self.folder.journal(role)))
-
-    def _worker(self, name: str, region: str) -> None:
-        self.table.homes[name] = region
-        self._start(name, "worker", region, name=name, region=region)
-
-    def _read(self) -> None:
-        for role, reader in self.readers.items():
-            for event in reader.read():
-                self.table.see(role, event)
-
-    def _look(self) -> None:
-        self._read()
-        for role, process in self.processes.items():
-            if process.poll():
-                log = self.folder.log(role)
-                raise RunFailed(f"{role} ended with status {process.returncode}; the end of {log}:\n{tail(log)}")
-
-    def _ended(self) -> bool:
-        return not self.plan and all(
-            process.poll() == 0 for role, process in self.processes.items() if role.startswith(("trainer-", "worker-"))
-        )
-
-    def _relays_have_all(self) -> bool:
-        newest = {policy: self.table.results[f"trainer-{policy}"]["version"] for policy in POLICIES}
-        return all(self.table.at_relay(region, policy) == newest[policy] for region in REGIONS for policy in POLICIES)
+    # -- what happens on the way
 
     def _kill(self) -> None:
         for name in KILLED:
-            self.table.note(f"killing {name} with SIGKILL")
-            process = self.processes.pop(name)
-            process.kill()
-            process.wait()
-            self.table.workers.pop(name, None)
+            note(f"killing {name} with SIGKILL")
+            self.kill(name)
+            del self.processes[name]
+            self.workers.pop(name, None)
 
     def _join(self) -> None:
         for name, region in JOINING.items():
-            self.table.note(f"{name} joins {region}")
-            self._worker(name, region)
+            note(f"{name} joins {region}")
+            self._worker(name)
 
     def _cut(self) -> None:
-        self.table.note(f"{CUT} is cut off")
-        self.table.cut.add(CUT)
-        self.cut_at = {policy: self.table.at_relay(CUT, policy) for policy in POLICIES}
-        if self.settings.links == "namespaces":
-            namespaces.set_link(CUT, up=False)
-        else:
-            self.folder.cut(CUT).touch()
+        note(f"{CUT} is cut off")
+        self.cut_at = {policy: self.at_relay(CUT, policy) for policy in POLICIES}
+        cut(self.folder, CUT).touch()
 
     def _mend(self) -> None:
-        self.table.note(f"{CUT} is back")
-        self.table.cut.discard(CUT)
-        if self.settings.links == "namespaces":
-            namespaces.set_link(CUT, up=True)
-        else:
-            self.folder.cut(CUT).unlink()
+        note(f"{CUT} is back")
+        cut(self.folder, CUT).unlink()
+
+    # -- what is known
+
+    def see(self, role: str, event: Event) -> None:
+        kind, _, name = role.partition("-")
+        match event["event"]:
+            case "result":
+                self.results[name] = event
+            case "synced":
+                self.synced.setdefault(role, []).append(event)
+            case "relayed":
+                self._see_relayed(name, event)
+            case "step":
+                self.steps[name].append(event)
+                if name == "solver" and event["step"] % EVERY == 0:
+                    self._row(event["step"])
+            case _ if kind == "worker":
+                self.workers[role] = event
+
+    def _see_relayed(self, region: str, event: Event) -> None:
+        self.relayed[region].append(event)
+        if event["previous"] is not None and any("fold" in link for link in event["links"]):
+            behind, size = event["version"] - event["previous"], format_bytes(event["bytes"])
+            kinds = Counter(link.split()[1] for link in event["links"])
+            by = " and ".join(f"{count} {kind}" for kind, count in kinds.items())
+            note(f"the relay of {region} gets {behind} versions of the {event['policy']} by {by}, {size}")
+
+    def at_relay(self, region: str, policy: str) -> int | None:
+        """The newest version that a region's relay has."""
+        return max((event["version"] for event in self.relayed[region] if event["policy"] == policy), default=None)
+
+    def _relays_have_all(self) -> bool:
+        return all(self.at_relay(r, p) == self.results[p]["version"] for r in REGIONS for p in POLICIES)
+
+    def newest(self, policy: str) -> int:
+        return int(self.steps[policy][-1]["version"]) if self.steps[policy] else 0
+
+    @property
+    def step(self) -> int:
+        """The solver's."""
+        return int(self.steps["solver"][-1]["step"]) if self.steps["solver"] else 0
+
+    def _row(self, step: int) -> None:
+        if step == EVERY:
+            heads = ("step", "solver", "verifier: true, of right, of wrong", "patch kB", "unsent")
+            print("  {:>4} {:>7}  {:34} {:>9} {:>7}  versions behind, solver/verifier of each worker".format(*heads))
+        solver, verifier = (self.steps[name][-EVERY:] for name in POLICIES)
+        judged = [mean(e[key] for e in verifier) if verifier else 0.0 for key in ("reward", "of_right", "of_wrong")]
+        behind = []
+        for region in REGIONS:
+            lags = [
+                "/".join(str(self.newest(name) - (event["versions"][name] or 0)) for name in POLICIES)
+                for worker, event in sorted(self.workers.items())
+                if HOMES[worker] == region
+            ]
+            behind.append(f"{region}{' (cut off)' if cut(self.folder, region).exists() else ''} {' '.join(lags)}")
+        unsent = sum(event["unsent"] for event in self.workers.values())
+        figures = [mean(e["reward"] for e in solver), *judged, mean(e["patch_bytes"] for e in solver) / 1e3, unsent]
+        row = "  {:4} {:7.3f}  {:14.3f} {:9.3f} {:9.3f} {:9.1f} {:7}  ".format(step, *figures)
+        print(row + "; ".join(behind), flush=True)
+
+    # -- the end
+
+    def _summarise(self) -> None:
+        """What was learnt; the time that syncs took, and what the same syncs would take over the same links in other
+        layouts, by arithmetic from the counted changes."""
+        print(f"\n{self.settings.steps} steps of each policy, {time.monotonic() - self.started:.0f} s")
+        fifth = max(1, self.settings.steps // 5)
+        for name, events in self.steps.items():
+            patch, dense = mean(e["patch_bytes"] for e in events), events[-1]["dense_bytes"]
+            keys = ("reward", "of_right", "of_wrong") if name == "verifier" else ("reward",)
+            learnt = ", ".join(f"{key} {_from_to(events, key, fifth)}" for key in keys)
+            print(f"  {name:9} {learnt}; a version {patch / 1e3:.1f} kB instead of {dense / 1e3:.0f} kB")
+        changed = {name: {e["version"]: e["changed"] or 0 for e in self.steps[name]} for name in POLICIES}
+        print("\n  seconds of wall-clock for the syncs of this run, and for the same syncs over the same link with 6")
+        print("  bytes a change and a full state after more than one version (AstraFlow), or with full states:")
+        for region, rate in REGIONS.items():
+            here = [moves for worker, moves in self.synced.items() if HOMES[worker] == region]
+            moves = [move for worker in here for move in worker]
+            single = [m for m in moves if m["previous"] is not None and m["version"] == m["previous"] + 1]
+            sparse = sum(6 * changed[m["policy"]][m["version"]] for m in single) + (len(moves) - len(single)) * dense
+            ours = sum(e["seconds"] for e in self.relayed[region])
+            each = mean(sum(m["seconds"] for m in worker) for worker in here)
+            crossed = format_bytes(sum(e["bytes"] for e in self.relayed[region]))
+            others = [format_duration(8 * nbytes / rate) for nbytes in (sparse, len(moves) * dense)]
+            print(
+                f"    {region}, {rate / 1e6:.0f} Mbit/s: the relay {ours:.1f} s for {crossed}, a worker {each:.1f} s;"
+            )
+            print(f"      {len(moves)} syncs, {len(single)} of them by one version, would take {' and '.join(others)}")
+
+    def _compare(self) -> None:
+        """Compares the roots of trainers, live models and newcomers in every store. Raises RunFailed."""
+        stores = {"origin": origin(self.folder)} | {region: near(self.folder, region) for region in REGIONS}
+        for policy in POLICIES:
+            trained = self.results[policy]
+            print(f"\n  {policy}, version {trained['version']}, its {self.settings.ranks} ranks: {trained['root']}")
+            names = [name for name in HOMES if name not in KILLED]
+            roots = {n: reported_root(stores["origin"], f"{n}-{policy}", trained["version"]) for n in names}
+            roots |= {f"a newcomer at {place}": newcomer_root(store, policy) for place, store in stores.items()}
+            compare(trained["root"], roots)
+        print("\nevery worker of both regions holds both policies, bit for bit")
 
     def _require_folds(self) -> None:
         """The region that was cut off has come on by patches and folds alone. Raises RunFailed."""
         for policy, had in self.cut_at.items():
-            since = [e for e in self.table.relayed[CUT] if e["policy"] == policy and e["version"] > (had or 0)]
+            since = [e for e in self.relayed[CUT] if e["policy"] == policy and e["version"] > (had or 0)]
             links = [link for event in since for link in event["links"]]
             if any("anchor" in link for link in links):
                 raise RunFailed(f"{CUT} has fetched a full state of the {policy}: {', '.join(links)}")
@@ -177,60 +206,23 @@ class Fleet:
                 raise RunFailed(f"{CUT} was {longest} versions of the {policy} behind, and has taken no fold")
             print(f"{CUT}, cut off at version {had} of the {policy}, came back by {len(folds)} folds and no full state")
 
-    def _compare(self) -> None:
-        """Compares the roots of trainers, live models and newcomers in every store. Raises RunFailed."""
-        expected = set(FIRST) - set(KILLED) | set(JOINING)
-        stores = {"origin": self.folder.origin, **{region: self.folder.near(region) for region in REGIONS}}
-        different = []
-        for policy in POLICIES:
-            trained = self.table.results[f"trainer-{policy}"]
-            print(f"\n  {policy:9} {trained['root']}  version {trained['version']}, its {self.settings.ranks} ranks")
-            roots = {name: self.table.results[name]["roots"][policy] for name in sorted(expected)}
-            for place, path in stores.items():
-                with pulse_rl.Subscriber(pulse_rl.LocalStore(path), stream=policy, threads=1) as newcomer:
-                    newcomer.sync()
-                    roots[f"a newcomer at {place}"] = newcomer.root
-            for name, root in roots.items():
-                same = root == trained["root"]
-                print(f"    {name:22} {root[:16]}…  {'bit-identical' if same else 'DIFFERENT'}")
-                different += [] if same else [f"{policy} of {name}"]
-        if different:
-            raise RunFailed(f"the weights differ: {', '.join(different)}")
-        print("\nevery worker of both regions holds both policies, bit for bit")
+
+def _from_to(events: list[Event], key: str, count: int) -> str:
+    first, last = (mean(e[key] for e in part) for part in (events[:count], events[-count:]))
+    return f"{first:.3f} -> {last:.3f}"
+
+
+def run(settings: Settings, folder: RunFolder) -> None:
+    if (folder.root / "origin").exists():
+        raise ValueError(f"{folder.root} holds a run already; a fleet begins in a new folder")
+    rates = ", ".join(f"{region} {rate / 1e6:.0f} Mbit/s" for region, rate in REGIONS.items())
+    print(f"links: {rates}, simulated: processes wait as long as their bytes would take", flush=True)
+    warm_up(settings, folder)
+    Fleet(settings, folder).run()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m examples.fleet", description=__doc__)
-    parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder, a new one")
-    for setting in fields(Settings):
-        parser.add_argument("--" + setting.name.replace("_", "-"), type=type(setting.default), default=setting.default)
-    args = parser.parse_args()
-    if args.links == "namespaces" and (why := namespaces.enter("examples.fleet", sys.argv[1:])):
-        print(f"no network namespaces: {why}")
-        args.links = "simulated"
-    folder = RunFolder((args.run or Path("runs") / time.strftime("fleet-%Y%m%d-%H%M%S")).absolute())
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        settings = replace(Settings(), **{f.name: getattr(args, f.name) for f in fields(Settings)})
-        folder.root.mkdir(parents=True)
-        with sole_holder(folder.root / "run.lock"):
-            settings.save(folder.settings)
-            print(f"run folder: {folder.root}")
-            rates = ", ".join(f"{region} {rate / 1e6:.0f} Mbit/s" for region, rate in REGIONS.items())
-            print(f"links: {rates}, {HOW[settings.links]}")
-            print(f"warm-up: supervised steps {warm_up(settings, folder)}", flush=True)
-            with namespaces.regions() if settings.links == "namespaces" else nullcontext():
-                Fleet(settings, folder).run()
-    except (RunFailed, PeerVanished, ValueError) as error:
-        print(f"\nFAILED: {error}", file=sys.stderr)
-        return 1
-    except FileExistsError:
-        print(f"\nFAILED: {folder.root} exists already; a run begins in a new folder", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
-    return 0
+    return orchestrate("fleet", __doc__, Settings, run)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,39 @@
-"""The origin as a region has it: over a link that is slow, shared by all processes of the region, and sometimes cut.
-
-Where the regions are network namespaces, that is HTTP over the region's interface; else the link is simulated: all wait
-as long as their bytes would take.
-"""
+"""The stores of a run, and the origin as a region has it: over a link that is slow, shared by all processes of the
+region, and sometimes cut. The link is simulated: all wait as long as their bytes would take."""
 
 from __future__ import annotations
 
 import fcntl
 import struct
 import time
-import urllib.request
 from collections.abc import Iterator
-from http.client import HTTPException
 from pathlib import Path
 
-from pulse_rl import HttpStore, LocalStore, Store
+from pulse_rl import LocalStore, Store
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import Data, ObjectInfo
-from pulse_rl.store.base import check_name, joined
+from pulse_rl.store.base import joined
 
-from . import namespaces
-from .settings import INBOX_PORT, PORT, REGIONS, RunFolder, Settings
+from ..grpo.run import RunFolder
+from .settings import REGIONS
 
 _REQUEST_BYTES = 500
 """What a request and its answer take beside what they carry."""
 _ROUND_TRIP_SECONDS = 0.04
 
 
-_TIMEOUT_SECONDS = 3.0
+def origin(folder: RunFolder) -> LocalStore:
+    return LocalStore(folder.root / "origin")
+
+
+def near(folder: RunFolder, region: str) -> LocalStore:
+    """The store that a region's relay keeps."""
+    return LocalStore(folder.root / f"store-{region}")
+
+
+def cut(folder: RunFolder, region: str) -> Path:
+    """Exists while the region is cut off."""
+    return folder.root / f"cut-{region}"
 
 
 class Direction:
@@ -55,9 +61,9 @@ class Link:
 
     def __init__(self, store: Store, folder: RunFolder, region: str) -> None:
         self._store = store
-        self._down = Direction(folder.link(region, "down"), REGIONS[region])
-        self._up = Direction(folder.link(region, "up"), REGIONS[region])
-        self._cut = folder.cut(region)
+        self._down = Direction(folder.root / f"link-{region}-down", REGIONS[region])
+        self._up = Direction(folder.root / f"link-{region}-up", REGIONS[region])
+        self._cut = cut(folder, region)
 
     def put(self, name: str, data: Data) -> None:
         self._ask()
@@ -96,24 +102,6 @@ class Link:
         time.sleep(_ROUND_TRIP_SECONDS)
 
 
-class Uplink(HttpStore):
-    """The origin, read at ``url`` as `pulse serve` shows it; what is put goes to the ``inbox`` beside it."""
-
-    def __init__(self, url: str, inbox: str) -> None:
-        super().__init__(url, timeout_seconds=_TIMEOUT_SECONDS)
-        self._inbox = inbox
-
-    def put(self, name: str, data: Data) -> None:
-        request = urllib.request.Request(f"{self._inbox}/{check_name(name)}", data=joined(data), method="PUT")
-        try:
-            urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS).close()
-        except (OSError, HTTPException) as error:
-            raise StoreUnavailable(f"{self._inbox}: {error}") from error
-
-
-def link(settings: Settings, folder: RunFolder, region: str) -> Store:
+def link(folder: RunFolder, region: str) -> Link:
     """The origin over the link of ``region``."""
-    if settings.links == "namespaces":
-        address = namespaces.ORIGIN.address
-        return Uplink(f"http://{address}:{PORT}", f"http://{address}:{INBOX_PORT}")
-    return Link(LocalStore(folder.origin), folder, region)
+    return Link(origin(folder), folder, region)

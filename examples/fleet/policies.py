@@ -7,14 +7,23 @@ depends on the solver's answers, so that both have to keep up with each other.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from transformers import PreTrainedModel
 
-from ..grpo import policy, task
-from ..grpo.grpo import supervised_loss
-from .settings import POLICIES, RunFolder, Settings
+from ..grpo import grpo, policy, task
+from ..grpo.rollouts import Rollouts
+from ..grpo.run import RunFolder
+from .settings import POLICIES, Settings
 
-WARM_UP_BATCH, WARM_UP_LR, WARM_UP_STEPS = 128, 2e-3, 400
+WARM_UP_STEPS = 400
+
+
+@dataclass(frozen=True)
+class Judged(Rollouts):
+    """``right``: whether the solver's answer is right, float32 [sequences]."""
+
+    right: torch.Tensor
 
 
 def verdict_rewards(sums: torch.Tensor, answers: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -49,27 +58,11 @@ def loss_of(model: torch.nn.Module, tokens: torch.Tensor, old: torch.Tensor, adv
     return -(gain * mask).sum() / mask.sum()
 
 
-def warm_up(settings: Settings, folder: RunFolder) -> dict[str, int]:
-    """Makes the weights that both policies start from; returns the supervised steps that they took."""
+def warm_up(settings: Settings, folder: RunFolder) -> None:
+    """Makes the weights that both policies start from."""
     torch.set_num_threads(1)  # models as small as these are faster without others
-    return {name: _warm_up(name, settings, folder) for name in POLICIES if not folder.start(name).exists()}
-
-
-def _warm_up(name: str, settings: Settings, folder: RunFolder) -> int:
-    model = policy.build_model(settings.seed + POLICIES.index(name))
-    weights = policy.MasterWeights(model)
-    for step in range(WARM_UP_STEPS):
-        rng, _ = policy.seeded(settings.seed, name, step)
-        torch.autograd.backward(supervised_loss(model, task.draw_problems(rng, WARM_UP_BATCH)))
-        weights.step(WARM_UP_LR * min(1.0, (step + 1) / 30))
-        if step % 10 == 9 and _accuracy(model, step) >= settings.sft_accuracy:
-            break
-    torch.save(weights.state()["masters"], folder.start(name))
-    return step + 1
-
-
-def _accuracy(model: PreTrainedModel, step: int) -> float:
-    rng, generator = policy.seeded("accuracy", step)
-    problems = task.draw_problems(rng, 256)
-    answers, _ = policy.sample(model, task.prompt_tokens(problems), generator)
-    return float(task.rewards(problems, answers).mean())
+    for number, name in enumerate(POLICIES):
+        weights = policy.MasterWeights(policy.build_model(settings.seed + number))
+        steps = grpo.warm_up(weights, settings.seed, name, steps=WARM_UP_STEPS, accuracy=settings.sft_accuracy)
+        torch.save(weights.masters, folder.checkpoint(name))
+        print(f"warm-up of the {name}: {steps} supervised steps", flush=True)

@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 import threading
 import time
-from pathlib import Path
 
 import pulse_rl
 from pulse_rl.metrics import JsonLines
 
-from ..grpo.processes import Alarm, Journal
-from .links import link
-from .settings import POLICIES, RunFolder, Settings
-
-POLL_SECONDS = 0.2
+from ..grpo.run import LOOK_SECONDS, Alarm, Journal, RunFolder, run_role
+from .links import link, near
+from .settings import POLICIES, Settings
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--region", required=True)
-    parser.add_argument("--parent", type=int)
-    args = parser.parse_args()
-    folder = RunFolder(args.run)
-    settings = Settings.load(folder.settings)
-    alarm = Alarm(settings.patience, args.parent)
-    events, journal = JsonLines(folder.events(f"relay-{args.region}")), Journal(folder.journal(f"relay-{args.region}"))
-    source, target = link(settings, folder, args.region), pulse_rl.LocalStore(folder.near(args.region))
-    relays = [pulse_rl.Relay(source, target, stream=each, threads=1, on_event=events) for each in POLICIES]
-    pairs = zip(POLICIES, relays, strict=True)
-    threads = [threading.Thread(target=copy, args=(*pair, journal), daemon=True) for pair in pairs]
-    for thread in threads:
-        thread.start()
+def work(settings: Settings, folder: RunFolder, alarm: Alarm, region: str) -> None:
+    name = f"relay-{region}"
+    events, journal = JsonLines(folder.events(name)), Journal(folder.journal(name))
+    threads = []
+    for policy in POLICIES:
+        relay = pulse_rl.Relay(link(folder, region), near(folder, region), stream=policy, threads=1, on_event=events)
+        threads.append(threading.Thread(target=copy, args=(policy, relay, journal), daemon=True))
+        threads[-1].start()
     while all(thread.is_alive() for thread in threads):
         alarm.check_parent()
-        time.sleep(POLL_SECONDS)
+        time.sleep(LOOK_SECONDS)
     raise SystemExit("a stream is not copied any more; the reason is above")
 
 
 def copy(policy: str, relay: pulse_rl.Relay, journal: Journal) -> None:
-    """Copies a stream as long as nothing but the link fails. Where the source can be waited for, the pause ends with
-    the next version."""
+    """Copies a stream as long as nothing but the link fails."""
     while True:
         try:
             done = relay.sync()
         except pulse_rl.errors.StoreUnavailable:
-            time.sleep(POLL_SECONDS)
+            time.sleep(LOOK_SECONDS)
             continue
         if done is None:
-            relay.wait(POLL_SECONDS)
+            relay.wait(LOOK_SECONDS)
             continue
         journal.write(
             "relayed",
@@ -63,4 +51,4 @@ def copy(policy: str, relay: pulse_rl.Relay, journal: Journal) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_role(work, Settings, "region"))

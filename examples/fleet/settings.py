@@ -1,15 +1,12 @@
-"""What there is in a fleet, and what lies where in a run's folder."""
+"""What there is in a fleet, and what can be set."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-from ..grpo.processes import SavedSettings
+from ..grpo.run import SavedSettings, option
 
 POLICIES = ("solver", "verifier")
-PORT, INBOX_PORT = 8734, 8735
-"""Of the origin, in namespaces: where its folder is read, and where batches are put."""
 REGIONS = {"near": 50e6, "far": 10e6}
 """Bits per second of a region's link to the origin, shared by all that is in the region, in each direction."""
 
@@ -22,6 +19,7 @@ FIRST = {
     "worker-5": "far",
 }
 JOINING = {"worker-6": "near", "worker-7": "far"}
+HOMES = FIRST | JOINING
 KILLED = ("worker-1", "worker-4")
 CUT = "far"
 FOLDS = (8, 64)
@@ -30,82 +28,18 @@ FOLDS = (8, 64)
 
 @dataclass(frozen=True)
 class Settings(SavedSettings):
-    """The options of a run. ``links``: the regions are "namespaces" with rate limits, or their links are "simulated" by
-    waiting in the processes. ``killed_at``, ``joined_at``, ``cut_at`` and ``mended_at`` are steps of the solver."""
+    """The options of a run. Workers are killed after a fifth of the solver's steps and join after two fifths; a region
+    is cut off from a half to four fifths of them."""
 
-    steps: int = 140
-    lr: float = 1e-4
-    ranks: int = 2
-    prompts: int = 8
-    group: int = 8
-    max_lag: int = 12
-    sft_accuracy: float = 0.5
-    patience: float = 240.0
-    seed: int = 0
-    links: str = "namespaces"
+    steps: int = option(140, "steps of each policy")
+    lr: float = option(1e-4, "learning rate of the RL phase")
+    ranks: int = option(2, "processes of a policy's trainer")
+    prompts: int = option(8, "problems in a batch of rollouts")
+    group: int = option(8, "answers per problem")
+    max_lag: int = option(12, "trainers refuse rollouts that are more versions behind than this")
+    sft_accuracy: float = option(0.5, "the warm-up ends once this share of sampled answers is right")
+    patience: float = option(240.0, "seconds after which a process gives up on its peers")
+    seed: int = option(0, "seed of everything random")
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name not in ("seed", "links") and value <= 0:
-                raise ValueError(f"{name} must be positive")
-        if self.links not in ("namespaces", "simulated"):
-            raise ValueError("links must be namespaces or simulated")
-
-    @property
-    def killed_at(self) -> int:
-        return self.steps // 5
-
-    @property
-    def joined_at(self) -> int:
-        return self.steps * 2 // 5
-
-    @property
-    def cut_at(self) -> int:
-        return self.steps // 2
-
-    @property
-    def mended_at(self) -> int:
-        return self.steps * 4 // 5
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """The places in a run's folder. A region's processes reach the origin over the region's link alone."""
-
-    root: Path
-
-    @property
-    def settings(self) -> Path:
-        return self.root / "settings.json"
-
-    @property
-    def origin(self) -> Path:
-        return self.root / "origin"
-
-    def near(self, region: str) -> Path:
-        """The store that a region's relay keeps."""
-        return self.root / f"store-{region}"
-
-    def link(self, region: str, way: str) -> Path:
-        return self.root / f"link-{region}-{way}"
-
-    def cut(self, region: str) -> Path:
-        """Exists while the region is cut off."""
-        return self.root / f"cut-{region}"
-
-    def start(self, policy: str) -> Path:
-        """The weights that a policy starts from."""
-        return self.root / f"{policy}.pt"
-
-    def meeting(self, policy: str) -> Path:
-        return self.root / f"meeting-{policy}"
-
-    def journal(self, role: str) -> Path:
-        return self.root / f"{role}.jsonl"
-
-    def events(self, role: str) -> Path:
-        """The library's events in one process, for ``pulse report``."""
-        return self.root / f"events-{role}.jsonl"
-
-    def log(self, role: str) -> Path:
-        return self.root / f"{role}.log"
+        self.require_positive("seed")

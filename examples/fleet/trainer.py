@@ -1,15 +1,13 @@
 """One rank of a policy's trainer: FSDP2, GRPO on the batches that arrive, each optimizer step published in parts.
 
-No rank ever holds the whole model: each publishes the rows that it owns. ``python -m examples.fleet.trainer RUN
---policy solver --rank 0`` is how the orchestrator starts one.
+No rank ever holds the whole model: each publishes the rows that it owns.
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,40 +19,20 @@ from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.metrics import JsonLines
 
 from ..grpo import policy as model_of
-from ..grpo.processes import Alarm, Journal, wait_for
-from .batches import Batch, folder_of, version_of
-from .policies import advantages, loss_of
-from .settings import FOLDS, RunFolder, Settings
+from ..grpo.rollouts import folder_of, version_of
+from ..grpo.run import Alarm, Journal, RunFolder, run_role, wait_for
+from .links import origin
+from .policies import Judged, advantages, loss_of
+from .settings import FOLDS, Settings
 
 ANCHOR_RATIO = 100.0
 """No further full state in a run: whoever joins late, or was cut off, comes by patches and folds."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--policy", required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--parent", type=int)
-    args = parser.parse_args()
-    folder = RunFolder(args.run)
-    settings = Settings.load(folder.settings)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder.meeting(args.policy)}",
-        rank=args.rank,
-        world_size=settings.ranks,
-        timeout=timedelta(seconds=settings.patience),
-    )
-    Trainer(settings, folder, args.policy, args.rank, Alarm(settings.patience, args.parent)).run()
-    dist.destroy_process_group()
-
-
 class Trainer:
     def __init__(self, settings: Settings, folder: RunFolder, name: str, rank: int, alarm: Alarm) -> None:
         self.settings, self.name, self.rank, self.alarm = settings, name, rank, alarm
-        self.store = pulse_rl.LocalStore(folder.origin)
+        self.store = origin(folder)
         self.model = self._sharded(folder)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, weight_decay=0.0)
         self.journal = Journal(folder.journal(f"trainer-{name}")) if rank == 0 else None
@@ -68,7 +46,7 @@ class Trainer:
     def _sharded(self, folder: RunFolder) -> torch.nn.Module:
         """The policy's FP32 weights, each rank with its rows of every tensor; computed with in BF16."""
         model = model_of.build_model(self.settings.seed).float()
-        for weight, start in zip(model.parameters(), torch.load(folder.start(self.name)), strict=True):
+        for weight, start in zip(model.parameters(), torch.load(folder.checkpoint(self.name)), strict=True):
             weight.data.copy_(start)
         mesh = init_device_mesh("cpu", (self.settings.ranks,))
         precision = MixedPrecisionPolicy(param_dtype=model_of.ARITHMETIC)
@@ -83,7 +61,7 @@ class Trainer:
             began = time.perf_counter()
             names = self._next_batches()
             waited = time.perf_counter() - began
-            batch = Batch.from_bytes(self.store.get(names[self.rank]))
+            batch = Judged.from_bytes(self.store.get(names[self.rank]))
             counted = torch.ones_like(batch.right) if self.name == "solver" else batch.right
             advantage = advantages(batch.rewards, counted, self.settings.group)
             torch.autograd.backward(loss_of(self.model, batch.tokens.long(), batch.log_probs, advantage))
@@ -151,5 +129,18 @@ def _share(rewards: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     return (rewards * of).sum() / of.sum() if of.any() else torch.tensor(0.5)
 
 
+def work(settings: Settings, folder: RunFolder, alarm: Alarm, policy: str, rank: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder.root}/meeting-{policy}",
+        rank=int(rank),
+        world_size=settings.ranks,
+        timeout=timedelta(seconds=settings.patience),
+    )
+    Trainer(settings, folder, policy, int(rank), alarm).run()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run_role(work, Settings, "policy", "rank"))

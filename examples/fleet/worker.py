@@ -6,10 +6,8 @@ off it goes on generating with what it has.
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -18,11 +16,11 @@ from pulse_rl.integrations.torch import apply_
 from pulse_rl.metrics import JsonLines
 
 from ..grpo import policy, task
-from ..grpo.processes import Alarm, Journal
-from .batches import Batch, Made, send
-from .links import link
-from .policies import verdict_rewards
-from .settings import POLICIES, RunFolder, Settings
+from ..grpo.rollouts import Origin, put, put_report
+from ..grpo.run import Alarm, Journal, RunFolder, run_role
+from .links import link, near
+from .policies import Judged, verdict_rewards
+from .settings import HOMES, POLICIES, Settings
 
 PATIENCE_SECONDS = 20.0
 PAUSE_SECONDS = 0.05
@@ -31,24 +29,12 @@ A_VERSION = 2
 NOW_AND_THEN_SECONDS = 3.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--region", required=True)
-    parser.add_argument("--parent", type=int)
-    args = parser.parse_args()
-    folder = RunFolder(args.run)
-    settings = Settings.load(folder.settings)
-    torch.set_num_threads(1)
-    Worker(settings, folder, args.name, args.region, Alarm(settings.patience, args.parent)).run()
-
-
 class Worker:
-    def __init__(self, settings: Settings, folder: RunFolder, name: str, region: str, alarm: Alarm) -> None:
+    def __init__(self, settings: Settings, folder: RunFolder, name: str, alarm: Alarm) -> None:
         self.settings, self.name, self.alarm = settings, name, alarm
-        self.origin = link(settings, folder, region)
-        stores = [pulse_rl.LocalStore(folder.near(region)), self.origin]
+        region = HOMES[name]
+        self.origin = link(folder, region)
+        stores = [near(folder, region), self.origin]
         events = JsonLines(folder.events(name))
         self.followed = {
             each: pulse_rl.Subscriber(
@@ -82,9 +68,7 @@ class Worker:
     def _follow(self, name: str) -> bool:
         try:
             update = self.followed[name].sync()
-        except pulse_rl.errors.EmptyStream:
-            return False
-        except pulse_rl.errors.StoreUnavailable:
+        except (pulse_rl.errors.EmptyStream, pulse_rl.errors.StoreUnavailable):
             return False
         if update is None:
             return False
@@ -95,13 +79,8 @@ class Worker:
         if self.roots[name] != update.root:
             raise SystemExit(f"{self.name}: the live {name} is not version {update.version}")
         self.ended[name] = bool(update.metadata["last"])
-        self.journal.write(
-            "synced",
-            policy=name,
-            version=update.version,
-            previous=previous,
-            seconds=update.seconds,
-        )
+        facts = {"version": update.version, "previous": previous, "seconds": update.seconds}
+        self.journal.write("synced", policy=name, **facts)
         return True
 
     def _generate(self) -> None:
@@ -122,9 +101,9 @@ class Worker:
     ) -> None:
         version = self.followed[name].version
         assert version is not None
-        batch = Batch(Made(self.name, version), tokens.to(torch.uint8), log_probs, rewards, right)
+        origin = Origin(self.name, version, self.roots[name])
         try:
-            send(self.origin, name, self.sequence, batch)
+            put(self.origin, name, self.sequence, Judged(origin, tokens.to(torch.uint8), log_probs, rewards, right))
         except pulse_rl.errors.StoreUnavailable:  # cut off: they would be too old by the time
             self.unsent += 1
             self._note("unsent")
@@ -135,11 +114,17 @@ class Worker:
 
     def _report(self) -> None:
         """The roots of both live models, once more from their tensors."""
-        roots = {each: pulse_rl.state_root(model.state_dict()) for each, model in self.models.items()}
         self._note("versions")
-        self.journal.write("result", roots=roots)
-        self.origin.put(f"reports/{self.name}", json.dumps(roots).encode())
+        for each, model in self.models.items():
+            version = self.followed[each].version
+            assert version is not None
+            put_report(self.origin, f"{self.name}-{each}", version, pulse_rl.state_root(model.state_dict()))
+
+
+def work(settings: Settings, folder: RunFolder, alarm: Alarm, name: str) -> None:
+    torch.set_num_threads(1)
+    Worker(settings, folder, name, alarm).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_role(work, Settings, "name"))

@@ -3,10 +3,10 @@
 ``python -m examples.grpo`` trains a small Qwen2 from random weights, first supervised, then by reinforcement learning,
 while its workers follow through verified sparse patches. Read the files in this order:
 
-- `settings`: what can be set, and what lies where in a run's folder
+- `settings`: what can be set
 - `task`, `policy`, `grpo`: the arithmetic, the model with its FP32 masters, the two losses
 - `rollouts`: what a worker sends to the trainer, and when the trainer refuses it
 - `trainer`, `worker`: the two programs that meet in the store
-- `orchestrator`, `display`, `summary`: starting (and restarting) the three processes, and showing what they do
-- `processes`: locks, atomic files and journals, for processes that may be killed at any moment
+- `__main__`: starting the three processes, and showing what they do
+- `run`: settings, places, journals and processes of a run, also of `examples.loco` and `examples.fleet`
 """

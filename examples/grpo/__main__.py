@@ -1,112 +1,153 @@
-"""``python -m examples.grpo`` runs everything; with ``trainer`` or ``worker`` one role of an existing run."""
+"""``python -m examples.grpo``: starts (and restarts) the processes, shows what they do, compares the final weights."""
 
 from __future__ import annotations
 
-import argparse
+import socket
 import sys
 import time
-from dataclasses import MISSING, fields, replace
-from pathlib import Path
+from collections import Counter, deque
+from statistics import mean, median
 
-from .settings import RunFolder, Settings
+import pulse_rl
 
-HELP = {
-    "lr": "learning rate of the RL phase",
-    "steps": "RL steps",
-    "sft_steps": "supervised warm-up steps, at most",
-    "sft_accuracy": "the warm-up ends earlier once this share of sampled answers is right",
-    "workers": "rollout-worker processes; a step takes one batch for each",
-    "prompts": "problems in a batch of rollouts",
-    "group": "answers per problem",
-    "max_lag": "the trainer refuses rollouts that are more versions behind than this",
-    "checkpoint_every": "steps between two checkpoints of the trainer",
-    "patience": "seconds after which a process gives up on its peers",
-    "seed": "seed of everything random",
-    "engine": "what generates: torch, or a vLLM server for each worker",
-}
+from .rollouts import reported_root
+from .run import STREAM, Columns, Event, Orchestrator, RunFailed, RunFolder, compare, newcomer_root, note, orchestrate
+from .settings import Settings
+
+RESTARTS = 5
+AVERAGED = 20
+"""Steps of which the mean reward is shown."""
+
+
+class Run(Orchestrator):
+    def __init__(self, settings: Settings, folder: RunFolder, kills: list[tuple[str, int]]) -> None:
+        super().__init__(folder, RESTARTS)
+        self.settings, self.kills = settings, kills
+        self.steps: dict[int, Event] = {}
+        self.result: Event | None = None
+        self._rewards: deque[float] = deque(maxlen=AVERAGED)
+        self._columns = Columns(
+            step=4, reward=6, mean=6, density=8, patch_kB=8, ratio=8, publish_ms=10, sync_ms=7, pause_ms=8, lag=3
+        )
+
+    def run(self) -> None:
+        """The whole run. Raises RunFailed."""
+        self.follow("trainer")
+        self.read()  # of the run that is resumed
+        self.result = None
+        with self:
+            self.start("trainer", "examples.grpo.trainer")
+            for index, name in enumerate(self.settings.worker_names):
+                if self.settings.engine == "vllm":
+                    port = str(free_port())
+                    server = self.settings.server_names[index]
+                    self.start(server, "examples.grpo.vllm_server", "--name", server, "--port", port)
+                    self.start(name, "examples.grpo.vllm_worker", "--name", name, "--port", port)
+                else:
+                    self.start(name, "examples.grpo.worker", "--name", name)
+            while self.running():
+                pass
+        self._summarise()
+        compare_weights(self.settings, self.folder, self.result)
+
+    def awaited(self) -> list[str]:
+        """All but the vLLM servers, which go on until they are stopped."""
+        return ["trainer", *self.settings.worker_names]
+
+    def see(self, role: str, event: Event) -> None:
+        match event["event"]:
+            case "warm-up":
+                accuracy = f"accuracy {event['accuracy']:.2f} (RL starts at {self.settings.sft_accuracy:.2f})"
+                print(f"warm-up step {event['step']}: loss {event['loss']:.3f}, {accuracy}", flush=True)
+            case "stream":
+                note(f"step {event['step']} is version {event['version']}, root {event['root'][:12]}")
+            case "resumed":
+                note(f"the stream is at version {event['version']}: {event['how']} {event['reason']}".strip())
+            case "step":
+                self.steps[event["step"]] = event
+                self._show(event)
+                self._carry_out_kills(event["step"])
+            case "result":
+                self.result = event
+
+    def _show(self, event: Event) -> None:
+        step = event["step"]
+        self._rewards.append(event["reward"])
+        for reason, count in event["refused"].items():
+            note(f"before step {step} the trainer refused {count} batches of rollouts: {reason}")
+        if step % max(1, self.settings.steps // 25) and step not in (1, self.settings.steps):
+            return
+        sizes = ["none", f"{event['dense_bytes'] / 1e3:.0f}", "1.0"]
+        if event["changed"] is not None:
+            ratio = min(event["dense_bytes"] / max(1, event["patch_bytes"]), 99999.0)  # nothing changed without rewards
+            sizes = [f"{event['density']:.2%}", f"{event['patch_bytes'] / 1e3:.1f}", f"{ratio:.1f}"]
+        times = [f"{event[key]:.1f}" for key in ("publish_ms", "sync_ms", "pause_ms")]
+        rewards = [f"{event['reward']:.3f}", f"{mean(self._rewards):.3f}"]
+        self._columns.row(f"{step}", *rewards, *sizes, *times, f"{event['lag']}")
+
+    def _carry_out_kills(self, step: int) -> None:
+        for due in [kill for kill in self.kills if kill[1] <= step and kill[0] in self.processes]:
+            self.kills.remove(due)
+            note(f"killing {due[0]} with SIGKILL, as asked")
+            self.kill(due[0])
+
+    def _summarise(self) -> None:
+        rows = [row for _, row in sorted(self.steps.items()) if row["changed"] is not None]
+        if not rows:
+            return
+        fifth = max(1, len(rows) // 5)
+        first, last = (mean(row["reward"] for row in part) for part in (rows[:fifth], rows[-fifth:]))
+        densities = [row["density"] for row in rows]
+        patch, dense = mean(row["patch_bytes"] for row in rows), rows[-1]["dense_bytes"]
+        per_changed = sum(row["patch_bytes"] for row in rows) / max(1, sum(row["changed"] for row in rows))
+        publish, sync, pause = (median(row[key] for row in rows) for key in ("publish_ms", "sync_ms", "pause_ms"))
+        reasons: Counter[str] = sum((Counter(row["refused"]) for row in rows), Counter())
+        refused = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
+        seconds = time.monotonic() - self.started
+        print(f"\n{rows[-1]['step']} steps at learning rate {self.settings.lr:g}, {seconds:.0f} s")
+        print(f"  reward    {first:.3f} -> {last:.3f}: means of the first and the last {fifth} steps")
+        print(f"  density   {mean(densities):.2%} of the weights changed in a step; LLMs at 1e-6 to 3e-6: 0.3% to 1.1%")
+        print(f"  patch     {patch / 1e3:.1f} kB instead of {dense / 1e3:.0f} kB: ratio {dense / patch:.1f}, ", end="")
+        print(f"{per_changed:.2f} bytes per changed weight")
+        print(f"  medians   publish {publish:.1f} ms, sync {sync:.1f} ms, the model paused for {pause:.1f} ms")
+        print(f"  rollouts  at most {max(row['lag'] for row in rows)} versions behind; refused: {refused}")
+        print(f"  restarts  {self.died.total()}")
+        print(f"  report    pulse report {self.folder.root} -o report.html\n")
+
+
+def compare_weights(settings: Settings, folder: RunFolder, result: Event | None) -> None:
+    """Compares the roots of the trainer, of all live models and of a newcomer; raises RunFailed where two differ."""
+    if result is None:
+        raise RunFailed("the trainer ended without a result")
+    store = pulse_rl.open_store(folder.store_address)
+    roots = {"trainer": result["root"]}
+    roots |= {name: reported_root(store, name, result["version"]) for name in settings.worker_names}
+    compare(result["root"], roots | {"newcomer": newcomer_root(store, STREAM)})
+    live = "the engines' parameters, read back" if settings.engine == "vllm" else "their live models"
+    print(f"  (trainer and workers: {live}; newcomer: restored from the store alone)")
+    print("\nevery worker holds the trainer's BF16 weights, bit for bit")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(settings: Settings, folder: RunFolder, kills: list[str]) -> None:
+    chosen = []
+    for text in kills:
+        role, _, step = text.partition("@")
+        if role not in settings.roles or not step.isdecimal():
+            raise ValueError(f"--kill {text}: expected for instance trainer@50 or worker-0@50")
+        chosen.append((role, int(step)))
+    Run(settings, folder, chosen).run()
 
 
 def main() -> int:
-    arguments = parse()
-    folder = RunFolder((arguments.run or Path("runs") / time.strftime("grpo-%Y%m%d-%H%M%S")).absolute())
-    if arguments.role == "all":
-        from .orchestrator import Orchestrator
-
-        try:
-            settings = chosen_settings(arguments, folder)
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
-        settings.save(folder.settings)
-        return Orchestrator(settings, folder, kills=arguments.kill).run()
-    if not folder.settings.exists():
-        raise SystemExit(f"there is no run in {folder.root}; start one with: python -m examples.grpo --run DIR")
-    return run_role(arguments, Settings.load(folder.settings), folder)
-
-
-def run_role(arguments: argparse.Namespace, settings: Settings, folder: RunFolder) -> int:
-    """One process of a run, until the run is done."""
-    from .processes import GAVE_UP, MISMATCH, PeerVanished, sole_holder
-
-    if arguments.role != "trainer" and arguments.name not in settings.roles:
-        raise SystemExit(f"--name must be one of {', '.join(settings.roles)}")
-    role = "trainer" if arguments.role == "trainer" else arguments.name
-    if arguments.role == "server":
-        from .vllm_server import serve
-
-        serve(settings, folder, role, arguments.port, arguments.parent)
-    try:
-        with sole_holder(folder.lock(role)):
-            import torch
-
-            # Three processes share the machine's cores; more threads each would only wait for one another.
-            torch.set_num_threads(1)
-            if role == "trainer":
-                from .trainer import Trainer
-
-                return 0 if Trainer(settings, folder, arguments.parent).run() else MISMATCH
-            if settings.engine == "vllm":
-                from .vllm_worker import VllmWorker
-
-                VllmWorker(settings, folder, role, f"http://127.0.0.1:{arguments.port}", arguments.parent).run()
-            else:
-                from .worker import Worker
-
-                Worker(settings, folder, role, arguments.parent).run()
-            return 0
-    except PeerVanished as error:
-        print(f"{role}: {error}", file=sys.stderr)
-        return GAVE_UP
-
-
-def chosen_settings(arguments: argparse.Namespace, folder: RunFolder) -> Settings:
-    """The flags that were given, over those that an existing run was started with, over the defaults."""
-    settings = Settings.load(folder.settings) if folder.settings.exists() else Settings()
-    given = {name: getattr(arguments, name) for name in HELP if getattr(arguments, name) is not None}
-    return replace(settings, **given)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.grpo", description=__doc__)
-    parser.add_argument("role", nargs="?", choices=["all", "trainer", "worker", "server"], default="all")
-    parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder; an existing run is resumed")
-    parser.add_argument("--name", default="worker-0", help="which worker or server this is (with these roles)")
-    parser.add_argument(
-        "--kill",
-        action="append",
-        default=[],
-        metavar="ROLE@STEP",
-        help="SIGKILL a process after a step, to see it resume: --kill trainer@50 --kill worker-1@80",
-    )
-    parser.add_argument("--port", type=int, default=8000, help="of the worker's vLLM server, on loopback")
-    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
-    for setting in fields(Settings):
-        assert setting.default is not MISSING
-        parser.add_argument(
-            "--" + setting.name.replace("_", "-"),
-            type=type(setting.default),
-            help=f"{HELP[setting.name]} (default {setting.default})",
-        )
-    return parser.parse_args()
+    text = "SIGKILL a process after a step, to see it resume: --kill trainer@50 --kill worker-1@80"
+    kill = {"action": "append", "default": [], "metavar": "ROLE@STEP", "help": text}
+    return orchestrate("grpo", __doc__, Settings, run, kill=kill)
 
 
 if __name__ == "__main__":

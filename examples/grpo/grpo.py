@@ -1,12 +1,17 @@
-"""The two objectives: cross-entropy for the warm-up, group-relative policy optimisation afterwards."""
+"""The two objectives, cross-entropy and group-relative policy optimisation, and the warm-up that uses the first."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
 
 from . import task
-from .policy import log_probabilities
+from .policy import MasterWeights, log_probabilities, sample, seeded
+
+WARM_UP_LR, WARM_UP_BATCH, ACCURACY_EVERY, ACCURACY_PROBLEMS = 2e-3, 128, 10, 512
 
 
 def supervised_loss(model: PreTrainedModel, problems: list[task.Problem]) -> torch.Tensor:
@@ -48,3 +53,39 @@ def grpo_loss(
     advantage = advantages[:, None]
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     return -(gain * mask).sum() / mask.sum()
+
+
+def warm_up(
+    weights: MasterWeights,
+    *key: object,
+    steps: int,
+    accuracy: float,
+    draw: Callable[[random.Random, int], list[task.Problem]] = task.draw_problems,
+    measure: Callable[[], float] | None = None,
+    report: Callable[[int, float, float], None] = lambda step, loss, accuracy: None,
+) -> int:
+    """Supervised steps until the share of right answers is ``accuracy``, so that rewards vary within a group.
+
+    At most ``steps``; returns how many. ``key`` seeds what is drawn. ``measure`` tells the accuracy (default: of
+    sampled answers); ``report`` gets step, loss and accuracy now and then.
+    """
+    for step in range(1, steps + 1):
+        rng, _ = seeded(*key, step - 1)
+        loss = supervised_loss(weights.model, draw(rng, WARM_UP_BATCH))
+        torch.autograd.backward(loss)
+        weights.step(WARM_UP_LR * min(1.0, step / 30))
+        if step % ACCURACY_EVERY == 0 or step == steps:
+            right = measure() if measure else sampled_accuracy(weights.model, ACCURACY_PROBLEMS, *key)
+            report(step, loss.item(), right)
+            if right >= accuracy:
+                break
+    weights.forget_moments()
+    return step
+
+
+def sampled_accuracy(model: PreTrainedModel, problems: int, *key: object) -> float:
+    """The share of right answers to problems that are the same in every call with this ``key``: the mean reward."""
+    rng, generator = seeded(*key, "accuracy")
+    drawn = task.draw_problems(rng, problems)
+    answers, _ = sample(model, task.prompt_tokens(drawn), generator)
+    return float(task.rewards(drawn, answers).mean())

@@ -94,6 +94,7 @@ class MasterWeights:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
         self._weights = list(model.parameters())
         self._masters = [Parameter(weight.detach().float()) for weight in self._weights]
         self.forget_moments()
@@ -113,9 +114,13 @@ class MasterWeights:
         self._cast()
         return float(norm)
 
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """FP32, in the order of the model's parameters."""
+        return [master.detach() for master in self._masters]
+
     def state(self) -> dict[str, Any]:
-        masters = [master.detach() for master in self._masters]
-        return {"masters": masters, "optimizer": self._optimizer.state_dict()}
+        return {"masters": self.masters, "optimizer": self._optimizer.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
         with torch.no_grad():

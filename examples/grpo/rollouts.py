@@ -1,18 +1,21 @@
-"""What a worker sends to the trainer, and when the trainer refuses it."""
+"""What a worker sends to a trainer, by way of the store, and when the trainer refuses it.
+
+Each trainer has an inbox, a folder in the store, and what lies there waits. A trainer deletes what it trained on when
+the step or round is over, and what it refuses at once. Either way a place gets free that the workers fill: the listing
+of the folder is all that the two sides know of each other.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 
 import torch
 from safetensors.torch import load, save
 
 from pulse_rl import Store
-
-from .settings import STREAM
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,10 @@ class Origin:
     """
 
     worker: str
-    stream: str
     version: int
     root: str
-    sync_ms: float
-    pause_ms: float
+    sync_ms: float = 0.0
+    pause_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Rollouts:
 
     def to_bytes(self) -> bytes:
         """An ordinary safetensors file with the origin in its metadata."""
-        tensors = {"tokens": self.tokens, "log_probs": self.log_probs, "rewards": self.rewards}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return save(tensors, metadata={"origin": json.dumps(asdict(self.origin))})
 
     @classmethod
@@ -55,25 +57,23 @@ class Rollouts:
         return cls(Origin(**json.loads(header["__metadata__"]["origin"])), **load(data))
 
 
-def folder_of(worker: str) -> str:
-    return f"rollouts/{worker}"
+def folder_of(trainer: str) -> str:
+    return f"rollouts/{trainer}"
 
 
-def send(store: Store, sequence: int, rollouts: Rollouts) -> str:
-    """Stores a batch under its number and digest, and returns the name."""
-    data = rollouts.to_bytes()
-    name = f"{folder_of(rollouts.origin.worker)}/{sequence:08d}-{sha256(data).hexdigest()[:16]}"
-    store.put(name, data)
-    return name
+def put(store: Store, trainer: str, number: int, rollouts: Rollouts) -> None:
+    """Stores a worker's batch ``number`` of its version. Names sort by age."""
+    origin = rollouts.origin
+    store.put(f"{folder_of(trainer)}/{origin.version:08d}-{number:06d}-{origin.worker}", rollouts.to_bytes())
 
 
-def sequence_of(name: str) -> int:
+def waiting(store: Store, trainer: str, worker: str) -> int:
+    """The batches of a worker that a trainer has not done with."""
+    return sum(info.name.endswith(f"-{worker}") for info in store.list(folder_of(trainer)))
+
+
+def version_of(name: str) -> int:
     return int(name.rpartition("/")[2].partition("-")[0])
-
-
-def reports_of(worker: str) -> str:
-    """The folder of a worker's final reports."""
-    return f"reports/{worker}"
 
 
 def refusal(origin: Origin, *, roots: Mapping[int, str], newest: int, max_lag: int) -> str | None:
@@ -81,10 +81,55 @@ def refusal(origin: Origin, *, roots: Mapping[int, str], newest: int, max_lag: i
 
     ``roots`` are those of the versions that this trainer published and can vouch for.
     """
-    if origin.stream != STREAM or origin.version not in roots:
+    if origin.version not in roots:
         return "unknown version"
     if origin.root != roots[origin.version]:
         return "wrong root"
     if newest - origin.version > max_lag:
         return "too old"
     return None
+
+
+class Inbox:
+    """The trainer's side. ``refused`` counts, by reason, what was refused since the last `finish`."""
+
+    def __init__(self, store: Store, trainer: str) -> None:
+        self.refused: Counter[str] = Counter()
+        self._store = store
+        self._folder = folder_of(trainer)
+        self._taken: list[str] = []
+
+    def take(self, *, roots: Mapping[int, str], newest: int, max_lag: int) -> Rollouts | None:
+        """The oldest batch that may be trained on, None while there is none."""
+        for info in self._store.list(self._folder):
+            if info.name in self._taken:
+                continue
+            batch = Rollouts.from_bytes(self._store.get(info.name))
+            reason = refusal(batch.origin, roots=roots, newest=newest, max_lag=max_lag)
+            if reason is None:
+                self._taken.append(info.name)
+                return batch
+            self.refused[reason] += 1
+            self._store.delete(info.name)
+        return None
+
+    def finish(self) -> None:
+        """Makes room. A trainer that dies before this finds what it has taken again."""
+        for name in self._taken:
+            self._store.delete(name)
+        self._taken.clear()
+        self.refused.clear()
+
+
+# -- the last word of each worker
+
+
+def put_report(store: Store, worker: str, version: int, root: str) -> None:
+    """Says what is live in a worker at the end."""
+    report = {"worker": worker, "version": version, "root": root}
+    store.put(f"reports/{worker}/{version:012d}.json", json.dumps(report).encode())
+
+
+def reported_root(store: Store, worker: str, version: int) -> str:
+    """Raises NotFound before the worker has said it."""
+    return str(json.loads(store.get(f"reports/{worker}/{version:012d}.json"))["root"])

@@ -1,37 +1,31 @@
-"""What can be set, and what lies where in a run's folder."""
+"""What can be set in a run of this example."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from .processes import SavedSettings
-
-STREAM = "policy"
-"""The name of the policy's stream in the store."""
+from .run import SavedSettings, option
 
 
 @dataclass(frozen=True)
 class Settings(SavedSettings):
     """The options of a run, kept in its folder so that each role can be started by hand and a run be resumed."""
 
-    lr: float = 1e-5
-    steps: int = 300
-    sft_steps: int = 250
-    sft_accuracy: float = 0.35
-    workers: int = 2
-    prompts: int = 16
-    group: int = 8
-    max_lag: int = 4
-    checkpoint_every: int = 10
-    patience: float = 180.0
-    seed: int = 0
-    engine: str = "torch"
+    lr: float = option(1e-5, "learning rate of the RL phase")
+    steps: int = option(300, "RL steps")
+    sft_steps: int = option(250, "supervised warm-up steps, at most")
+    sft_accuracy: float = option(0.35, "the warm-up ends earlier once this share of sampled answers is right")
+    workers: int = option(2, "rollout-worker processes; a step takes as many batches")
+    prompts: int = option(16, "problems in a batch of rollouts")
+    group: int = option(8, "answers per problem")
+    max_lag: int = option(4, "the trainer refuses rollouts that are more versions behind than this")
+    checkpoint_every: int = option(10, "steps between two checkpoints of the trainer")
+    patience: float = option(180.0, "seconds after which a process gives up on its peers")
+    seed: int = option(0, "seed of everything random")
+    engine: str = option("torch", "what generates: torch, or vllm, a server for each worker")
 
     def __post_init__(self) -> None:
-        for name in ("lr", "steps", "sft_steps", "workers", "prompts", "checkpoint_every", "patience"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive")
+        self.require_positive("max_lag", "seed", "engine", "sft_accuracy")
         if self.engine not in ("torch", "vllm"):
             raise ValueError("engine must be torch or vllm")
         if self.group < 2 or self.max_lag < 0:
@@ -49,46 +43,3 @@ class Settings(SavedSettings):
     @property
     def roles(self) -> list[str]:
         return ["trainer", *self.server_names, *self.worker_names]
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """The places in a run's folder. Trainer and workers share the store alone; the rest has one owner each."""
-
-    root: Path
-
-    @property
-    def settings(self) -> Path:
-        return self.root / "settings.json"
-
-    @property
-    def store_address(self) -> str:
-        return (self.root / "store").absolute().as_uri()
-
-    @property
-    def checkpoint(self) -> Path:
-        """The trainer's own: masters, optimizer state and where it was."""
-        return self.root / "trainer.checkpoint"
-
-    def engine_checkpoint(self, server: str) -> Path:
-        """What a vLLM server starts from."""
-        return self.root / server
-
-    @property
-    def journal(self) -> Path:
-        """One JSON object per line that the trainer reports and the orchestrator shows."""
-        return self.root / "trainer.jsonl"
-
-    def events(self, role: str) -> Path:
-        """The library's events in one process, for ``pulse report``."""
-        return self.root / f"events-{role}.jsonl"
-
-    @property
-    def plot(self) -> Path:
-        return self.root / "reward-and-density.png"
-
-    def log(self, role: str) -> Path:
-        return self.root / f"{role}.log"
-
-    def lock(self, role: str) -> Path:
-        return self.root / f"{role}.lock"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -19,28 +18,24 @@ import pulse_rl
 from pulse_rl.integrations.torch import apply_
 
 from . import policy, task
-from .processes import Alarm, wait_for
-from .settings import STREAM, RunFolder, Settings
-
-CACHE_GB = "1"
+from .run import STREAM, Alarm, RunFolder, run_role, wait_for
+from .settings import Settings
 
 
-def serve(settings: Settings, folder: RunFolder, name: str, port: int, parent: int | None) -> NoReturn:
+def serve(settings: Settings, folder: RunFolder, alarm: Alarm, name: str, port: str) -> None:
     """Waits for the first version, then becomes the server."""
-    model = folder.engine_checkpoint(name)
+    model = folder.root / name
     if not (model / "config.json").exists():
-        save_first_version(settings, folder, model, Alarm(settings.patience, parent))
-    environment = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": CACHE_GB,
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+        save_first_version(settings, folder, model, alarm)
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
+    environment["VLLM_SERVER_DEV_MODE"] = "1"
+    del environment["OMP_NUM_THREADS"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", port]
     command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--max-model-len", "32", "--enforce-eager"]
     command += ["--disable-uvicorn-access-log"]
     command += ["--max-num-seqs", str(settings.prompts * settings.group)]
     command += ["--weight-transfer-config", '{"backend": "pulse"}']
-    os.execve(sys.executable, command, {**environment, **os.environ})
+    os.execve(sys.executable, command, environment)
 
 
 def save_first_version(settings: Settings, folder: RunFolder, path: Path, alarm: Alarm) -> None:
@@ -52,3 +47,7 @@ def save_first_version(settings: Settings, folder: RunFolder, path: Path, alarm:
     characters = WordLevel({character: token for token, character in enumerate(task.ALPHABET)}, unk_token=" ")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(characters)).save_pretrained(path)
     model.save_pretrained(path)
+
+
+if __name__ == "__main__":
+    sys.exit(run_role(serve, Settings, "name", "port"))

@@ -1,91 +1,124 @@
-"""A rollout worker: follows the stream, generates with the live model, sends what it made.
+"""A rollout worker: follows the stream, generates with the live model, keeps the trainers' inboxes filled.
 
-It keeps nothing on disk. A worker that was killed restores a verified state from the store and goes on behind the last
-batch that it stored.
+It keeps nothing on disk. A worker that was killed restores a verified state from the store and goes on.
 """
 
 from __future__ import annotations
 
-import json
+import sys
 import time
+from collections.abc import Mapping
 
 import torch
 
 import pulse_rl
-from pulse_rl.events import Applied
 from pulse_rl.integrations.torch import apply_
 from pulse_rl.metrics import JsonLines
 
 from . import policy, task
-from .processes import POLL_SECONDS, Alarm
-from .rollouts import Origin, Rollouts, folder_of, reports_of, send, sequence_of
-from .settings import STREAM, RunFolder, Settings
+from .rollouts import Origin, Rollouts, put, put_report, waiting
+from .run import POLL_SECONDS, STREAM, Alarm, RunFolder, run_role
+from .settings import Settings
 
 AHEAD = 2
 """Batches that may wait for the trainer before the worker pauses; more would only be older when they are used."""
 
 
 class Worker:
-    def __init__(self, settings: Settings, folder: RunFolder, name: str, parent: int | None = None) -> None:
-        self.settings = settings
-        self.name = name
-        self.alarm = Alarm(settings.patience, parent)
-        self.store = pulse_rl.open_store(folder.store_address)
+    """``inboxes``: by trainer, how many of this worker's batches may wait there. ``seed`` is that of all that it draws,
+    of ``prompts`` problems a batch, each answered ``group`` times."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        name: str,
+        alarm: Alarm,
+        *,
+        inboxes: Mapping[str, int],
+        seed: int,
+        prompts: int,
+        group: int,
+    ) -> None:
+        self.name, self.alarm, self.inboxes = name, alarm, inboxes
+        self.seed, self.prompts, self.group = seed, prompts, group
+        self.address = folder.store_address
+        self.store = pulse_rl.open_store(self.address)
         self.events = JsonLines(folder.events(name))
-        self.subscriber = pulse_rl.Subscriber(self.store, stream=STREAM, threads=1, on_event=self.events)
-        self.model = policy.build_model(settings.seed + 1)
-        self.origin = Origin(worker=name, stream=STREAM, version=-1, root="", sync_ms=0.0, pause_ms=0.0)
-        self.sequence = 1 + max((sequence_of(i.name) for i in self.store.list(folder_of(name))), default=-1)
-        self.taken = -1
+        self.origin: Origin | None = None
+        self.ended = False
         self.made = 0
 
     def run(self) -> None:
-        """Follows and generates until the version of the last step is live and reported."""
-        step = -1
-        while step < self.settings.steps:
-            update = self.subscriber.sync()
-            if update is not None:
-                self._go_live(update)
-                step = int(update.metadata["step"])
-                self.taken = sequence_of(str(update.metadata[self.name])) if self.name in update.metadata else -1
-            elif self._may_generate():
-                self._generate()
-            else:
-                self.alarm.check("a new version from the trainer")
+        """Follows and generates until the last version of the run is live and reported."""
+        while not self.ended:
+            if self.follow():
+                self.made = 0
+                self.alarm.reset()
+            elif self.origin is None or not self.fill_a_place(self.origin):
+                self.alarm.check("new weights from the trainer")
                 time.sleep(POLL_SECONDS)
-        self._report()
+        assert self.origin is not None
+        put_report(self.store, self.name, self.origin.version, self.live_root())
 
-    def _go_live(self, update: pulse_rl.Update) -> None:
+    def fill_a_place(self, origin: Origin) -> bool:
+        """Generates one batch for the trainer that has the fewest; returns whether there was a place for one."""
+        filled = {trainer: waiting(self.store, trainer, self.name) for trainer in self.inboxes}
+        trainer = min(filled, key=lambda one: filled[one])
+        if filled[trainer] >= self.inboxes[trainer]:
+            return False
+        rng, generator = policy.seeded(self.seed, self.name, origin.version, self.made)
+        problems = [problem for problem in task.draw_problems(rng, self.prompts) for _ in range(self.group)]
+        answers, log_probs = self.answer(problems, generator)
+        tokens = torch.cat([task.prompt_tokens(problems), answers], dim=1).to(torch.uint8)
+        put(self.store, trainer, self.made, Rollouts(origin, tokens, log_probs, task.rewards(problems, answers)))
+        self.made += 1
+        return True
+
+    def follow(self) -> bool:
+        """Moves the live model to the newest version; whether there was a newer one."""
+        raise NotImplementedError
+
+    def answer(self, problems: list[task.Problem], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Answers of the live model, and their log-probabilities, as `policy.sample` returns them."""
+        raise NotImplementedError
+
+    def live_root(self) -> str:
+        """The root of what is live, once more from its tensors."""
+        raise NotImplementedError
+
+
+class TorchWorker(Worker):
+    """The live model is in this process."""
+
+    def __init__(self, folder: RunFolder, name: str, alarm: Alarm, **settings: object) -> None:
+        super().__init__(folder, name, alarm, **settings)  # type: ignore[arg-type]
+        self.subscriber = pulse_rl.Subscriber(self.store, stream=STREAM, threads=1, on_event=self.events)
+        self.model = policy.build_model(self.seed + 1)
+
+    def follow(self) -> bool:
         """Scatters a verified update into the live model, then takes the root of what is now live."""
+        update = self.subscriber.sync()
+        if update is None:
+            return False
         started = time.perf_counter()
         apply_(self.model, update)
         pause = time.perf_counter() - started
-        self.events(Applied(STREAM, update.version, pause))
-        root = pulse_rl.state_root(self.model.state_dict())
-        self.origin = Origin(self.name, STREAM, update.version, root, update.seconds * 1e3, pause * 1e3)
-        self.made = 0
-        self.alarm.reset()
+        self.origin = Origin(self.name, update.version, self.live_root(), update.seconds * 1e3, pause * 1e3)
+        self.ended = bool(update.metadata["last"])
+        return True
 
-    def _may_generate(self) -> bool:
-        """One batch per version always, so that a trainer never starves; more while it is not behind."""
-        if self.origin.version < 0:
-            return False
-        return self.made == 0 or self.sequence - self.taken - 1 < AHEAD
+    def answer(self, problems: list[task.Problem], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return policy.sample(self.model, task.prompt_tokens(problems), generator)
 
-    def _generate(self) -> None:
-        rng, generator = policy.seeded(self.settings.seed, self.name, self.sequence)
-        group = self.settings.group
-        problems = [problem for problem in task.draw_problems(rng, self.settings.prompts) for _ in range(group)]
-        prompts = task.prompt_tokens(problems)
-        answers, log_probs = policy.sample(self.model, prompts, generator)
-        tokens = torch.cat([prompts, answers], dim=1).to(torch.uint8)
-        batch = Rollouts(self.origin, tokens, log_probs, task.rewards(problems, answers))
-        send(self.store, self.sequence, batch)
-        self.sequence += 1
-        self.made += 1
+    def live_root(self) -> str:
+        return pulse_rl.state_root(self.model.state_dict())
 
-    def _report(self) -> None:
-        """Says what is live at the end: the root of the model's own state, once more from its tensors."""
-        version = self.origin.version
-        report = {"worker": self.name, "version": version, "root": pulse_rl.state_root(self.model.state_dict())}
-        self.store.put(f"{reports_of(self.name)}/{version:012d}.json", json.dumps(report).encode())
+
+def work(settings: Settings, folder: RunFolder, alarm: Alarm, name: str) -> None:
+    torch.set_num_threads(1)  # three processes share the machine's cores
+    sizes = {"seed": settings.seed, "prompts": settings.prompts, "group": settings.group}
+    TorchWorker(folder, name, alarm, inboxes={"trainer": AHEAD}, **sizes).run()
+
+
+if __name__ == "__main__":
+    sys.exit(run_role(work, Settings, "name"))

@@ -9,11 +9,9 @@ What PULSELoCo changes in a training loop is one line, ``with PulseLoCo(...)``, 
 is killed (``--kill trainer-2@5``) does no harm: ``torchrun`` starts the trainers again, each takes up its own
 checkpoint, and the meeting at the start of ``with`` finds the latest round that they have in common.
 
-Read the files in this order; task, policy, losses and rollouts are those of `examples.grpo`:
+Read the files in this order; task, policy, losses, rollouts, workers and processes are those of `examples.grpo`:
 
-- `settings`: what can be set, and what lies where in a run's folder
-- `warm_up`: the supervised phase before reinforcement learning
-- `inbox`: how rollouts get from a worker to a trainer through the store
+- `settings`: what can be set
 - `trainer`, `worker`: the two programs
-- `__main__`, `table`: starting the processes, and showing what they do
+- `__main__`: starting the processes, and showing what they do
 """

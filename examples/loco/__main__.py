@@ -2,159 +2,156 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import signal
-import subprocess
+import re
 import sys
 import time
-from dataclasses import fields, replace
-from pathlib import Path
+from collections import Counter
+from statistics import mean, median
 
 import pulse_rl
 
-from ..grpo.processes import JournalReader, PeerVanished, sole_holder, stop, tail
-from ..grpo.rollouts import reports_of
-from ..grpo.settings import STREAM
-from .settings import RunFolder, Settings
-from .table import JournalEvent, Table
+from ..grpo.rollouts import reported_root
+from ..grpo.run import Columns, Event, Orchestrator, RunFailed, RunFolder, compare, newcomer_root, note, orchestrate
+from .settings import Settings
 
-POLL_SECONDS = 0.2
-STOP_SECONDS = 40.0
-"""Longer than the 30 s that ``torchrun`` gives its processes to end."""
-
-HELP = {
-    "lr": "learning rate of the inner steps",
-    "rounds": "outer rounds",
-    "sync_every": "inner steps in a round (H)",
-    "trainers": "trainer processes",
-    "workers": "rollout-worker processes",
-    "prompts": "problems in a batch of rollouts; an inner step takes one batch",
-    "group": "answers per problem",
-    "max_lag": "trainers refuse rollouts that are more rounds behind than this",
-    "sft_steps": "supervised warm-up steps, at most",
-    "sft_accuracy": "the warm-up ends earlier once this share of sampled answers is right",
-    "patience": "seconds after which a process gives up on its peers",
-    "seed": "seed of everything random",
-}
+LEGEND = """
+density of one trainer's gate and its payload, a mean; how many times less that is than a payload of DiLoCo and of DDP;
+patch to the workers, and against a full sync; rounds that rollouts lag behind; time of the outer round; theta's root"""
 
 
-class RunFailed(RuntimeError):
-    """A process of the run failed, or the weights differ at the end."""
+class Run(Orchestrator):
+    """``kill``: RANK@ROUND of a trainer that is killed in mid-round, or nothing."""
 
+    def __init__(self, settings: Settings, folder: RunFolder, kill: str) -> None:
+        super().__init__(folder)
+        self.settings, self.kill_at = settings, kill
+        self.results: dict[str, Event] = {}
+        self.rounds: list[dict[str, float]] = []
+        self.reward = 0.0
+        self.again = 0
+        self._reported: dict[int, dict[str, Event]] = {}
+        self._columns = Columns(
+            round=5, steps=5, reward=6, density=7, payload_kB=10, vs_DiLoCo=9, vs_DDP=6, patch_kB=8, vs_full=7, lag=3,
+            outer_ms=8, theta=12, same_on=7,
+        )  # fmt: skip
 
-def main() -> int:
-    arguments = parse()
-    folder = RunFolder((arguments.run or Path("runs") / time.strftime("loco-%Y%m%d-%H%M%S")).absolute())
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with sole_holder(folder.lock("run")):
-            run(chosen_settings(arguments, folder), folder, arguments.kill)
-    except (RunFailed, PeerVanished, ValueError) as error:
-        print(f"\nFAILED: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\nstopped; resume with: python -m examples.loco --run {folder.root}", file=sys.stderr)
-        return 130
-    return 0
+    def run(self) -> None:
+        """The whole run. Raises RunFailed."""
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        launcher += ["--nproc-per-node", str(self.settings.trainers), "--max-restarts", "3"]
+        for name in self.settings.trainer_names:
+            self.follow(name)
+        with self:
+            self.start("trainers", "examples.loco.trainer", "--kill", self.kill_at, launcher=launcher)
+            for name in self.settings.worker_names:
+                self.start(name, "examples.loco.worker", "--name", name)
+            while self.running():
+                pass
+        self._summarise()
+        print(f"  report     pulse report {self.folder.root} -o report.html\n")
+        compare_weights(self.settings, self.folder, self.results)
 
+    def see(self, role: str, event: Event) -> None:
+        match event["event"]:
+            case "warm-up":
+                accuracy = f"accuracy {event['accuracy']:.2f} (RL starts at {self.settings.sft_accuracy:.2f})"
+                print(f"warm-up step {event['step']}: loss {event['loss']:.3f}, {accuracy}", flush=True)
+            case "met" if role == "trainer-0":
+                self.reward = self.reward or event["reward"]
+                self.again = event["restarts"]
+                restart = f" again (restart {self.again})" if self.again else ""
+                note(f"the trainers have met{restart}: round {event['round']}, reward {event['reward']:.3f}")
+            case "round":
+                trainers = self._reported.setdefault(event["round"], {})
+                trainers[role] = event
+                if len(trainers) == self.settings.trainers:
+                    self._show([trainers[name] for name in self.settings.trainer_names])
+            case "result":
+                self.results[role] = event
 
-def run(settings: Settings, folder: RunFolder, kill: str | None) -> None:
-    """The whole run. Raises RunFailed; leaves no process behind in any case."""
-    started = time.monotonic()
-    settings.save(folder.settings)
-    print(f"run folder: {folder.root}")
-    table = Table(settings)
-    journals = [JournalReader(folder.journal_of(rank)) for rank in range(settings.trainers)]
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-    try:
-        processes["trainers"] = start(
-            "trainers", trainers_command(settings), folder, *(["--kill", kill] if kill else [])
+    def _show(self, events: list[Event]) -> None:
+        """One round, when all trainers have reported it. Bytes are means over the trainers: ``payload`` is a trainer's
+        message, ``sent`` all that left it."""
+        if not self.rounds:
+            print(LEGEND)
+        for reason, count in sum((Counter(event["refused"]) for event in events), Counter()).items():
+            note(f"{count} batches of rollouts were refused: {reason}")
+        first = events[0]
+        row = {key: mean(e[key] for e in events) for key in ("reward", "density", "payload_bytes", "sent_bytes")}
+        row |= {key: first[key] for key in ("patch_bytes", "dense_bytes")}
+        row["dense"] = 4 * first["parameters"]
+        row["lag"] = max(event["lag"] for event in events)
+        row["outer_ms"] = 1e3 * min(sum(event["seconds"].values()) for event in events)
+        self.rounds.append(row)
+        same = sum(event["root"] == first["root"] for event in events)
+        self._columns.row(
+            f"{first['round']}",
+            f"{first['round'] * self.settings.sync_every}",
+            f"{row['reward']:.3f}",
+            f"{row['density']:.2%}",
+            f"{row['payload_bytes'] / 1e3:.1f}",
+            f"{row['dense'] / row['payload_bytes']:.1f}",
+            f"{row['dense'] * self.settings.sync_every / row['payload_bytes']:.0f}",
+            f"{row['patch_bytes'] / 1e3:.1f}",
+            f"{row['dense_bytes'] / row['patch_bytes']:.1f}",
+            f"{row['lag']}",
+            f"{row['outer_ms']:.0f}",
+            first["root"][:12],
+            f"{same} of {len(events)}",
         )
-        for name in settings.worker_names:
-            processes[name] = start(name, [sys.executable, "-m", "examples.loco.worker"], folder, "--name", name)
-        running = True
-        while running:
-            time.sleep(POLL_SECONDS)
-            running = any(process.poll() is None for process in processes.values())
-            for rank, journal in enumerate(journals):
-                for event in journal.read():
-                    table.show(rank, event)
-            for name, process in processes.items():
-                if process.poll():
-                    raise RunFailed(
-                        f"{name} ended with status {process.returncode}; see {folder.log(name)}:\n"
-                        + tail(folder.log(name))
-                    )
-    finally:
-        stop(list(processes.values()))
-    table.summarise(time.monotonic() - started)
-    print(f"  report     pulse report {folder.root} -o report.html")
-    compare_roots(settings, folder, table.results)
+
+    def _summarise(self) -> None:
+        """The totals of the rounds that were shown: one trainer's messages, and what left its process."""
+        rows, settings = self.rounds, self.settings
+        if not rows or "trainer-0" not in self.results:
+            return
+        payload, sent, dense, patch, full = (
+            sum(row[key] for row in rows)
+            for key in ("payload_bytes", "sent_bytes", "dense", "patch_bytes", "dense_bytes")
+        )
+        ring = 2 * (settings.trainers - 1) / settings.trainers * dense  # what an all-reduce sends
+        steps = f"{len(rows)} rounds of {settings.sync_every} inner steps at learning rate {settings.lr:g}"
+        print(f"\n{steps}, {time.monotonic() - self.started:.0f} s, restarts: {self.again}")
+        print(f"  reward     {self.reward:.3f} -> {self.results['trainer-0']['reward']:.3f} on the same problems")
+        print(f"  rollouts   at most {max(row['lag'] for row in rows)} rounds behind theta")
+        print(f"  density    {mean(row['density'] for row in rows):.2%} of the entries passed a trainer's gate")
+        print(f"  outer      {median(row['outer_ms'] for row in rows):.0f} ms a round of the trainer that came last")
+        print(f"  payload    {payload / 1e6:.1f} MB of one trainer, counted; DiLoCo's {dense / 1e6:.1f} MB, ", end="")
+        print(f"{dense / payload:.1f} times more, DDP's {settings.sync_every * dense / payload:.0f} times")
+        print(
+            f"  link       {sent / 1e6:.1f} MB left its process; in a ring DiLoCo's {ring / sent:.1f} times, ", end=""
+        )
+        print(f"DDP's {settings.sync_every * ring / sent:.0f} times as much")
+        less = f"{full / patch:.1f} times less"
+        print(f"  PULSESync  {patch / 1e6:.1f} MB to a worker instead of {full / 1e6:.1f} MB, {less}")
 
 
-def trainers_command(settings: Settings) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(settings.trainers), "--max-restarts", "3", "-m", "examples.loco.trainer"]
-    return command
-
-
-def start(name: str, command: list[str], folder: RunFolder, *options: str) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        # Without it, trainers that torchrun starts again may find the addresses of those that are gone.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    command = [*command, str(folder.root), "--parent", str(os.getpid()), *options]
-    with folder.log(name).open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
-
-
-def compare_roots(settings: Settings, folder: RunFolder, results: dict[int, JournalEvent]) -> None:
+def compare_weights(settings: Settings, folder: RunFolder, results: dict[str, Event]) -> None:
     """Compares the roots of all live models and of a newcomer; raises RunFailed where two differ."""
     if len(results) < settings.trainers:
         raise RunFailed(f"only {len(results)} of {settings.trainers} trainers reported a result")
     store = pulse_rl.open_store(folder.store_address)
-    newcomer = pulse_rl.Subscriber(store, stream=STREAM, threads=1)
-    newcomer.sync()
-    roots = {f"trainer-{rank}": result["root"] for rank, result in sorted(results.items())}
-    for name in settings.worker_names:
-        roots[name] = json.loads(store.get(f"{reports_of(name)}/{settings.rounds:012d}.json"))["root"]
-    roots["newcomer"] = pulse_rl.state_root(newcomer.state)
-
-    thetas = {result["theta"] for result in results.values()}
-    print(f"\n  theta      {results[0]['theta']}  FP32, after round {settings.rounds}, on {len(results)} trainers")
-    for name, root in roots.items():
-        print(f"  {name:<10} {root}  {'bit-identical' if root == roots['trainer-0'] else 'DIFFERENT'}")
+    first = results["trainer-0"]
+    print(f"  theta      {first['theta']}  FP32, after round {settings.rounds}, on {len(results)} trainers")
+    roots = {name: results[name]["root"] for name in settings.trainer_names}
+    roots |= {name: reported_root(store, name, settings.rounds) for name in settings.worker_names}
+    compare(first["root"], roots | {"newcomer": newcomer_root(store)})
     print("  (trainers: their live FP32 models rounded to BF16; workers: their live models; newcomer: from the store)")
-    if len(thetas) > 1 or len(set(roots.values())) > 1:
+    if len({result["theta"] for result in results.values()}) > 1:
         raise RunFailed("the weights differ")
     print(f"\nall {settings.trainers} trainers hold the same theta, and every worker its BF16 values, bit for bit")
 
 
-def chosen_settings(arguments: argparse.Namespace, folder: RunFolder) -> Settings:
-    """The flags that were given, over those that an existing run was started with, over the defaults."""
-    settings = Settings.load(folder.settings) if folder.settings.exists() else Settings()
-    given = {name: getattr(arguments, name) for name in HELP if getattr(arguments, name) is not None}
-    return replace(settings, **given)
+def run(settings: Settings, folder: RunFolder, kill: str | None) -> None:
+    found = re.fullmatch(r"trainer-(\d+@\d+)", kill or "")
+    if kill and found is None:
+        raise ValueError(f"--kill {kill}: expected for instance trainer-2@5")
+    Run(settings, folder, found[1] if found else "").run()
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.loco", description=__doc__)
-    parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder; an existing run is resumed")
-    parser.add_argument(
-        "--kill", metavar="trainer-RANK@ROUND", help="SIGKILL a trainer in the middle of a round: --kill trainer-2@5"
-    )
-    for setting in fields(Settings):
-        parser.add_argument(
-            "--" + setting.name.replace("_", "-"),
-            type=type(setting.default),
-            help=f"{HELP[setting.name]} (default {setting.default})",
-        )
-    return parser.parse_args()
+def main() -> int:
+    text = "SIGKILL a trainer in the middle of a round: --kill trainer-2@5"
+    return orchestrate("loco", __doc__, Settings, run, kill={"metavar": "trainer-RANK@ROUND", "help": text})
 
 
 if __name__ == "__main__":

@@ -5,13 +5,10 @@ What makes it one of several is the ``with`` in `Trainer.run`: the loop inside i
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import signal
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,13 +19,10 @@ from pulse_rl.loco import Exchange, PulseLoCo, Round
 from pulse_rl.metrics import JsonLines
 
 from ..grpo import policy
-from ..grpo.grpo import group_advantages, grpo_loss
-from ..grpo.processes import GAVE_UP, Alarm, Journal, PeerVanished, wait_for
-from ..grpo.rollouts import Rollouts
-from ..grpo.settings import STREAM
-from .inbox import Inbox
-from .settings import RunFolder, Settings
-from .warm_up import accuracy, warm_up
+from ..grpo.grpo import group_advantages, grpo_loss, sampled_accuracy, warm_up
+from ..grpo.rollouts import Inbox, Rollouts
+from ..grpo.run import STREAM, Alarm, Journal, RunFolder, run_role, wait_for
+from .settings import Settings
 
 EVALUATED = 2048
 """Problems that tell the reward before the first round and after the last one."""
@@ -39,10 +33,11 @@ class Trainer:
         self.settings = settings
         self.alarm = alarm
         self.rank = dist.get_rank()
-        self.checkpoint = folder.checkpoint_of(self.rank)
-        self.journal = Journal(folder.journal_of(self.rank))
+        name = settings.trainer_names[self.rank]
+        self.checkpoint = folder.checkpoint(name)
+        self.journal = Journal(folder.journal(name))
         store = pulse_rl.open_store(folder.store_address)
-        self.inbox = Inbox(store, self.rank)
+        self.inbox = Inbox(store, name)
         self.publisher: pulse_rl.Publisher | None = None
         if self.rank == 0:
             events = JsonLines(folder.events("trainer"))
@@ -59,7 +54,7 @@ class Trainer:
         settings = self.settings
         saved = torch.load(self.checkpoint, weights_only=True) if self.checkpoint.exists() else None
         if saved is None and self.rank == 0:
-            warm_up(self.model, settings, self.journal)  # the others get its weights when they meet
+            self._warm_up()  # the others get its weights when they meet
         self.loco = PulseLoCo(
             self.model,
             self.optimizer,
@@ -82,6 +77,17 @@ class Trainer:
                 self.optimizer.step()  # every `sync_every`-th call ends with an outer round
                 self.optimizer.zero_grad()
         self._report()
+
+    def _warm_up(self) -> None:
+        def report(step: int, loss: float, accuracy: float) -> None:
+            self.journal.write("warm-up", step=step, loss=loss, accuracy=accuracy)
+
+        settings, weights = self.settings, policy.MasterWeights(self.served)
+        steps, accuracy = settings.sft_steps, settings.sft_accuracy
+        warm_up(weights, settings.seed, "warm-up", steps=steps, accuracy=accuracy, report=report)
+        with torch.no_grad():
+            for weight, master in zip(self.model.parameters(), weights.masters, strict=True):
+                weight.copy_(master)
 
     def kill_in(self, number: int) -> None:
         """Has this process killed in the middle of a round, to see the trainers resume."""
@@ -124,7 +130,7 @@ class Trainer:
         )
         self.rewards.clear()
         self.lags.clear()
-        self.inbox.finish_round()
+        self.inbox.finish()
 
     def _publish(self, facts: Mapping[str, float]) -> Published | None:
         """Rank 0 publishes theta in BF16; every trainer notes its root, to know rollouts that were made with it."""
@@ -132,7 +138,8 @@ class Trainer:
         self.roots[version] = self._serve()
         if self.publisher is None:
             return None
-        published = self.publisher.publish(self.served.state_dict(), metadata=facts)
+        metadata = {**facts, "last": version == self.settings.rounds}
+        published = self.publisher.publish(self.served.state_dict(), metadata=metadata)
         assert (published.version, published.root) == (version, self.roots[version])
         return published
 
@@ -169,24 +176,7 @@ class Trainer:
         self.journal.write("result", round=self.loco.round, theta=theta, root=self._serve(), reward=self._reward())
 
     def _reward(self) -> float | None:
-        return accuracy(self.model, self.settings, EVALUATED) if self.rank == 0 else None
-
-
-class AncestorAlarm(Alarm):
-    """An alarm for processes that ``torchrun`` started: they must end with the process that started ``torchrun``."""
-
-    def __init__(self, patience: float, ancestor: int | None) -> None:
-        super().__init__(patience, None)
-        self._ancestor = ancestor
-
-    def check_parent(self) -> None:
-        """Exits with status 0, which ``torchrun`` takes for an end and not for a reason to start anew."""
-        try:
-            if self._ancestor is not None:
-                os.kill(self._ancestor, 0)
-        except ProcessLookupError:
-            print("the process that started the run is gone", file=sys.stderr)
-            raise SystemExit(0) from None
+        return sampled_accuracy(self.model, EVALUATED, self.settings.seed) if self.rank == 0 else None
 
 
 def restarts() -> int:
@@ -194,36 +184,19 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def parse_kill(text: str) -> tuple[int, int]:
-    """Rank and round of ``trainer-RANK@ROUND``."""
-    found = re.fullmatch(r"trainer-(\d+)@(\d+)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected for instance trainer-2@5")
-    return int(found[1]), int(found[2])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="torchrun -m examples.loco.trainer", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="DIR", help="the run's folder, with settings.json")
-    parser.add_argument("--kill", type=parse_kill, metavar="trainer-RANK@ROUND")
-    parser.add_argument("--parent", type=int, help="the process without which this one must not go on")
-    arguments = parser.parse_args()
-    folder = RunFolder(arguments.run.absolute())
-    settings = Settings.load(folder.settings)
+def work(settings: Settings, folder: RunFolder, alarm: Alarm, kill: str) -> None:
+    """``kill``: RANK@ROUND, or nothing."""
     torch.set_num_threads(1)  # the trainers share the machine's cores
     dist.init_process_group("gloo")
     try:
-        trainer = Trainer(settings, folder, AncestorAlarm(settings.patience, arguments.parent))
-        if arguments.kill and arguments.kill[0] == trainer.rank and restarts() == 0:
-            trainer.kill_in(arguments.kill[1])
+        trainer = Trainer(settings, folder, alarm)
+        rank, _, number = kill.partition("@")
+        if rank == str(trainer.rank) and restarts() == 0:
+            trainer.kill_in(int(number))
         trainer.run()
-    except PeerVanished as error:
-        print(f"trainer {dist.get_rank()}: {error}", file=sys.stderr)
-        return GAVE_UP
     finally:
         dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_role(work, Settings, "kill"))

@@ -6,20 +6,16 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples.fleet import namespaces
-from examples.fleet.links import Direction, Uplink, link
-from examples.fleet.origin import Inbox
+from examples.fleet.links import Direction, cut, link, origin
 from examples.fleet.policies import advantages, verdict_rewards
-from examples.fleet.settings import RunFolder, Settings
+from examples.grpo.run import RunFolder
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay
 from pulse_rl.errors import StoreUnavailable
-from pulse_rl.store.server import FolderServer
 from pulse_rl.stream.manifest import Manifest
 from pulse_rl.stream.stream import Stream
 
@@ -33,8 +29,6 @@ def test_a_short_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every worker of both regions holds both policies, bit for bit" in done.stdout
-    links = [line for line in done.stdout.splitlines() if line.startswith("links: near 50 Mbit/s, far 10 Mbit/s, ")]
-    assert links[0].endswith(("between network namespaces", "wait as long as their bytes would take"))
     for policy in ("solver", "verifier"):
         assert re.search(
             rf"far, cut off at version \d+ of the {policy}, came back by \d folds and no full state", done.stdout
@@ -64,49 +58,25 @@ def test_a_link_is_shared_by_all_who_have_its_file(tmp_path: Path) -> None:
 
 def test_a_simulated_region_is_cut_off_and_back(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    publisher = Publisher(LocalStore(folder.origin), stream="solver", threads=1)
+    publisher = Publisher(origin(folder), stream="solver", threads=1)
     weights = torch.zeros(50_000, dtype=torch.bfloat16)
     publisher.publish({"w": weights})
-    origin = link(Settings(links="simulated"), folder, "far")
-    relay = Relay(origin, MemoryStore(), stream="solver", threads=1)
+    far = link(folder, "far")
+    relay = Relay(far, MemoryStore(), stream="solver", threads=1)
     copied = relay.sync()
     assert copied is not None
     assert copied.seconds >= 8 * copied.nbytes / 10e6
-    folder.cut("far").touch()
+    cut(folder, "far").touch()
     weights[3] = 1
     publisher.publish({"w": weights})
-    for call in (relay.sync, lambda: origin.put("batches-solver/1", b"batch")):
+    for call in (relay.sync, lambda: far.put("batches-solver/1", b"batch")):
         with pytest.raises(StoreUnavailable, match="cut off"):
             call()
-    folder.cut("far").unlink()
+    cut(folder, "far").unlink()
     relay.sync()
-    origin.put("batches-solver/1", b"batch")
+    far.put("batches-solver/1", b"batch")
     assert relay.version == 1
-    assert LocalStore(folder.origin).get("batches-solver/1") == b"batch"
-
-
-def test_what_a_region_puts_is_in_the_folder_that_it_reads(tmp_path: Path) -> None:
-    inbox = Inbox("127.0.0.1", 0, LocalStore(tmp_path))
-    threading.Thread(target=inbox.serve_forever, daemon=True).start()
-    with FolderServer(tmp_path) as server:
-        origin = Uplink(server.url, f"http://127.0.0.1:{inbox.server_port}")
-        origin.put("batches-solver/1", b"batch")
-        assert origin.get("batches-solver/1") == b"batch"
-        with pytest.raises(StoreUnavailable):
-            origin.put("batches-solver/2", bytes(2 << 20))
-        assert not (tmp_path / "batches-solver/2").exists()
-        inbox.shutdown()
-        inbox.server_close()
-        with pytest.raises(StoreUnavailable):
-            origin.put("batches-solver/3", b"batch")
-
-
-def test_without_namespaces_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else tool)
-    assert namespaces.enter("examples.fleet", []) == "tc not found"
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(namespaces.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1))
-    assert "does not let you" in namespaces.enter("examples.fleet", [])
+    assert origin(folder).get("batches-solver/1") == b"batch"
 
 
 def test_the_verifier_learns_from_its_verdicts_on_right_answers() -> None:
