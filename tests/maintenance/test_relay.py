@@ -281,7 +281,7 @@ def test_a_chain_of_relays(rng: Rng) -> None:
 
 
 def test_memory_is_bounded_by_pieces_not_by_payloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulse_rl.maintenance.payloads._CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr("pulse_rl.maintenance.relay._CHUNK_BYTES", 1 << 16)
     largest = 0
 
     class Pieces(LocalStore):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from hashlib import sha256
 from typing import NamedTuple
 
 from .._util.faults import hit
 from .._util.settings import checked_count, checked_number
-from .._util.threads import checked_threads
+from .._util.threads import checked_threads, ordered_map
 from .._util.weak import weak_callback
 from ..errors import (
     ChainGap,
@@ -19,6 +19,7 @@ from ..errors import (
     DigestMismatch,
     FormatError,
     InputError,
+    NotFound,
     PublisherConflict,
     PulseError,
     StoreError,
@@ -38,13 +39,12 @@ from ..sync.failover import check_recreated
 from ..sync.pause import LONGEST_POLL, Pause
 from ..sync.planner import BROKEN_LINK, Planner
 from .gc import gc_stream
-from .known import history_available, knows_history
-from .payloads import chunks_of, holds_whole
 
 _TRIES = 2
 _SEARCHED_ANCHORS = 16
 _MOST_GIVEN_UP = 2
 _ANOTHER_TARGET = "Give the relay a target, or a stream's name, to which nobody else writes versions."
+_CHUNK_BYTES = 8 << 20
 
 
 class _AnchorCopy(NamedTuple):
@@ -391,3 +391,49 @@ class Relay:
     def _tell(self, link: Link | str, error: PulseError) -> None:
         if self._listener:
             self._listener(FallbackUsed(self.source.name, str(link), str(error), error.kind))
+
+
+def history_available(link: Link, manifest: Manifest, *, before: bool) -> bool:
+    """Whether all that ``manifest`` remembers is known to who came to it along ``link``; ``before``: and knew all at
+    the link's base."""
+    if link.base is None or not manifest.remembers:
+        return True
+    return manifest.remembers == (link.version - link.base,) if link.is_fold else before
+
+
+def knows_history(stream: Stream, version: int) -> bool:
+    """The same of who came to ``version`` by what there is in ``stream``, which has all that leads there."""
+    links: list[Link] | None = None
+    with suppress(*UNREADABLE):
+        while (manifest := stream.manifest(version)).remembers:
+            links = stream.links() if links is None else links
+            folds = [link for link in links if link.is_fold and link.version == version]
+            if any(history_available(fold, manifest, before=False) for fold in folds):
+                return True
+            if manifest.patch is None:
+                return False
+            version = manifest.patch.base
+        return True
+    return False
+
+
+def chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Iterator[bytes]:
+    """The first ``nbytes`` of an object in order, read in several requests at a time, of at most 8 MiB each."""
+    starts = range(0, nbytes, _CHUNK_BYTES)
+    with closing(
+        ordered_map(lambda at: store.get(name, at, min(at + _CHUNK_BYTES, nbytes)), starts, threads)
+    ) as chunks:
+        yield from chunks
+
+
+def holds_whole(store: Store, name: str, payload: Payload, threads: int | None) -> bool:
+    """Whether the payload is in the store, whole: what a killed relay left, or somebody else's junk."""
+    try:
+        if store.head(name).nbytes != payload.bytes:
+            return False
+        running = sha256()
+        for chunk in chunks_of(store, name, payload.bytes, threads):
+            running.update(chunk)
+    except NotFound:
+        return False
+    return running.hexdigest() == payload.sha256

@@ -27,8 +27,8 @@ from ..torch import _TORCH
 
 Indices = npt.NDArray[np.int64]
 _OTHER_MODEL = (
-    "Is the stream that of this model? Compare `pulse digest --tensors` of both checkpoints. Of a model of transformers "
-    "the trainer publishes checkpoint_weights(model): its state_dict has fused experts and other names of tied tensors."
+    "Is the stream that of this model? Compare `pulse digest --tensors` of both checkpoints. Of a model of "
+    "transformers the trainer publishes checkpoint_weights(model): its state_dict has fused experts and more names."
 )
 _CAST = "Let the trainer publish what the engine computes in: publish(state, dtype='BF16')."
 _ALIASES = {"clone", "_to_copy", "contiguous"}
