@@ -137,7 +137,7 @@ def _tried_out(device: torch.device) -> Launch:
             _try_out(by_kernel, width, device)
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # no Triton, none for this device, no compiler, and what is yet to come
+    except Exception as error:  # no Triton, none for this device, no compiler, or a failure not known yet
         warnings.warn(
             f"updates are written tensor by tensor on {device}: {type(error).__name__}: {error}", stacklevel=5
         )

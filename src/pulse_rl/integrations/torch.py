@@ -186,7 +186,7 @@ def _names_hint(missing: str, tensors: Mapping[str, torch.Tensor]) -> str | None
 
 
 def _require_dense(name: str, tensor: object) -> None:
-    """Raises UnsupportedTensor for what is no dense tensor."""
+    """Raises UnsupportedTensor unless the tensor is dense."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedTensor(f"the model's {name!r} is a {type(tensor).__name__}, not a torch.Tensor", hint=_DENSE)
     if torch.nn.parameter.is_lazy(tensor):
@@ -214,7 +214,7 @@ def _require_memory(name: str, tensor: torch.Tensor) -> None:
     try:
         storage, end = tensor.untyped_storage(), (tensor.storage_offset() + last + 1) * tensor.element_size()
         held = storage.device.type != "meta" and storage.nbytes() >= end and storage.data_ptr() != 0
-    except (RuntimeError, NotImplementedError):  # a wrapper of other tensors, and what is yet to come
+    except (RuntimeError, NotImplementedError):  # a wrapper of other tensors, or a kind that is not known yet
         held = False
     if not held:
         raise UnsupportedTensor(

@@ -163,7 +163,7 @@ class PulseCallback(TrainerCallback):
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
         try:
-            self._finish(kwargs["model"], state, anew=args.load_best_model_at_end)
+            self._finish(kwargs["model"], state, again=args.load_best_model_at_end)
         except Exception as error:
             self._error = error
         if self._error:
@@ -175,8 +175,8 @@ class PulseCallback(TrainerCallback):
                 getattr(self._error, "hint", ""),
             )
 
-    def _finish(self, model: nn.Module, state: TrainerState, *, anew: bool) -> None:
-        """Publishes the last weights, ``anew`` even if their step is published, and closes."""
+    def _finish(self, model: nn.Module, state: TrainerState, *, again: bool) -> None:
+        """Publishes the last weights, ``again`` even if their step is published, and closes."""
         first = state.is_world_process_zero
         try:
             # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
@@ -184,7 +184,7 @@ class PulseCallback(TrainerCallback):
             if first:
                 self._publisher.wait()
                 self._raise_fatal()
-                if anew or self._committed_step != state.global_step:
+                if again or self._committed_step != state.global_step:
                     self._hand_over(weights, facts, state, replace=False)
                     self._publisher.wait()
                     self._raise_fatal()
@@ -219,7 +219,7 @@ class PulseCallback(TrainerCallback):
 
         def ended(done: Any) -> None:
             if not done.cancelled():
-                done.exception()  # from now on somebody has asked: `_collect` knows how bad an error is
+                done.exception()  # marked as retrieved: `_collect` decides how bad an error is
             self._ended.append((step, done))
 
         submission.add_done_callback(ended)
@@ -264,7 +264,7 @@ class PulseCallback(TrainerCallback):
         self._since_log.append(published)
 
     def _figures(self) -> dict[str, float]:
-        """What the trainer's log gets; begins anew."""
+        """What the trainer's log gets since its last call."""
         figures: dict[str, float] = {}
         if self._published:
             figures["version"] = self._published.version

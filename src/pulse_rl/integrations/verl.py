@@ -104,7 +104,7 @@ class PulseCheckpointEngine(CheckpointEngine):
         return {"sync": [sync] * actor_wg_world_size}, {"sync": [sync] * rollout_world_size}
 
     def init_process_group(self, sync: str) -> None:
-        """The update of number ``sync`` begins; whoever still waits for another one gives up."""
+        """The update of number ``sync`` begins; a worker that still waits for another one gives up."""
         self._sync = sync
 
     def finalize(self) -> None:

@@ -53,7 +53,7 @@ class DerivedLayer(Protocol):
 @dataclass(frozen=True, slots=True)
 class PreQuantLayers:
     """A model's derived ``layers``. Within ``within()`` these have the parameters of the loaded form, whose memory
-    nobody may touch."""
+    must not be touched."""
 
     layers: Sequence[DerivedLayer] = ()
     within: Callable[[], AbstractContextManager[None]] = nullcontext

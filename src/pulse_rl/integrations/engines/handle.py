@@ -99,12 +99,13 @@ class EngineHandle:
         """Moves the engine to ``version``, or to the newest one; None if that is live already.
 
         Fetches and verifies while the engine generates, then pauses it, writes what changed, empties the prefix cache,
-        tags what is generated from now on with the version, and resumes. Other versions than the newest need a handle
+        tags later outputs with the version, and resumes. Other versions than the newest need a handle
         with ``follow=False``. When this raises, the engine goes on with the weights that it has; what is kept in the
         prefix cache was then computed with these. If the error is that the engine refuses to empty it, the next sync
         begins with that.
         """
         with self._lock:
+            # 1. Before the pause: what failed calls left, then fetch, verify and lay out in the engine's workers.
             if not any(status["open"] for status in self._ask("status")):
                 self._open()  # the server was restarted
             self._settle()
@@ -117,6 +118,7 @@ class EngineHandle:
                 raise StateMismatch(
                     f"version {newest} is staged, not {version}", hint="An engine does not go back: ask for the newest."
                 )
+            # 2. The map is traced and layers are derived, in pieces between two steps of the engine.
             deadline = time.monotonic() + self._timeout
             while leader["left"]:
                 before, leader = leader, self._leader(self._ask("prepare"))
@@ -126,6 +128,7 @@ class EngineHandle:
                     if time.monotonic() > deadline:
                         raise EngineError(f"the engine was not prepared in {self._timeout:.0f} seconds")
                     time.sleep(_POLL_SECONDS)
+            # 3. The pause.
             return self._switch(version)
 
     def wait_for_version(self, poll_seconds: float = 1.0) -> None:
@@ -138,14 +141,14 @@ class EngineHandle:
             try:
                 with self._lock:
                     leader = self._leader(self._ask("status"))
-            except PulseError:  # the next sync mends or tells it
+            except PulseError:  # the next sync mends or raises it
                 return
             if leader["error"] or leader["held"] != leader["version"]:
                 return
 
     def audit(self, *, functional: bool = False) -> tuple[str, ...]:
         """Reads all live parameters back and compares them with the digests of the live version. Returns the names of
-        the tensors that differ: none, if all is well. Otherwise the next sync writes all of them anew. The engine
+        the tensors that differ: none, if all is well. Otherwise the next sync writes all of them again. The engine
         generates nothing meanwhile. Raises InputError before the first sync.
 
         What an engine derives from its weights is compared with what it derives from its host state: such an engine is
@@ -262,7 +265,7 @@ class EngineHandle:
             self._transport.pause(self._in_flight)
             yield
         except BaseException:
-            with suppress(PulseError):  # the first error is the one to tell
+            with suppress(PulseError):  # the first error is the one to raise
                 self._resume()
             raise
         self._resume()
@@ -272,7 +275,7 @@ class EngineHandle:
         self._paused = False
 
     def _settle(self) -> None:
-        """Does what calls that failed have left: the tag of what is live, the prefix cache, the end of a pause."""
+        """Finishes what failed calls have left: the tag of the live version, the prefix cache, the end of a pause."""
         if self._stale or self._untagged:
             with self._pause():
                 if self._untagged:

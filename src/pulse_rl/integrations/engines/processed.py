@@ -436,7 +436,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _random(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Finite values whose places can be told."""
+    """Finite values whose places can be told apart."""
     generator = torch.Generator().manual_seed(meta.numel())
     if meta.dtype.is_floating_point:
         tile = torch.randn(min(_TILE, max(1, meta.numel())), generator=generator).to(meta.dtype)

@@ -199,7 +199,7 @@ class Fresh:
 
 def shortage(weights: Iterable[torch.Tensor], workers: int) -> str | None:
     """Which memory does not clearly suffice for another model of as many bytes as ``weights``, for the old bits of the
-    live one, and for what is derived; None where all does. ``workers``: so many of this host do it at once."""
+    live one, and for derived parameters; None where all does. ``workers``: so many of this host do it at once."""
     sizes = {
         tensor.untyped_storage().data_ptr(): (tensor.device, tensor.untyped_storage().nbytes()) for tensor in weights
     }

@@ -141,7 +141,7 @@ class Session:
     @property
     def live_version(self) -> int | None:
         """The version that is live, None while none is proved to be. To the leader, a version of another stream of the
-        name, which was begun anew since, is none."""
+        name, which was recreated since, is none."""
         subscriber = self.staging.subscriber
         if subscriber is not None and self.live.stream_id not in (None, subscriber.stream_id):
             return None
@@ -188,6 +188,7 @@ class Session:
         if not self._node.alone:
             boxes = self._node.on_node(loader_map.boxes | loader_map.derived)
             self._node.together(lambda: require_whole(specs[0], boxes))
+        # The first proof: what the engine loaded itself, read back through the map, is its checkpoint.
         base = self.staging.base_digest
         comparable = self._node.common(base is not None and _covers(base, specs[0]))
         self._map.loader_map = loader_map
@@ -195,6 +196,7 @@ class Session:
         if wrong and self._loaded and not self._map.written:
             self._map.loader_map = None
             raise _not_the_checkpoint(wrong)
+        # The second proof does not go through the map.
         strange = self._unlike_fresh(State(specs[0], {}, specs[1]))
         if strange:
             self._map.loader_map = None
@@ -290,6 +292,7 @@ class Session:
             yield
 
     def _update(self, version: int | None, started: float) -> None:
+        # 1. All workers agree on the step, which the leader decides.
         with self.staging.gate:
             step: Step = self._node.shared(self._node.together(lambda: self._decide(version)))
             if len(set(self._node.gathered((step.kind, step.version)))) > 1:
@@ -297,12 +300,14 @@ class Session:
             prepared = self._node.together(lambda: self._awaited(step))
         if step.kind == "none":
             return
+        # 2. What is derived is made aside; the journal keeps the old bits of all that is written from here on.
         derived = self._derived_changes(step)
         journal = Journal(self._weights)
         self._map.written = True
         before, self.live.version = self.live.version, None
         begun = time.perf_counter()
         try:
+            # 3. The write: the staged changes, or the whole host state.
             if prepared is not None:
                 self._scatter(journal, prepared)
                 now = _Version(step.version, prepared.digest, prepared.metadata, prepared.stream_id)
@@ -311,17 +316,19 @@ class Session:
             self._node.together(lambda: journal.apply(derived))
             self._node.together(self._weights.synchronize)
             written = time.perf_counter()
+            # 4. The audit, of every write of the whole state and of one update in `audit_every`.
             due = prepared is None or self.live.updates % self._audit_every == 0
             if due:
                 wrong = self._differing(now.digest, self.staging.host_state)
                 if wrong:
-                    before = None  # nobody knows since when: the next update writes everything
+                    before = None  # wrong since an unknown version: the next update writes everything
                     raise _not_equal(now, wrong)
                 self._map.proved = True
         except BaseException:
             journal.roll_back()
             self.live.version = before
             raise
+        # 5. The version is live: the subscriber's update is acknowledged, and the report says what it cost.
         self._derived.forget()
         self.live.version, self.live.digest, self.live.stream_id = now.number, now.digest, now.stream_id
         self.live.updates += 1

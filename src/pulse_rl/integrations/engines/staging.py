@@ -105,7 +105,7 @@ class Staged:
 
 
 def show(file: Path) -> None:
-    """Lets `newest` find what was written, and removes older ones; what is mapped stays so."""
+    """Lets `newest` find the written file, and removes older ones; those that are mapped stay mapped."""
     file.rename(file.with_name(f"staged-{file.name[1:]}"))
     for old in sorted(file.parent.glob("staged-*"))[:-1]:
         old.unlink(missing_ok=True)
@@ -143,7 +143,7 @@ class Prepared:
 
 
 class Held(NamedTuple):
-    """What the host state is, for whoever must not wait for the thread."""
+    """What the host state is, for callers that must not wait for the thread."""
 
     version: int
     root: str
@@ -306,7 +306,7 @@ class Staging:
             self.state.error = None
         except PulseError as error:
             self.state.error = error
-        except Exception as error:  # told to whoever asks: a thread that ends in silence would look like a quiet stream
+        except Exception as error:  # part of the status: a thread that ends in silence would look like a quiet stream
             self.state.error = PulseError(f"{type(error).__name__}: {error}")
         return True
 
@@ -318,7 +318,7 @@ class Staging:
         prepared = self.prepared
         if prepared is None or prepared.digest is None or prepared.staged.version != update.version:
             return False
-        return prepared.digest.root == update.root  # a stream that was begun anew counts from 0 again
+        return prepared.digest.root == update.root  # a stream that was recreated counts from 0 again
 
     def _stage(self, update: Update) -> None:
         assert self.subscriber is not None
@@ -360,7 +360,7 @@ class Staging:
             if staged is not None and staged.sequence > known:
                 self.prepared = Prepared(staged, self._lay_out(staged))
             self.state.error = None
-        except Exception as error:  # told when the update waits for it
+        except Exception as error:  # raised when the update waits for it
             self.state.error = PulseError(f"{type(error).__name__}: {error}")
 
     def _heard(self, event: Any) -> None:

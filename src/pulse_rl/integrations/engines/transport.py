@@ -110,8 +110,8 @@ class Answer(NamedTuple):
         """What a refusal says, in one line."""
         try:
             answer = json.loads(self.body)
-            told = answer.get("error", answer.get("message", answer)) if isinstance(answer, dict) else answer
-            message = told["message"] if isinstance(told, dict) and "message" in told else told
+            error = answer.get("error", answer.get("message", answer)) if isinstance(answer, dict) else answer
+            message = error["message"] if isinstance(error, dict) and "message" in error else error
         except ValueError:
             message = self.body.decode(errors="replace")
         return " ".join(str(message).split())[:_MOST_WORDS]
@@ -128,12 +128,12 @@ class Client:
         self._timeout = timeout_seconds
 
     def post(self, route: str, body: object = None) -> Answer:
-        """Sends ``body`` as JSON. Raises EngineUnavailable where nobody answers."""
+        """Sends ``body`` as JSON. Raises EngineUnavailable without an answer."""
         data = b"" if body is None else json.dumps(body).encode()
         return self._ask(urllib.request.Request(f"{self.address}/{route}", data, _JSON, method="POST"))
 
     def get(self, route: str) -> Answer:
-        """Raises EngineUnavailable where nobody answers."""
+        """Raises EngineUnavailable without an answer."""
         return self._ask(urllib.request.Request(f"{self.address}/{route}"))
 
     def _ask(self, request: urllib.request.Request) -> Answer:

@@ -1,4 +1,4 @@
-"""One worker of an engine, as whoever drives the engine knows it: its session, who owns it, its status."""
+"""One worker of an engine, as a handle sees it: its session, its owner, its status."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Worker:
             if owner:
                 self._hear(owner)
             self._opened().update(version)
-            self._heard_of_owner = time.monotonic()  # who waited for it could not be heard
+            self._heard_of_owner = time.monotonic()  # its owner waited for it, and could not renew the lease
 
         return self._noting(work)
 
@@ -137,7 +137,7 @@ class Worker:
         return self._session
 
     def _refused(self, owner: str) -> ConcurrentUse | None:
-        """Whoever drives the engine keeps it by being heard of."""
+        """Why ``owner`` may not take the engine: each call of its owner renews a lease."""
         if self._info is None or self._info.owner == owner:
             return None
         if time.monotonic() - self._heard_of_owner >= LEASE_SECONDS:

@@ -1,4 +1,4 @@
-"""SGLang: servers that follow a stream, and a handle for whoever drives them (docs/sglang.md).
+"""SGLang: servers that follow a stream, and the handle that drives them (docs/sglang.md).
 
 Installing pulse-rl next to SGLang makes its plugin ``pulse`` known; `load` is the custom weight loader. Only what runs
 inside of SGLang's own processes imports SGLang or torch: `connect` needs neither.

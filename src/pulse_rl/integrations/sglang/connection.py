@@ -1,4 +1,4 @@
-"""How whoever drives an SGLang server gets a handle on it, and how the handle reaches it by its routes for weights."""
+"""`connect` to an SGLang server, and the server's routes for weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def connect(
 ) -> EngineHandle:
     """A handle on an SGLang server that was started with ``--custom-weight-loader pulse_rl.integrations.sglang.load``.
 
-    ``url``: the server's. ``in_flight``: what becomes of requests that a sync meets: they are kept, and go on with the
+    ``url``: the server's. ``in_flight``: what becomes of requests in flight: they are kept, and go on with the
     new weights from the start of their prompt; aborted; or waited for, in which case new ones wait. ``store``,
     ``stream``, ``base``, ``follow``, ``audit_every``, ``timeout_seconds`` and the keywords of `pulse_rl.Subscriber` are
     those of `pulse_rl.integrations.vllm.connect`.
@@ -141,7 +141,7 @@ class Server:
 
 
 def is_sglang(address: str, timeout_seconds: float) -> bool:
-    """Whether an SGLang server answers at ``address``. Raises EngineUnavailable if nobody does."""
+    """Whether an SGLang server answers at ``address``. Raises EngineUnavailable without an answer."""
     answer = Client(address, timeout_seconds).get("model_info")
     try:
         return answer.status == 200 and "weight_version" in json.loads(answer.body)

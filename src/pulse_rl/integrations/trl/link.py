@@ -83,7 +83,7 @@ class Link:
         return self._dtype[0]
 
     def push(self, weights: Mapping[str, torch.Tensor], metadata: Metadata, *, patient: bool = True) -> str:
-        """Publishes ``weights`` and makes them live, and returns the tag of what is generated then. The server is
+        """Publishes ``weights`` and makes them live, and returns the tag of outputs from then on. The server is
         paused for the write alone, after the upload and its own fetch. If not ``patient``, nothing is repeated."""
         self.open()
         publisher, handle = self._publisher, self._handle
@@ -106,7 +106,7 @@ class Link:
         return str(done.version) if moved else self.patiently(self.server.weight_version, patient)
 
     def close(self) -> None:
-        """Ends following. The server keeps its weights. `open` begins anew."""
+        """Ends following. The server keeps its weights. `open` starts again."""
         if self._handle is not None:
             self._handle.close()
         if self._publisher is not None:
@@ -180,7 +180,7 @@ class VllmServer:
         return _DTYPES[name]
 
     def weight_version(self) -> str:
-        """The tag of what is generated now: a version's number once it was synced."""
+        """The tag of outputs now: a version's number once it was synced."""
         return str(self._ask("weight_info")["weight_version"])
 
     def model(self) -> str:

@@ -1,4 +1,4 @@
-"""vLLM: engines that follow a stream, and a handle for whoever drives them (docs/vllm.md).
+"""vLLM: engines that follow a stream, and the handle that drives them (docs/vllm.md).
 
 Installing pulse-rl next to vLLM makes the weight-transfer backend ``pulse`` known. Only what runs inside of vLLM's own
 processes imports vLLM or torch: `connect` to a server needs neither.

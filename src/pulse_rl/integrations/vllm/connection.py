@@ -1,5 +1,5 @@
-"""How whoever drives a vLLM engine gets a handle on it, and how the handle reaches the engine: a server by its weight
-routes (``VLLM_SERVER_DEV_MODE=1``), or one of the two forms within a process."""
+"""`connect` to a vLLM engine, and the transports to its three forms: a server, by its weight routes
+(``VLLM_SERVER_DEV_MODE=1``), an ``LLM`` and an ``AsyncLLM``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def connect(
     ``store`` (an address), ``stream`` and the other keywords ``trusted_keys``, ``stream_id``, ``allow_recreated`` and
     ``cache`` are those of `pulse_rl.Subscriber`, and are used on the engine's machine. ``base``: the checkpoint that
     the engine was started from, where its own path does not say so. ``follow``: whether the engine fetches and verifies
-    new versions while it generates, without being asked. ``in_flight``: what becomes of requests that a sync meets:
+    new versions while it generates, without being asked. ``in_flight``: what becomes of requests in flight:
     they are kept, and go on with the new weights from the start of their prompt; aborted; or waited for.
     ``audit_every``: updates from one audit to the next; the first update is always audited. ``timeout_seconds``: for
     each wait.

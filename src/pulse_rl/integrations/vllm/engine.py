@@ -53,7 +53,7 @@ class PulseUpdateInfo(WeightTransferUpdateInfo):
 
 
 class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateInfo]):
-    """Follows a stream in the background; between start and finish it scatters what is staged."""
+    """Follows a stream in the background; between start and finish it scatters the staged update."""
 
     init_info_cls = PulseInitInfo
     update_info_cls = PulseUpdateInfo
