@@ -13,7 +13,7 @@ from ...events import Listener, Metadata, Published
 from ..advice import advice
 from ..vllm import EngineSync
 from ..weights import policy_weights
-from .link import Completion, Link, log
+from .transfer import Completion, Link, log
 
 __all__ = ["PulseRollout", "pulse_rollout"]
 
