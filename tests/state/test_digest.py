@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from pulse_rl import Bits, State, state_root
-from pulse_rl.state import checkpoint
-from pulse_rl.state.digest import LEAF_BYTES, StateDigest, root_of, state_digest, tensor_digest
-from pulse_rl.state.tensors import DTYPES
-from tests.support.states import all_dtypes, bits, policy
+from pulse_rl.integrations.torch import to_torch
+from tests.promises.oracle import root_of
+from tests.support.states import WIDTHS, all_dtypes, bits, policy
 
 MIB = 1 << 20
-
-
-def oracle(tensors: dict[str, Bits]) -> str:
-    """The root by the book, without any code of the library."""
-    root = hashlib.sha256(b"pulse.state.1\0")
-    for name in sorted(tensors, key=str.encode):
-        raw, dtype = np.ascontiguousarray(tensors[name].array).tobytes(), tensors[name].dtype
-        digest = hashlib.sha256(b"pulse.tensor.1\0")
-        for text in (name.encode(), dtype.encode()):
-            digest.update(struct.pack("<I", len(text)) + text)
-        shape = tensors[name].array.shape
-        digest.update(struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
-        for start in range(0, len(raw), 1 << 20):
-            digest.update(hashlib.sha256(raw[start : start + (1 << 20)]).digest())
-        root.update(digest.digest())
-    return root.hexdigest()
-
-
-def tree(tensors: dict[str, Bits], threads: int | None = None) -> StateDigest:
-    return state_digest(State.of(tensors), threads=threads)
 
 
 def golden_states() -> dict[str, dict[str, Bits]]:
@@ -64,57 +42,46 @@ def golden_states() -> dict[str, dict[str, Bits]]:
 )
 def test_golden_roots(name: str, root: str) -> None:
     """These literals never change: streams that exist depend on them."""
-    assert tree(golden_states()[name]).root == root
-    assert oracle(golden_states()[name]) == root
+    assert state_root(golden_states()[name]) == root
+    assert root_of(golden_states()[name]) == root
 
 
 @given(seed=st.integers(0, 2**32), elements=st.integers(0, 300))
 def test_any_state_has_the_oracles_root(seed: int, elements: int) -> None:
     tensors = all_dtypes(np.random.default_rng(seed), 2 * elements)
-    assert tree(tensors, threads=1).root == oracle(tensors)
+    assert state_root(tensors, threads=1) == root_of(tensors)
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 @pytest.mark.parametrize("dtype", ["U8", "BF16", "F32", "F64"])
 def test_sizes_around_leaves_and_tasks(dtype: str, extra: int, rng: np.random.Generator) -> None:
-    width = DTYPES[dtype].width
+    width = WIDTHS[dtype]
     tensors = {
         "one": bits(rng, dtype, MIB // width + extra),
         "two": bits(rng, dtype, 2 * MIB // width + extra),
         "task": bits(rng, dtype, 8 * MIB // width + extra),
     }
-    digest = tree(tensors)
-    assert digest.root == oracle(tensors)
-    for name, mib in {"one": 1, "two": 2, "task": 8}.items():
-        assert len(digest.leaves[name]) == 32 * (mib + (extra > 0))
+    assert state_root(tensors) == root_of(tensors)
 
 
 def test_any_number_of_threads_gives_one_root(rng: np.random.Generator) -> None:
     tensors = policy(rng) | {"big": bits(rng, "BF16", 9, MIB), "wide": bits(rng, "F64", 1000)}
-    assert {tree(tensors, threads).root for threads in (None, 1, 2, 3, 8)} == {oracle(tensors)}
+    assert {state_root(tensors, threads=threads) for threads in (None, 1, 2, 3, 8)} == {root_of(tensors)}
 
 
 def test_the_mapping_order_does_not_matter(rng: np.random.Generator) -> None:
     tensors = policy(rng)
-    assert tree(dict(reversed(tensors.items()))).root == tree(tensors).root
-
-
-def test_progress_adds_up_to_the_states_bytes(rng: np.random.Generator) -> None:
-    state = State.of(all_dtypes(rng) | {"big": bits(rng, "F32", 5 * MIB)})
-    seen: list[int] = []
-    state_digest(state, progress=seen.append)
-    assert sum(seen) == state.nbytes
-    assert min(seen) > 0
+    assert state_root(dict(reversed(tensors.items()))) == state_root(tensors)
 
 
 @given(data=st.data())
 def test_every_single_bit_counts(data: st.DataObject) -> None:
     tensors = all_dtypes(np.random.default_rng(0), 10)
-    before = tree(tensors, 1).root
+    before = state_root(tensors, threads=1)
     name = data.draw(st.sampled_from([n for n, t in tensors.items() if t.array.size]))
     raw = tensors[name].array.reshape(-1).view(np.uint8)
     raw[data.draw(st.integers(0, raw.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert tree(tensors, 1).root != before
+    assert state_root(tensors, threads=1) != before
 
 
 def test_bits_at_the_edges_of_leaves_count() -> None:
@@ -122,7 +89,7 @@ def test_bits_at_the_edges_of_leaves_count() -> None:
     found = set()
     for at in (0, MIB - 1, MIB, 2 * MIB - 1, 2 * MIB, 3 * MIB - 1):
         array[at] = 1
-        found.add(tree({"w": Bits(array, "U8")}).root)
+        found.add(state_root({"w": Bits(array, "U8")}))
         array[at] = 0
     assert len(found) == 6
 
@@ -142,26 +109,18 @@ def test_name_dtype_shape_and_order_are_part_of_the_root() -> None:
         "cut elsewhere": {"a": Bits(np.append(a, b[:1]), "BF16"), "b": Bits(b[1:], "BF16")},
         "one more, empty": {"a": Bits(a, "BF16"), "b": Bits(b, "BF16"), "z": Bits(b[:0], "BF16")},
     }
-    found = {name: tree(tensors).root for name, tensors in states.items()}
+    found = {name: state_root(tensors) for name, tensors in states.items()}
     assert len(set(found.values())) == len(states), found
 
 
 def test_empty_tensors_of_other_shapes_differ() -> None:
     shapes = [(0,), (0, 1), (1, 0), (2, 0), (0, 2, 0)]
-    assert len({tree({"w": Bits(np.empty(s, np.uint16), "BF16")}).root for s in shapes}) == len(shapes)
-
-
-def test_the_root_is_made_of_the_tensor_digests(rng: np.random.Generator) -> None:
-    digest = tree(policy(rng))
-    each = [tensor_digest(spec, digest.leaves[spec.name]) for spec in digest.specs]
-    assert [digest.tensor(spec) for spec in digest.specs] == each
-    assert root_of(each) == digest.root
-    assert LEAF_BYTES == MIB
+    assert len({state_root({"w": Bits(np.empty(s, np.uint16), "BF16")}) for s in shapes}) == len(shapes)
 
 
 def test_one_root_for_every_source(tmp_path: Path, rng: np.random.Generator) -> None:
     tensors = policy(rng)
-    checkpoint.save(tmp_path / "model.safetensors", State.of(tensors))
-    expected = oracle(tensors)
+    save_file(to_torch(State.of(tensors)), tmp_path / "model.safetensors")
+    expected = root_of(tensors)
     assert state_root(tensors) == state_root(State.of(tensors)) == expected
     assert state_root(tmp_path) == state_root(str(tmp_path / "model.safetensors"), threads=1) == expected

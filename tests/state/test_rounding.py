@@ -1,4 +1,4 @@
-"""The cast from FP32 into each compute dtype, against torch and against the nearest of all its numbers."""
+"""The cast into each compute dtype, against torch and against the nearest of all its numbers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from pulse_rl import Bits, State
 from pulse_rl._native import round_values
-from pulse_rl.errors import InputError
+from pulse_rl.errors import InputError, UnsupportedTensor
+from pulse_rl.state.cast import CastState, cast
 from pulse_rl.state.rounding import COMPUTE_DTYPES, ROUNDINGS, compute_dtype_named, round_bits, round_to_bf16
-from pulse_rl.state.tensors import DTYPES
+from pulse_rl.state.tensors import DTYPES, DType, TensorSpec
+from tests.state.test_tensors import TORCH_DTYPES
 from tests.support.arrays import Array, misaligned
+from tests.support.states import WIDTHS, Rng
 
-TORCH = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+
 INFINITE = {"BF16": 0x7F80, "F16": 0x7C00, "F8_E5M2": 0x7C}
+
+
 SATURATED = {"F8_E4M3": 0x7E}
-Bits = npt.NDArray[np.uint32]
+
+
+FP32Bits = npt.NDArray[np.uint32]
 
 
 @cache
@@ -37,7 +40,7 @@ def magnitudes(name: str) -> npt.NDArray[np.float64]:
     return np.where(field, np.ldexp(1 + fraction, field - bias), np.ldexp(fraction, 1 - bias))
 
 
-def nearest(bits: Bits, name: str) -> Array:
+def nearest(bits: FP32Bits, name: str) -> Array:
     """The code of the nearest number, of two that are equally near the even one; NaN is not looked at."""
     numbers, sign = magnitudes(name), bits >> np.uint32(31)
     with np.errstate(invalid="ignore"):
@@ -49,7 +52,7 @@ def nearest(bits: Bits, name: str) -> Array:
     return (code | sign << np.uint32(8 * COMPUTE_DTYPES[name].width - 1)).astype(COMPUTE_DTYPES[name].uint)
 
 
-def patterns(name: str, rng: np.random.Generator) -> Bits:
+def patterns(name: str, rng: np.random.Generator) -> FP32Bits:
     """All upper halves with lower halves around ties; all numbers of the dtype and the points halfway between two, each
     with its neighbours; a sample of all 2^32."""
     upper, lower = np.arange(1 << 16, dtype=np.uint32) << 16, np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
@@ -62,7 +65,7 @@ def patterns(name: str, rng: np.random.Generator) -> Bits:
     return np.concatenate([(upper[:, None] | lower).reshape(-1), beside, beside | np.uint32(1 << 31), sample, stride])
 
 
-def is_nan(bits: Bits) -> npt.NDArray[np.bool_]:
+def is_nan(bits: FP32Bits) -> npt.NDArray[np.bool_]:
     return (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
 
 
@@ -79,7 +82,7 @@ def test_the_cast_is_torchs(name: str, rng: np.random.Generator) -> None:
     bits = bits[~is_nan(bits)]
     if name == "F8_E4M3":  # torch has changed its mind on what exceeds 448
         bits = bits[np.abs(bits.view(np.float32)) <= 448]
-    expected = torch.from_numpy(bits.view(np.float32)).to(TORCH[name]).view(torch.uint8).numpy()
+    expected = torch.from_numpy(bits.view(np.float32)).to(TORCH_DTYPES[name]).view(torch.uint8).numpy()
     np.testing.assert_array_equal(round_bits(bits, DTYPES[name]).view(np.uint8), expected)
 
 
@@ -111,7 +114,9 @@ def test_nan_stays_a_quiet_nan_with_its_sign_and_upper_payload(name: str, expect
 def test_every_nan_stays_nan_and_nothing_else_becomes_one(name: str, rng: np.random.Generator) -> None:
     bits = patterns(name, rng)
     codes = round_bits(bits, DTYPES[name])
-    back = torch.from_numpy(codes.view(f"i{codes.itemsize}" if codes.itemsize > 1 else np.uint8)).view(TORCH[name])
+    back = torch.from_numpy(codes.view(f"i{codes.itemsize}" if codes.itemsize > 1 else np.uint8)).view(
+        TORCH_DTYPES[name]
+    )
     np.testing.assert_array_equal(back.float().isnan().numpy(), is_nan(bits))
 
 
@@ -185,3 +190,76 @@ def test_the_kernel_refuses_what_it_cannot_write() -> None:
         with pytest.raises(ValueError, match="rounding"):
             round_values(bits, (mantissa, least, 0x7F7F0000, 0x7F800000), 0x7FC0, 2, out)
     assert (out == 7).all()
+
+
+# -- states after the cast
+
+
+SPECIAL = np.array([np.nan, -0.0, 0.0, np.inf, -np.inf, 1e-45, -1e-40, 3e38, 448, -465, 6e4, 7e4], np.float32)
+
+
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
+@pytest.mark.parametrize("source", ["F32", "BF16", "F16", "F64"])
+def test_casts_are_those_of_torch(rng: Rng, source: str, dtype: str) -> None:
+    if DTYPES[source].width <= COMPUTE_DTYPES[dtype].width:
+        state = State.of({"w": Bits(np.arange(9, dtype=DTYPES[source].uint), source)})
+        assert CastState(state, COMPUTE_DTYPES[dtype]).spec("w").dtype.name == source
+        return
+    if source in ("BF16", "F16"):
+        bits = np.arange(1 << 16, dtype=np.uint16)
+        values = torch.from_numpy(bits.view(np.int16)).view(TORCH_DTYPES[source]).float()
+    else:
+        every = rng.integers(1 << 32, size=1 << 17, dtype=np.uint32).view(np.float32)
+        usual = rng.standard_normal(1 << 17, np.float32) * np.float32(30)
+        halfway = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16) | np.uint32(0x8000)).view(np.float32)
+        values = torch.from_numpy(np.concatenate([every, usual, halfway, SPECIAL]))
+        if source == "F64":
+            values = values[~values.isnan()].double()  # float32 values: torch rounds doubles twice, as we do
+        bits = values.numpy().view(DTYPES[source].uint)
+    if dtype == "F8_E4M3":  # torch has changed its mind on what exceeds 448
+        keep = ~(values.abs() > 448).numpy()
+        bits, values = bits[keep], values[torch.from_numpy(keep)]
+    result = cast(bits, DTYPES[source], COMPUTE_DTYPES[dtype])
+    expected = values.to(TORCH_DTYPES[dtype])
+    nan = values.isnan().numpy()
+    raw = expected.view(torch.uint8 if expected.dtype.itemsize == 1 else torch.int16).numpy().view(result.dtype)
+    assert np.array_equal(result[~nan], raw[~nan])
+    back = torch.from_numpy(result.view(np.int16) if result.itemsize == 2 else result).view(TORCH_DTYPES[dtype])
+    assert back.float().isnan().numpy().tolist() == nan.tolist()
+
+
+def test_beyond_its_range_e4m3_saturates_and_e5m2_is_infinite() -> None:
+    large = np.array([449, 480, 1e9, np.inf, -np.inf], np.float32).view(np.uint32)
+    assert cast(large, DTYPES["F32"], DTYPES["F8_E4M3"]).tolist() == [0x7E, 0x7E, 0x7E, 0x7E, 0xFE]
+    large = np.array([57344, 61440, 1e9, np.inf, -np.inf], np.float32).view(np.uint32)
+    assert cast(large, DTYPES["F32"], DTYPES["F8_E5M2"]).tolist() == [0x7B, 0x7C, 0x7C, 0x7C, 0xFC]
+
+
+def test_integers_have_no_cast() -> None:
+    with pytest.raises(UnsupportedTensor, match="no cast from I32"):
+        cast(np.zeros(3, np.uint32), DTYPES["I32"], DTYPES["BF16"])
+
+
+def test_specs_after_the_cast() -> None:
+    state = State.of({"w": np.zeros((2, 3), np.float32), "n": np.zeros(4, np.int32)})
+    assert CastState(state, DTYPES["F16"]).specs == (
+        TensorSpec("n", DTYPES["I32"], (4,)),
+        TensorSpec("w", DTYPES["F16"], (2, 3)),
+    )
+
+
+# -- dtypes
+
+
+def test_the_dtypes_are_those_tested_here() -> None:
+    assert {name: d.width for name, d in DTYPES.items()} == WIDTHS
+    assert [DTYPES[name].id for name in WIDTHS] == list(range(1, 20))
+
+
+def test_dtype_records_the_layout_of_its_bits() -> None:
+    assert DTYPES["BF16"] == DType(12, "BF16", 2, (7, 8))
+    for name, (low, count) in {n: d.exponent for n, d in DTYPES.items() if d.exponent}.items():
+        one = torch.ones(1).to(TORCH_DTYPES[name]).view(torch.uint8).numpy().view(DTYPES[name].uint)[0]
+        two = torch.full((1,), 2.0).to(TORCH_DTYPES[name]).view(torch.uint8).numpy().view(DTYPES[name].uint)[0]
+        assert int(two) - int(one) == 1 << low, name
+        assert low + count == 8 * DTYPES[name].width - 1, name

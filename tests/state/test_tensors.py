@@ -1,4 +1,4 @@
-"""How tensors become names, dtypes, shapes and bits, and what is refused."""
+"""How tensors become names, dtypes, shapes and bits, wherever their elements lie."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import Bits, MemoryStore, Publisher, State, state_root
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, TensorSpec, state_root
 from pulse_rl.errors import InputError, UnsupportedTensor
-from pulse_rl.state.device import DeviceTensor
-from pulse_rl.state.tensors import DTYPES, DType, TensorSpec
-from tests.support.states import SPECIAL_BITS, all_dtypes, bits, snapshot
+from tests.support.arrays import misaligned
+from tests.support.states import SPECIAL_BITS, UINTS, WIDTHS, all_dtypes, bits, snapshot
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -36,6 +35,8 @@ TORCH_DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+
+
 NUMPY_DTYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -58,14 +59,9 @@ def the_only(value: Any) -> tuple[TensorSpec, bytes]:
     return state.spec("w"), state.read("w").tobytes()
 
 
-def test_the_dtypes_are_those_tested_here() -> None:
-    assert list(DTYPES) == list(TORCH_DTYPES)
-    assert [d.id for d in DTYPES.values()] == list(range(1, 20))
-
-
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_torch_tensors_keep_their_bits(name: str, rng: np.random.Generator) -> None:
-    raw = rng.integers(0, 2 if name == "BOOL" else 256, 6 * DTYPES[name].width, np.uint8)
+    raw = rng.integers(0, 2 if name == "BOOL" else 256, 6 * WIDTHS[name], np.uint8)
     tensor = torch.from_numpy(raw.copy()).view(TORCH_DTYPES[name]).reshape(2, 3)
     spec, stored = the_only(tensor)
     assert (spec.dtype.name, spec.shape, stored) == (name, (2, 3), raw.tobytes())
@@ -73,12 +69,12 @@ def test_torch_tensors_keep_their_bits(name: str, rng: np.random.Generator) -> N
 
 @pytest.mark.parametrize("name", NUMPY_DTYPES)
 def test_numpy_arrays_keep_their_bits(name: str, rng: np.random.Generator) -> None:
-    raw = rng.integers(0, 2 if name == "BOOL" else 256, 6 * DTYPES[name].width, np.uint8)
+    raw = rng.integers(0, 2 if name == "BOOL" else 256, 6 * WIDTHS[name], np.uint8)
     spec, stored = the_only(raw.view(NUMPY_DTYPES[name]).reshape(3, 2))
     assert (spec.dtype.name, spec.shape, stored) == (name, (3, 2), raw.tobytes())
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", WIDTHS)
 def test_bits_keep_their_bits(name: str, rng: np.random.Generator) -> None:
     given = bits(rng, name, 2, 3)
     spec, stored = the_only(given)
@@ -87,7 +83,7 @@ def test_bits_keep_their_bits(name: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("name", SPECIAL_BITS)
 def test_special_values_keep_their_bits_through_torch(name: str) -> None:
-    array = np.array(SPECIAL_BITS[name], DTYPES[name].uint)
+    array = np.array(SPECIAL_BITS[name], UINTS[WIDTHS[name]])
     tensor = torch.from_numpy(array.copy().view(np.uint8)).view(TORCH_DTYPES[name])
     assert the_only(torch.nn.Parameter(tensor, requires_grad=False))[1] == array.tobytes()
 
@@ -101,7 +97,7 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
 
 
 def test_a_numpy_scalar_is_a_tensor_without_dimensions() -> None:
-    assert the_only(np.float32(1.5)) == (TensorSpec("w", DTYPES["F32"], ()), np.float32(1.5).tobytes())
+    assert the_only(np.float32(1.5)) == the_only(np.array(1.5, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +162,7 @@ def test_what_is_no_mapping_and_what_is_no_tensor() -> None:
 @pytest.mark.parametrize("shape", [(True,), (1.5,), (None,), [2], "", 3, None, (np.int64(3),)], ids=repr)
 def test_what_is_no_shape(shape: Any) -> None:
     with pytest.raises(InputError, match="tuple of whole numbers"):
-        TensorSpec("w", DTYPES["BF16"], shape)
+        TensorSpec("w", the_only(np.float32(1))[0].dtype, shape)
 
 
 def test_lazily_conjugated_and_negated_tensors_are_read_resolved() -> None:
@@ -267,20 +263,48 @@ def test_a_copy_is_independent_and_a_readonly_view_is_not_writable(rng: np.rando
         state.readonly().read("BF16.values")[0] = 1
 
 
-def test_device_tensors_are_copied_by_slices() -> None:
-    """What is not in host memory is read piece by piece; a CPU tensor stands in for the device here."""
-    values = torch.arange(10, dtype=torch.int16)
-    spec = TensorSpec("w", DTYPES["I16"], (10,))
-    state = State((spec,), {"w": DeviceTensor(values.view(torch.uint8), 2)})
-    assert state.read("w", 3, 6).tolist() == [3, 4, 5]
-    assert snapshot(state) == snapshot({"w": values}) == snapshot(state.copy())
-    assert state_root(state) == state_root({"w": values})
+# -- at addresses that are no multiple of the element's width, where the kernels must not read them
 
 
-def test_dtype_records_the_layout_of_its_bits() -> None:
-    assert DTYPES["BF16"] == DType(12, "BF16", 2, (7, 8))
-    for name, (low, count) in {n: d.exponent for n, d in DTYPES.items() if d.exponent}.items():
-        one = torch.ones(1).to(TORCH_DTYPES[name]).view(torch.uint8).numpy().view(DTYPES[name].uint)[0]
-        two = torch.full((1,), 2.0).to(TORCH_DTYPES[name]).view(torch.uint8).numpy().view(DTYPES[name].uint)[0]
-        assert int(two) - int(one) == 1 << low, name
-        assert low + count == 8 * DTYPES[name].width - 1, name
+WIDE = {name for name, width in WIDTHS.items() if width > 1}
+
+
+LIBRARIES = [
+    *(("torch", name) for name in sorted(WIDE & TORCH_DTYPES.keys())),
+    *(("numpy", name) for name in sorted(WIDE & NUMPY_DTYPES.keys())),
+    *(("Bits", name) for name in sorted(WIDE)),
+]
+
+
+@pytest.mark.parametrize(("library", "name"), LIBRARIES)
+def test_tensors_at_odd_addresses_are_copied(library: str, name: str, rng: np.random.Generator) -> None:
+    """`torch.frombuffer` makes them, and the kernels must not read them there. Aligned ones are not copied."""
+    given = bits(rng, name, 100).array
+    width = given.itemsize
+    for offset in (1, width // 2, 0):
+        raw = misaligned(given, offset)
+        if library == "torch":
+            tensor = torch.frombuffer(raw.view(np.uint8), dtype=TORCH_DTYPES[name])
+            assert tensor.data_ptr() % width == offset
+        else:
+            tensor = raw.view(NUMPY_DTYPES[name]) if library == "numpy" else Bits(raw, name)
+        state = State.of({"a": tensor, "tied": tensor})
+        read = state.read("a")
+        assert read.ctypes.data % width == 0
+        assert (read.ctypes.data == raw.ctypes.data) == (offset == 0)
+        np.testing.assert_array_equal(read, given)
+        assert state.aliases == {"tied": "a"}
+
+
+def test_a_stream_of_tensors_at_odd_addresses(rng: np.random.Generator) -> None:
+    """All the way through the kernels of publisher and subscriber."""
+    states = []
+    for given in (bits(rng, "BF16", 5000), bits(rng, "BF16", 5000)):
+        given.array[50:] = 7
+        states.append({"w": torch.frombuffer(misaligned(given.array).view(np.uint8), dtype=torch.bfloat16)})
+    store = MemoryStore()
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    for state in states:
+        publisher.publish(state)
+        subscriber.sync()
+        assert subscriber.root == state_root(state) == state_root({"w": state["w"].clone()})

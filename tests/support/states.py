@@ -11,10 +11,18 @@ from typing import Any
 import numpy as np
 
 from pulse_rl import Bits, State, Update, state_root
-from pulse_rl.state.tensors import DTYPES
 
 Tensors = dict[str, Bits]
 Rng = np.random.Generator
+
+WIDTHS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+"""The bytes of an element of every dtype, in the order of the dtypes' numbers in docs/format.md."""
+UINTS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 SPECIAL_BITS: dict[str, list[int]] = {
     "BF16": [0x0000, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7F7F, 0x3F80],
@@ -29,7 +37,7 @@ SPECIAL_BITS: dict[str, list[int]] = {
 
 def bits(rng: Rng, dtype: str, *shape: int) -> Bits:
     """A tensor of random bits, whatever they mean in its dtype."""
-    uint = DTYPES[dtype].uint
+    uint = UINTS[WIDTHS[dtype]]
     return Bits(np.asarray(rng.integers(0, np.iinfo(uint).max, shape, uint, endpoint=True)), dtype)
 
 
@@ -43,11 +51,11 @@ def weights(rng: Rng, *shape: int) -> Bits:
 def all_dtypes(rng: Rng, elements: int = 60) -> Tensors:
     """One tensor of each dtype, special values first, and one empty tensor and one scalar of each."""
     tensors: Tensors = {}
-    for name, dtype in DTYPES.items():
+    for name, width in WIDTHS.items():
         tensors[f"{name}.empty"] = bits(rng, name, 3, 0)
         tensors[f"{name}.scalar"] = bits(rng, name)
         plain = bits(rng, name, elements).array
-        special = np.array(SPECIAL_BITS.get(name, []), dtype.uint)[:elements]
+        special = np.array(SPECIAL_BITS.get(name, []), UINTS[width])[:elements]
         plain[: len(special)] = special
         tensors[f"{name}.values"] = Bits(plain.reshape(-1, 2), name)
     return tensors
