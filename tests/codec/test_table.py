@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,38 +13,11 @@ from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray
 from tests.support import table_oracle as oracle
-from tests.support.block_codecs import BY_NAME, TABLE
+from tests.support.block_codecs import TABLE
 from tests.support.gaps_oracle import Kind
+from tests.support.sparse_blocks import changed, weights
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
-
-
-@pytest.fixture(autouse=True)
-def vectors_as_they_were() -> Iterator[None]:
-    yield
-    use_rans_vectors(True)
-
-
-def weights(rng: np.random.Generator, name: str, count: int) -> UIntArray:
-    """Elements as weights have them, or any bits."""
-    dtype = DTYPES[name]
-    if name in ("BF16", "F32"):
-        bits = rng.normal(0, 0.02, count).astype(np.float32).view(np.uint32)
-        return (bits >> (32 - 8 * dtype.width)).astype(dtype.uint)
-    return rng.integers(0, 1 << 8 * dtype.width, count, dtype=np.uint64).astype(dtype.uint)
-
-
-def changed(rng: np.random.Generator, old: UIntArray, density: float, steps: str) -> UIntArray:
-    """New elements: changed by one step, by steps of every size, or to anything."""
-    width = 8 * old.dtype.itemsize
-    if steps == "one":
-        step = rng.choice([1, (1 << width) - 1], len(old)).astype(old.dtype)
-    elif steps == "long":
-        size = (1 << rng.integers(0, width, len(old)).astype(np.uint64)).astype(old.dtype)
-        step = np.where(rng.random(len(old)) < 0.5, size, -size).astype(old.dtype)
-    else:
-        step = rng.integers(0, 1 << width, len(old), dtype=np.uint64).astype(old.dtype)
-    return np.where(rng.random(len(old)) < density, old + step, old).astype(old.dtype)
 
 
 def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
@@ -218,14 +189,3 @@ def test_many_changes_are_coded_by_table_few_and_those_in_rows_by_gaps() -> None
 def test_wide_elements_are_left_to_zstd(name: str) -> None:
     old = np.arange(1000, dtype=np.uint64)
     assert chosen(old, old + 1, Layout.flat(DTYPES[name], 1000)) in ("zstd", "raw")
-
-
-@pytest.mark.parametrize("density", [0.05, 0.1, 0.5])
-def test_size_is_that_of_gaps(density: float) -> None:
-    """Steps of one, evenly spread: static tables cost about what adapting costs."""
-    rng = np.random.default_rng(3)
-    old = weights(rng, "BF16", 1 << 20)
-    new = changed(rng, old, density, "one")
-    layout = Layout.flat(DTYPES["BF16"], len(old))
-    sizes = [len(BY_NAME[name].encode(old, new, layout)[0]) for name in ("table", "gaps")]
-    assert sizes[0] < 1.03 * sizes[1]

@@ -22,11 +22,7 @@ from tests.support.entry_blocks import BF16, WIRES, Block, both_wires, patterns
 from tests.support.table_oracle import varint
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "loco-1"
-
-
 SIZES = [1, 63, 64, 65, 1000, 4095]
-
-
 LARGE = [8192, 8193, 13000]
 
 

@@ -27,8 +27,6 @@ from tests.support.entries_oracle import Rounding, class_of
 from tests.support.loco_reference import bits
 
 DTYPES = list(ROUNDINGS)
-
-
 LIMIT = 2.0**64
 
 
@@ -155,14 +153,8 @@ def test_other_dtypes_are_refused() -> None:
 
 
 BF16 = rounding_of(torch.bfloat16)
-
-
 OCTAVES = 120, 104
-
-
 CLASSIFIED = BF16, OCTAVES, np.empty(4, np.uint8)
-
-
 COUNTS = [0, 1, 255, 257, 4095, 4096, 4097, 9000]
 
 

@@ -24,8 +24,6 @@ from pulse_rl.state.tensors import DTYPES, TensorSpec
 from tests.support.entry_blocks import WIRES
 
 SETTINGS = {"method": "PulseLoCo", "sync_every": 8, "outer_lr": 0.7}
-
-
 FIELDS = {
     "settings": SETTINGS,
     "round": 5,
@@ -174,8 +172,6 @@ def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.Mon
 
 
 MESSAGE = buffers.BuffersMessage("aa", {"f": "bb"}, {"b": b"1234"}, "")
-
-
 LENGTHS = (frozenset({"f"}), {"b": 4, "c": 2})
 
 

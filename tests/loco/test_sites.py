@@ -18,7 +18,6 @@ from tests.support.loco_reference import Flat, flat, pulse_loco, same
 from tests.support.site_members import SIZE, Member, members
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_blocks")
-
 ROUNDS = 4
 
 

@@ -14,7 +14,6 @@ from tests.support.loco_reference import Job, Reference, cut_blocks, flat, pulse
 from tests.support.trainers import Trainer, force_scattered, together
 
 pytestmark = pytest.mark.slow
-
 ROUNDS = 5
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},

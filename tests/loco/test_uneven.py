@@ -17,7 +17,6 @@ from tests.support.loco_reference import Job, pulse_loco, root_of
 from tests.support.trainers import Group, Trainer, each, together
 
 pytestmark = pytest.mark.slow
-
 SIZE = 3
 
 

@@ -1,4 +1,5 @@
-"""Patches with a history: coded by what changed before, refused by who remembers anything else."""
+"""Patches with a history: coded by what changed before, named only where that makes a patch smaller, and refused by who
+remembers anything else."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ import numpy as np
 import pytest
 
 from pulse_rl import Bits, State
-from pulse_rl.codec import HISTORY, SAME, element_kind
+from pulse_rl.codec import HISTORY, SAME, Changes, element_kind
 from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase, WrongHistory
 from pulse_rl.patch import BuiltPatch, apply_patch, build_patch, parse_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import BlockEntry, PatchHeader, check_of, closed_header, open_header, parse_header
-from pulse_rl.patch.history import MAX_SPAN, MAX_WINDOWS, History, HistoryName, Window
+from pulse_rl.patch.history import MAX_SPAN, MAX_WINDOWS, History, HistoryName, Recorder, Window
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.state.digest import StateDigest, state_digest
+from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 from tests.support import history_oracle as oracle
 from tests.support.gaps_oracle import Kind
 from tests.support.states import Rng, Tensors, bits, snapshot, weights
@@ -337,3 +339,46 @@ def test_histories_that_cannot_be_read_are_not_written(rng: Rng) -> None:
             replace(header, history=HistoryName(spans, bytes(8))).to_bytes()
     most = HistoryName((MAX_SPAN,) * MAX_WINDOWS, bytes(8))
     assert parse_header(memoryview(replace(header, history=most).to_bytes())).header.history == most
+
+
+# -- costs
+
+
+@pytest.mark.parametrize("recurs", [0.1, 1.0])
+def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs: float) -> None:
+    flat, history = weights(rng, 20_000).array.copy(), History()
+    moving, old = rng.choice(flat.size, 100, replace=False), State.of({"w": Bits(flat.copy(), "BF16")})
+    named = []
+    for _ in range(6):
+        keeps = rng.random(100) < recurs
+        moving = np.where(keeps, moving, rng.choice(flat.size, 100, replace=False))
+        flat[moving] += 1
+        new, digest = State.of({"w": Bits(flat.copy(), "BF16")}), state_digest(old)
+        built = build_patch(old, new, digest, most_records=1 << 40, history=history)
+        assert built.nbytes <= build_patch(old, new, digest).nbytes
+        parsed = parse_patch([built.to_bytes()], digest)
+        assert parsed.header.history in (None, history.name)
+        state, known = old.copy(), state_digest(old)
+        assert apply_patch(parsed, state, known, history=history).digest.root == state_digest(new).root
+        named.append(built.header.history is not None)
+        assert built.records is not None
+        history, old = history.then(Window(1, digest.root, built.records)), new
+    assert any(named) == (recurs == 1)
+
+
+def test_a_recorder_keeps_all_or_none() -> None:
+    def changes(count: int, dtype: str) -> tuple[DType, Changes, UIntArray]:
+        kind = DTYPES[dtype]
+        before = np.zeros(count, kind.uint)
+        return kind, Changes(np.arange(count, dtype=np.uint32), np.ones(count, kind.uint)), before
+
+    kept = Recorder(40)
+    kept.add(0, *changes(6, "BF16"))
+    kept.add(1, *changes(50, "F64"))  # of which nothing is remembered
+    kept.add(2, *changes(4, "U8"))
+    assert kept.records is not None
+    assert {index: len(found) for index, found in kept.records.items()} == {0: 24, 2: 16}
+    kept.add(3, *changes(1, "F32"))
+    assert kept.records is None
+    kept.add(4, *changes(1, "F32"))
+    assert kept.records is None

@@ -19,13 +19,8 @@ from tests.state.test_tensors import TORCH_DTYPES
 from tests.support.arrays import Array, misaligned
 from tests.support.states import WIDTHS, Rng
 
-
 INFINITE = {"BF16": 0x7F80, "F16": 0x7C00, "F8_E5M2": 0x7C}
-
-
 SATURATED = {"F8_E4M3": 0x7E}
-
-
 FP32Bits = npt.NDArray[np.uint32]
 
 

@@ -35,8 +35,6 @@ TORCH_DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-
-
 NUMPY_DTYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -267,8 +265,6 @@ def test_a_copy_is_independent_and_a_readonly_view_is_not_writable(rng: np.rando
 
 
 WIDE = {name for name, width in WIDTHS.items() if width > 1}
-
-
 LIBRARIES = [
     *(("torch", name) for name in sorted(WIDE & TORCH_DTYPES.keys())),
     *(("numpy", name) for name in sorted(WIDE & NUMPY_DTYPES.keys())),
