@@ -30,9 +30,9 @@ _CHUNK_BYTES = 8 << 20
 _FIRST_READ = 1 << 16
 _NAMED_SHARDS = 16
 _FIRST_READ_OF_A_PART = 1 << 12
-_LARGE_HEADER = 4 << 20
-"""Junk that is JSON takes 28 times its bytes as Python objects. A larger header is parsed only in a shard whose SHA-256
-is right."""
+_LARGE_HEADER = 1 << 17
+"""Junk that is JSON takes 28 times its bytes as Python objects, in each thread. A larger header is parsed only in a
+shard whose SHA-256 is right."""
 
 RangeReader = Callable[[int, int], bytes]
 """Returns bytes [start, stop) of one shard."""

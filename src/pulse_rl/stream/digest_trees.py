@@ -19,15 +19,16 @@ from ..errors import (
 )
 from ..state.checkpoint import MAX_HEADER_BYTES, header_bytes, header_length, parse_header
 from ..state.digest import LEAF_BYTES, StateDigest, is_root_of
-from ..state.tensors import MAX_TENSORS
+from ..state.tensors import MAX_DIMS, MAX_TENSORS
 from ..store.base import Store
 from .manifest import Manifest
 from .names import LEAVES, TENSORS
 from .stream import Stream
 
 _TRIES = 2
-_ENTRY_BYTES = 8192
-"""More than a tensor of any name and shape takes in a header."""
+_LEAST_HEADER, _ENTRY_BYTES = 1 << 16, 1 << 10
+"""More than the tensors of any real model take in a header, which is parsed before it is proved."""
+_ENTRY_VALUES = 8 + MAX_DIMS
 _HINT = "Publish a version with an anchor."
 
 
@@ -59,7 +60,7 @@ def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
     CorruptCheckpoint and DigestMismatch."""
     name = stream.names.digests_of(manifest.root, LEAVES)
     count = _count(stream, manifest.root)
-    header_most = min(MAX_HEADER_BYTES, _ENTRY_BYTES * (count + 1))
+    header_most = min(MAX_HEADER_BYTES, _LEAST_HEADER + _ENTRY_BYTES * count)
     most = 8 + header_most + 32 * (manifest.dense_bytes // LEAF_BYTES + count)
     for again in reversed(range(_TRIES)):
         try:
@@ -67,8 +68,12 @@ def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
             if nbytes > most:
                 raise CorruptCheckpoint(f"{name} has {nbytes} bytes, more than {most}")
             data = _at_most(stream.store, name, nbytes)
-            if int.from_bytes(data[:8], "little") > header_most:
+            header_end = 8 + int.from_bytes(data[:8], "little")
+            if header_end > 8 + header_most:
                 raise CorruptCheckpoint(f"{name} has a header that is longer than any of {count} tensors")
+            # Each value of the JSON becomes an object of some hundred bytes.
+            if sum(data.count(mark, 8, header_end) for mark in (b",", b"[", b"{")) > _ENTRY_VALUES * (count + 1):
+                raise CorruptCheckpoint(f"{name} has a header with more values than that of any {count} tensors")
             return _parsed(data, manifest, name), nbytes
         except (CorruptCheckpoint, DigestMismatch):
             if not again:
