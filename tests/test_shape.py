@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -19,14 +20,15 @@ OPEN = ("pulse_rl.errors.", "pulse_rl.events.", "pulse_rl.cli.")
 """Of these all is public."""
 
 
-def public_names() -> set[str]:
+@cache
+def public_names() -> frozenset[str]:
     """The modules that users import, and what they find there."""
     names = {"pulse_rl.errors", "pulse_rl.events", "pulse_rl.cli", "pulse_rl.PulseError"}
     for line in (TESTS / "public_api.txt").read_text().splitlines():
         name = line.removeprefix("class ").removeprefix("def ").partition("(")[0].strip()
         if name.startswith("pulse_rl."):
             names |= {name, name.rpartition(".")[0]}
-    return names
+    return frozenset(names)
 
 
 def imported(file: Path) -> Iterator[str]:

@@ -23,7 +23,7 @@ from unittest.mock import patch
 from pulse_rl._util import serial
 from pulse_rl.integrations.fsdp import head
 from pulse_rl.patch import part
-from pulse_rl.sync import catch_up, commit, folds, group, publisher, route, slices
+from pulse_rl.sync import catch_up, commit, folds, group, planner, publisher, slices
 from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 
@@ -124,7 +124,7 @@ def repeatable(rng: Random) -> Iterator[None]:
             (part, "_FILES_AT_ONCE", 1),
             (slices, "_FILES_AT_ONCE", 1),
             (slices, "_LINKS_AT_ONCE", 1),
-            (route, "_FAR", rng.choice((3, route._FAR))),
+            (planner, "_FAR", rng.choice((3, planner._FAR))),
         ):
             stack.enter_context(patch.object(module, name, value))
         yield

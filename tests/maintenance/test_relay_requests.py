@@ -19,6 +19,8 @@ from tests.support.relays import Counted, newest_root
 from tests.support.states import Rng, history, roots
 from tests.support.stores import FaultyStore
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def origin(tmp_path: Path) -> LocalStore:

@@ -157,6 +157,7 @@ def test_endless_interim_answers_end() -> None:
         assert time.monotonic() - started < 30
 
 
+@pytest.mark.slow
 def test_a_long_body_may_take_longer_than_the_timeout() -> None:
     def send(_: bytes, peer: socket.socket) -> None:
         peer.sendall(answer("200 OK", b"", DATE, length=1 << 18))

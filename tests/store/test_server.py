@@ -21,6 +21,8 @@ from pulse_rl.store.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
 from tests.support.stores import names
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[FolderServer]:

@@ -110,12 +110,13 @@ def test_what_is_remembered_follows_the_versions() -> None:
     assert [made.named(v) for v in (1, 2, 6, 9, 17, 18)] == [(), (1,), (4, 1), (4,), (), (1,)]
 
 
-@pytest.mark.parametrize("version", range(1, 24))
-def test_a_newcomer_reads_every_version(version: int) -> None:
-    made = Made(version + 1)
-    newcomer, seen = made.subscriber()
-    newcomer.sync()
-    assert (newcomer.root, detours(seen)) == (made.roots[version], [])
+def test_a_newcomer_reads_every_version() -> None:
+    made = Made(1)
+    for version in range(1, 24):
+        made.publish()
+        newcomer, seen = made.subscriber()
+        newcomer.sync()
+        assert (newcomer.root, detours(seen)) == (made.roots[version], [])
 
 
 @pytest.mark.slow
@@ -136,6 +137,7 @@ def test_who_comes_by_folds_reads_on(folds: tuple[int, ...]) -> None:
         assert any("fold" in link for _, seen in behind for link in links(seen))
 
 
+@pytest.mark.slow
 def test_folds_that_the_publisher_does_not_know_of() -> None:
     """They lead to where something is remembered that nobody can know who came by them."""
     made = Made(30, folds=())

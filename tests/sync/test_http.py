@@ -14,6 +14,8 @@ from pulse_rl.store.server import FolderServer
 from tests.support.http import CountedHttpStore, Liar, answer, asked
 from tests.support.states import Rng, history, roots
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[FolderServer]:

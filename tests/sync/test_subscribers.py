@@ -48,6 +48,7 @@ def running_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
 def test_hundreds_of_streams_take_a_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pulse_rl._util.serial._IDLE_SECONDS", 0.05)  # of the publishers' threads
@@ -187,6 +188,7 @@ def test_a_stream_is_given_what_a_subscriber_is(tmp_path: Path, rng: Rng) -> Non
         assert list((tmp_path / "cache").iterdir())
 
 
+@pytest.mark.slow
 def test_several_threads_share_the_updates(rng: Rng) -> None:
     store = MemoryStore()
     fleet = Fleet(store, 20, rng)
@@ -205,6 +207,7 @@ def test_several_threads_share_the_updates(rng: Rng) -> None:
     assert sorted(seen) == sorted(fleet.names)
 
 
+@pytest.mark.slow
 def test_a_rate_of_a_stream_holds_for_this_stream_alone(rng: Rng) -> None:
     store = MemoryStore()
     fleet = Fleet(store, 2, rng)
@@ -224,6 +227,7 @@ def test_a_rate_of_a_stream_holds_for_this_stream_alone(rng: Rng) -> None:
         assert 0.9 < time.monotonic() - took < SOON
 
 
+@pytest.mark.slow
 def test_a_rate_of_all_bounds_what_they_read_together(rng: Rng) -> None:
     inner = MemoryStore()
     store = FaultyStore(inner)
@@ -236,6 +240,7 @@ def test_a_rate_of_all_bounds_what_they_read_together(rng: Rng) -> None:
         assert 1.0 < time.monotonic() - began < SOON, "two seconds, less the last reads"
 
 
+@pytest.mark.slow
 def test_closing_does_not_wait_for_a_store_that_hangs(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pulse_rl.sync.subscribers._CLOSE_SECONDS", 0.5)
     store, hangs, reached = FaultyStore(MemoryStore()), threading.Event(), threading.Event()
@@ -300,6 +305,7 @@ def test_what_a_listener_raises_reaches_the_reader(rng: Rng) -> None:
         next(subscribers.updates(timeout_seconds=SOON))
 
 
+@pytest.mark.slow
 def test_a_farther_store_is_read_where_the_nearer_one_is_stale(tmp_path: Path, rng: Rng) -> None:
     origin, near = LocalStore(tmp_path / "origin"), LocalStore(tmp_path / "near")
     fleet = Fleet(origin, 2, rng)
@@ -313,6 +319,7 @@ def test_a_farther_store_is_read_where_the_nearer_one_is_stale(tmp_path: Path, r
         assert take(updates, 2) == dict.fromkeys(fleet.names, fleet.roots[1])
 
 
+@pytest.mark.slow
 def test_one_request_waits_for_all_streams_of_a_server(tmp_path: Path, rng: Rng) -> None:
     folder = LocalStore(tmp_path)
     fleet = Fleet(folder, 30, rng, versions=2)

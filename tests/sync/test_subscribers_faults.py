@@ -15,6 +15,8 @@ from tests.support.http import CountedHttpStore, asked
 from tests.support.states import Rng, history, roots
 from tests.support.stores import FaultyStore
 
+pytestmark = pytest.mark.slow
+
 SOON = 30.0
 """Within this many seconds everything comes; nothing waits for it to pass."""
 
