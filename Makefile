@@ -170,7 +170,7 @@ study: $(VENV)/.ready $(VENV)/.bench
 bench-network: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.network $(ARGS)
 
-# 1 to 400 subscribers against one S3-compatible store, and through relays; ARGS=--plan: what is expected of larger fleets.
+# 1 to 400 subscribers against one S3-compatible store, and through relays.
 # ARGS="--link 2e6 --workers 1 10 100": behind one relay, each with a slow link of its own.
 bench-fleet: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.fleet $(ARGS)

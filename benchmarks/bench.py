@@ -15,8 +15,9 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +130,14 @@ class Measure:
         )
 
 
-def core_counts(parallel: bool = True) -> dict[str, int]:
-    """Workers per kind of column: one, and all cores where that is more and applies."""
-    return {"": 1} | ({"_all": default_threads()} if parallel and default_threads() > 1 else {})
+def core_counts() -> dict[str, int]:
+    """Workers per kind of column: one, and all cores where that is more."""
+    return {"": 1} | ({"_all": default_threads()} if default_threads() > 1 else {})
 
 
-def measure_peer(peer: Peer, old: list[np.ndarray], new: list[np.ndarray], times: int, into: Measure) -> None:
-    for key, workers in core_counts(peer.parallel).items():
-        seconds, data = best_of(times, lambda: peer.encode(old, new, workers))  # noqa: B023
+def measure(peer: Peer, old: list[np.ndarray], new: list[np.ndarray], times: int, into: Measure) -> None:
+    for key, workers in core_counts().items():
+        seconds, data = best_of(times, partial(peer.encode, old, new, workers))
         into.seconds["encode" + key] += seconds
         target = [a.copy() for a in old]
 
@@ -144,58 +145,42 @@ def measure_peer(peer: Peer, old: list[np.ndarray], new: list[np.ndarray], times
             for t, a in zip(target, old, strict=True):  # noqa: B023
                 np.copyto(t, a)
 
-        seconds, _ = best_of(times, lambda: peer.decode(target, data, workers), rewind)  # noqa: B023
+        seconds, _ = best_of(times, partial(peer.decode, target, data, workers), rewind)
         into.seconds["decode" + key] += seconds
         if not all(map(np.array_equal, target, new)):
             raise AssertionError(f"{peer.name} is not lossless")
-    into.bytes += len(data)
+    into.bytes += peer.size(data)
 
 
-class LibraryCodec:
+def library_codec(name: str, old: Mapping16) -> Peer:
     """Diff and encode, decode and apply, block by block as in a patch, without digests or header."""
+    specs = state_of(old).specs
+    blocks: list[Block] = cut(specs)
 
-    def __init__(self, name: str, old: State) -> None:
-        self.codec = name
-        self.blocks: list[Block] = cut(old.specs)
+    def states(arrays: Sequence[np.ndarray]) -> State:
+        return state_of(dict(zip(old, arrays, strict=True)))
 
-    def encode(self, old: State, new: State, workers: int) -> list[Encoded]:
+    def encode(a: Sequence[np.ndarray], b: Sequence[np.ndarray], workers: int) -> list[Encoded]:
+        before, after = states(a), states(b)
+
         def one(block: Block) -> Encoded:
-            found = encode_block(block.read(old), block.read(new), block.layout, codec=self.codec)
+            found = encode_block(block.read(before), block.read(after), block.layout, codec=name)
             return found._replace(found=None)
 
-        return list(ordered_map(one, self.blocks, workers))
+        return list(ordered_map(one, blocks, workers))
 
-    def decode(self, state: State, encoded: list[Encoded], workers: int) -> None:
-        """Turns the old state into the new one in place."""
+    def decode(arrays: Sequence[np.ndarray], encoded: list[Encoded], workers: int) -> None:
+        state = states(arrays)
 
         def one(item: tuple[Block, Encoded]) -> None:
             block, part = item
             if part.codec_id != SAME:
-                elements = block.read(state)
-                changes = decode_block(part.codec_id, memoryview(part.payload), elements, block.layout)
+                changes = decode_block(part.codec_id, memoryview(part.payload), block.read(state), block.layout)
                 scatter(block, state, changes)
 
-        list(ordered_map(one, zip(self.blocks, encoded, strict=True), workers))
+        list(ordered_map(one, zip(blocks, encoded, strict=True), workers))
 
-
-def measure_codec(name: str, old: Mapping16, new: Mapping16, times: int, into: Measure) -> None:
-    a, b = state_of(old), state_of(new)
-    coder = LibraryCodec(name, a)
-    for key, workers in core_counts().items():
-        seconds, encoded = best_of(times, lambda: coder.encode(a, b, workers))  # noqa: B023
-        into.seconds["encode" + key] += seconds
-        target = a.copy()
-
-        def rewind() -> None:
-            for spec in a.specs:
-                np.copyto(target.read(spec.name), a.read(spec.name))  # noqa: B023
-
-        seconds, _ = best_of(times, lambda: coder.decode(target, encoded, workers), rewind)  # noqa: B023
-        into.seconds["decode" + key] += seconds
-        if not all(np.array_equal(target.read(s.name), b.read(s.name)) for s in a.specs):
-            raise AssertionError(f"{name} is not lossless")
-    into.bytes += sum(len(e.payload) for e in encoded)
-    into.file_bytes += build_patch(a, b, state_digest(a), codec=name).nbytes
+    return Peer(name, encode, decode, lambda encoded: sum(len(part.payload) for part in encoded))
 
 
 def run_data(data: Data, times: int) -> dict[str, Any]:
@@ -205,13 +190,15 @@ def run_data(data: Data, times: int) -> dict[str, Any]:
     bounds: list[EntropyBound] = []
     for old, new in data.load():
         bounds.append(entropy_bound(state_of(old), state_of(new)))
-        flat_old, flat_new = [v.reshape(-1) for v in old.values()], [new[k].reshape(-1) for k in old]
         # One repetition is enough for what takes seconds: sizes are the point there.
-        repeats = times if sum(v.size for v in flat_old) < 1 << 27 else 1
+        repeats = times if sum(v.size for v in old.values()) < 1 << 27 else 1
+        arrays = list(old.values()), [new[name] for name in old]
         for peer in found:
-            measure_peer(peer, flat_old, flat_new, repeats, measures[peer.name])
+            measure(peer, *([v.reshape(-1) for v in state] for state in arrays), repeats, measures[peer.name])
         for name in CODECS:
-            measure_codec(name, old, new, times, measures[name])
+            measure(library_codec(name, old), *arrays, repeats, measures[name])
+            a, b = state_of(old), state_of(new)
+            measures[name].file_bytes += build_patch(a, b, state_digest(a), codec=name).nbytes
     total = EntropyBound(*(sum(getattr(b, f) for b in bounds) for f in EntropyBound.__dataclass_fields__))
     rows = [m.row(2 * total.elements, total) for m in measures.values()]
     return {

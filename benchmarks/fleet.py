@@ -2,7 +2,6 @@
 
     python -m benchmarks.fleet [--workers 1 10 100 400] [--regions 2] [--versions 6] [--every 4] [--json FILE]
     python -m benchmarks.fleet --link 2e6 [--workers 1 10 100]
-    python -m benchmarks.fleet --plan
 
 Real subscribers with a small state each, as threads of a few processes; a server of the S3 protocol (moto, one process
 of Python) as the origin; a relay for each region, which keeps a folder. Workers read the folder ("relays"), or wait at
@@ -13,7 +12,7 @@ the relays had the version. A first version that all have is not counted.
 ``--link``: workers behind one relay, whose origin is a served folder, too; each has a link of its own of so many bit/s,
 and the time that a version's bytes take on that link stands beside what is measured.
 
-``--plan``: `pulse_rl.plan` for fleets that no machine here holds.
+What is expected of fleets that no machine here holds: ``pulse plan --workers``.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ import numpy as np
 
 from benchmarks.counted import CountedStore
 from pulse_rl import Bits, HttpStore, LocalStore, Publisher, Relay, Store, Subscriber
-from pulse_rl._util.units import format_bytes, format_duration
-from pulse_rl.plan import WAYS, Fleet, Scenario, make_fleet_plan
 from pulse_rl.store import open_store
 from pulse_rl.store.server import FolderServer
 
@@ -243,27 +240,6 @@ def last_after(committed: dict[int, float], had: list[dict[int, float]]) -> list
     ]
 
 
-PARAMS = {"7B": 7e9, "70B": 70e9, "1T": 1e12}
-
-
-def planned() -> None:
-    """1% changed in a step of a minute; ten regions, each with 10 Gbit/s to an origin that sends 100 Gbit/s in all; 1
-    Gbit/s to each worker and 100 Gbit/s in a region; 0.1 s for a round trip; 32 cores; a look every second."""
-    print(f"{planned.__doc__}\n")
-    print("params   workers  way       to all       a fetch  versions  from the origin a day")
-    for name, params in PARAMS.items():
-        scenario = Scenario(int(params), 0.01, 60, 1e9, 10e9, cores=32, round_trip_seconds=0.1)
-        for number in (1000, 10_000, 100_000):
-            plan = make_fleet_plan(scenario, Fleet(number, 10, 100e9, 10e9, 100e9))
-            for way in WAYS:
-                each = plan.ways[way]["auto"]
-                print(
-                    f"{name:6} {number:9,}  {way:8} {format_duration(each.seconds_to_all):>8} "
-                    f"{format_bytes(each.fetch_bytes):>12} {each.versions:>9,}  {format_bytes(each.origin_bytes)}"
-                )
-        print(f"{name:6} a relay is sooner from {plan.relays_pay_from} workers in a region on")
-
-
 def start(work: Any, *arguments: Any) -> tuple[Any, Any]:
     here, there = _spawn.Pipe()
     process = _spawn.Process(target=work, args=[*arguments, there], daemon=True)
@@ -280,11 +256,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--link", type=float, help="of each worker behind one relay, in bit/s")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--plan", action="store_true", help="only what is expected of larger fleets")
     args = parser.parse_args()
-    if args.plan:
-        planned()
-        return
     rows = behind_links(args) if args.link else against_one_server(args)
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
