@@ -96,6 +96,33 @@ def test_inputs_that_may_never_end_are_refused_at_once(pulse: Pulse, tmp_path: P
     pulse.refused("digest", fifo, kind="input", match="no checkpoint")
 
 
+def test_a_fifo_in_a_folder_is_no_input_either(pulse: Pulse, tmp_path: Path, steps: Path) -> None:
+    names = ("model.safetensors", "events-trainer.jsonl")
+    for name in names:
+        (tmp_path / name).mkdir()
+        os.mkfifo(tmp_path / name / name)
+    pulse.refused("digest", tmp_path / names[0], kind="input", match="not a regular file")
+    pulse.refused("report", tmp_path / names[1], "-o", tmp_path / "p", kind="input", match="not a regular file")
+    publish = ("publish", steps / "0.safetensors", tmp_path / "store", "--stream", "policy", "--sign-key")
+    for key in (tmp_path / names[0] / names[0], "/dev/zero"):
+        pulse.refused(*publish, key, kind="input", match="not a private key: it is not a regular file")
+
+
+def test_a_name_that_no_file_can_have_is_said_as_any_other_error(pulse: Pulse, tmp_path: Path, steps: Path) -> None:
+    long = tmp_path / ("x" * 300)
+    Publisher(LocalStore(tmp_path / "store"), stream="policy").publish({"w": np.zeros(3, np.float32)})
+    follow = ("follow", tmp_path / "store", "--stream", "policy", "--once", "--out", tmp_path / "out", "--cache")
+    for command in (
+        ("store-check", long),
+        ("report", long, "-o", tmp_path / "page"),
+        ("serve", long),
+        (*follow, long),
+        ("inspect", long),
+        ("publish", steps / "0.safetensors", tmp_path / "store", "--stream", "p", "--sign-key", long),
+    ):
+        pulse.refused(*command, kind="input", match="File name too long")
+
+
 def test_what_an_output_cannot_take_is_said_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     checkpoint.save(file, State.of({"gewicht-é\U0001f600": np.zeros(3, np.float32)}))
@@ -105,11 +132,13 @@ def test_what_an_output_cannot_take_is_said_in_one_line(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         refused = pulse_process("digest", file, stdout=full, stderr=subprocess.PIPE)
     assert refused.returncode == 1
-    assert refused.stderr == "pulse: No space left on device (Check the output and the paths.)\n"
+    assert refused.stderr == "pulse: No space left on device (Check the output.)\n"
 
 
 def test_a_closed_standard_error_does_not_stop_a_command(tmp_path: Path, steps: Path) -> None:
-    for command in (f"digest {steps}/0.safetensors", f"digest {tmp_path}/missing"):
+    Publisher(LocalStore(tmp_path / "store"), stream="policy").publish({"w": np.zeros(3, np.float32)})
+    verify = f"verify {tmp_path}/store --stream policy"
+    for command in (f"digest {steps}/0.safetensors", verify, f"digest {tmp_path}/missing"):
         program = f"{sys.executable} -c 'from pulse_rl_command import main; exit(main())' {command} 2>&-"
         done = subprocess.run(["sh", "-c", program], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == ("missing" in command)

@@ -1,12 +1,14 @@
-"""Durable files: written aside, synced, renamed once."""
+"""Durable files: written aside, synced, renamed once; and input files that end."""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import PulseError, StoreError, StoreFull
 
@@ -15,6 +17,16 @@ Chunks = Iterable[bytes | memoryview]
 _NEEDED = ("fchmod", "link", "O_DIRECTORY")
 """What of POSIX makes a file durable: its mode, its creation by one call, the sync of its folder."""
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError, also for a FIFO or a device: these might never end, or never begin."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO without a writer opens at once
+    file = os.fdopen(handle, "rb")
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
 
 
 def write_atomically(path: Path, chunks: Chunks, *, aside: Path | None = None) -> None:

@@ -17,12 +17,13 @@ from contextlib import suppress
 
 from .. import __version__
 from .. import codec as codecs
-from ..errors import PulseError
+from ..errors import InputError, PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
 from ..state.rounding import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
 from . import engines, files, plan, relay, report, serve, store_check, streams, study
 from .output import Console, open_streams
+from .paths import shortened
 
 _MOST_SECONDS = 1e9
 
@@ -37,13 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PulseError as error:
             console.error(error)
             return 1
+        except OSError as error:
+            if error.filename is None:  # not of a path, but of the output
+                raise
+            path = shortened(str(error.filename))
+            console.error(InputError(f"cannot use {path}: {error.strerror}", hint="Check the path."))
+            return 1
     except OSError as error:
-        # Files have typed errors, so that this is an output that cannot take what was printed, or a path that no file
-        # can have. What is left to flush must not fail again at exit.
+        # The output cannot take what was printed. What is left to flush must not fail again at exit.
         with suppress(io.UnsupportedOperation):  # somebody's own stream, without a descriptor
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
-            print(f"pulse: {error.strerror or error} (Check the output and the paths.)", file=sys.stderr)
+            print(f"pulse: {error.strerror or error} (Check the output.)", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("pulse: interrupted", file=sys.stderr)

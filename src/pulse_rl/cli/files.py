@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import codec as codecs
 from .. import patch
+from .._util.files import open_regular
 from .._util.units import format_bytes
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
@@ -17,7 +18,7 @@ from ..patch.header import PRELUDE_BYTES, Base, PatchHeader, header_end, parse_h
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..state.digest import state_digest
 from .output import Console
-from .paths import check_output, checked_input, write_output
+from .paths import check_output, write_output
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
@@ -129,15 +130,13 @@ def digest(args: argparse.Namespace, console: Console) -> int:
 def _read(path: str) -> memoryview:
     """The bytes of a patch file, of which the header is well-formed. Raises InputError and CorruptPatch."""
     try:
-        with checked_input(Path(path)).open("rb") as file:
+        with open_regular(Path(path)) as file:
             start = file.read(PRELUDE_BYTES)
             header_end(start)  # before all of a file that may be anything is read
             data = memoryview(start + file.read())
         parse_header(data)
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"cannot read {path}: {error}", hint="Check the path.") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from None
     except CorruptPatch as error:
         raise CorruptPatch(f"{path}: {error}", hint=error.hint) from error
     return data

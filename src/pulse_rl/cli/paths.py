@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .._util.files import write_atomically
+from .._util.files import open_regular, write_atomically
 from ..errors import InputError
 from ..patch.header import MAGIC as PATCH_MAGIC
 
@@ -29,14 +29,14 @@ def check_output(out: Path, *, force: bool) -> None:
     except (FileNotFoundError, NotADirectoryError):  # writing has an error for the second
         return
     except OSError as error:
-        raise InputError(f"cannot write {_short(out)}: {error.strerror}", hint="Check the path.") from None
+        raise InputError(f"cannot write {shortened(out)}: {error.strerror}", hint="Check the path.") from None
     if stat.S_ISDIR(mode):
-        raise InputError(f"{_short(out)} is a folder", hint="Give the path of a file.")
+        raise InputError(f"{shortened(out)} is a folder", hint="Give the path of a file.")
     if not stat.S_ISREG(mode):
-        raise InputError(f"{_short(out)} is not a regular file", hint="Give the path of a file.")
+        raise InputError(f"{shortened(out)} is not a regular file", hint="Give the path of a file.")
     if not force and not _is_own(out):
         raise InputError(
-            f"{_short(out)} exists and was not written by this command",
+            f"{shortened(out)} exists and was not written by this command",
             hint="Choose another path, or replace it with --force.",
         )
 
@@ -47,24 +47,15 @@ def write_output(out: Path, chunks: Iterable[bytes | memoryview], *, force: bool
     write_atomically(out, chunks)
 
 
-def checked_input(path: Path) -> Path:
-    """``path``, if it is a regular file. A FIFO or a device might never end. Raises InputError."""
-    try:
-        if stat.S_ISREG(path.stat().st_mode):
-            return path
-        reason = "it is not a regular file"
-    except OSError as error:
-        reason = "it does not exist" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-    raise InputError(f"cannot read {_short(path)}: {reason}", hint="Check the path.")
-
-
 def read_study(path: Path) -> Any:
     """The JSON of a study. Raises InputError."""
     try:
-        return json.loads(checked_input(path).read_bytes())
+        with open_regular(path) as file:
+            return json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         hint = "Give the output of `pulse study --json`."
-        raise InputError(f"cannot read {_short(path)}: {error}", hint=hint) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"cannot read {shortened(path)}: {reason}", hint=hint) from None
 
 
 def _is_own(file: Path) -> bool:
@@ -72,9 +63,11 @@ def _is_own(file: Path) -> bool:
         with file.open("rb") as opened:
             start = opened.read(_HEAD)
     except OSError as error:
-        raise InputError(f"cannot read {_short(file)}: {error.strerror}", hint="Check the path.") from None
+        raise InputError(f"cannot read {shortened(file)}: {error.strerror}", hint="Check the path.") from None
     return start.startswith(PATCH_MAGIC) or PAGE_MARK in start or CHECKPOINT_MARK in start
 
 
-def _short(path: Path) -> str:
-    return str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
+def shortened(path: Path | str) -> str:
+    """For a message: a path that is too long for a file is too long for a line, too."""
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -9,7 +9,7 @@ from typing import Any
 from .._util.units import format_bytes
 from ..report import read_run, render
 from .output import Console
-from .paths import check_output, checked_input, read_study, write_output
+from .paths import check_output, read_study, write_output
 
 STUDY_NAME = "study.json"
 
@@ -30,8 +30,6 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     source, out = Path(args.source), Path(args.output)
     check_output(out, force=args.force)
-    if not source.is_dir():
-        checked_input(source)
     study = _study_of(source)
     drawn = None
     if source.is_file():

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from .._util.files import open_regular
 from ..errors import InputError
 from ..events import Event, Progress
 
@@ -68,13 +69,13 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     Raises InputError if the file cannot be read.
     """
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path)) as file:
             while line := file.readline(MAX_LINE_BYTES):
                 event = _parsed(line)
                 if event is not None:
                     yield event
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error}", hint="Check the path.") from None
+        raise InputError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from None
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

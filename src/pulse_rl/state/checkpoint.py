@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .._util.files import write_atomically
+from .._util.files import open_regular, write_atomically
 from .._util.settings import checked_path
 from ..errors import CorruptCheckpoint, InputError, PulseError, UnsupportedTensor
 from .tensors import DTYPES, State, TensorSpec, UIntArray, dtype_of
@@ -186,7 +186,7 @@ def _indexed(index: Path) -> tuple[list[Path], set[str]]:
 
 def _map_file(file: Path, metadata: dict[str, str]) -> Iterator[tuple[TensorSpec, UIntArray]]:
     try:
-        with file.open("rb") as handle:
+        with open_regular(file) as handle:
             size = os.fstat(handle.fileno()).st_size
             view = memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
     except OSError as error:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._util.files import disk_error
+from .._util.files import disk_error, open_regular
 from .._util.settings import checked_collection, checked_path
 from ..errors import InputError, Untrusted
 from .manifest import Manifest, Signature
@@ -21,6 +21,7 @@ from .manifest import Manifest, Signature
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+_KEY_FILE_BYTES = 1000
 _INSTALL = "Install it: pip install 'pulse-rl[sign]'."
 
 
@@ -41,9 +42,11 @@ class Signer:
     def load(cls, path: str | Path) -> Signer:
         """Loads the key from a file ``path`` written by `save`: 64 hexadecimal digits. Raises InputError."""
         try:
-            return cls(bytes.fromhex(checked_path(path).read_text().strip()))
+            with open_regular(checked_path(path)) as file:
+                return cls(bytes.fromhex(file.read(_KEY_FILE_BYTES).decode().strip()))
         except (OSError, ValueError) as error:
-            raise InputError(f"{path} is not a private key: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise InputError(f"{path} is not a private key: {reason}") from None
 
     def save(self, path: str | Path) -> None:
         """Writes the private key to the new file ``path``, readable only by its owner. Raises InputError."""
