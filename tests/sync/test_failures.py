@@ -16,22 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, Subscriber, state_root, verify_stream
-from pulse_rl.errors import ChainGap, IntegrityError, StoreUnavailable, WrongBase
+from pulse_rl.errors import IntegrityError, StoreUnavailable
 from pulse_rl.events import Event, FallbackUsed
-from pulse_rl.integrations.torch import apply_, to_torch
-from pulse_rl.patch import apply_patch, parse_patch
-from pulse_rl.state.tensors import DTYPES
 from pulse_rl.stream.stream import Stream
-from tests.support.states import Live, Rng, bits, history, mutated, roots, snapshot, weights
+from tests.support.states import Rng, bits, history, weights
 from tests.support.stores import FaultyStore, names
-
-
-def assert_whole(store: Any, versions: int) -> None:
-    assert [r.problems for r in verify_stream(store, "policy")] == [()] * versions
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -57,74 +48,6 @@ def test_reply_of_a_second_claim_is_lost(comes_back: bool, rng: Rng) -> None:
     assert (newcomer.version, newcomer.root) == (done.version, state_root(states[2]))
 
 
-def test_anchors_hold_the_full_state(tmp_path: Path, rng: Rng) -> None:
-    """A peer's anchors held only the tensors that had changed."""
-    states = history(rng, 2)
-    states[1] = states[0] | {"steps": Bits(states[0]["steps"].array + np.uint64(1), "I64")}
-    store = LocalStore(tmp_path)
-    publisher = Publisher(store, stream="policy", anchor_ratio=0.0, shard_bytes=5000)
-    for state in states:
-        publisher.publish(state)
-    anchor = Stream(store, "policy").manifest(1).anchor
-    assert anchor is not None
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in anchor.shards:
-        tensors |= load_file(tmp_path / "policy" / "payloads" / f"{shard.sha256}.safetensors")
-    assert state_root(tensors) == state_root(states[1])
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3", "I64"])
-def test_changes_are_found_in_every_bit(dtype: str) -> None:
-    """Detectors that looked at the low byte, or predicted changes from the optimizer, missed most of them."""
-    width = 8 * DTYPES[dtype].width
-    zero = {"w": Bits(np.zeros(width, DTYPES[dtype].uint), dtype)}
-    ones = {"w": Bits((1 << np.arange(width, dtype=np.uint64)).astype(DTYPES[dtype].uint), dtype)}
-    store = MemoryStore()
-    publisher = Publisher(store, stream="policy")
-    publisher.publish(zero)
-    assert publisher.publish(ones).changed == width
-    assert_whole(store, 2)
-
-
-def test_xor_style_double_apply_is_refused(rng: Rng) -> None:
-    """Applied twice, a peer's patch turned the weights back. Here it is refused, and an update holds values, not
-    differences."""
-    states = history(rng, 2)
-    store = MemoryStore()
-    publisher, subscriber, live = Publisher(store, stream="policy"), Subscriber(store, stream="policy"), Live()
-    publisher.publish(states[0])
-    live.apply(subscriber.sync())
-    publisher.publish(states[1])
-    update = subscriber.sync()
-    for _ in range(3):
-        live.apply(update)
-        assert live.root == state_root(states[1])
-    (link,) = [x for x in names(store, "policy/payloads") if x.endswith(".patch")]
-    host = subscriber._host
-    with pytest.raises(WrongBase):
-        apply_patch(parse_patch([store.get(link)], host.digest), host.state, host.digest)
-    assert snapshot(subscriber.state) == snapshot(states[1])
-
-
-def test_the_live_model_sees_only_verified_updates(rng: Rng) -> None:
-    """Nothing is handed out before its root was checked; what fails leaves the state at the version before."""
-    states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
-    for state in states:
-        publisher.publish(state)
-    subscriber = Subscriber(store, stream="policy")
-    subscriber.sync(0)
-    model = to_torch(subscriber.state.copy())
-    before = {n: t.clone() for n, t in model.items()}
-    store.damage = lambda name, data: data[:-1] + bytes([data[-1] ^ 1]) if name.endswith(".patch") else data
-    with pytest.raises(ChainGap):
-        apply_(model, subscriber.sync())  # type: ignore[arg-type]
-    assert all(torch.equal(before[n], model[n]) for n in model)
-    assert (subscriber.version, subscriber.root) == (0, state_root(states[0]))
-    assert snapshot(subscriber.state) == snapshot(states[0])
-
-
 def test_tied_weights_give_one_root(rng: Rng) -> None:
     """`state_dict()` names the tied head, the saved checkpoint does not: roots must agree all the same."""
     tied = weights(rng, 20, 4)
@@ -135,30 +58,6 @@ def test_tied_weights_give_one_root(rng: Rng) -> None:
     Publisher(store, stream="policy").publish(model)
     done = Publisher(store, stream="policy").publish(saved)
     assert (done.changed, done.anchored) == (0, False)
-
-
-def test_leftovers_of_a_failed_publish_do_not_exist(rng: Rng) -> None:
-    """What no manifest lists is neither read nor in the way, whatever its content."""
-    states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
-    publisher.publish(states[0])
-    store.fail_on("put_new", "versions")
-    with pytest.raises(StoreUnavailable):
-        publisher.publish(mutated(rng, states[0], 0.5))
-    for stray in (
-        "payloads/" + "0" * 64 + ".patch",
-        "versions/latest.json",
-        "versions/1.json",
-        "versions/x/000000000007.json",
-    ):
-        store.put(f"policy/{stray}", b"junk")
-    again = Publisher(store, stream="policy")
-    assert [again.publish(s).version for s in states[1:]] == [1, 2]
-    assert_whole(store, 3)
-    subscriber = Subscriber(store, stream="policy")
-    subscriber.sync()
-    assert subscriber.root == state_root(states[2])
 
 
 def test_names_from_a_manifest_cannot_escape(tmp_path: Path, rng: Rng) -> None:
@@ -211,26 +110,6 @@ def test_files_are_synced_before_they_are_named(create: bool, tmp_path: Path, mo
     else:
         store.put("a/b", [b"da", b"ta"])
     assert done == ["sync file", "name", "sync folder"]
-
-
-def test_an_old_reader_never_sees_half_a_version(rng: Rng) -> None:
-    """A subscriber that syncs after each single store call of a publisher sees the old version or the new one."""
-    states = history(rng, 4, elements=500)
-    inner = MemoryStore()
-    follower, seen = Subscriber(inner, stream="policy", threads=1), []
-
-    class Watched(FaultyStore):
-        def _call(self, call: str, name: str, act: Any) -> Any:
-            result = super()._call(call, name, act)
-            follower.sync()
-            if follower.version is not None:
-                seen.append((follower.version, follower.root))
-            return result
-
-    publisher = Publisher(Watched(inner), stream="policy", anchor_ratio=0.0, shard_bytes=2000, threads=1)
-    for state in states:
-        publisher.publish(state)
-    assert set(seen) == set(enumerate(roots(states)))
 
 
 @pytest.mark.slow

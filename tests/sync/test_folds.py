@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, Subscriber, state_root, verify_stream
-from pulse_rl.codec import Changes
 from pulse_rl.errors import ChainGap, StoreUnavailable
 from pulse_rl.events import Event, FoldFailed, Synced
 from pulse_rl.maintenance.fold import fold_stream
-from pulse_rl.patch.undo import UndoLog
 from pulse_rl.stream.stream import Stream
 from tests.support.folds import fold_link
 from tests.support.states import TinyTrainer
@@ -155,18 +153,6 @@ def test_fold_of_a_stream_with_a_gap_says_so() -> None:
     store.delete(f"s/payloads/{patch.parts[0].sha256}.patch")
     with pytest.raises(ChainGap, match="1->2"):
         list(fold_stream(store, "s", (4,), threads=1))
-
-
-def test_an_undo_log_keeps_the_oldest_bits() -> None:
-    rng = np.random.default_rng(2)
-    first = rng.integers(0, 1 << 16, 5000, dtype=np.uint16)
-    now, log = first.copy(), UndoLog(0, "")
-    for _ in range(30):
-        positions = np.flatnonzero(rng.random(5000) < 0.05).astype(np.uint32)
-        log.record({0: Changes(positions, now[positions])})
-        now[positions] = rng.integers(0, 1 << 16, len(positions), dtype=np.uint16)
-    np.testing.assert_array_equal(log.rewind(0, now), first)
-    assert log.rewind(1, now) is now
 
 
 def test_delete_any_one_payload_and_it_is_still_restored_or_named() -> None:

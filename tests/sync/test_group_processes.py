@@ -238,6 +238,3 @@ def test_a_member_cannot_be_doubled_in_one_machine(clock: Clock) -> None:
             os._exit(0 if "this Member was made in another process" in str(error) else 2)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-# Lies, and what lies about.

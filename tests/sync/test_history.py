@@ -15,7 +15,6 @@ from pulse_rl import (
     Publisher,
     State,
     Subscriber,
-    anchor_stream,
     state_root,
     verify_stream,
 )
@@ -331,14 +330,6 @@ def test_a_part_of_the_tensors() -> None:
     last, _ = made.subscriber()
     last.sync()
     np.testing.assert_array_equal(whole.state.read("w"), last.state.read("w"))
-
-
-def test_an_anchor_on_demand() -> None:
-    made = Made(7)
-    anchor_stream(made.store, "s", threads=1)
-    newcomer, seen = made.subscriber()
-    newcomer.sync()
-    assert (newcomer.version, links(seen)) == (7, ["the anchor of version 7"])
 
 
 def test_interrupted_commits_remember_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,21 +220,3 @@ def test_who_lacks_a_history_that_no_patch_needs_pays_for_patches_only() -> None
     late.sync()
     assert late.root == done.root
     assert fetched(seen) < done.patch_bytes + 20_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("density", [0.05, 0.4])
-def test_records_stop_where_they_are_too_many(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Made(1)
-    made.states = momentum(density=density)
-    next(made.states)
-    kept: list[int] = []
-    then = History.then
-    monkeypatch.setattr(History, "then", lambda self, window: kept.append(1) or then(self, window))
-    following, _ = made.subscriber()
-    following.sync()
-    for _ in range(3):
-        made.publish()
-        following.sync()
-        assert following.root == made.roots[-1]
-    assert not kept

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import random
 import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,39 +19,6 @@ from pulse_rl.errors import ConcurrentUse, InputError
 from tests.support.interrupts import STEP, Boom, Steps
 from tests.support.states import Live, Rng, bits, mutated, policy
 
-T = TypeVar("T")
-
-
-class Interrupter:
-    """Calls a function again and again until it gets through, interrupted at random moments."""
-
-    def __init__(self, seed: int) -> None:
-        self.count = 0
-        self._random = random.Random(seed)
-
-    def __call__(self, act: Callable[[], T]) -> T:
-        while True:
-            delay = self._random.choice((0.00005, 0.0003, 0.002, 0.01)) * self._random.random() + 1e-6
-            try:
-                signal.setitimer(signal.ITIMER_REAL, delay)
-                result = act()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except Boom:
-                self.count += 1
-            else:
-                return result
-
-
-@pytest.fixture
-def interrupter() -> Any:
-    def handler(*_: Any) -> None:
-        raise Boom
-
-    before = signal.signal(signal.SIGALRM, handler)
-    yield Interrupter(20261121)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
 
 def follow(subscriber: Subscriber, live: Live) -> Update | None:
     """What a worker does in its loop."""
@@ -61,24 +27,6 @@ def follow(subscriber: Subscriber, live: Live) -> Update | None:
         live.apply(update)
         update.acknowledge()
     return update
-
-
-@pytest.mark.slow
-def test_interrupted_publishes_and_syncs_that_are_retried_at_once(rng: Rng, interrupter: Interrupter) -> None:
-    state, store, live = policy(rng, 60_000), MemoryStore(), Live()
-    publisher = Publisher(store, stream="policy", threads=2, folds=(2, 4))
-    subscriber = Subscriber(store, stream="policy", threads=2)
-    publisher.publish(state)
-    follow(subscriber, live)  # nobody can tell that an update was lost by one who has never acknowledged any
-    while interrupter.count < 1500:
-        state = mutated(rng, state, 0.05)
-        interrupter(lambda: publisher.publish(state))  # noqa: B023
-        while interrupter(lambda: follow(subscriber, live)) is not None:
-            pass
-        head = publisher.head()
-        assert head is not None
-        assert (subscriber.status, subscriber.version, subscriber.root) == ("ready", head.version, state_root(state))
-        assert state_root(subscriber.state) == live.root == state_root(state)
 
 
 @pytest.mark.slow
@@ -108,31 +56,6 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
         if reached < number:
             break
     assert reached > (100 if STEP == "opcode" else 15)
-
-
-def test_an_update_is_delivered_until_it_is_acknowledged(rng: Rng) -> None:
-    old = policy(rng)
-    store, live = MemoryStore(), Live()
-    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
-    publisher.publish(old)
-    first = follow(subscriber, live)
-    assert first is not None
-    assert first.full
-    new = mutated(rng, old, 0.1)
-    publisher.publish(new)
-    lost = subscriber.sync()
-    assert lost is not None
-    again = subscriber.sync()
-    assert again is not None
-    assert (again.version, again.previous, again.changed) == (lost.version, lost.previous, lost.changed)
-    assert again.payload_bytes == 0, "nothing was fetched for it"
-    newest = mutated(rng, new, 0.1)
-    publisher.publish(newest)
-    both = follow(subscriber, live)
-    assert both is not None
-    assert (both.previous, both.version) == (0, 2)
-    assert live.root == state_root(newest)
-    assert subscriber.sync() is None
 
 
 def test_iterating_to_the_end_acknowledges(rng: Rng) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, Subscriber, gc_stream, state_root, verify_stream
-from pulse_rl._util import zstd
 from pulse_rl.errors import PublisherConflict, StoreError, StreamError
 from pulse_rl.events import Event, FallbackUsed
-from pulse_rl.patch import header as patch_header
 from pulse_rl.stream.stream import Stream
 from tests.support.folds import fold_link
 from tests.support.states import Live, Rng, history, mutated, policy
@@ -235,32 +232,6 @@ def test_a_path_from_an_anchor_shows_nothing_in_between(rng: Rng) -> None:
     publisher.publish(states[7], anchor=True)
     worker.sync()
     assert worker.root == state_root(states[7])
-
-
-def test_a_false_patch_cannot_claim_a_header_that_no_such_state_has(rng: Rng) -> None:
-    """4 kB that unfold to 128 MiB of header cost seconds and 300 MB."""
-    states = history(rng, 12)
-    store = MemoryStore()
-    publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
-    for state in states:
-        publisher.publish(state)
-    plain = bytes(patch_header.MAX_HEADER_BYTES)
-    stored = zstd.compress(plain, 3)
-    prelude = patch_header._PRELUDE.pack(
-        patch_header.MAGIC, patch_header.FORMAT, len(stored), len(plain), patch_header.check_of(stored)
-    )
-    bomb = prelude + stored
-    digest = sha256(bomb).hexdigest()
-    store.put(f"policy/payloads/{digest}.patch", bomb)
-    store.put(*fold_link("policy", 0, 11, (digest, len(bomb))))
-    worker = Subscriber(store, stream="policy", threads=1)
-    worker.sync(target=0)
-    tracemalloc.start()
-    worker.sync()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert worker.root == state_root(states[-1])
-    assert peak < 20 << 20
 
 
 def test_gc_does_not_follow_a_link_out_of_the_store(tmp_path: Path, rng: Rng) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, State, Store, Subscriber, verify_stream
 from pulse_rl.events import BaselineRestored, Event, Progress, Published, Synced
 from pulse_rl.state import checkpoint
-from pulse_rl.stream.kept import ManifestCache
-from pulse_rl.stream.stream import Stream
 from tests.support.folds import fold_link
 from tests.support.states import Live, Rng, Tensors, history, mutated, policy, roots, state_root, weights
 from tests.support.stores import FaultyStore, names
@@ -260,28 +257,6 @@ def test_progress_adds_up_in_every_stage(shard_bytes: int, rng: Rng) -> None:
         total = stored if stage == "upload" else nbytes
         assert {t for _, t in pairs} == {total}, stage
         assert max(d for d, _ in pairs) == total, stage
-
-
-def test_kept_manifests_are_bounded(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A subscriber of a long chain works with a small memory of manifests."""
-    states = history(rng, 6)
-    store = stream_of(states)
-    monkeypatch.setattr("pulse_rl.stream.stream.ManifestCache", lambda: ManifestCache(most=2))
-    stream, live = Stream(store, "policy"), Live()
-    for version in (0, 1, 2, 3, 2, 0):
-        assert stream.manifest(version).version == version
-        assert sum(stream._manifests.get(v) is not None for v in range(6)) <= 2
-    live.apply(Subscriber(store, stream="policy").sync())
-    assert live.root == state_root(states[-1])
-
-
-def test_a_base_with_numpy_values_matches_any_source(rng: Rng) -> None:
-    state = {"w": np.arange(10, dtype=np.float32)}
-    store = MemoryStore()
-    Publisher(store, stream="policy").publish(state)
-    event, subscriber = synced(store, {"w": np.arange(10, dtype=np.float32)})
-    assert event is None
-    assert subscriber.version == 0
 
 
 def test_false_links_cost_a_few_requests(rng: Rng) -> None:

@@ -67,19 +67,6 @@ def test_a_worker_follows_every_version(any_store: Store | str, name: str, rng: 
     assert_whole(any_store, states)
 
 
-def test_a_late_joiner_takes_the_anchor_and_the_chain(rng: Rng) -> None:
-    states = history(rng, 6)
-    store, done = published(states)
-    update = Subscriber(store, stream="policy").sync()
-    assert update is not None
-    live = Live()
-    live.apply(update)
-    assert update.full
-    assert update.version == 5
-    assert live.root == state_root(states[-1])
-    assert update.payload_bytes == done[0].anchor_bytes + sum(d.patch_bytes for d in done)
-
-
 def test_an_update_over_several_versions_is_merged(rng: Rng) -> None:
     """One change an element, with the newest bits, also for what changed twice or back again."""
     states = history(rng, 2, density=0.1)
