@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Store, Subscriber, state_root, verify_stream
+from pulse_rl import LocalStore, MemoryStore, Publisher, Store, Subscriber, gc_stream, state_root, verify_stream
 from pulse_rl.errors import EmptyStream, InputError, StoreUnavailable
-from pulse_rl.maintenance.gc import gc_stream
 from tests.support.states import TinyTrainer
 from tests.support.stores import FaultyStore, names
 

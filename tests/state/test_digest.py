@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from pulse_rl import Bits, State, state_root
-from pulse_rl.integrations.torch import to_torch
 from tests.promises.oracle import root_of
+from tests.support.checkpoints import write_checkpoint
 from tests.support.states import WIDTHS, all_dtypes, bits, policy
 
 MIB = 1 << 20
@@ -120,7 +119,7 @@ def test_empty_tensors_of_other_shapes_differ() -> None:
 
 def test_one_root_for_every_source(tmp_path: Path, rng: np.random.Generator) -> None:
     tensors = policy(rng)
-    save_file(to_torch(State.of(tensors)), tmp_path / "model.safetensors")
+    write_checkpoint(tmp_path, tensors)
     expected = root_of(tensors)
     assert state_root(tensors) == state_root(State.of(tensors)) == expected
     assert state_root(tmp_path) == state_root(str(tmp_path / "model.safetensors"), threads=1) == expected

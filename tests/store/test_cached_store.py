@@ -9,9 +9,9 @@ import pytest
 
 from pulse_rl import Publisher, Subscriber, state_root
 from pulse_rl.store import CachedStore, ObjectInfo
-from pulse_rl.stream.names import payload_digest
 from tests.support.relays import Counted
 from tests.support.states import TinyTrainer
+from tests.support.stores import digest_of
 
 
 def stream(versions: int = 5) -> tuple[Counted, TinyTrainer, Publisher]:
@@ -55,13 +55,13 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     names = [info.name for info in store.list("s/payloads")]
     sizes = {name: store.head(name).nbytes for name in names}
     limit = sum(sizes.values()) - 1
-    cached = CachedStore(store, tmp_path, payload_digest, max_bytes=limit)
+    cached = CachedStore(store, tmp_path, digest_of, max_bytes=limit)
     for name in names:
         cached.expect(name, sizes[name])
         assert cached.get(name) == store.store.get(name)
         assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) <= limit
         assert (tmp_path / "pulse-cache" / name).is_file()
-    tiny = CachedStore(store, tmp_path / "tiny", payload_digest, max_bytes=10)
+    tiny = CachedStore(store, tmp_path / "tiny", digest_of, max_bytes=10)
     tiny.expect(names[0], sizes[names[0]])
     assert tiny.get(names[0], 3, 9) == store.store.get(names[0])[3:9]
 
@@ -70,7 +70,7 @@ def test_a_payload_that_is_not_its_name_is_not_kept(tmp_path: Path) -> None:
     store = Counted()
     name = f"s/payloads/{'0' * 64}.patch"
     store.put(name, b"wrong")
-    cached = CachedStore(store, tmp_path, payload_digest)
+    cached = CachedStore(store, tmp_path, digest_of)
     cached.expect(name, 5)
     assert cached.get(name) == b"wrong"
     assert not list(tmp_path.rglob("*.patch"))

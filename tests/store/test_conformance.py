@@ -13,10 +13,9 @@ import pytest
 from pulse_rl import HttpStore, LocalStore, MemoryStore, ObjectStore, Store, open_store
 from pulse_rl.store import CachedStore, create_or_confirm
 from pulse_rl.store.server import FolderServer
-from pulse_rl.stream.names import payload_digest
 from pulse_rl.testing import StoreConformance
 from tests.support.http import ServedStore
-from tests.support.stores import s3_store
+from tests.support.stores import digest_of, s3_store
 
 counter = itertools.count()
 
@@ -66,10 +65,10 @@ class TestCachedStore(OwnStore):
         self.inner = MemoryStore()
 
     def new_store(self) -> Store:
-        return CachedStore(self.inner, self.root / "cache", payload_digest)
+        return CachedStore(self.inner, self.root / "cache", digest_of)
 
     def peer_of(self, store: Store) -> Store:
-        return CachedStore(self.inner, self.root / f"cache-{next(counter)}", payload_digest)
+        return CachedStore(self.inner, self.root / f"cache-{next(counter)}", digest_of)
 
 
 class TestServedStore(OwnStore):

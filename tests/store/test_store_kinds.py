@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import time
@@ -13,9 +12,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import LocalStore, Publisher, open_store
-from pulse_rl._util.files import disk_error
-from pulse_rl.errors import InputError, InvalidName, NotFound, StoreError, StoreFull, StoreUnavailable
-from pulse_rl.testing.store import BAD_NAMES
+from pulse_rl.errors import InputError, InvalidName, NotFound, StoreError, StoreUnavailable
 from tests.support.states import run_python
 from tests.support.stores import KEYS, names, unreachable_store
 
@@ -112,7 +109,7 @@ def test_a_bucket_that_does_not_exist(s3: str) -> None:
         store.get("a")
 
 
-@pytest.mark.parametrize("name", BAD_NAMES)
+@pytest.mark.parametrize("name", ["", "/a", "a//b", "../a", "a/../b", "a/.", ".a", "a/.b", "a b", "a\\b", "a\0b", "ü"])
 def test_a_bad_name_touches_no_file(tmp_path: Path, name: str) -> None:
     store = LocalStore(tmp_path / "store")
     store.put("kept/x", b"x")
@@ -276,12 +273,6 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """The file size limit stands in for it; both end in the same error of the system call."""
     done = run_python(FULL_DISK, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_what_counts_as_a_full_disk(code: int) -> None:
-    assert isinstance(disk_error(OSError(code, "full"), "write x"), StoreFull)
-    assert not isinstance(disk_error(OSError(errno.EACCES, "denied"), "write x"), StoreFull)
 
 
 @pytest.mark.slow

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
+from pulse_rl import State
+from pulse_rl.integrations.torch import to_torch
 from pulse_rl.state.checkpoint import MAX_HEADER_BYTES
 
 
@@ -65,3 +70,8 @@ HOSTILE: dict[str, bytes] = {
     "metadata a list": file_of({"__metadata__": [], "a": U8}, bytes(4)),
     "metadata of numbers": file_of({"__metadata__": {"a": 1}, "a": U8}, bytes(4)),
 }
+
+
+def write_checkpoint(folder: Path, tensors: Any) -> None:
+    """A folder with a model of these tensors, as safetensors itself writes it."""
+    save_file(to_torch(State.of(tensors).copy()), folder / "model.safetensors")

@@ -1,8 +1,12 @@
-"""A manifest with something in every field."""
+"""A manifest with something in every field, and what is stored of a stream."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from pulse_rl import Store
 from pulse_rl.stream.manifest import FORMAT, AnchorRef, Manifest, PatchRef, Payload
+from pulse_rl.stream.stream import Stream
 
 FULL = Manifest(
     format=FORMAT,
@@ -23,3 +27,23 @@ FULL = Manifest(
     digest="",
     signature=None,
 ).sealed()
+
+
+def manifest_of(store: Store, stream: str, version: int) -> Manifest:
+    return Stream(store, stream).manifest(version)
+
+
+class Fold(NamedTuple):
+    """A link over several versions, and the files of its patch."""
+
+    base: int
+    version: int
+    nbytes: int
+    payloads: tuple[Payload, ...]
+
+
+def folds_of(store: Store, stream: str) -> list[Fold]:
+    """The folds that are listed."""
+    where = Stream(store, stream)
+    listed = [where.resolved(link) for link in where.links() if link.base is not None]
+    return [Fold(link.base or 0, link.version, link.nbytes, tuple(link.payloads or ())) for link in listed]

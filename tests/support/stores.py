@@ -34,6 +34,12 @@ def names(store: Store, folder: str, start_after: str | None = None) -> list[str
     return [info.name for info in store.list(folder, start_after)]
 
 
+def digest_of(name: str) -> str | None:
+    """The SHA-256 that the name of a payload promises."""
+    folder, _, last = name.rpartition("/")
+    return last.partition(".")[0] if folder.endswith("/payloads") else None
+
+
 class FaultyStore:
     """A store whose calls are counted and fail on demand.
 

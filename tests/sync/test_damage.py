@@ -14,8 +14,7 @@ from pulse_rl.events import Event, FallbackUsed, Synced
 from pulse_rl.state.checkpoint import header_bytes
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from pulse_rl.stream.manifest import AnchorRef, Manifest, Payload
-from pulse_rl.stream.stream import Stream
-from tests.support.manifests import FULL
+from tests.support.manifests import FULL, manifest_of
 from tests.support.states import Live, Rng, Tensors, bits, history, state_root
 from tests.support.stores import FaultyStore
 
@@ -31,7 +30,7 @@ def stream_of(states: list[Tensors], anchors: set[int] = frozenset(), **options:
 
 
 def manifest(store: FaultyStore, version: int) -> Manifest:
-    return Stream(store, "policy").manifest(version)
+    return manifest_of(store, "policy", version)
 
 
 def patch_name(store: FaultyStore, version: int) -> str:

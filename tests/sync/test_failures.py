@@ -20,7 +20,7 @@ import pytest
 from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import IntegrityError, StoreUnavailable
 from pulse_rl.events import Event, FallbackUsed
-from pulse_rl.stream.stream import Stream
+from tests.support.manifests import manifest_of
 from tests.support.states import Rng, bits, history, weights
 from tests.support.stores import FaultyStore, names
 
@@ -68,7 +68,7 @@ def test_names_from_a_manifest_cannot_escape(tmp_path: Path, rng: Rng) -> None:
     publisher = Publisher(inner, stream="policy")
     for state in states:
         publisher.publish(state)
-    manifest = Stream(inner, "policy").manifest(1)
+    manifest = manifest_of(inner, "policy", 1)
     assert manifest.patch is not None
     digest = manifest.patch.parts[0].sha256
     for escape in ("../../../../secret", "/etc/passwd", "%2e%2e/x", digest[:-1] + "/"):

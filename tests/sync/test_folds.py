@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, Subscriber, state_root, verify_stream
+from pulse_rl import MemoryStore, Publisher, Subscriber, fold_stream, state_root, verify_stream
 from pulse_rl.errors import ChainGap, StoreUnavailable
 from pulse_rl.events import Event, FoldFailed, Synced
-from pulse_rl.maintenance.fold import fold_stream
-from pulse_rl.stream.stream import Stream
 from tests.support.folds import fold_link
+from tests.support.manifests import folds_of, manifest_of
 from tests.support.states import TinyTrainer
 
 
@@ -76,9 +75,7 @@ def test_an_update_over_folds_tells_each_change_once() -> None:
 def test_a_damaged_fold_is_avoided() -> None:
     store, seen = MemoryStore(), []
     trainer = published(store, 18, folds=(4, 16))
-    fold = next(link for link in Stream(store, "s").links() if (link.base, link.version) == (0, 16))
-    fold = Stream(store, "s").resolved(fold)
-    assert fold.payloads is not None
+    fold = next(fold for fold in folds_of(store, "s") if (fold.base, fold.version) == (0, 16))
     store.put(f"s/payloads/{fold.payloads[0].sha256}.patch", b"damaged")
     late = Subscriber(store, stream="s", threads=1, on_event=seen.append)
     links = links_of_sync(store, late, seen)
@@ -91,7 +88,7 @@ def test_a_link_that_lies_is_avoided() -> None:
     store = MemoryStore()
     trainer = published(store, 12, folds=())
     store.put(*fold_link("s", 0, 8, ("0" * 64, 5)))
-    wrong = Stream(store, "s").manifest(3).patch
+    wrong = manifest_of(store, "s", 3).patch
     assert wrong is not None
     payload = wrong.parts[0]
     store.put(*fold_link("s", 2, 11, (payload.sha256, payload.bytes)))
@@ -124,10 +121,8 @@ def test_a_fold_that_saves_nothing_is_not_stored() -> None:
             half[...] = trainer.rng.integers(0, 1 << 16, half.shape, dtype=np.uint16)
         publisher.publish(trainer.state)
     publisher.wait()
-    stream = Stream(store, "s")
-    stored = [link for link in stream.links() if link.base is not None]
-    spanned = sum(p.bytes for v in (1, 2) for p in stream.manifest(v).patch.parts)  # type: ignore[union-attr]
-    assert all(link.nbytes < spanned for link in stored)
+    spanned = sum(p.bytes for v in (1, 2) for p in manifest_of(store, "s", v).patch.parts)  # type: ignore[union-attr]
+    assert all(fold.nbytes < spanned for fold in folds_of(store, "s"))
 
 
 def test_a_fold_that_cannot_be_stored_does_not_fail_the_publisher() -> None:
@@ -148,7 +143,7 @@ def test_a_fold_that_cannot_be_stored_does_not_fail_the_publisher() -> None:
 def test_fold_of_a_stream_with_a_gap_says_so() -> None:
     store = MemoryStore()
     published(store, 6)
-    patch = Stream(store, "s").manifest(2).patch
+    patch = manifest_of(store, "s", 2).patch
     assert patch is not None
     store.delete(f"s/payloads/{patch.parts[0].sha256}.patch")
     with pytest.raises(ChainGap, match="1->2"):

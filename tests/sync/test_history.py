@@ -13,16 +13,16 @@ from pulse_rl import (
     LocalStore,
     MemoryStore,
     Publisher,
+    Relay,
     State,
     Subscriber,
+    fold_stream,
+    gc_stream,
     state_root,
     verify_stream,
 )
 from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, FallbackUsed, Published, Synced
-from pulse_rl.maintenance.fold import fold_stream
-from pulse_rl.maintenance.gc import gc_stream
-from pulse_rl.maintenance.relay import Relay
 from pulse_rl.patch.header import parse_header
 from pulse_rl.stream.stream import Stream
 

@@ -11,11 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, state_root
+from pulse_rl import Bits, MemoryStore, Publisher, Relay, State, Subscriber, fold_stream, state_root
 from pulse_rl._util.threads import running
 from pulse_rl.events import Event, FallbackUsed, Synced
-from pulse_rl.maintenance.fold import fold_stream
-from pulse_rl.maintenance.relay import Relay
 from pulse_rl.patch.history import History, Records, Window
 from pulse_rl.patch.history_file import load_history, save_history
 from pulse_rl.stream.stream import Stream

@@ -12,8 +12,8 @@ import pytest
 from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, Subscriber, gc_stream, state_root, verify_stream
 from pulse_rl.errors import PublisherConflict, StoreError, StreamError
 from pulse_rl.events import Event, FallbackUsed
-from pulse_rl.stream.stream import Stream
 from tests.support.folds import fold_link
+from tests.support.manifests import manifest_of
 from tests.support.states import Live, Rng, history, mutated, policy
 from tests.support.stores import FaultyStore
 
@@ -96,7 +96,7 @@ def test_a_stream_without_numbers_left_says_so(rng: Rng) -> None:
     store = MemoryStore()
     publisher = Publisher(store, stream="policy")
     publisher.publish(policy(rng))
-    last = Stream(store, "policy").manifest(0)
+    last = manifest_of(store, "policy", 0)
     end = msgspec.structs.replace(last, version=10**12 - 1).sealed()
     store.put(version_name(10**12 - 1), end.to_bytes())
     with pytest.raises(StreamError, match="no number above"):
@@ -198,7 +198,7 @@ def test_a_follower_never_goes_back(rng: Rng) -> None:
     live.apply(worker.sync())
     for state in states[3:]:
         publisher.publish(state)
-    lost = Stream(store, "policy").manifest(4).patch
+    lost = manifest_of(store, "policy", 4).patch
     assert lost is not None
     store.inner.delete(f"policy/payloads/{lost.parts[0].sha256}.patch")
     with pytest.raises(StreamError):
@@ -221,9 +221,8 @@ def test_a_path_from_an_anchor_shows_nothing_in_between(rng: Rng) -> None:
         publisher.publish(state, anchor=version == 5)
     worker = Subscriber(store, stream="policy")
     worker.sync(target=2)
-    stream = Stream(store, "policy")
     for version in (4, 6):
-        patch = stream.manifest(version).patch
+        patch = manifest_of(store, "policy", version).patch
         assert patch is not None
         store.inner.delete(f"policy/payloads/{patch.parts[0].sha256}.patch")
     with pytest.raises(StreamError):

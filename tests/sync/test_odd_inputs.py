@@ -10,7 +10,6 @@ import pytest
 
 from pulse_rl import Member, MemoryStore, Publisher, Signer, Subscriber, audit, fold_stream, gc_stream, verify_stream
 from pulse_rl.errors import EmptyStream, InputError
-from pulse_rl.stream.signing import TrustedKeys
 from tests.support.states import Rng, policy
 
 NAN = float("nan")
@@ -81,7 +80,7 @@ def test_settings_of_a_subscriber_without_sense_are_refused_at_once(options: dic
         lambda s: gc_stream(s, "policy", keep=0), lambda s: gc_stream(s, "policy", keep=1, grace_seconds=NAN),
         lambda s: audit({"w": np.zeros(3, np.float32)}, "root"), lambda s: next(Subscriber(s, stream="policy").updates(
             poll_seconds=NAN)),
-        lambda s: Signer.load(5), lambda s: TrustedKeys(b"x" * 32),
+        lambda s: Signer.load(5), lambda s: Subscriber(s, stream="policy", trusted_keys=b"x" * 32),
     ],
 )  # fmt: skip
 def test_calls_without_sense_are_refused(call: Callable[[MemoryStore], object], rng: Rng) -> None:

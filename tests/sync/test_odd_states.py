@@ -13,7 +13,6 @@ from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root, unwra
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
 from pulse_rl.events import BaselineRestored, Event, Hint
 from pulse_rl.integrations.torch import apply_
-from pulse_rl.state.rounding import round_to_bf16
 from tests.support.states import Rng, mutated, snapshot, weights
 from tests.support.stores import FaultyStore
 
@@ -220,7 +219,7 @@ def test_a_state_is_cast_on_the_way(dtype: str) -> None:
 def test_a_cast_state_is_a_state_like_another(rng: Rng) -> None:
     """The same root, patches and resume as of a state that the caller has cast."""
     store, wide = MemoryStore(), rng.standard_normal(3000, np.float32)
-    Publisher(store, stream="s").publish({"w": Bits(round_to_bf16(wide), "BF16")})
+    Publisher(store, stream="s").publish({"w": torch.from_numpy(wide).bfloat16()})
     events: list[Event] = []
     publisher = Publisher(store, stream="s", on_event=events.append)
     assert publisher.publish({"w": wide}, dtype="BF16").changed == 0

@@ -10,7 +10,7 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, verify_stream
 from pulse_rl.errors import ChainGap, PublisherConflict, StoreUnavailable
 from pulse_rl.events import CallFailed, Event
-from pulse_rl.stream.stream import Stream
+from tests.support.manifests import manifest_of
 from tests.support.states import Live, Rng, Tensors, bits, history, mutated, policy, roots, snapshot, state_root
 from tests.support.stores import FaultyStore
 
@@ -38,7 +38,7 @@ def assert_nothing_lost(store: FaultyStore, published: dict[int, str], head: Ten
     assert {v: found[v] for v in published} == published
     assert found[max(found)] == state_root(head)
     for version in range(1, len(reports)):
-        patch = Stream(store, "policy").manifest(version).patch
+        patch = manifest_of(store, "policy", version).patch
         assert patch is None or patch.base == version - 1, "a subscriber of the version before could not follow"
 
 

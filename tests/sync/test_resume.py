@@ -9,7 +9,7 @@ import pytest
 
 from pulse_rl import MemoryStore, Publisher, State, Store, Subscriber, verify_stream
 from pulse_rl.events import BaselineRestored, Event, Progress, Published, Synced
-from pulse_rl.state import checkpoint
+from tests.support.checkpoints import write_checkpoint
 from tests.support.folds import fold_link
 from tests.support.states import Live, Rng, Tensors, history, mutated, policy, roots, state_root, weights
 from tests.support.stores import FaultyStore, names
@@ -177,7 +177,7 @@ def synced(store: Store, base: Any) -> tuple[Synced | None, Subscriber]:
 def test_a_subscriber_starts_from_the_state_that_it_has(tmp_path: Path, rng: Rng) -> None:
     states = history(rng, 5)
     store = stream_of(states)
-    checkpoint.save(tmp_path / "model.safetensors", State.of(states[2]))
+    write_checkpoint(tmp_path, states[2])
     for base in (states[2], State.of(states[2]), tmp_path):
         event, subscriber = synced(store, base)
         assert event is not None

@@ -27,8 +27,8 @@ from pulse_rl import (
 from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import Event, Synced
 from pulse_rl.stream.manifest import AnchorRef, Payload
-from pulse_rl.stream.stream import Stream
 from tests.support import states
+from tests.support.manifests import manifest_of
 from tests.support.relays import Counted
 from tests.support.states import Rng, Tensors, all_dtypes, bits, mutated, snapshot, weights
 from tests.support.stores import FaultyStore, names
@@ -347,7 +347,7 @@ def test_a_large_header_is_parsed_only_where_something_vouches_for_it(rng: Rng) 
         if name.endswith((".leaves", ".safetensors")):
             store.put(name, len(junk).to_bytes(8, "little") + junk + good)
     (shard,) = names(store, "policy/payloads")
-    zero = Stream(store, "policy").manifest(0)
+    zero = manifest_of(store, "policy", 0)
     claimed = AnchorRef((Payload(shard.rpartition("/")[2][:64], store.head(shard).nbytes),))
     store.put("policy/versions/000000000000.json", msgspec.structs.replace(zero, anchor=claimed).sealed().to_bytes())
     for options in ({}, {"select": "stages.0.*"}):

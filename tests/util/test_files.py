@@ -7,21 +7,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, State
-from pulse_rl._util.files import create_atomically, write_atomically
+from pulse_rl import LocalStore
 from pulse_rl.errors import StoreError
-from pulse_rl.state.checkpoint import save
 from tests.support.states import run_python
 
 WRITERS: dict[str, Callable[[Path], None]] = {
-    "write_atomically": lambda folder: write_atomically(folder / "file", [b"x"]),
-    "create_atomically": lambda folder: create_atomically(folder / "file", [b"x"], aside=folder),
     "put": lambda folder: LocalStore(folder).put("s/file", b"x"),
     "put_new": lambda folder: LocalStore(folder).put_new("s/file", b"x"),
-    "save": lambda folder: save(folder / "file.safetensors", State.of({"w": np.zeros(3, np.float32)})),
 }
 writers = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 

@@ -1,15 +1,23 @@
-"""Work in threads: results in order, bounded work in flight, and no call left running behind the caller's back."""
+"""Work in threads: results in order, bounded work in flight, no call left running behind the caller's back; operations
+that an interrupt leaves at rest."""
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 
-from pulse_rl._util.threads import default_threads, ordered_map
+from pulse_rl._util.serial import Operation, SerialThread, shield
+from pulse_rl._util.threads import Call, Stopped, checkpoint, default_threads, ordered_map
+from pulse_rl.errors import ConcurrentUse, InputError
 
 threads = pytest.mark.parametrize("threads", [None, 1, 2, 5])
 
@@ -81,3 +89,234 @@ def test_one_worker_is_the_callers_thread() -> None:
 def test_a_single_item_needs_no_thread() -> None:
     assert list(ordered_map(lambda _: threading.get_ident(), [0])) == [threading.get_ident()]
     assert threading.get_ident() not in list(ordered_map(lambda _: threading.get_ident(), [0, 1], 2))
+
+
+# -- operations
+
+
+class Boom(BaseException):
+    """What a signal handler raises."""
+
+
+@contextmanager
+def interrupted_after(seconds: float, times: int = 1) -> Iterator[None]:
+    """Boom in the main thread, ``times`` times, ``seconds`` apart."""
+    left = [times]
+
+    def handler(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        raise Boom
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def steps(done: list[int], count: int = 1000) -> Callable[[], None]:
+    def work() -> None:
+        for k in range(count):
+            checkpoint()
+            time.sleep(0.002)
+            done.append(k)
+
+    return work
+
+
+def test_results_and_errors_come_back() -> None:
+    serial = SerialThread("Thing")
+    assert serial.run(lambda: 7) == 7
+    with pytest.raises(ValueError, match="no"):
+        serial.run(lambda: int("no"))
+    assert serial.run(threading.get_ident) == serial.run(threading.get_ident) != threading.get_ident()
+
+
+def test_an_operation_may_use_its_own_object() -> None:
+    """A listener that asks the publisher which called it."""
+    serial = SerialThread("Thing")
+    assert serial.run(lambda: serial.run(lambda: 3)) == 3
+
+
+def test_an_interrupted_call_leaves_the_operation_at_rest() -> None:
+    serial, done = SerialThread("Thing"), list[int]()
+    with pytest.raises(Boom), interrupted_after(0.05):
+        serial.run(steps(done))
+    rested = len(done)
+    assert 0 < rested < 1000
+    time.sleep(0.02)
+    assert len(done) == rested
+
+
+def test_what_cannot_stop_is_waited_for() -> None:
+    serial, done = SerialThread("Thing"), list[int]()
+    with pytest.raises(Boom), interrupted_after(0.02, times=3):
+        serial.run(steps(done, 60), whole=True)
+    assert len(done) == 60
+
+    def inner() -> None:
+        with shield():
+            steps(done, 60)()
+
+    with pytest.raises(Boom), interrupted_after(0.02):
+        serial.run(inner)
+    assert len(done) == 120
+
+
+def test_a_second_interrupt_does_not_wait_and_the_next_call_does() -> None:
+    serial, release = SerialThread("Thing"), threading.Event()
+    ended: list[bool] = []
+
+    def stuck() -> None:
+        release.wait(60)
+        ended.append(True)
+
+    started = time.monotonic()
+    with pytest.raises(Boom), interrupted_after(0.02, times=2):
+        serial.run(stuck)
+    assert time.monotonic() - started < 30
+    assert not ended
+    threading.Timer(0.05, release.set).start()
+    assert serial.run(lambda: list(ended)) == [True]
+
+
+def test_a_second_interrupt_at_once_does_not_lose_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two signals in the same moment: the second is raised where `stop` begins, before it has done anything."""
+    serial = SerialThread("Thing")
+    done: list[int] = []
+
+    def interrupted(*_: Any) -> None:
+        raise Boom
+
+    monkeypatch.setattr(Operation, "stop", interrupted)
+    with interrupted_after(0.05), pytest.raises(Boom):
+        serial.run(steps(done))
+    assert serial.run(lambda: len(done)) < 900
+
+
+def test_two_threads_at_once_are_refused_and_the_first_goes_on() -> None:
+    serial, release = SerialThread("Thing"), threading.Event()
+    results: list[object] = []
+    first = threading.Thread(target=lambda: results.append(serial.run(lambda: release.wait(5))))
+    first.start()
+    while not serial._serving.locked():
+        time.sleep(0.001)
+    with pytest.raises(ConcurrentUse, match="two threads use one Thing"):
+        serial.run(lambda: 1)
+    release.set()
+    first.join()
+    assert results == [True]
+    assert serial.run(lambda: 1) == 1, "one after another is fine"
+
+
+def test_a_forked_process_and_a_copy_are_refused() -> None:
+    serial = SerialThread("Thing")
+    serial.run(lambda: None)
+    child = os.fork()
+    if child == 0:
+        try:
+            serial.run(lambda: None)
+        except InputError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(InputError, match="cannot be copied"):
+            duplicate(serial)
+
+
+def test_the_thread_ends_with_its_object() -> None:
+    serial = SerialThread("Thing")
+    serial.run(lambda: None)
+    serving = serial._serving
+    assert serving.locked()
+    del serial
+    assert serving.acquire(timeout=5), "the thread is still there"
+
+
+def test_an_idle_thread_ends_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulse_rl._util.serial._IDLE_SECONDS", 0.0005)
+    serial = SerialThread("Thing")
+    for k in range(300):
+        assert serial.run(lambda: k) == k  # noqa: B023
+        time.sleep(0.0005)
+    assert serial.run(lambda: 5) == 5
+    for _ in range(1000):
+        if not serial._serving.locked():
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("an idle thread goes on")
+    assert serial.run(lambda: 6) == 6
+
+
+def test_a_call_is_run_once_or_cancelled() -> None:
+    ran: list[int] = []
+    call = Call(lambda: ran.append(1))
+    assert call.cancel()
+    call.run()
+    assert not ran
+    again = Call(lambda: ran.append(2))
+    again.run()
+    again.run()
+    assert not again.cancel()
+    assert ran == [2]
+
+
+def test_a_stopped_map_leaves_nothing_running() -> None:
+    """What undo relies on, in an operation that is asked to stop in the midst of it."""
+    serial, lock = SerialThread("Thing"), threading.Lock()
+    running = [0]
+
+    def block(k: int) -> int:
+        with lock:
+            running[0] += 1
+        time.sleep(0.003)
+        with lock:
+            running[0] -= 1
+        return k
+
+    def work() -> None:
+        try:
+            for _ in ordered_map(block, range(10_000), 3):
+                pass
+        except Stopped:
+            assert running == [0]
+            raise
+
+    with pytest.raises(Boom), interrupted_after(0.05):
+        serial.run(work)
+    assert running == [0]
+
+
+def test_what_a_map_runs_in_threads_stops_with_the_operation() -> None:
+    serial, stopped = SerialThread("Thing"), list[int]()
+
+    def slow(k: int) -> None:
+        try:
+            steps([], 50_000)()
+        except Stopped:
+            stopped.append(k)
+            raise
+
+    started = time.monotonic()
+    with pytest.raises(Boom), interrupted_after(0.1):
+        serial.run(lambda: list(ordered_map(slow, range(2), 2)))
+    assert sorted(stopped) == [0, 1]
+    assert time.monotonic() - started < 25
+
+
+def test_what_a_map_runs_in_threads_ends_where_nothing_stops() -> None:
+    serial, done = SerialThread("Thing"), list[int]()
+
+    def inner() -> None:
+        with shield():
+            list(ordered_map(lambda _: steps(done, 60)(), range(2), 2))
+
+    with pytest.raises(Boom), interrupted_after(0.02):
+        serial.run(inner)
+    assert len(done) == 120
