@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, State, Subscriber, patch, state_root, verify_stream
-from pulse_rl.patch.header import open_header
-from pulse_rl.state.checkpoint import load
-from pulse_rl.state.digest import state_digest
+from pulse_rl import LocalStore, MemoryStore, Publisher, Subscriber, state_root, verify_stream
 from tests.golden.make import STREAM_ID, states
+from tests.support.manifests import show_next
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
 OLD_ROOT = "48397fc7b3bf6f57664654425bbc9fe66d51a5cbdb4986e24217aa7b20232c29"
@@ -36,14 +33,13 @@ def test_roots() -> None:
 
 @pytest.mark.parametrize("file", sorted(GOLDEN.glob("*.patch")), ids=lambda file: file.stem)
 def test_patches_decode(file: Path) -> None:
-    state = load(GOLDEN / "old.safetensors")[0].copy()
-    tree = state_digest(state)
-    parsed = patch.parse_patch([file.read_bytes()], tree)
-    assert (parsed.header.base_root, parsed.header.target_root) == (OLD_ROOT, NEW_ROOT)
-    patch.apply_patch(parsed, state, tree)
-    new = load(GOLDEN / "new.safetensors")[0]
-    for spec in new.specs:
-        np.testing.assert_array_equal(state.read(spec.name), new.read(spec.name))
+    store = MemoryStore()
+    Publisher(store, stream="old").publish(GOLDEN / "old.safetensors")
+    worker = Subscriber(store, stream="old")
+    worker.sync()
+    show_next(store, "old", "patch", file.read_bytes(), NEW_ROOT)
+    worker.sync()
+    assert (worker.root, state_root(worker.state)) == (NEW_ROOT, NEW_ROOT)
 
 
 def test_a_signed_stream_is_followed() -> None:
@@ -78,14 +74,3 @@ def test_a_stream_of_three_ranks_is_followed() -> None:
         update = subscriber.sync(target=version)
         assert update is not None
         assert (update.root, update.metadata) == (state_root(state), {"step": version})
-
-
-def test_an_unchanged_state_gives_this_header() -> None:
-    """The plain header, byte by byte as docs/format.md has it."""
-    state = State.of({"a.x": np.zeros((2, 3), np.float32), "a.y": np.uint8(1)})
-    tree = state_digest(state)
-    data = patch.build_patch(state, state, tree).to_bytes()
-    # Two roots; no history; a slice of seven elements from the start; two blocks, of which nothing changed.
-    expected = bytes.fromhex(tree.root + tree.root) + bytes([0, 1, 0, 7, 2, 0, 0])
-    assert open_header(memoryview(data)) == (expected, len(data))
-    assert data[:12] == b"\x89PULSE\r\n" + (1).to_bytes(4, "little")

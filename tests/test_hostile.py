@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, state_root, verify_stream
-from pulse_rl.patch import apply_patch, parse_patch
-from pulse_rl.state.checkpoint import load
-from pulse_rl.state.digest import state_digest
+from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, as_state, state_root, verify_stream
 from pulse_rl.store import Data
-from pulse_rl.stream.anchor import restore
-from pulse_rl.stream.manifest import AnchorRef, PatchRef, Payload, parse
-from pulse_rl.stream.stream import Stream
 from tests.hostile import make, pieces
+from tests.support.manifests import show_next
 from tests.support.states import LIMIT_MEMORY, run_python
 
 CORPUS = Path(__file__).parent / "hostile"
@@ -42,24 +35,6 @@ def expect_typed(path: Path, act: Callable[[], object]) -> str | None:
     return f"{path.name} was accepted"
 
 
-def through_patch(path: Path) -> None:
-    """Parse and apply; whatever happens, the state is as it was."""
-    state = pieces.base()
-    before = state_digest(state)
-    try:
-        apply_patch(parse_patch([path.read_bytes()], before), state, before, threads=1)
-    finally:
-        assert state_digest(state).root == before.root, f"{path.name} changed the state"
-
-
-def through_anchor(path: Path) -> None:
-    data = path.read_bytes()
-    payload = Payload(sha256(data).hexdigest(), len(data))
-    restore(
-        [(payload, lambda start, stop: data[start:stop])], root="0" * 64, elements=2064, dense_bytes=4512, threads=1
-    )
-
-
 def stream(head: int = 0) -> MemoryStore:
     """A stream whose version 0 is the base of the corpus, and ``head`` honest versions on."""
     store = MemoryStore()
@@ -71,19 +46,10 @@ def stream(head: int = 0) -> MemoryStore:
 
 def named_by(store: MemoryStore, path: Path) -> None:
     """Puts a file into the stream as all that leads to version 1."""
-    data = path.read_bytes()
     if path.suffix == ".json":
-        store.put("policy/versions/000000000001.json", data)
-        return
-    kind = path.suffix[1:]
-    payload = Payload(sha256(data).hexdigest(), max(len(data), 1))
-    store.put(f"policy/payloads/{payload.sha256}.{kind}", data)
-    zero = Stream(store, "policy").manifest(0)
-    patch = PatchRef(0, zero.root, 1, (payload,)) if kind == "patch" else None
-    anchor = AnchorRef((payload,)) if kind == "safetensors" else None
-    root = state_root(pieces.changed())
-    made = msgspec.structs.replace(zero, version=1, root=root, patch=patch, anchor=anchor).sealed()
-    store.put("policy/versions/000000000001.json", made.to_bytes())
+        store.put("policy/versions/000000000001.json", path.read_bytes())
+    else:
+        show_next(store, "policy", path.suffix[1:], path.read_bytes(), state_root(pieces.changed()))
 
 
 def through_sync(path: Path) -> None:
@@ -109,9 +75,9 @@ def through_sync(path: Path) -> None:
 
 
 WAYS: dict[str, dict[str, Callable[[Path], object]]] = {
-    "patch": {"apply": through_patch, "sync": through_sync},
-    "safetensors": {"load": load, "anchor": through_anchor, "sync": through_sync},
-    "json": {"parse": lambda path: parse(path.read_bytes(), stream="policy", version=1), "sync": through_sync},
+    "patch": {"sync": through_sync},
+    "safetensors": {"load": as_state, "sync": through_sync},
+    "json": {"sync": through_sync},
 }
 
 
@@ -201,7 +167,6 @@ def test_the_same_files_unharmed_are_accepted(tmp_path: Path) -> None:
     subscriber = Subscriber(store, stream="policy", threads=1)
     subscriber.sync()
     assert subscriber.root == state_root(pieces.changed())
-    parse(make.sealed(make.manifest()), stream="policy", version=1)
     good = tmp_path / "good.safetensors"
     good.write_bytes(make.checkpoint({"a": make.entry("BF16", [4], 0, 8)}, bytes(8)))
-    assert load(good)[0].elements == 4
+    assert as_state(good).elements == 4

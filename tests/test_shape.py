@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-MOST_PRIVATE_SHARE = 0.58
+MOST_PRIVATE_SHARE = 0.4
 """Of the files with tests, those that may import a module of `pulse_rl` which is not public: pure functions of formats
 and kernels are tested inside. It only ever falls."""
 
-MOST_LINES = 48_600
+MOST_LINES = 46_900
 """Of Python in tests/. It is to fall: raise it only in a rewrite that takes more away soon."""
 
 

@@ -15,9 +15,8 @@ import torch
 
 from pulse_rl.errors import InputError, TrainerLost
 from pulse_rl.loco import PulseLoCo
-from pulse_rl.loco.group import TrainerGroup
 from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
-from tests.support.trainers import Group, Trainer, force_scattered, lose, together
+from tests.support.trainers import Group, Trainer, cut_off_in_broadcast, force_scattered, lose, together
 
 pytestmark = pytest.mark.slow
 
@@ -323,20 +322,8 @@ def meetings(trainer: Trainer) -> None:
             job.step(trainer.rank)
     trainer.barrier("three rounds on", (0, 1, 2))
     trainer.connect("c")
-    broadcast, calls = TrainerGroup.broadcast, []
-
-    def half(self: TrainerGroup, array: Any, source: int) -> None:
-        calls.append(len(array))
-        if len(calls) == 2:
-            if trainer.rank == 2:
-                array[: len(array) // 2] = 7
-            raise TrainerLost("the line went dead")
-        broadcast(self, array, source)
-
-    TrainerGroup.broadcast = half  # type: ignore[method-assign]
-    with pytest.raises(TrainerLost):
+    with cut_off_in_broadcast(2, torn=trainer.rank == 2), pytest.raises(TrainerLost):
         loop.rejoin() if trainer.rank != 2 else loop.__enter__()
-    TrainerGroup.broadcast = broadcast  # type: ignore[method-assign]
     if trainer.rank == 2:
         assert same(flat(loop.global_state()), before)
         assert not flat(loop.state_dict()["momentum"]).any()

@@ -24,6 +24,17 @@ from pulse_rl.state.digest import state_digest
 from tests.support.states import Rng, Tensors, bits, mutated, snapshot
 
 
+def test_an_unchanged_state_gives_this_header() -> None:
+    """The plain header, byte by byte as docs/format.md has it."""
+    state = State.of({"a.x": np.zeros((2, 3), np.float32), "a.y": np.uint8(1)})
+    tree = state_digest(state)
+    data = build_patch(state, state, tree).to_bytes()
+    # Two roots; no history; a slice of seven elements from the start; two blocks, of which nothing changed.
+    expected = bytes.fromhex(tree.root + tree.root) + bytes([0, 1, 0, 7, 2, 0, 0])
+    assert patch_header.open_header(memoryview(data)) == (expected, len(data))
+    assert data[:12] == b"\x89PULSE\r\n" + (1).to_bytes(4, "little")
+
+
 def refused_and_unchanged(broken: bytes, base: State) -> Exception:
     before = snapshot(base)
     with pytest.raises((CorruptPatch, WrongBase)) as caught:

@@ -11,8 +11,8 @@ import pytest
 
 import pulse_rl
 from pulse_rl import MemoryStore, Publisher, Relay, verify_stream
-from pulse_rl._util.faults import POINTS, armed
 from pulse_rl.errors import ChainGap, DigestMismatch, PublisherConflict, StoreUnavailable
+from tests.support.interrupts import POINTS, armed
 
 from .oracle import STREAM, Trainer, Worker, held, objects, publish, root_of
 

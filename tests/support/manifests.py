@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import NamedTuple
 
+import msgspec
+
 from pulse_rl import Store
+from pulse_rl.patch.header import parse_header
 from pulse_rl.stream.manifest import FORMAT, AnchorRef, Manifest, PatchRef, Payload
 from pulse_rl.stream.stream import Stream
 
@@ -31,6 +35,26 @@ FULL = Manifest(
 
 def manifest_of(store: Store, stream: str, version: int) -> Manifest:
     return Stream(store, stream).manifest(version)
+
+
+def history_named(store: Store, stream: str, version: int) -> tuple[int, ...]:
+    """The spans of the history that the patch of a version names."""
+    patch = manifest_of(store, stream, version).patch
+    assert patch is not None
+    data = store.get(f"{stream}/payloads/{patch.parts[0].sha256}.patch")
+    history = parse_header(memoryview(data)).header.history
+    return history.spans if history else ()
+
+
+def show_next(store: Store, stream: str, kind: str, data: bytes, root: str) -> None:
+    """Puts a patch or a shard into a stream of one version, as all that leads to the next one, which has this root."""
+    payload = Payload(sha256(data).hexdigest(), max(len(data), 1))
+    store.put(f"{stream}/payloads/{payload.sha256}.{kind}", data)
+    zero = manifest_of(store, stream, 0)
+    patch = PatchRef(0, zero.root, 1, (payload,)) if kind == "patch" else None
+    anchor = AnchorRef((payload,)) if kind == "safetensors" else None
+    made = msgspec.structs.replace(zero, version=1, root=root, patch=patch, anchor=anchor).sealed()
+    store.put(f"{stream}/versions/000000000001.json", made.to_bytes())
 
 
 class Fold(NamedTuple):

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -21,9 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pulse_rl.errors import PulseError
+from pulse_rl.errors import PulseError, TrainerLost
 from pulse_rl.loco import loop as loop_module
 from pulse_rl.loco.exchange import SCATTER_FROM
+from pulse_rl.loco.group import TrainerGroup
 
 _SHARDED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 
@@ -143,6 +145,27 @@ def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int
 def force_scattered(scattered: bool | None) -> None:
     """From now on all rounds of this process are scattered, none is, or (None) the rule decides."""
     loop_module.SCATTER_FROM = SCATTER_FROM if scattered is None else 1 if scattered else 1 << 30
+
+
+@contextmanager
+def cut_off_in_broadcast(number: int, *, torn: bool) -> Iterator[None]:
+    """The line goes dead in the broadcast of that number, from 1; half of it has arrived where it is ``torn``."""
+    broadcast, calls = TrainerGroup.broadcast, 0
+
+    def broken(self: TrainerGroup, array: Any, source: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            if torn:
+                array[: len(array) // 2] = 7
+            raise TrainerLost("the line went dead")
+        broadcast(self, array, source)
+
+    TrainerGroup.broadcast = broken  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TrainerGroup.broadcast = broadcast  # type: ignore[method-assign]
 
 
 def lose(how: signal.Signals) -> None:

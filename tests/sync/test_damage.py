@@ -11,9 +11,8 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, verify_stream
 from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, FallbackUsed, Synced
-from pulse_rl.state.checkpoint import header_bytes
-from pulse_rl.state.tensors import DTYPES, TensorSpec
 from pulse_rl.stream.manifest import AnchorRef, Manifest, Payload
+from tests.support.checkpoints import entry, file_of
 from tests.support.manifests import FULL, manifest_of
 from tests.support.states import Live, Rng, Tensors, bits, history, state_root
 from tests.support.stores import FaultyStore
@@ -193,7 +192,7 @@ def test_a_manifest_that_points_at_another_patch_is_noticed(rng: Rng) -> None:
 def test_a_manifest_that_claims_terabytes_is_refused_before_they_are_allocated() -> None:
     """Manifest and shard agree on 16 TiB, the stored object has its header and a little more."""
     nbytes = 1 << 44
-    head = header_bytes((TensorSpec("w", DTYPES["BF16"], (nbytes // 2,)),))
+    head = file_of({"w": entry("BF16", [nbytes // 2], [0, nbytes])})
     payload = Payload(sha256(head).hexdigest(), len(head) + nbytes)
     claim = msgspec.structs.replace(
         FULL, version=0, elements=nbytes // 2, dense_bytes=nbytes, patch=None, anchor=AnchorRef((payload,))

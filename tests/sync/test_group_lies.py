@@ -12,7 +12,6 @@ import pytest
 from pulse_rl import LocalStore, Member, MemoryStore, Store, Subscriber, Update, gc_stream
 from pulse_rl.errors import InputError, InvalidName, MemberConflict, StoreUnavailable
 from pulse_rl.store import Data
-from pulse_rl.stream.names import GroupNames, NoteName, StreamNames
 from tests.faults.groups import MEMBERS, Client, ClockedStore, Stop
 from tests.support.members import Clock, KeepsAll, Stream, member, note, rounds
 from tests.support.states import Live
@@ -98,16 +97,14 @@ def test_stray_objects_are_ignored_and_nothing_is_ever_read(clock: Clock) -> Non
 
 
 @pytest.mark.parametrize("name", ["a", "a-away", "a-000000000000001-ffffffffffffffff-empty", "9.-_" * 32])
-def test_a_note_is_read_as_it_was_written(name: str) -> None:
-    group = GroupNames(StreamNames("s"), "g")
-    for written in (
-        NoteName(name, 0, "0123456789abcdef", "away"),
-        NoteName(name, 10**15 - 1, "f" * 16, "staged", 10**12 - 1),
-        NoteName(name, 1, "0" * 16, "switched", 0),
-    ):
-        assert group.parse(group.note(written)) == written
-        assert GroupNames(StreamNames("s"), "h").parse(group.note(written)) is None
-    assert not [stray for stray in STRAYS if group.parse(f"{MEMBERS}/{stray}")]
+def test_members_of_any_name_meet(name: str, clock: Clock) -> None:
+    store = MemoryStore()
+    stream = Stream(store)
+    stream.publish()
+    members = [member(store, name), member(store, "b")]
+    for version in range(3):
+        assert rounds(members) == [version, version]
+        stream.publish()
 
 
 def test_an_idle_poll_costs_the_same_at_any_age(clock: Clock) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,8 @@ from pulse_rl import (
 )
 from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, FallbackUsed, Published, Synced
-from pulse_rl.patch.header import parse_header
-from pulse_rl.stream.stream import Stream
+from tests.support.interrupts import armed
+from tests.support.manifests import history_named, manifest_of
 
 ROWS, COLUMNS = 600, 200
 
@@ -71,15 +71,11 @@ class Made:
         return Subscriber(self.store, stream="s", threads=1, on_event=seen.append, **options), seen  # type: ignore[arg-type]
 
     def remembers(self, version: int) -> tuple[int, ...]:
-        return Stream(self.store, "s").manifest(version).remembers
+        return manifest_of(self.store, "s", version).remembers
 
     def named(self, version: int) -> tuple[int, ...]:
         """The spans that the patch of a version names."""
-        stream = Stream(self.store, "s")
-        patch = stream.manifest(version).patch
-        assert patch
-        history = parse_header(memoryview(stream.fetch(patch.parts[0], "patch"))).header.history
-        return history.spans if history else ()
+        return history_named(self.store, "s", version)
 
 
 def links(seen: list[Event]) -> list[str]:
@@ -238,12 +234,11 @@ def test_a_refused_patch_leaves_the_history_as_it_was() -> None:
     following, seen = made.subscriber()
     following.sync()
     made.publish()
-    stream = Stream(made.store, "s")
-    patch = stream.manifest(7).patch
+    patch = manifest_of(made.store, "s", 7).patch
     assert patch
-    name = stream.names.payload(patch.parts[0].sha256, "patch")
+    assert made.named(7)
+    name = f"s/payloads/{patch.parts[0].sha256}.patch"
     whole = made.store.get(name)
-    assert parse_header(memoryview(whole)).header.history
     made.store.put(name, whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(ChainGap):
         following.sync()
@@ -308,10 +303,9 @@ def test_a_relay_leaves_out_folds_that_lose_what_is_remembered() -> None:
 def test_a_fold_that_loses_what_is_remembered_is_taken_where_there_is_no_other_way() -> None:
     made = Made(30, folds=())
     assert (12, 24) in list(fold_stream(made.store, "s", (12,), threads=1))
-    stream = Stream(made.store, "s")
-    patch = stream.manifest(20).patch
+    patch = manifest_of(made.store, "s", 20).patch
     assert patch
-    made.store.delete(stream.names.payload(patch.parts[0].sha256, "patch"))
+    made.store.delete(f"s/payloads/{patch.parts[0].sha256}.patch")
     late, _ = made.subscriber()
     late.sync(24)
     assert late.root == made.roots[24]
@@ -332,19 +326,15 @@ def test_a_part_of_the_tensors() -> None:
     np.testing.assert_array_equal(whole.state.read("w"), last.state.read("w"))
 
 
-def test_interrupted_commits_remember_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_commits_remember_what_was_committed() -> None:
     made = Made(5)
     following, _ = made.subscriber()
     following.sync()
-    commit: Callable[..., bool] = Stream.commit
 
-    def interrupted(self: Stream, manifest: object) -> bool:
-        commit(self, manifest)
-        monkeypatch.setattr(Stream, "commit", commit)
+    def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Stream, "commit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with armed("commit.after", interrupt), pytest.raises(KeyboardInterrupt):
         made.publish()
     for _ in range(4):
         made.publish()
