@@ -52,10 +52,10 @@ def main() -> None:
     store = MemoryStore()
     held, published, applied = [], [], []
     with (
-        Publisher(store, stream="policy", on_device=arguments.on_device) as publisher,
+        Publisher(store, stream="policy") as publisher,
         Subscriber(store, stream="policy") as worker,
     ):
-        publisher.publish(trained)
+        publisher.publish(trained, on_device=arguments.on_device)
         first = worker.sync()
         assert first is not None
         apply_(live, first)
@@ -63,7 +63,7 @@ def main() -> None:
         for number in range(0, 2 * arguments.updates, 2):
             alone = seconds(device, partial(step, trained, number))
             began = time.perf_counter()
-            submission = publisher.submit(trained)
+            submission = publisher.submit(trained, on_device=arguments.on_device)
             blocked = time.perf_counter() - began
             held.append(blocked + seconds(device, partial(step, trained, number + 1)) - alone)
             submission.result()

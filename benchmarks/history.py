@@ -29,7 +29,8 @@ class Measured:
 
     def __init__(self, way: str) -> None:
         store = MemoryStore()
-        self.publisher = Publisher(store, stream="run", history=way == "history")
+        self.publisher = Publisher(store, stream="run")
+        self.publisher._rank.remembers = way == "history"
         self.worker = Subscriber(store, stream="run")
         self.changed = self.nbytes = 0
         self.clock, self.processor = np.zeros(2), np.zeros(2)

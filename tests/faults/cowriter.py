@@ -8,9 +8,10 @@ from random import Random
 
 import numpy as np
 
-from pulse_rl import Bits, MemoryStore, Publisher, Signer
+from pulse_rl import Bits, MemoryStore, Signer
 from pulse_rl.stream import manifest as manifests
 from tests.support.folds import fold_link
+from tests.support.publishers import tuned
 
 from .lies import false_parts, false_patch
 from .model import STREAM, Model, version_name
@@ -194,7 +195,7 @@ class CoWriter:
     def _objects_of_other_run(self, rng: Random) -> list[tuple[str, bytes]]:
         if self._other_run is None:
             store = MemoryStore()
-            publisher = Publisher(store, stream=STREAM, history=True, signer=self._signer, folds=(2,), threads=1)
+            publisher = tuned(store, stream=STREAM, history=True, signer=self._signer, folds=(2,), threads=1)
             for k in range(rng.randint(1, 6)):
                 publisher.publish({"embed": Bits(np.full((40, 8), 7 + k, np.uint16), "BF16")}, anchor=k % 3 == 0)
             publisher.close()

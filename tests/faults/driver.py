@@ -11,19 +11,18 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from random import Random
 from traceback import format_exc
 from types import SimpleNamespace
-from typing import Protocol
+from typing import Any, Protocol
 from unittest.mock import patch
 
 from pulse_rl._util import serial
-from pulse_rl.integrations.fsdp import head
 from pulse_rl.patch import part
-from pulse_rl.sync import catch_up, commit, folds, group, planner, publisher, slices
+from pulse_rl.sync import catch_up, commit, group, planner, publisher, slices
 from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 
@@ -87,20 +86,13 @@ class Outcome:
     trace: list[str] = field(default_factory=list)
 
 
-class _AtOnce:
-    """Stands for a thread: runs where it is started, and what ends it ends nothing else."""
-
-    def __init__(self, target: Callable[..., None], args: tuple[object, ...] = (), **_: object) -> None:
-        self._target, self._args = target, args
-
-    def start(self) -> None:
-        try:
-            self._target(*self._args)
-        except CrashNow:
-            return
-
-    def join(self) -> None:
-        return
+def _post_at_once(self: serial.SerialThread, work: Callable[[], Any]) -> serial.Operation[Any]:
+    """What is done behind the caller's work is done where it is asked for, and what ends it ends nothing else."""
+    with suppress(CrashNow):
+        self.run(work)
+    done: serial.Operation[Any] = serial.Operation(lambda: None)
+    done.cancel()
+    return done
 
 
 @contextmanager
@@ -113,13 +105,12 @@ def repeatable(rng: Random) -> Iterator[None]:
         for module, name, value in (
             (commit, "time", clock),
             (publisher, "time", clock),
-            (head, "time", clock),
             (commit, "secrets", SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())),
             (group, "secrets", SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())),
             (serial, "Operation", GatedOperation),
+            (serial.SerialThread, "post", _post_at_once),
             (GatedOperation, "begin_late", staticmethod(lambda: rng.random() < 0.5)),
             (os, "fsync", lambda _: None),
-            (folds, "threading", SimpleNamespace(Thread=_AtOnce)),
             (catch_up, "_PREFETCH", 1),
             (part, "_FILES_AT_ONCE", 1),
             (slices, "_FILES_AT_ONCE", 1),

@@ -11,6 +11,7 @@ from pulse_rl import Publisher, PulseError, Relay, State, Subscriber
 from pulse_rl.errors import ChainGap, EmptyStream, PublisherConflict
 from pulse_rl.maintenance.fold import fold_stream
 from pulse_rl.maintenance.gc import gc_stream
+from tests.support.publishers import tuned
 
 from .model import STREAM, Snapshot, check, snapshot
 from .ranks import RankClients, RankTrainer
@@ -126,9 +127,7 @@ class Fleet:
                 self.counts["sharded"] += 1
             else:
                 history = rng.choice((False, True, True))
-                self._publisher = Publisher(
-                    self.disks[_PUBLISHED], stream=STREAM, history=history, threads=1, **settings
-                )
+                self._publisher = tuned(self.disks[_PUBLISHED], stream=STREAM, history=history, threads=1, **settings)
         state: State = self._trainer.step(rng)
         done = self._publisher.publish(state, anchor=rng.random() < 0.1)
         self._publisher.wait()

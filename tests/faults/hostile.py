@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from pulse_rl import Bits, LocalStore, Publisher, PulseError, Subscriber, state_root
+from pulse_rl import Bits, LocalStore, PulseError, Subscriber, state_root
 from pulse_rl.errors import PublisherConflict
 from pulse_rl.maintenance.gc import gc_stream
 from pulse_rl.stream.manifest import parse
 from tests.support.histories import named_in_small_patches
+from tests.support.publishers import tuned
 
 from .cowriter import KINDS, CoWriter
 from .interrupts import NumpyModel, changed
@@ -155,7 +156,7 @@ def publish(place: Place, seed: int) -> None:
             root = state_root(state)
             record.write(f"offered {root}\n")
             try:
-                publisher = publisher or Publisher(
+                publisher = publisher or tuned(
                     LocalStore(place.store),
                     stream=STREAM,
                     history=True,

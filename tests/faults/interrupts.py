@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, Store, Subscriber, Update, state_root
+from pulse_rl import Bits, LocalStore, MemoryStore, Store, Subscriber, Update, state_root
 from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import Boom
+from tests.support.publishers import tuned
 
 R = TypeVar("R")
 _ELEMENTS = 200_000
@@ -123,7 +124,7 @@ def run(store: Store, *, count: int, model: str, seed: int, tell: Callable[[str]
     live: Any = TorchModel(state) if model == "torch" else NumpyModel()
     rounds, started = 0, time.monotonic()
     with (
-        Publisher(store, stream="s", history=True, folds=(2, 4), threads=2) as publisher,
+        tuned(store, stream="s", history=True, folds=(2, 4), threads=2) as publisher,
         Subscriber(store, stream="s", threads=2) as subscriber,
         Timer(rng) as interrupted,
     ):

@@ -27,13 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from pulse_rl import Bits, LocalStore, Publisher, Subscriber, state_root, verify_stream
+from pulse_rl import Bits, LocalStore, Subscriber, state_root, verify_stream
 from pulse_rl.maintenance.gc import gc_stream
 from pulse_rl.state.checkpoint import load, save
 from pulse_rl.stream.names import PATCH
 from pulse_rl.stream.stream import Stream
 from tests.support.fuse import Fuse, FusedStore, die, forked
 from tests.support.histories import named_in_small_patches
+from tests.support.publishers import tuned
 
 STREAM = "policy"
 MODES = ("before", "after", "midst")
@@ -55,9 +56,7 @@ def policy(step: int) -> dict[str, Bits]:
 @named_in_small_patches()
 def publish(store: FusedStore, acknowledged: Path, steps: int, again: bool) -> None:
     """A trainer's program: goes on after the head's step, up to ``steps``; ``again`` publishes the head's first."""
-    publisher = Publisher(
-        store, stream=STREAM, history=True, anchor_ratio=0.4, folds=(2, 4), shard_bytes=1200, threads=1
-    )
+    publisher = tuned(store, stream=STREAM, history=True, anchor_ratio=0.4, folds=(2, 4), shard_bytes=1200, threads=1)
     head = publisher.head()
     step = int(head.metadata["step"]) if head else 0
     while step < steps or again:

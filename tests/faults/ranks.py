@@ -17,12 +17,12 @@ import numpy as np
 from pulse_rl import Bits, Published, PulseError, Signer, State
 from pulse_rl._util.collective import Bytes, RankGroup
 from pulse_rl.errors import PublisherConflict, RankLost
-from pulse_rl.integrations.fsdp.layout import Box, Held, Runs
-from pulse_rl.integrations.fsdp.order import Order
-from pulse_rl.integrations.fsdp.rank import RankPublisher
 from pulse_rl.state.tensors import TensorSpec
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
+from pulse_rl.sync.layout import Box, Runs
+from pulse_rl.sync.rank import RankPublisher, Settings
+from pulse_rl.sync.request import LocalState, PublishRequest
 
 from .model import STREAM, check
 from .store import Client, CrashNow, Fault, Net
@@ -130,31 +130,20 @@ class _Group:
             raise CrashNow("the process has ended")
 
 
-class _Mine:
+def _local(state: State, places: Mapping[str, Box | None]) -> LocalState:
     """What a rank has of a state: the boxes that ``places`` says, in arrays of its own."""
-
-    def __init__(self, state: State, places: Mapping[str, Box | None]) -> None:
-        arrays: dict[str, Bits] = {}
-        names = [spec.name for spec in state.specs] + list(state.aliases)
-        kept = {name: box for name in names if (box := places[state.aliases.get(name, name)]) is not None}
-        for name, box in kept.items():
-            spec = state.spec(name)
-            whole = state.read(name).reshape(spec.shape)
-            if name in state.aliases:
-                arrays[name] = arrays[state.aliases[name]]
-            else:
-                indices = [np.array([k for run in runs for k in range(*run)], np.int64) for runs in box.of]
-                arrays[name] = Bits(whole[np.ix_(*indices)].copy() if spec.shape else whole.copy(), spec.dtype.name)
-        self.state = self.source = State.of(arrays)
-        storages = {name: k for k, name in enumerate(kept)}
-        self.held = [
-            Held(
-                TensorSpec(name, state.spec(name).dtype, state.spec(name).shape),
-                box,
-                storages[state.aliases.get(name, name)] if box.elements else None,
-            )
-            for name, box in kept.items()
-        ]
+    arrays: dict[str, Bits] = {}
+    names = [spec.name for spec in state.specs] + list(state.aliases)
+    kept = {name: box for name in names if (box := places[state.aliases.get(name, name)]) is not None}
+    for name, box in kept.items():
+        spec = state.spec(name)
+        whole = state.read(name).reshape(spec.shape)
+        if name in state.aliases:
+            arrays[name] = arrays[state.aliases[name]]
+        else:
+            indices = [np.array([k for run in runs for k in range(*run)], np.int64) for runs in box.of]
+            arrays[name] = Bits(whole[np.ix_(*indices)].copy() if spec.shape else whole.copy(), spec.dtype.name)
+    return LocalState(State.of(arrays), boxes=kept)
 
 
 class RankClients:
@@ -229,24 +218,21 @@ class RankTrainer:
                     stream_id=stream_id,
                 ),
                 RankGroup(_Group(wire, rank, clients)),
-                codec="auto",
-                anchor_ratio=anchor_ratio,
-                shard_bytes=shard_bytes,
-                folds=folds,
-                signer=signer,
-                threads=1,
+                Settings("auto", anchor_ratio, folds, signer, 1),
                 listener=None,
             )
             for rank, client in enumerate(clients.each)
         ]
+        for publisher in self._ranks:
+            publisher.shard_bytes = shard_bytes
 
     def publish(self, state: State, *, anchor: bool = False) -> Published:
         """Raises what one of them raises, the end of a process first."""
         if self._rng.random() < 0.05:
             self._spread = self._rng.getrandbits(32)
         places = [{spec.name: self._box(spec, rank) for spec in state.specs} for rank in range(self._size)]
-        orders = [Order(_Mine(state, at), {}, anchor) for at in places]  # type: ignore[arg-type]
-        done = self._all(lambda rank: self._ranks[rank].publish(orders[rank]))
+        requests = [PublishRequest(_local(state, at), {}, None, anchor) for at in places]
+        done = self._all(lambda rank: self._ranks[rank].publish(requests[rank])[0])
         check(len({(one.version, one.root) for one in done}) == 1, f"the ranks return {done}")
         return done[0]
 

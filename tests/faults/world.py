@@ -15,6 +15,7 @@ from pulse_rl import Publisher, PulseError, Signer, verify_stream
 from pulse_rl.errors import EmptyStream, PublisherConflict
 from pulse_rl.maintenance.gc import gc_stream
 from tests.support.interrupts import Boom, Interrupter
+from tests.support.publishers import tuned
 
 from .callers import Interrupts
 from .disturbances import Disturbances
@@ -268,7 +269,7 @@ class World(Disturbances, Upkeep):
                 pair = self.publishers[who] = (clients, RankTrainer(clients, rng, **settings))
                 return pair
             client = Client(self.net)
-            publisher = Publisher(client, stream=STREAM, history=self.history, threads=1, **settings)
+            publisher = tuned(client, stream=STREAM, history=self.history, threads=1, **settings)
             if self.setup.inline:
                 publisher._serial = Inline()
             pair = self.publishers[who] = (client, publisher)

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pulse_rl import Bits, LocalStore, Publisher, Signer, State, codec
+from pulse_rl import Bits, LocalStore, Signer, State, codec
 from pulse_rl import patch as patches
 from pulse_rl.state import checkpoint as checkpoints
 from pulse_rl.state.digest import state_digest
 from tests.support.parts import sharded_stream
+from tests.support.publishers import tuned
 
 FOLDER = Path(__file__).parent / "format-1"
 STREAM_ID = "37e9b03dc6af78ee4e1a0c15c3a021fc"
@@ -60,7 +61,7 @@ def main() -> None:
         built = patches.build_patch(old, new, state_digest(old), codec=name)
         (FOLDER / f"{name}.patch").write_bytes(built.to_bytes())
     store = LocalStore(FOLDER / "store")
-    with Publisher(
+    with tuned(
         store, stream="golden", signer=Signer(bytes(32)), stream_id=STREAM_ID, history=True, folds=(8,), anchor_ratio=9
     ) as publisher:
         for version, state in enumerate(made):

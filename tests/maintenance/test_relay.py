@@ -11,6 +11,7 @@ from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Signer, Subscrib
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable
 from pulse_rl.events import Event, FallbackUsed, Relayed
 from tests.support.folds import fold_link
+from tests.support.publishers import tuned
 from tests.support.relays import Counted, assert_whole, newest_root
 from tests.support.states import Rng, TinyTrainer, history, roots
 from tests.support.stores import FaultyStore, names
@@ -23,7 +24,7 @@ def test_a_follower_of_the_target_is_where_the_source_is(signed: bool, rng: Rng)
     states = history(rng, 12)
     source, target = Counted(), MemoryStore()
     keys = [KEY.public_key] if signed else None
-    publisher = Publisher(source, stream="policy", signer=KEY if signed else None, anchor_ratio=0.05, shard_bytes=3000)
+    publisher = tuned(source, stream="policy", signer=KEY if signed else None, anchor_ratio=0.05, shard_bytes=3000)
     relay = Relay(source, target, stream="policy", trusted_keys=keys, threads=1)
     assert relay.sync() is None
     reader = Subscriber(target, stream="policy", trusted_keys=keys, threads=1)
@@ -125,7 +126,7 @@ def test_a_relay_that_stops_at_any_call_goes_on(after: bool, rng: Rng) -> None:
     """And shows nothing meanwhile that is not whole."""
     states = history(rng, 5)
     source = MemoryStore()
-    publisher = Publisher(source, stream="policy", anchor_ratio=0.02, shard_bytes=3000, folds=(2,), threads=1)
+    publisher = tuned(source, stream="policy", anchor_ratio=0.02, shard_bytes=3000, folds=(2,), threads=1)
     for state in states:
         publisher.publish(state)
     publisher.wait()
@@ -155,7 +156,7 @@ def test_a_relay_that_stops_at_any_call_goes_on(after: bool, rng: Rng) -> None:
 def test_what_was_stored_before_is_not_fetched_again(rng: Rng) -> None:
     """Nor believed for its name and length."""
     source, target = Counted(), MemoryStore()
-    Publisher(source, stream="policy", shard_bytes=3000).publish(history(rng, 1)[0])
+    tuned(source, stream="policy", shard_bytes=3000).publish(history(rng, 1)[0])
     shards = names(source, "policy/payloads")
     assert len(shards) > 2
     target.put(shards[0], source.store.get(shards[0]))

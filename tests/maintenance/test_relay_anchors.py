@@ -11,6 +11,7 @@ import pytest
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Subscriber
 from pulse_rl.errors import InputError, StoreUnavailable
 from pulse_rl.store import Data
+from tests.support.publishers import tuned
 from tests.support.relays import assert_whole, newest_root
 from tests.support.states import Rng, history, roots, weights
 from tests.support.stores import FaultyStore, names
@@ -33,7 +34,7 @@ def test_the_newest_version_does_not_wait_for_an_anchor(rng: Rng) -> None:
                     publisher.publish(states[2])
 
     source, target = MemoryStore(), MemoryStore()
-    publisher = Publisher(source, stream="policy", shard_bytes=3000, threads=1, anchor_ratio=1e9)
+    publisher = tuned(source, stream="policy", shard_bytes=3000, threads=1, anchor_ratio=1e9)
     publisher.publish(states[0])
     Relay(source, target, stream="policy", threads=1).sync()
     publisher.publish(states[1], anchor=True)
@@ -48,7 +49,7 @@ def test_the_newest_version_does_not_wait_for_an_anchor(rng: Rng) -> None:
 def test_an_anchor_that_was_left_half_way_is_finished(rng: Rng) -> None:
     states = history(rng, 3)
     source, target = MemoryStore(), MemoryStore()
-    publisher = Publisher(source, stream="policy", shard_bytes=3000, anchor_ratio=1e9)
+    publisher = tuned(source, stream="policy", shard_bytes=3000, anchor_ratio=1e9)
     publisher.publish(states[0])
     Relay(source, target, stream="policy", threads=1).sync()
     publisher.publish(states[1], anchor=True)
@@ -94,7 +95,7 @@ def test_its_retention_where_versions_come_by_anchors(rng: Rng) -> None:
 def test_anchors_that_come_faster_than_one_crosses_do_not_starve_it(rng: Rng) -> None:
     states = iter(history(rng, 40))
     source, target = MemoryStore(), MemoryStore()
-    publisher = Publisher(source, stream="policy", threads=1, shard_bytes=600, anchor_ratio=1e9)
+    publisher = tuned(source, stream="policy", threads=1, shard_bytes=600, anchor_ratio=1e9)
     publisher.publish(next(states))
     relay = Relay(source, target, stream="policy", threads=1)
     relay.sync()
@@ -112,7 +113,7 @@ def test_anchors_that_come_faster_than_one_crosses_do_not_starve_it(rng: Rng) ->
 def test_a_call_copies_as_many_shards_as_it_is_told(rng: Rng) -> None:
     states = history(rng, 3)
     source, target = MemoryStore(), MemoryStore()
-    publisher = Publisher(source, stream="policy", threads=1, shard_bytes=600, anchor_ratio=1e9)
+    publisher = tuned(source, stream="policy", threads=1, shard_bytes=600, anchor_ratio=1e9)
     publisher.publish(states[0])
     relay = Relay(source, target, stream="policy", threads=1)
     relay.sync()

@@ -140,9 +140,9 @@ def test_a_baseline_is_advanced_without_decoding(
     new = mutated(rng, old, density)
     made = build_patch(state, State.of(new), digest, codec=codec_name)
     monkeypatch.setattr(codec, "decode_block", lambda *_: pytest.fail("decoded again"))
-    undo = patch.advance_state(made, state, threads=2)
-    assert snapshot(state) == snapshot(new)
     blocks = cut(state.specs)
+    undo = patch.advance_state(state, blocks, made.changes, threads=2)
+    assert snapshot(state) == snapshot(new)
     for index, changes in undo.items():
         np.testing.assert_array_equal(changes.values, blocks[index].read(State.of(old))[changes.positions])
 

@@ -9,8 +9,9 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from pulse_rl import Bits, MemoryStore, Publisher, Signer, Subscriber
+from pulse_rl import Bits, MemoryStore, Signer, Subscriber
 from pulse_rl.errors import PulseError
+from tests.support.publishers import tuned
 from tests.support.states import Rng
 
 JUNK = b"[],"
@@ -23,7 +24,7 @@ def store() -> MemoryStore:
     rng = np.random.default_rng(0)
     state = {f"layer.{k}": Bits(rng.integers(0, 1 << 16, 2000, dtype=np.uint16), "BF16") for k in range(2000)}
     found = MemoryStore()
-    with Publisher(found, stream="s", signer=SIGNER, shard_bytes=16 << 20, folds=(8,), threads=2) as publisher:
+    with tuned(found, stream="s", signer=SIGNER, shard_bytes=16 << 20, folds=(8,), threads=2) as publisher:
         for version in range(9):
             state["layer.7"].array[version] ^= 1
             publisher.publish(state)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import Bits, MemoryStore, Publisher, State
+from pulse_rl import Bits, MemoryStore, State
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.history import records_of
 from pulse_rl.state import checkpoint
@@ -25,6 +25,7 @@ from pulse_rl.study.meter import SparsityMeter
 from pulse_rl.study.recurrence import ChangeTable
 from pulse_rl.study.remembered import Remembered, steps_to_code
 from tests.study.test_study import Listed
+from tests.support.publishers import tuned
 from tests.support.states import Rng
 
 OCTAVES = [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None)]
@@ -251,7 +252,7 @@ def test_the_bytes_are_those_of_a_publishers_patch_files(rng: Rng) -> None:
     states = drifting(rng, 24)
     found = studied(states, "BF16", threads=1)
     for codec in ("history", "auto"):
-        publisher = Publisher(MemoryStore(), stream="run", history=codec == "history")
+        publisher = tuned(MemoryStore(), stream="run", history=codec == "history")
         done = [publisher.publish(State.of({"w": Bits(s.reshape(4, -1), "BF16")})) for s in states]
         published = [done[version] for version in steps_to_code(23)]
         nbytes, changed = sum(p.patch_bytes for p in published), sum(p.changed or 0 for p in published)

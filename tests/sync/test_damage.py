@@ -8,12 +8,13 @@ from hashlib import sha256
 import msgspec
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, verify_stream
+from pulse_rl import MemoryStore, PulseError, Subscriber, verify_stream
 from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, FallbackUsed, Synced
 from pulse_rl.stream.manifest import AnchorRef, Manifest, Payload
 from tests.support.checkpoints import entry, file_of
 from tests.support.manifests import FULL, manifest_of
+from tests.support.publishers import tuned
 from tests.support.states import Live, Rng, Tensors, bits, history, state_root
 from tests.support.stores import FaultyStore
 
@@ -21,10 +22,9 @@ from tests.support.stores import FaultyStore
 def stream_of(states: list[Tensors], anchors: set[int] = frozenset(), **options: int) -> FaultyStore:  # type: ignore[assignment]
     """A stream with an anchor at version 0 and at each of ``anchors``."""
     store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy", **options)  # type: ignore[arg-type]
+    publisher = tuned(store, stream="policy", anchor_ratio=1e9, **options)
     for version, state in enumerate(states):
-        publisher._anchor_ratio = 0.0 if version in anchors else 1e9
-        publisher.publish(state)
+        publisher.publish(state, anchor=version in anchors)
     return store
 
 

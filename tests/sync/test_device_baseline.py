@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from pulse_rl import MemoryStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import InputError, StoreUnavailable
 from pulse_rl.events import Hint
-from pulse_rl.state.digest import state_digest
-from pulse_rl.state.snapshot import await_devices
+from pulse_rl.state.snapshot import await_devices, copied_within_devices
 from pulse_rl.state.tensors import State, stored_tensor
-from pulse_rl.sync import device_baseline
-from pulse_rl.sync.device_baseline import ChangedTensor, DeviceBaseline, Difference
-from pulse_rl.sync.host_state import HostState
-from pulse_rl.sync.order import Order
+from pulse_rl.sync import device_diff
+from pulse_rl.sync.device_diff import ChangedTensor, DeviceDiff, Difference
+from pulse_rl.sync.layout import whole_layout
+from pulse_rl.sync.pending import Baseline
+from pulse_rl.sync.request import LocalState
 from tests.support.cuda import Stream, on_device, stand_in, step
+from tests.support.publishers import resident
 from tests.support.stores import FaultyStore
 
 Device = tuple[Stream, list[int]]
@@ -34,7 +35,7 @@ PIECE = 1024
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(device_baseline, "_PIECE_ELEMENTS", PIECE)
+    monkeypatch.setattr(device_diff, "_PIECE_ELEMENTS", PIECE)
     with stand_in(monkeypatch) as found:
         yield found
 
@@ -51,7 +52,7 @@ def test_the_versions_are_the_same_and_little_crosses_the_bus(cuda: Device, give
     weight, host = torch.randn(SIZE).to(given), torch.randn(7)
     expected: list[str] = []
     store = MemoryStore()
-    with Publisher(store, stream="policy", on_device="baseline") as publisher:
+    with resident(store, stream="policy", on_device="baseline") as publisher:
         for number in range(6):
             Stream.gate.clear()
             step(weight, first=number)
@@ -81,7 +82,7 @@ def test_the_versions_are_the_same_and_little_crosses_the_bus(cuda: Device, give
 def test_what_changes_often_crosses_as_it_is(cuda: Device) -> None:
     Stream.gate.set()
     weight = torch.randn(SIZE).bfloat16()
-    with Publisher(MemoryStore(), stream="policy", on_device="baseline") as publisher:
+    with resident(MemoryStore(), stream="policy", on_device="baseline") as publisher:
         for number in range(4):
             step(weight[: SIZE // 2], every=1 + number % 3)
             assert publisher.publish({"weight": on_device(weight)}).root == state_root({"weight": weight})
@@ -92,7 +93,7 @@ def test_every_bit_counts(cuda: Device) -> None:
     Stream.gate.set()
     weight = torch.zeros(SIZE).bfloat16()
     weight[::3] = float("nan")
-    with Publisher(MemoryStore(), stream="policy", on_device="baseline") as publisher:
+    with resident(MemoryStore(), stream="policy", on_device="baseline") as publisher:
         publisher.publish({"weight": on_device(weight)})
         weight[1] = -0.0
         weight.view(torch.int16)[3] ^= 1
@@ -112,7 +113,7 @@ def test_all_widths_and_tied_tensors(cuda: Device) -> None:
         "weight": torch.randn(5000, generator=generator),
     }
     store = MemoryStore()
-    with Publisher(store, stream="policy", on_device="baseline") as publisher:
+    with resident(store, stream="policy", on_device="baseline") as publisher:
         for number in range(4):
             plain["count"] += 1
             plain["bytes"][number::100] += 1
@@ -136,7 +137,7 @@ def test_all_widths_and_tied_tensors(cuda: Device) -> None:
 def test_other_tensors_are_a_new_beginning(cuda: Device) -> None:
     Stream.gate.set()
     one, two = torch.randn(SIZE).bfloat16(), torch.randn(SIZE).bfloat16()
-    with Publisher(MemoryStore(), stream="policy", on_device="baseline") as publisher:
+    with resident(MemoryStore(), stream="policy", on_device="baseline") as publisher:
         for state in ({"one": one}, {"one": one, "two": two}, {"two": two}, {"two": two.view(2, -1)}, {"two": two}):
             published = publisher.publish({name: on_device(tensor) for name, tensor in state.items()})
             assert published.root == state_root(state)
@@ -149,7 +150,7 @@ def test_other_tensors_are_a_new_beginning(cuda: Device) -> None:
 def test_a_tensor_moves_to_a_device_and_back(cuda: Device) -> None:
     Stream.gate.set()
     one, two = torch.randn(SIZE).bfloat16(), torch.randn(SIZE).bfloat16()
-    with Publisher(MemoryStore(), stream="policy", on_device="baseline") as publisher:
+    with resident(MemoryStore(), stream="policy", on_device="baseline") as publisher:
         for number in range(6):
             step(one, first=number)
             step(two, first=number)
@@ -162,24 +163,24 @@ def test_another_version_than_the_hosts_is_not_compared_with(cuda: Device) -> No
     """Whatever led to it: the differences would be those to other bits."""
     Stream.gate.set()
     weight = torch.randn(SIZE).bfloat16()
-    devices, hosts = DeviceBaseline(), []
+    devices, hosts = DeviceDiff(), []
     for number in range(2):
         step(weight, first=number)
-        order = Order.of({"weight": on_device(weight)}, None, None, anchor=False).within_devices()
-        await_devices(order.source)
-        host, state = HostState(), State.of({"weight": weight}).copy()
-        host.adopt(number, state, state_digest(state))
-        hosts.append((order, host))
+        source = copied_within_devices(State.of({"weight": on_device(weight)}), None)
+        assert source is not None
+        await_devices(source)
+        state = State.of({"weight": weight}).copy()
+        layout = whole_layout(state.specs, {})
+        host = Baseline(number, state_root(state), layout, layout.segments(0), [], state, {})
+        hosts.append((LocalState(source), host))
     (first, first_host), (second, second_host) = hosts
-    devices.follow(devices.look_at(first, first_host), first_host)
-    assert devices.follows(first_host)
-    assert not devices.follows(second_host)
-    for order, host in ((second, first_host), (second, second_host), (first, second_host), (first, first_host)):
-        seen = devices.look_at(order, host)
+    devices.follow(devices.scan(first, first_host).resident, first_host)
+    for local, host in ((second, first_host), (second, second_host), (first, second_host), (first, first_host)):
+        seen = devices.scan(local, host)
         assert isinstance(stored_tensor(seen.state, "weight"), ChangedTensor) == (host is first_host)
-        assert seen.state.read("weight").tolist() == order.source.read("weight").tolist()
+        assert seen.state.read("weight").tolist() == local.source.read("weight").tolist()
     devices.forget()
-    assert not devices.follows(first_host)
+    assert not isinstance(stored_tensor(devices.scan(first, first_host).state, "weight"), ChangedTensor)
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -189,7 +190,7 @@ def test_what_is_not_committed_is_not_the_baseline(cuda: Device, *, after: bool)
     weight, inner = torch.randn(SIZE).bfloat16(), MemoryStore()
     store = FaultyStore(inner)
     failed = 0
-    with Publisher(store, stream="policy", on_device="baseline") as publisher:
+    with resident(store, stream="policy", on_device="baseline") as publisher:
         publisher.publish({"weight": on_device(weight)})
         for lost in range(8):
             step(weight, first=lost)
@@ -213,7 +214,7 @@ def test_publishers_take_over_from_each_other(cuda: Device) -> None:
     Stream.gate.set()
     weight, store = torch.randn(SIZE).bfloat16(), MemoryStore()
     for number in range(4):
-        publisher = Publisher(store, stream="policy", on_device="baseline")
+        publisher = resident(store, stream="policy", on_device="baseline")
         for again in range(3):
             step(weight, first=number + 5 * again)
             published = publisher.publish({"weight": on_device(weight)})
@@ -233,7 +234,7 @@ def test_without_room_on_the_device_all_crosses_the_bus(
     Stream.gate.set()
     weight = torch.randn(SIZE).bfloat16()
     events: list[object] = []
-    with Publisher(MemoryStore(), stream="policy", on_device="baseline", on_event=events.append) as publisher:
+    with resident(MemoryStore(), stream="policy", on_device="baseline", on_event=events.append) as publisher:
         for number in range(8):
             step(weight, first=number)
             expected = state_root({"weight": weight})
@@ -252,7 +253,7 @@ def test_submissions_that_are_replaced(cuda: Device) -> None:
     current, _ = cuda
     weight = torch.randn(SIZE).bfloat16()
     store = MemoryStore()
-    with Publisher(store, stream="policy", on_device="baseline") as publisher:
+    with resident(store, stream="policy", on_device="baseline") as publisher:
         for number in range(6):
             current.work.append(lambda number=number: step(weight, first=number))  # type: ignore[misc]
             submission = publisher.submit({"weight": on_device(weight)}, replace=True)
@@ -269,7 +270,7 @@ def test_submissions_that_are_replaced(cuda: Device) -> None:
 def test_any_codec(cuda: Device, codec: str) -> None:
     Stream.gate.set()
     weight, store = torch.randn(SIZE).bfloat16(), MemoryStore()
-    with Publisher(store, stream="policy", codec=codec, folds=(2,), on_device="baseline") as publisher:
+    with resident(store, stream="policy", codec=codec, folds=(2,), on_device="baseline") as publisher:
         for number in range(5):
             step(weight, every=(60, 60, 1, 60, 60)[number], first=number % 2)
             published = publisher.submit({"weight": on_device(weight)}).result(20)
@@ -280,7 +281,7 @@ def test_any_codec(cuda: Device, codec: str) -> None:
 
 def test_an_unknown_place_is_refused() -> None:
     with pytest.raises(InputError, match="on_device must be"):
-        Publisher(MemoryStore(), stream="policy", on_device="yes")
+        Publisher(MemoryStore(), stream="policy").publish({}, on_device="yes")
 
 
 @settings(max_examples=200, deadline=None)
@@ -301,7 +302,7 @@ def test_a_changed_tensor_reads_as_the_new_one(data: st.DataObject) -> None:
         elif len(places):
             differences[k] = Difference(places.astype(np.uint32), values[places])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(device_baseline, "_PIECE_ELEMENTS", piece)
+        patched.setattr(device_diff, "_PIECE_ELEMENTS", piece)
         tensor = ChangedTensor(before, differences)
         for _ in range(10):
             start = data.draw(st.integers(0, size))
@@ -319,7 +320,7 @@ def test_a_real_device_finds_the_differences(given: torch.dtype) -> None:
     weight[::7] = float("nan")
     busy = torch.randn(4096, 4096, device="cuda")
     expected, store = [], MemoryStore()
-    with Publisher(store, stream="policy", on_device="baseline") as publisher:
+    with resident(store, stream="policy", on_device="baseline") as publisher:
         for number in range(5):
             for _ in range(20):
                 busy = (busy @ busy).clamp(-1, 1)

@@ -18,10 +18,9 @@ from pulse_rl import MemoryStore, Publisher, state_root
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.state import snapshot
 from pulse_rl.state.device import copied_on_device
-from pulse_rl.state.digest import StateDigest, state_digest
-from pulse_rl.state.tensors import State
-from pulse_rl.sync import draft
+from pulse_rl.sync import pending
 from tests.support.cuda import Stream, on_device, stand_in, step
+from tests.support.publishers import resident
 from tests.support.stores import FaultyStore
 
 Device = tuple[Stream, list[int]]
@@ -38,23 +37,15 @@ def test_a_first_version_is_copied_once(cuda: Device, monkeypatch: pytest.Monkey
     """The copy on the host becomes the host's baseline, the one on the device the device's."""
     _, locked = cuda
     Stream.gate.set()
-    copied: list[State] = []
-    monkeypatch.setattr(draft, "state_digest", lambda own, source, **rest: noted(copied, own, source, **rest))
+    monkeypatch.setattr(pending, "allocated", lambda *_: pytest.fail("copied again"))
     weight = torch.randn(SIZE).bfloat16()
-    with Publisher(MemoryStore(), stream="policy", on_device="baseline") as publisher:
+    with resident(MemoryStore(), stream="policy", on_device="baseline") as publisher:
         publisher.submit({"weight": on_device(weight)}).result(20)
-        held = publisher._devices._held["weight"]
+        held = publisher._rank._devices._held["weight"]
         assert held.own
         assert held.flat.data_ptr() != weight.data_ptr()
         assert held.flat.view(torch.bfloat16).as_subclass(torch.Tensor).equal(weight)
         assert locked[-1] >= 2 * SIZE
-        assert copied == []
-
-
-def noted(copied: list[State], own: State, source: State | None, **rest: Any) -> StateDigest:
-    if source is not None:
-        copied.append(source)
-    return state_digest(own, source=source, **rest)
 
 
 def publish(publisher: Publisher, how: str, weight: torch.Tensor) -> None:
@@ -93,7 +84,7 @@ def test_a_failed_version_leaves_no_copy(cuda: Device, copies: Callable[[], list
     Stream.gate.set()
     weight = torch.randn(SIZE).bfloat16()
     store = FaultyStore(MemoryStore())
-    with Publisher(store, stream="policy", on_device="baseline") as publisher:
+    with resident(store, stream="policy", on_device="baseline") as publisher:
         publisher.publish({"weight": on_device(weight)})
         for number in range(4):
             step(weight, first=number)
@@ -108,7 +99,7 @@ def test_a_failed_version_leaves_no_copy(cuda: Device, copies: Callable[[], list
 
 def test_a_cancelled_version_leaves_no_copy(cuda: Device, copies: Callable[[], list[int]]) -> None:
     weight = torch.randn(SIZE).bfloat16()
-    with Publisher(MemoryStore(), stream="policy", on_device="baseline") as publisher:
+    with resident(MemoryStore(), stream="policy", on_device="baseline") as publisher:
         first = publisher.submit({"weight": on_device(weight)})
         assert publisher.submit({"weight": on_device(weight)}).cancel()
         Stream.gate.set()
@@ -121,7 +112,7 @@ def test_close_lets_go_of_what_is_not_settled(cuda: Device, copies: Callable[[],
     Stream.gate.set()
     weight = torch.randn(SIZE).bfloat16()
     store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy", on_device="baseline")
+    publisher = resident(store, stream="policy", on_device="baseline")
     publisher.publish({"weight": on_device(weight)})
     step(weight)
     store.fail_on("put_new", "versions", after=True)
@@ -141,7 +132,7 @@ def test_a_step_never_waits_for_the_bus(cuda: Device, dtype: str, kept: str) -> 
     """Nor for what the host has to cast."""
     current, _ = cuda
     weight = torch.randn(SIZE, dtype=torch.float64 if dtype == "BF16" else torch.float32)
-    with Publisher(MemoryStore(), stream="policy", on_device=kept) as publisher:
+    with resident(MemoryStore(), stream="policy", on_device=kept) as publisher:
         submission = publisher.submit({"weight": on_device(weight)}, dtype=dtype)
         before = [stream.done for stream in Stream.made if stream is not current]
         current.run()
@@ -154,7 +145,7 @@ def test_to_replace_a_version_does_not_wait_for_the_device(cuda: Device) -> None
     """Though some tensors are the host's: their memory is free, whatever the device is at."""
     current, _ = cuda
     weight, host = torch.randn(SIZE).bfloat16(), torch.randn(7)
-    with Publisher(MemoryStore(), stream="policy", on_device="baseline") as publisher:
+    with resident(MemoryStore(), stream="policy", on_device="baseline") as publisher:
         late = threading.Timer(10, Stream.gate.set)
         late.start()
         for _ in range(4):

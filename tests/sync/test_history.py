@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, FallbackUsed, Published, Synced
 from tests.support.interrupts import armed
 from tests.support.manifests import history_named, manifest_of
+from tests.support.publishers import tuned
 
 ROWS, COLUMNS = 600, 200
 
@@ -56,8 +58,8 @@ class Made:
             self.publish()
 
     def new_publisher(self, **options: object) -> Publisher:
-        given: dict[str, object] = {"history": True, "folds": (4, 16), "threads": 1} | options
-        return Publisher(self.store, stream="s", **given)  # type: ignore[arg-type]
+        given: dict[str, Any] = {"history": True, "folds": (4, 16), "threads": 1} | options
+        return tuned(self.store, stream="s", **given)
 
     def publish(self, **options: object) -> Published:
         state = next(self.states)
@@ -256,7 +258,7 @@ def test_a_dense_stream_remembers_no_more_than_its_share(density: float) -> None
     made.states = momentum(density=density)
     for _ in range(12):
         made.publish()
-        assert made.publisher._baseline.history.nbytes <= ROWS * COLUMNS * 2 / 12
+        assert made.publisher._rank._baseline.history.nbytes <= ROWS * COLUMNS * 2 / 12
     newcomer, seen = made.subscriber()
     newcomer.sync()
     assert (newcomer.root, detours(seen)) == (made.roots[-1], [])

@@ -17,6 +17,7 @@ from pulse_rl.events import Event, FallbackUsed, Synced
 from pulse_rl.patch.history import History, Records, Window
 from pulse_rl.patch.history_file import load_history, save_history
 from pulse_rl.stream.stream import Stream
+from tests.support.publishers import tuned
 from tests.sync.test_history import Made, momentum
 
 Windows = dict[int, Records]
@@ -34,7 +35,7 @@ def hot(seed: int = 0, elements: int = 400_000, changes: int = 2000) -> Iterator
 
 
 def publisher(store: MemoryStore, **options: object) -> Publisher:
-    return Publisher(store, stream="s", history=True, threads=1, **options)  # type: ignore[arg-type]
+    return tuned(store, stream="s", history=True, threads=1, **options)
 
 
 def reader(store: MemoryStore, **options: object) -> tuple[Subscriber, list[Event]]:
@@ -170,8 +171,8 @@ def test_junk_in_the_place_of_versions_does_not_stop_the_publisher() -> None:
     for _ in range(150):
         state = next(states)
         done = made.publish(state)
-        assert made._baseline.history.spans == Stream(store, "s").manifest(done.version).remembers
-        assert len(made._baseline.history.windows) <= 9
+        assert made._rank._baseline.history.spans == Stream(store, "s").manifest(done.version).remembers
+        assert len(made._rank._baseline.history.windows) <= 9
     following.sync()
     assert following.root == state_root(state)
     made = publisher(store)

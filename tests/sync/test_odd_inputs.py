@@ -20,8 +20,7 @@ NAN = float("nan")
     [
         {"folds": (0,)}, {"folds": (1, 8)}, {"folds": (2.5,)}, {"folds": (True,)}, {"folds": 8}, {"folds": None},
         {"anchor_ratio": NAN}, {"anchor_ratio": -1}, {"anchor_ratio": "1"}, {"anchor_ratio": None},
-        {"anchor_ratio": True}, {"shard_bytes": 0}, {"shard_bytes": NAN}, {"shard_bytes": "1GB"},
-        {"shard_bytes": float("inf")}, {"threads": 0}, {"threads": 1.5}, {"signer": "key"}, {"trusted_keys": "key"},
+        {"anchor_ratio": True}, {"threads": 0}, {"threads": 1.5}, {"signer": "key"}, {"trusted_keys": "key"},
         {"trusted_keys": None}, {"on_event": "print"},
         {"codec": None}, {"codec": "groups"},
     ],

@@ -11,6 +11,7 @@ from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, verify_stre
 from pulse_rl.errors import ChainGap, PublisherConflict, StoreUnavailable
 from pulse_rl.events import CallFailed, Event
 from tests.support.manifests import manifest_of
+from tests.support.publishers import tuned
 from tests.support.states import Live, Rng, Tensors, bits, history, mutated, policy, roots, snapshot, state_root
 from tests.support.stores import FaultyStore
 
@@ -77,11 +78,11 @@ def test_publish_at_every_call(warm: bool, again: str, options: Options, after: 
 
     def setup() -> FaultyStore:
         store = FaultyStore(MemoryStore())
-        publisher = Publisher(store, stream="policy", threads=1, **options)  # type: ignore[arg-type]
+        publisher = tuned(store, stream="policy", threads=1, **options)
         for state in states[:2]:
             publisher.publish(state)
         if not warm:
-            publisher = Publisher(store, stream="policy", threads=1, **options)  # type: ignore[arg-type]
+            publisher = tuned(store, stream="policy", threads=1, **options)
         ready["publisher"] = publisher
         return store
 
@@ -150,7 +151,7 @@ def test_sync_at_every_call(case: str, rng: Rng) -> None:
     """After the failure the state is a verified version, and the next sync brings a live model to the head."""
     states, options, start = sync_cases(rng)[case]
     inner = MemoryStore()
-    publisher = Publisher(inner, stream="policy", **options)  # type: ignore[arg-type]
+    publisher = tuned(inner, stream="policy", **options)
     expected = [publisher.publish(s).root for s in states]
     ready: dict[str, tuple[Subscriber, Live]] = {}
 
@@ -225,7 +226,7 @@ interruptions = pytest.mark.parametrize(
 def test_sync_interrupted_at_every_event(case: str, error: type[BaseException], rng: Rng) -> None:
     states, options, start = sync_cases(rng)[case]
     inner = MemoryStore()
-    publisher = Publisher(inner, stream="policy", **options)  # type: ignore[arg-type]
+    publisher = tuned(inner, stream="policy", **options)
     expected = [publisher.publish(s).root for s in states]
     for at in itertools.count():
         listener = Interrupts(error)

@@ -17,6 +17,7 @@ from pulse_rl.stream import anchor, manifest
 from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload
 from pulse_rl.stream.names import PATCH, SHARD
 from pulse_rl.stream.stream import Stream
+from tests.support.publishers import took_over
 
 pytestmark = pytest.mark.slow
 
@@ -165,8 +166,8 @@ def test_a_publisher_resumes_with_the_manifests_since_the_last_anchor(streams: d
     assert head is not None
     assert head.version == 9999
     since_anchor = 9999 % ANCHOR_EVERY + 1
-    publisher._resume(cycle()[0][9999 % CYCLE])
-    assert publisher._baseline.version == 9999
+    took_over(publisher, cycle()[0][9999 % CYCLE])
+    assert publisher._rank._baseline.version == 9999
     assert store.count["payload"] == 0, "the trainer's own state is the head"
     assert store.count["get"] <= since_anchor + 5
 

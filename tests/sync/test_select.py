@@ -29,6 +29,7 @@ from pulse_rl.events import Event, Synced
 from pulse_rl.stream.manifest import AnchorRef, Payload
 from tests.support import states
 from tests.support.manifests import manifest_of
+from tests.support.publishers import tuned
 from tests.support.relays import Counted
 from tests.support.states import Rng, Tensors, all_dtypes, bits, mutated, snapshot, weights
 from tests.support.stores import FaultyStore, names
@@ -107,7 +108,7 @@ def test_an_eighth_costs_an_eighth(rng: Rng, tmp_path: Path) -> None:
     """Of the bytes, of anchor and patch, plus 5%; and of the memory."""
     store, state = Counted(), staged(rng, elements=1 << 20, layers=16)
     dense = sum(tensor.array.nbytes for tensor in state.values())
-    publisher = Publisher(store, stream="policy", anchor_ratio=1e9, shard_bytes=8 << 20)
+    publisher = tuned(store, stream="policy", anchor_ratio=1e9, shard_bytes=8 << 20)
     anchored = publisher.publish(state)
     seen: list[Event] = []
     worker = reader(store, "stages.5.*", on_event=seen.append)

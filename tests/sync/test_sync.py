@@ -13,6 +13,7 @@ from pulse_rl import Bits, MemoryStore, Publisher, State, Store, Subscriber, sta
 from pulse_rl.errors import EmptyStream, InputError, InvalidName
 from pulse_rl.events import Event, Published, Synced
 from tests.support.checkpoints import write_checkpoint
+from tests.support.publishers import tuned
 from tests.support.states import Live, Rng, Tensors, bits, history, mutated, policy, roots, snapshot, weights
 from tests.support.stores import FaultyStore, names, s3_store
 
@@ -28,7 +29,7 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store | str:
 
 def published(states: list[Tensors], **options: Any) -> tuple[Store, list[Published]]:
     store = MemoryStore()
-    publisher = Publisher(store, stream="policy", **options)
+    publisher = tuned(store, stream="policy", **options)
     return store, [publisher.publish(state) for state in states]
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, State, gc_stream, verify_stream
+from pulse_rl import LocalStore, MemoryStore, Publisher, gc_stream, verify_stream
 from pulse_rl.errors import PublisherConflict, StoreUnavailable
+from tests.support.publishers import took_over
 from tests.support.states import Rng, history, roots
 from tests.support.stores import FaultyStore, names
 
@@ -33,7 +34,7 @@ def test_a_late_commit_of_the_older_publisher_is_gone_on_from(rng: Rng) -> None:
     store = FaultyStore(MemoryStore())
     one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
     one.publish(states[0])
-    two._resume(State.of(states[0]))
+    took_over(two, states[0])
     store.hidden = set(names(store.inner, "policy/epochs"))
     assert one.publish(states[1]).version == 1
     store.hidden = set()

@@ -84,9 +84,12 @@ class RankGroup:
             raise  # the group is lost for all: there is nobody left to be told
         except BaseException as error:  # an interrupt, too, must reach the others, which wait
             failure, message = error, b"-" + _error_to_bytes(error)
-        messages = [message] if self.size == 1 else self._all_gather(message)
-        if failure is not None:
-            raise self.mark_collective(failure)
+        try:
+            messages = [message] if self.size == 1 else self._all_gather(message)
+            if failure is not None:
+                raise self.mark_collective(failure)
+        finally:
+            del failure  # or its traceback would hold itself, and all that the work held, until a collection
         for rank, said in enumerate(messages):
             if said[:1] == b"-":
                 raise self.mark_collective(_error_from_bytes(rank, said[1:]))
@@ -98,6 +101,17 @@ class RankGroup:
             return self.run_on_all(work)[0]
         with shield():
             return self.run_on_all(bytes)[0]
+
+    def from_rank0(self, work: Callable[[], R], to_bytes: Callable[[R], bytes], from_bytes: Callable[[bytes], R]) -> R:
+        """What ``work()`` returns on rank 0, of which the others make theirs from its bytes. Raises as `run_on_all`."""
+        made: list[R] = []
+
+        def run() -> bytes:
+            made.append(work())
+            return b"" if self.size == 1 else to_bytes(made[0])
+
+        message = self.on_rank0(run)
+        return made[0] if self.rank == 0 else from_bytes(message)
 
     def mark_collective(self, error: BaseException) -> BaseException:
         """``error`` itself, as one that is raised on all ranks alike, so that they stay together."""

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from .. import codec as codecs
+from .._util.collective import Alone, RankGroup
 from .._util.settings import checked_collection
 from .._util.threads import checked_threads
+from ..codec import Changes
 from ..errors import EmptyStream
 from ..events import Listener, checked_listener
+from ..patch.blocks import cut
+from ..state.digest import StateDigest
+from ..state.tensors import State
 from ..store import Store, open_store
+from ..stream.chain import Link
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from ..sync.catch_up import catch_up
 from ..sync.folds import DEFAULT_FOLDS, FoldMaker, checked_folds
 from ..sync.host_state import HostState
+from ..sync.layout import whole_layout
+from ..sync.pending import Baseline
 
 
 def fold_stream(
@@ -61,14 +69,47 @@ def _fold(
     missing = {(v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there} - listed
     if not missing:
         return
-    maker = FoldMaker(where, spans, codec=codec, skip=listed, threads=threads, listener=on_event)
-    host = HostState(threads=threads, listener=on_event, watcher=maker)
+    maker = FoldMaker(
+        where,
+        RankGroup(Alone()),
+        spans,
+        codec=codec,
+        threads=threads,
+        tell=on_event or (lambda event: None),
+        skip=listed,
+    )
+    host = HostState(threads=threads, listener=on_event, watcher=_Follower(maker))
     first, last = min(b for b, _ in missing), max(v for _, v in missing)
     for version in versions:
         if first <= version <= last and _is_readable(where, version):
             catch_up(host, where, version)
-    maker.wait()
     yield from sorted(maker.stored)
+
+
+class _Follower:
+    """Makes the folds that are due as a host state moves from version to version."""
+
+    def __init__(self, maker: FoldMaker) -> None:
+        self._maker = maker
+        self._at: Baseline | None = None
+
+    def advanced(
+        self, link: Link, base_root: str, undo: Mapping[int, Changes], state: State, digest: StateDigest
+    ) -> None:
+        """The state has moved along a patch; ``undo`` has the old bits by block."""
+        assert link.base is not None
+        layout = whole_layout(state.specs, state.aliases)
+        blocks = self._at.blocks if self._at else cut(state.specs)
+        segments = layout.segments(0)
+        before = Baseline(link.base, base_root, layout, segments, blocks, state, {})
+        self._at = before._replace(version=link.version, root=digest.root)
+        self._maker.advanced(before, link.nbytes, undo, self._at)
+        self._maker.make()
+
+    def replaced(self) -> None:
+        """The state has moved in another way: what was kept does not lead back."""
+        self._maker.forget()
+        self._at = None
 
 
 def _is_readable(stream: Stream, version: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .apply import AppliedPatch, Patch, advance_state, apply_patch, parse_patch
 from .blocks import BLOCK_ELEMENTS
-from .build import BuiltPatch, build_fold, build_patch
+from .build import BuiltPatch, build_patch
 from .changes import StateChanges, TensorChanges
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "TensorChanges",
     "advance_state",
     "apply_patch",
-    "build_fold",
     "build_patch",
     "parse_patch",
 ]

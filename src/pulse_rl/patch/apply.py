@@ -17,8 +17,7 @@ from ..errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
 from ..state import bits
 from ..state.digest import StateDigest
 from ..state.tensors import State, UIntArray
-from .blocks import Block, cut, pieces_of
-from .build import BuiltPatch
+from .blocks import Block, pieces_of
 from .changes import Piece, StateChanges, TensorChanges
 from .header import Base, BlockEntry, JoinedHeader, Room, check_of, parse_header
 from .history import History, Recorder, Records
@@ -83,18 +82,18 @@ class AppliedPatch:
     records: dict[int, Records] | None
 
 
-def advance_state(built: BuiltPatch, state: State, *, threads: int | None = None) -> dict[int, Changes]:
-    """Turns the state that a patch was built from into its target; returns the old bits by block index.
+def advance_state(
+    state: State, blocks: Sequence[Block], changed: Sequence[Changes | None], *, threads: int | None = None
+) -> dict[int, Changes]:
+    """Makes the changes of ``blocks`` in a state, in place; returns the old bits by the block's index.
 
-    Nothing is decoded or hashed: `build_patch` has proved each block and knows the target's tree. The memory of the
-    patch's changes may become that of the old bits: a patch can be taken over once. A state in which this was
-    interrupted must be given up.
+    Nothing is decoded or hashed: `code_blocks` has proved each block. The memory of the changes may become that of the
+    old bits: they can be taken over once. A state in which this was interrupted must be given up.
     """
-    blocks = cut(built.target.specs)
     undo: dict[int, Changes] = {}
 
     def run(index: int) -> None:
-        block, changes = blocks[index], built.changes[index]
+        block, changes = blocks[index], changed[index]
         if changes is None:
             return
         old = changes.replaced(block.read(state))

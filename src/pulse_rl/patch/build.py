@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,14 +15,14 @@ from ..codec import Changes
 from ..errors import CorruptPatch, IntegrityError
 from ..state import bits
 from ..state.digest import StateDigest
-from ..state.memory import Allocate, SpareMemory
+from ..state.memory import SpareMemory
 from ..state.tensors import State, UIntArray
 from .blocks import Block, cut
 from .header import BlockEntry, PatchHeader, all_of, check_of
 from .history import History, HistoryName, Recorder, Records
 from .tree import TreeUpdate, changed_leaves, hashed_together
-from .undo import UndoLog
 
+H = TypeVar("H")
 _DENSE = 4  # where more than one element in so many changes, what old bits take weighs more than looking them up
 _SMALL = 4096  # bytes: a patch up to that is made without a history, too, which takes some hundred bytes to say
 _STRIDE, _FEW = 16, 4096  # of the trainer's tensors, one change in so many is looked at again, from so many on
@@ -48,14 +49,28 @@ class BuiltPatch:
         return b"".join(self.chunks)
 
 
-@dataclass(slots=True)
-class _Built:
-    """A block: how it is coded, what changed, and its leaves; None where nothing changed."""
+class CodedBlock(NamedTuple):
+    """How a block is coded, and what changed in it, as `to_keep`; None where nothing did."""
 
-    index: int
+    number: int
     encoded: codecs.Encoded
     changes: Changes | None
-    leaves: list[bytes] | None = None
+
+
+class ChangedBlock(NamedTuple):
+    """A block in which something changed: its ``elements`` before the ``changes``, or, ``made``, after them."""
+
+    block: Block
+    elements: UIntArray
+    changes: Changes
+    made: bool
+
+
+class CodedGroup(NamedTuple, Generic[H]):
+    """The blocks of a group, and what was made of their hashes."""
+
+    coded: list[CodedBlock]
+    hashed: H
 
 
 def build_patch(
@@ -69,95 +84,130 @@ def build_patch(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> BuiltPatch:
-    """The patch that turns ``old`` into ``new``. ``old_digest`` is the tree of ``old``.
+    """The patch that turns ``old`` into ``new``, whole states in host memory. ``old_digest`` is the tree of ``old``.
 
-    One walk over both: each block is compared, coded, decoded again to prove it, and hashed. Blocks without changes are
-    not hashed again. Raises StateMismatch unless both hold the same tensors, and IntegrityError where a block does not
-    decode to the new elements, which means that they changed during the call. ``history``: what changed up to ``old``,
-    for the codec that needs it. ``most_records``: the bytes of the records that
-    are to be kept for the next one, at most. ``progress`` is called with the bytes of model that were worked through
-    since its last call.
+    Raises StateMismatch unless both hold the same tensors, and what `code_blocks` raises. ``history``: what changed up
+    to ``old``. ``most_records``: the bytes of the records that are to be kept for the next patch, at most.
+    ``progress`` is called with the bytes of model that were worked through since its last call.
     """
     new.require_specs(old.specs, "the base state")
     codecs.check_codec(codec)
-    known = history or History()
     blocks = cut(old.specs)
     recorder = Recorder(most_records) if most_records else None
-
-    def run(group: range, copies: Allocate) -> list[_Built]:
-        built, elements, made = [], [], []
-        for index in group:
-            block = blocks[index]
-            before, (after, copied) = block.read(old), block.read_into(new, copies)
-            encoded, changes = encode_proved(
-                block, before, after, known.past(index), codec=codec, stride=1 if copied else _STRIDE
-            )
-            if changes is None:
-                built.append(_Built(index, encoded, None))
-                continue
-            if recorder:
-                recorder.add(index, block.dtype, changes, before)
-            # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to them.
-            elements.append(after if copied else before)
-            made.append(None if copied else changes)
-            built.append(_Built(index, encoded, to_keep(changes, block)))
-        changed = [b for b in built if b.changes is not None]
-        hashed = changed_leaves([blocks[b.index] for b in changed], elements, made)
-        for b, leaves in zip(changed, hashed, strict=True):
-            b.leaves = leaves
-        return built
-
-    spare = SpareMemory()
-
-    def run_with_memory(group: range) -> list[_Built]:
-        with spare.lent() as copies:
-            return run(group, copies)
-
     tree = TreeUpdate(old_digest)
     coded, kept = [], []
-    for built in chain.from_iterable(ordered_map(run_with_memory, hashed_together(blocks, threads), threads)):
-        coded.append(built.encoded)
-        kept.append(built.changes)
-        tree.add(blocks[built.index], built.leaves)
-        if progress:
-            progress(blocks[built.index].nbytes)
-    used = any(encoded.codec_id == codecs.HISTORY for encoded in coded)
-    named = known.name if used else None
-    records, target = recorder.records if recorder else None, tree.finish()
-    made = _assemble(old_digest.root, target, coded, kept, named, records)
-    if named is None or made.nbytes > _SMALL:
-        return made
+    tasks = ((group, new) for group in hashed_together(blocks, threads))
+    groups = code_blocks(
+        blocks, old, tasks, _leaves_by_block, codec=codec, history=history, recorder=recorder, threads=threads
+    )
+    for group in groups:
+        leaves = iter(group.hashed)
+        for index, encoded, changes in group.coded:
+            coded.append(encoded)
+            kept.append(changes)
+            tree.add(blocks[index], None if changes is None else next(leaves))
+            if progress:
+                progress(blocks[index].nbytes)
+    target = tree.finish()
+
+    def header(of: Sequence[codecs.Encoded], name: HistoryName | None) -> PatchHeader:
+        return PatchHeader(old_digest.root, target.root, all_of(old.specs), tuple(map(entry_of, of)), name)
+
+    chosen, coded = smallest(header, blocks, old, coded, kept, history or History(), codec=codec, threads=threads)
+    chunks = (chosen.to_bytes(), *(encoded.payload for encoded in coded))
+    return BuiltPatch(chosen, chunks, target, tuple(kept), recorder.records if recorder else None)
+
+
+def _leaves_by_block(changed: Sequence[ChangedBlock]) -> list[list[bytes]]:
+    return changed_leaves(
+        [each.block for each in changed],
+        [each.elements for each in changed],
+        [None if each.made else each.changes for each in changed],
+    )
+
+
+def smallest(
+    header: Callable[[Sequence[codecs.Encoded], HistoryName | None], PatchHeader],
+    blocks: Sequence[Block],
+    old: State,
+    coded: list[codecs.Encoded],
+    changes: Sequence[Changes | None],
+    history: History,
+    *,
+    codec: str,
+    threads: int | None,
+) -> tuple[PatchHeader, list[codecs.Encoded]]:
+    """The header of a patch file and its blocks: ``coded`` by the ``history``, or, of a small file, without it, where
+    that takes fewer bytes with all that it takes to name a history."""
+    if not any(encoded.codec_id == codecs.HISTORY for encoded in coded):
+        return header(coded, None), coded
+    made = header(coded, history.name)
+    if (nbytes := _file_bytes(made)) > _SMALL:
+        return made, coded
 
     def without(index: int) -> codecs.Encoded:
-        encoded, changes = coded[index], kept[index]
-        if encoded.codec_id != codecs.HISTORY or changes is None:
+        encoded, changed = coded[index], changes[index]
+        if encoded.codec_id != codecs.HISTORY or changed is None:
             return encoded
         before = blocks[index].read(old)
         after = before.copy()
-        after[changes.positions] = changes.values
+        after[changed.positions] = changed.values
         return encode_proved(blocks[index], before, after, codec=codec)[0]
 
     plain = list(ordered_map(without, range(len(coded)), threads))
-    return min(made, _assemble(old_digest.root, target, plain, kept, None, records), key=_nbytes)
+    other = header(plain, None)
+    return (other, plain) if _file_bytes(other) < nbytes else (made, coded)
 
 
-def _nbytes(built: BuiltPatch) -> int:
-    return built.nbytes
+def _file_bytes(header: PatchHeader) -> int:
+    return len(header.to_bytes()) + header.body_bytes
 
 
-def build_fold(
-    log: UndoLog, state: State, digest: StateDigest, *, codec: str = codecs.AUTO, threads: int | None = None
-) -> BuiltPatch:
-    """The patch from the version that ``log`` leads back to, to ``state`` with its tree ``digest``. Hashes nothing."""
-    codecs.check_codec(codec)
-    blocks = cut(state.specs)
+def code_blocks(
+    blocks: Sequence[Block],
+    old: State,
+    tasks: Iterable[tuple[range, State]],
+    hashed: Callable[[Sequence[ChangedBlock]], H],
+    *,
+    codec: str = codecs.AUTO,
+    history: History | None = None,
+    recorder: Recorder | None = None,
+    threads: int | None = None,
+) -> Generator[CodedGroup[H], None, None]:
+    """Compares, codes, proves and hashes ``blocks`` of the state ``old``, group by group in order.
 
-    def run(index: int) -> codecs.Encoded:
-        after = blocks[index].read(state)
-        return encode_proved(blocks[index], log.rewind(index, after), after, codec=codec)[0]
+    A task is a group of neighbours of one dtype (`hashed_together`) and the state that has their new elements.
+    ``hashed`` makes of a group's changed blocks what the caller needs of their hashes. ``history``: what changed up to
+    ``old``; ``recorder`` gets what is to be remembered. Raises IntegrityError where a block does not decode to the new
+    elements, which means that they changed during the call.
+    """
+    known = history or History()
+    spare = SpareMemory()
 
-    coded = list(ordered_map(run, range(len(blocks)), threads))
-    return _assemble(log.base_root, digest, coded, [None] * len(coded))
+    def run(task: tuple[range, State]) -> CodedGroup[H]:
+        group, new = task
+        coded: list[CodedBlock] = []
+        changed: list[ChangedBlock] = []
+        with spare.lent() as copies:
+            for index in group:
+                block = blocks[index]
+                before, (after, copied) = block.read(old), block.read_into(new, copies)
+                encoded, changes = encode_proved(
+                    block, before, after, known.past(index), codec=codec, stride=1 if copied else _STRIDE
+                )
+                if changes is None:
+                    coded.append(CodedBlock(index, encoded, None))
+                    continue
+                if recorder:
+                    recorder.add(index, block.dtype, changes, before)
+                # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to
+                # them.
+                changed.append(ChangedBlock(block, after if copied else before, changes, copied))
+                coded.append(CodedBlock(index, encoded, to_keep(changes, block)))
+            return CodedGroup(coded, hashed(changed))
+
+    with closing(ordered_map(run, tasks, threads)) as groups:
+        yield from groups
 
 
 def encode_proved(
@@ -207,19 +257,6 @@ def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, stri
         stride = 1
     looked_at, values = (np.ascontiguousarray(part[::stride]) for part in changes[:2])
     return bits.held(after, looked_at, values)
-
-
-def _assemble(
-    base_root: str,
-    target: StateDigest,
-    coded: list[codecs.Encoded],
-    kept: list[Changes | None],
-    history: HistoryName | None = None,
-    records: Mapping[int, Records] | None = None,
-) -> BuiltPatch:
-    entries = tuple(map(entry_of, coded))
-    header = PatchHeader(base_root, target.root, all_of(target.specs), entries, history)
-    return BuiltPatch(header, (header.to_bytes(), *(e.payload for e in coded)), target, tuple(kept), records)
 
 
 def entry_of(encoded: codecs.Encoded) -> BlockEntry:

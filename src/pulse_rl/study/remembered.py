@@ -11,7 +11,7 @@ from ..patch.blocks import Block
 from ..patch.header import BlockEntry
 from ..patch.history import History, HistoryName, Records, Window
 from ..state.tensors import DType, TensorSpec
-from ..sync.remember import Memory
+from ..sync.history_policy import Memory
 from .last_changes import CLASSES, OCTAVES
 from .recurrence import Bits, ChangeTable, Counts
 

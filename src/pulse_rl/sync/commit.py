@@ -1,17 +1,20 @@
-"""A publisher's claim to a stream, and the commit of a version under it (docs/protocol.md, section 3)."""
+"""What rank 0 does for all ranks: it claims the stream, finds its head, and commits (docs/protocol.md, section 3)."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from ..errors import PublisherConflict, StoreError
+from .._util.serial import shield
+from ..errors import ChainGap, InputError, PublisherConflict, StoreError
 from ..events import Metadata, PhaseTimer, Published
 from ..stream import manifest as manifests
 from ..stream.manifest import Manifest
 from ..stream.names import next_unused, plausible
+from ..stream.signing import Signer
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .upload import Uploaded
@@ -157,6 +160,130 @@ class Committer:
     def _refuse(self, reason: str) -> NoReturn:
         self._refused = f"{reason}; the chain is intact"
         raise PublisherConflict(self._refused)
+
+
+class Found(NamedTuple):
+    """What rank 0 has found: ``keep``, the baseline is the head; ``lost``, the version of one that the store no longer
+    holds; or the ``version``, ``root`` and the stored ``names`` of tied tensors of another head. Nothing of these where
+    the stream is empty."""
+
+    keep: bool = False
+    lost: int | None = None
+    version: int | None = None
+    root: str = ""
+    names: tuple[str, ...] = ()
+
+    def to_message(self) -> bytes:
+        return json.dumps(self._asdict()).encode()
+
+    @classmethod
+    def from_message(cls, message: bytes) -> Found:
+        said: dict[str, Any] = json.loads(message)
+        return cls(**said | {"names": tuple(said["names"])})
+
+
+class StreamHead:
+    """The stream's head, as its publisher moves it on; ``pending`` is a version whose commit is not confirmed, with the
+    time (Unix seconds) at which its payloads were stored. ``together``: other ranks store payloads, too."""
+
+    def __init__(self, stream: Stream, signer: Signer | None, anchor_ratio: float, *, together: bool) -> None:
+        self.committer = Committer(stream)
+        self._stream = stream
+        self._signer = signer
+        self._anchor_ratio = anchor_ratio
+        self._pending: tuple[Manifest, float] | None = None
+        self._since_anchor = 0
+        self._anchor_due = False
+        self._together = self._looks_for_payloads = together
+
+    @property
+    def next(self) -> int:
+        """The number of the next version."""
+        return self.committer.next
+
+    def settle(self) -> Manifest | None:
+        """Commits what an earlier call has left pending, unless its payloads may have been collected since: then it is
+        given up. Its commit may have succeeded all the same, and is found as the head. The manifest, if it is
+        committed."""
+        self.committer.check()
+        if self._pending is None:
+            return None
+        manifest, stored = self._pending
+        if self.committer.settles(manifest, stored):
+            return self._confirm(manifest)
+        self._pending = None
+        return None
+
+    def find(self, version: int | None) -> Found:
+        """What the head is to ranks whose baseline is ``version``. Claims the stream where that is to be done."""
+        committer = self.committer
+        if version is not None and version == committer.version:
+            if self._stream.lists(version):
+                return Found(keep=True)
+            committer.reclaim()
+            return Found(lost=version)
+        committer.take()
+        head = committer.head
+        if head is None:
+            return Found()
+        try:
+            self._since_anchor = bytes_since_anchor(self._stream, head.version, self._anchor_ratio)
+        except (ChainGap, *UNREADABLE):  # newcomers cannot come here from the last anchor
+            self._anchor_due = True
+        if self._signer and head.signature and head.signature.key != self._signer.public_key:
+            self._anchor_due = True  # for those who trust the new key only
+        return Found(version=head.version, root=head.root, names=tuple(sorted(set(head.aliases.values()))))
+
+    def needs_anchor(self, patch_bytes: int, state_bytes: int) -> bool:
+        """Whether a version with a patch of so many bytes is to have an anchor beside it."""
+        return self._anchor_due or self._since_anchor + patch_bytes > self._anchor_ratio * state_bytes
+
+    def commit(self, content: Content, uploaded: Uploaded, metadata: Metadata) -> Manifest | None:
+        """The manifest of the next version, if it was committed; None if its number is taken."""
+        manifest = self.committer.manifest(content, uploaded, metadata)
+        if self._signer:
+            manifest = self._signer.sign(manifest)
+        # Before it is created for good: what no reader could parse must not be committed.
+        manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
+        if self._looks_for_payloads or (manifest.anchor and self._together):
+            if not self._stream.stores(manifest):
+                raise InputError(
+                    "rank 0 does not find in its store what the ranks have stored",
+                    hint="Give all ranks the same store, by an address that means the same everywhere.",
+                )
+            self._looks_for_payloads = False
+        self._pending = manifest, time.time()
+        return self._confirm(manifest)
+
+    def _confirm(self, manifest: Manifest) -> Manifest | None:
+        with shield():
+            try:
+                committed = self.committer.commit(manifest)
+            except PublisherConflict:
+                self._pending = None
+                raise
+            self._pending = None
+            if not committed:
+                return None
+            if manifest.anchor:
+                self._since_anchor, self._anchor_due = 0, False
+            else:
+                self._since_anchor += sum(p.bytes for p in manifest.patch.parts) if manifest.patch else 0
+            return manifest
+
+
+def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int:
+    """Bytes of the patches that a new worker replays to ``version`` after its last anchor.
+
+    Counted no further than past ``anchor_ratio`` times the state's bytes, which makes the next anchor due.
+    """
+    total = 0
+    while True:
+        manifest = stream.manifest(version)
+        if manifest.anchor or not manifest.patch or total > anchor_ratio * manifest.dense_bytes:
+            return total
+        total += sum(p.bytes for p in manifest.patch.parts)
+        version = manifest.patch.base
 
 
 def published_as(manifest: Manifest, timer: PhaseTimer, reason: str, blocked_seconds: float | None = None) -> Published:

@@ -1,7 +1,5 @@
-"""A host copy of a state that is only ever left at verified versions.
-
-The publisher's baseline and the subscriber's state are both host states: restored and advanced by the same code.
-"""
+"""A host copy of a state that is only ever left at verified versions: what a subscriber holds, and what a publisher
+restores."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from .._util.threads import Stopped
 from ..codec import Changes
 from ..errors import CorruptPatch, DigestMismatch, FormatError, IntegrityError, StateMismatch, WrongHistory
 from ..events import Listener, progress_to
-from ..patch import AppliedPatch, BuiltPatch, Patch, advance_state, apply_patch
+from ..patch import AppliedPatch, Patch, apply_patch
 from ..patch.history import History, Window
 from ..patch.part import SelectedPatch
 from ..patch.undo import by_whole_blocks
@@ -30,9 +28,6 @@ from .update import Update
 
 class Watcher(Protocol):
     """Follows a host state from version to version."""
-
-    def wait(self) -> None:
-        """Called before the state changes: returns when the watcher has stopped reading it."""
 
     def advanced(
         self, link: Link, base_root: str, undo: Mapping[int, Changes], state: State, digest: StateDigest
@@ -131,22 +126,6 @@ class HostState:
 
     # -- moves
 
-    def advance(self, version: int, built: BuiltPatch, aliases: Mapping[str, str], history: History) -> None:
-        """Moves to a version whose patch was built from this state, and which the owner already has."""
-        at = self._position
-        if self._watcher:
-            self._watcher.wait()
-        self.poisoned = True
-        hit("baseline.before")
-        undo = advance_state(built, at.state, threads=self.threads)
-        hit("baseline.written")
-        state = at.state.with_aliases(aliases)
-        self._at = _Position(version, state, built.target, Delivery.complete(version, state), history, knows=True)
-        self.poisoned = False
-        if self._watcher:
-            link = Link(at.version, version, built.nbytes)
-            self._watcher.advanced(link, at.digest.root, undo, state, built.target)
-
     def apply(
         self,
         link: Link,
@@ -161,8 +140,6 @@ class HostState:
         then it is forgotten, and not known.
         """
         at = self._position
-        if self._watcher:
-            self._watcher.wait()
         if any(ref() is not None for ref in self._pinned):
             self._at = at = replace(at, state=at.state.copy())
         self._pinned = []

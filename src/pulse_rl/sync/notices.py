@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..events import Hint, Listener
-from ..patch.blocks import cut
 from ..state.cast import is_wide
+from ..state.tensors import State
 from ..state.wrappers import is_wrapped
-from .draft import Draft, PatchDraft
+from .pending import PendingVersion
 
 _DENSE = 0.5
 
@@ -19,8 +19,9 @@ class Notices:
         self._listener = listener
         self._given: set[str] = set()
 
-    def look_at(self, version: int, draft: Draft, *, crowded: bool) -> None:
-        """Looks at the draft of a version that was committed. ``crowded``: whether a device lacked memory for it."""
+    def look_at(self, version: int, draft: PendingVersion, state: State, *, crowded: bool) -> None:
+        """Looks at this rank's part of a version that was committed, and the ``state`` that it was made of.
+        ``crowded``: whether a device lacked memory for it."""
         if self._listener is None:
             return
         if "device_memory" not in self._given and crowded:
@@ -29,9 +30,9 @@ class Notices:
                 "device_memory",
                 "a device had no memory to look for differences: its tensors crossed the bus whole",
                 "Leave room for two copies of the state in the compute dtype, three where versions wait, or pass "
-                "Publisher(on_device=None).",
+                "on_device=None.",
             )
-        if "wrapped_names" not in self._given and is_wrapped(draft.state):
+        if "wrapped_names" not in self._given and is_wrapped(state):
             self._give(
                 version,
                 "wrapped_names",
@@ -53,11 +54,9 @@ class Notices:
         self._listener(Hint(self._stream, version, kind, reason, hint))
 
 
-def _wide_density(draft: Draft) -> float:
+def _wide_density(draft: PendingVersion) -> float:
     """Changed elements of FP32 and FP64 / all elements."""
-    if not isinstance(draft, PatchDraft):
-        return 0.0
-    built = draft.built
-    blocks = zip(cut(built.target.specs), built.header.blocks, strict=True)
-    changed = sum(entry.changed for block, entry in blocks if is_wide(block.dtype))
-    return changed / max(built.header.elements, 1)
+    changed = sum(
+        encoded.changed for block, encoded in zip(draft.blocks, draft.coded, strict=False) if is_wide(block.dtype)
+    )
+    return changed / max(sum(segment.elements for segment in draft.segments), 1)

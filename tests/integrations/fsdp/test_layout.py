@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl.errors import StateMismatch
-from pulse_rl.integrations.fsdp.layout import Box, Held, Layout, make_layout, whole_leaves
-from pulse_rl.integrations.fsdp.messages import of_held, of_layout, to_held, to_layout
-from pulse_rl.integrations.fsdp.windows import _put
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import slices_of
 from pulse_rl.state.digest import LEAF_BYTES
 from pulse_rl.state.slices import Segment
 from pulse_rl.state.tensors import DTYPES, TensorSpec
+from pulse_rl.sync.layout import Box, Held, Layout, make_layout, whole_leaves
+from pulse_rl.sync.messages import of_held, of_layout, to_held, to_layout
+from pulse_rl.sync.windows import _put
 
 
 @st.composite

@@ -21,9 +21,10 @@ from pulse_rl._util.threads import running
 from pulse_rl.errors import PublisherConflict, RankLost, StoreUnavailable, StreamError
 from pulse_rl.events import BaselineRestored, Event
 from pulse_rl.integrations.fsdp import ShardedPublisher
-from pulse_rl.integrations.fsdp import draft as draft_module
-from pulse_rl.integrations.fsdp import rank as rank_module
+from pulse_rl.patch import build as build_module
 from pulse_rl.store.base import Data
+from pulse_rl.sync import pending as pending_module
+from pulse_rl.sync import rank as rank_module
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.stores import FaultyStore
 from tests.support.trainers import Group, Trainer, together
@@ -148,7 +149,7 @@ def killed(trainer: Trainer, place: str) -> None:
         if trainer.rank == victim:
             store.deadly = deadly
             if deadly is None:
-                rank_module.make_draft = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+                rank_module.make_pending = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         for _ in range(2):  # for good
             with pytest.raises(RankLost):
                 publisher.publish(model.state_dict())
@@ -184,7 +185,7 @@ def stopped(trainer: Trainer, place: str) -> None:
         step(model.state_dict(), 1)
         trainer.barrier("here", (0, 1))
         if trainer.rank == 0:
-            module = draft_module if place == "hash_shared" else rank_module
+            module = pending_module if place == "hash_shared" else rank_module
             setattr(module, place, lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP))
         began = time.monotonic()
         with pytest.raises(RankLost):
@@ -192,7 +193,7 @@ def stopped(trainer: Trainer, place: str) -> None:
         assert 1 < time.monotonic() - began < 15
 
 
-@pytest.mark.parametrize("place", ["make_draft", "hash_shared"])
+@pytest.mark.parametrize("place", ["make_pending", "hash_shared"])
 def test_a_rank_that_stands_still_is_not_waited_for(place: str) -> None:
     Group(stopped, 2, place, seconds=60, lost=(0,)).results()
 
@@ -228,7 +229,7 @@ def interrupted(trainer: Trainer) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     store = LocalStore(trainer.folder / "store")
     model = sharded(trainer, trainer.size, 0)
-    encode = draft_module.encode_proved
+    encode = build_module.encode_proved
 
     def interrupt(*arguments: Any, **options: Any) -> Any:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -241,11 +242,11 @@ def interrupted(trainer: Trainer) -> None:
         publisher.publish(model.state_dict())
         step(model.state_dict(), 1)
         if trainer.rank == 1:
-            draft_module.encode_proved = interrupt
+            build_module.encode_proved = interrupt
         expected = (StreamError, "rank 1 failed: Stopped") if trainer.rank == 0 else (KeyboardInterrupt, None)
         with pytest.raises(expected[0], match=expected[1]):
             publisher.publish(model.state_dict())
-        draft_module.encode_proved = encode
+        build_module.encode_proved = encode
         published = publisher.publish(model.state_dict())
         assert (published.version, bool(published.changed)) == (1, True)
         require_equal(followed(store), gathered(model.state_dict()), published)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,53 +9,27 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...errors import InputError, UnsupportedTensor
-from ...state.cast import CastState
-from ...state.rounding import compute_dtype_named
-from ...state.snapshot import Snapshot, cuda_tensors, snapshot
-from ...state.tensors import State, TensorSpec
-from .layout import Box, Held, Runs
+from ...sync.layout import Box, Runs
+from ...sync.request import LocalState
 
 _HINT = "Shard and Replicate placements are supported; finish a sum before it is published."
 
 
-class LocalState:
-    """The elements that this rank has of ``source``, a ``state_dict``, cast to the compute dtype ``dtype``.
-
-    ``held`` says which they are, in the order of ``source``; ``state`` has the shards under the tensors' names, each
-    with the shape that it has here. Raises InputError and UnsupportedTensor.
-    """
-
-    def __init__(self, source: Mapping[str, Any], dtype: str | None) -> None:
-        if not isinstance(source, Mapping):
-            raise InputError(f"a {type(source).__name__} is not a mapping", hint="Pass model.state_dict().")
-        shards: dict[str, Any] = {}
-        boxes: dict[str, Box] = {}
-        for name, value in source.items():
-            if not isinstance(value, DTensor):
-                shards[name] = value
-            elif value.device_mesh.get_coordinate() is not None:
-                shards[name] = value.to_local()
-                boxes[name] = _box(name, value, tuple(shards[name].shape))
-        self.source = State.of(shards)
-        self._dtype = None if dtype is None else compute_dtype_named(dtype)
-        self.state = self.source if self._dtype is None else CastState(self.source, self._dtype)
-        storages = {name: k for k, name in enumerate(shards)}
-        self.held: list[Held] = []
-        for name in shards:
-            local = self.state.spec(name)
-            box = boxes.get(name) or Box.whole(local.shape)
-            storage = storages[self.state.aliases.get(name, name)] if local.elements else None
-            self.held.append(Held(TensorSpec(name, local.dtype, box.shape), box, storage))
-
-    def copied(self, into: Snapshot | None, threads: int | None) -> tuple[LocalState, Snapshot]:
-        """The same of a copy in host memory, made into that of an older one if that fits. What is on a CUDA device is
-        copied as it is, behind the caller's work, and cast later."""
-        late = bool(cuda_tensors(self.source))
-        taken = snapshot(self.source if late else self.state, into, threads=threads)
-        other = copy.copy(self)
-        other.source = taken.state
-        other.state = CastState(taken.state, self._dtype) if late and self._dtype else taken.state
-        return other, taken
+def local_state(source: Mapping[str, Any], dtype: str | None) -> LocalState:
+    """The elements that this rank has of ``source``, a ``state_dict``, cast to the compute dtype ``dtype``: each shard
+    under its tensor's name, with the shape that it has here. Raises InputError and UnsupportedTensor."""
+    if not isinstance(source, Mapping):
+        raise InputError(f"a {type(source).__name__} is not a mapping", hint="Pass model.state_dict().")
+    shards: dict[str, Any] = {}
+    boxes: dict[str, Box] = {}
+    for name, value in source.items():
+        if not isinstance(value, DTensor):
+            shards[name] = value
+        elif value.device_mesh.get_coordinate() is not None:
+            shards[name] = value.to_local()
+            if (box := _box(name, value, tuple(shards[name].shape))) != Box.whole(box.shape):
+                boxes[name] = box
+    return LocalState.of(shards, dtype)._replace(boxes=boxes)
 
 
 def _box(name: str, tensor: DTensor, local_shape: tuple[int, ...]) -> Box:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import StateMismatch
-from ...state.digest import LEAF_BYTES
-from ...state.slices import Segment
-from ...state.tensors import TensorSpec
+from ..errors import StateMismatch
+from ..state.digest import LEAF_BYTES
+from ..state.slices import Segment
+from ..state.tensors import State, TensorSpec
 
 Runs = tuple[tuple[int, int], ...]
 """Indices of one dimension: ascending ranges [start, stop)."""
@@ -114,8 +114,7 @@ class Layout:
     ``published`` has the segment of each tensor that a rank publishes, by the tensor's name and the rank, in the order
     of their places. ``moved`` are the tensors whose boxes are no such segments, with the boxes of the ranks from which
     their elements come. ``shared`` are the leaves of which several ranks publish a piece, by their numbers of
-    ``shares`` in all. ``sole`` is the rank that publishes everything, if one does. Layouts of which ranks publish the
-    same have one ``digest``.
+    ``shares`` in all. Layouts of which ranks publish the same have one ``digest``.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -124,7 +123,6 @@ class Layout:
     moved: dict[str, dict[int, Box]]
     shared: dict[int, tuple[Fragment, ...]]
     shares: int
-    sole: int | None
     digest: str
 
     @property
@@ -138,6 +136,10 @@ class Layout:
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """What ``rank`` publishes, in the order of the names."""
         return tuple(of[rank] for of in self.published.values() if rank in of)
+
+    def has_file(self, rank: int) -> bool:
+        """Whether ``rank`` stores a file of a patch, or a shard: it publishes something, or nobody has anything."""
+        return any(rank in of for of in self.published.values()) or (rank == 0 and not self.specs)
 
     def of_rank(self, rank: int) -> Layout:
         """What ``rank`` needs of it: its own segments, and all of what it moves and shares with others."""
@@ -157,6 +159,12 @@ class Fragment(NamedTuple):
     rank: int
     leaf: int
     segment: Segment
+
+
+def whole_layout(specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> Layout:
+    """The layout of a state that one rank alone has."""
+    published = {spec.name: {0: Segment(spec, 0, spec.elements)} for spec in specs}
+    return Layout(specs, aliases, published, {}, {}, 0, "")
 
 
 def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) -> Layout:
@@ -199,11 +207,9 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
         if any(box.flat() is None for box in boxes.values()):
             moved[spec.name] = boxes
     shared = _shared_leaves(specs, published)
-    ranks_that_publish = {rank for of in published.values() for rank in of}
-    sole = next(iter(ranks_that_publish), 0) if len(ranks_that_publish) <= 1 else None
     said = json.dumps([[[rank, s.start, s.stop] for rank, s in of.items()] for of in published.values()])
     digest = sha256(said.encode()).hexdigest()
-    return Layout(tuple(specs), aliases, published, moved, dict(enumerate(shared)), len(shared), sole, digest)
+    return Layout(tuple(specs), aliases, published, moved, dict(enumerate(shared)), len(shared), digest)
 
 
 def _first_replicas(boxes: dict[int, Box]) -> dict[int, Box]:
@@ -285,10 +291,17 @@ def whole_leaves(layout: Layout, rank: int) -> Iterable[tuple[str, int]]:
 def difference(old: Layout, new: Layout) -> str:
     """Why no patch leads from one to the other; "" if one does."""
     if old.specs != new.specs:
-        changed = {s.name for s in old.specs}.symmetric_difference(s.name for s in new.specs) or {
-            a.name for a, b in zip(old.specs, new.specs, strict=True) if a != b
-        }
-        return f"anchor: tensor {min(changed)!r} is not as in the version before"
+        before, now = {spec.name for spec in old.specs}, {spec.name for spec in new.specs}
+        for alias, name in old.aliases.items():
+            if alias in now:
+                return f"anchor: tensor {alias!r} is not tied to {name!r} any more"
+        for alias, name in new.aliases.items():
+            if alias in before:
+                return f"anchor: tensor {alias!r} is tied to {name!r} now"
+        try:
+            State(new.specs, {}).require_specs(old.specs, "the version before")
+        except StateMismatch as error:
+            return f"anchor: {error}"
     if old.digest != new.digest:
         return "anchor: the ranks have other slices than of the version before"
     return ""

@@ -5,19 +5,20 @@ A leaf that several ranks publish is hashed by one after another: each passes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from ..._native import sha256_absorb, sha256_begin, sha256_digests
-from ..._util.collective import RankGroup
-from ..._util.threads import ordered_map
-from ...codec import Changes
-from ...patch.blocks import Block, pieces_of
-from ...state import bits
-from ...state.digest import LEAF_BYTES, Changed, StateDigest, changed_leaves_of, leaves_of
-from ...state.slices import Segment
-from ...state.tensors import TensorSpec, UIntArray
+from .._native import sha256_absorb, sha256_begin, sha256_digests
+from .._util.collective import RankGroup
+from .._util.threads import ordered_map
+from ..patch.blocks import Block
+from ..patch.build import ChangedBlock
+from ..state import bits
+from ..state.digest import LEAF_BYTES, Changed, StateDigest, changed_leaves_of, leaves_of
+from ..state.slices import Segment
+from ..state.tensors import UIntArray
 from .layout import Fragment, Layout, whole_leaves
 
 Leaves = dict[tuple[str, int], bytes]
@@ -34,26 +35,29 @@ def inner(segment: Segment) -> Segment | None:
     return Segment(spec, start, stop) if start < stop else None
 
 
-def inner_leaves(block: Block, elements: Callable[[Segment], UIntArray]) -> Leaves:
-    """The leaves that lie wholly in a segment of the block."""
-    parts = [part for part in map(inner, block.segments) if part]
-    return _numbered(parts, leaves_of([elements(part) for part in parts]))
+def inner_leaves(blocks: Iterable[Block], elements: Callable[[Segment], UIntArray]) -> Leaves:
+    """The leaves that lie wholly in a segment of the blocks, hashed side by side."""
+    parts = [part for block in blocks for part in map(inner, block.segments) if part]
+    return _numbered(parts, leaves_of([elements(part) for part in parts])) if parts else {}
 
 
-def changed_inner_leaves(block: Block, before: UIntArray, changes: Changes) -> Leaves:
-    """The same of a block with elements ``before`` once ``changes`` are made to them; those of segments without changes
-    are left out."""
-    parts, changed = [], []
-    for segment, base, piece in pieces_of(block, changes):
-        part = inner(segment)
-        if part is None:
-            continue
-        start = base + part.start - segment.start
-        end = start + part.elements
-        inside = slice(*bits.below(piece.positions, (start, end)))
-        parts.append(part)
-        changed.append(Changed(before[start:end], piece.positions[inside], start, piece.values[inside]))
-    return _numbered(parts, changed_leaves_of(changed)) if parts else {}
+def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
+    """The same of changed blocks of one dtype; those of segments without changes are left out."""
+    parts: list[Segment] = []
+    pieces: list[Changed] = []
+    for block, elements, (positions, values, _), made in blocks:
+        ends = list(accumulate(segment.elements for segment in block.segments))
+        places = pairwise([0, *bits.below(positions, ends)])
+        for segment, (base, _), (first, last) in zip(block.segments, pairwise([0, *ends]), places, strict=True):
+            part = inner(segment) if last > first else None
+            if part is None:
+                continue
+            start = base + part.start - segment.start
+            end = start + part.elements
+            low, high = (0, 0) if made else bits.below(positions, (start, end))
+            parts.append(part)
+            pieces.append(Changed(elements[start:end], positions[low:high], start, values[low:high]))
+    return _numbered(parts, changed_leaves_of(pieces)) if parts else {}
 
 
 def _numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
@@ -120,6 +124,8 @@ def _absorb(
 
 def gather_tree(layout: Layout, ranks: RankGroup, own: Leaves) -> StateDigest | None:
     """The tree of the whole state, on rank 0; ``own`` are the leaves that end on this rank. Raises RankLost."""
+    if ranks.size == 1:
+        return _tree_of(layout, own)
     data = np.frombuffer(b"".join(own[leaf] for leaf in whole_leaves(layout, ranks.rank)), np.uint8)
     if ranks.rank:
         ranks.exchange({0: data}, {})
@@ -130,8 +136,14 @@ def gather_tree(layout: Layout, ranks: RankGroup, own: Leaves) -> StateDigest | 
     for rank, of in ended.items():
         digests = received[rank].tobytes()
         found |= {leaf: digests[32 * k : 32 * k + 32] for k, leaf in enumerate(of)}
-    return StateDigest(layout.specs, {spec.name: _leaves_of(spec, found) for spec in layout.specs})
+    return _tree_of(layout, found)
 
 
-def _leaves_of(spec: TensorSpec, found: Leaves) -> bytes:
-    return b"".join(found[spec.name, k] for k in range(-(-spec.nbytes // LEAF_BYTES)))
+def _tree_of(layout: Layout, leaves: Leaves) -> StateDigest:
+    return StateDigest(
+        layout.specs,
+        {
+            spec.name: b"".join(leaves[spec.name, k] for k in range(-(-spec.nbytes // LEAF_BYTES)))
+            for spec in layout.specs
+        },
+    )

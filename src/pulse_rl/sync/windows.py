@@ -3,18 +3,17 @@ them, so that no rank ever holds a whole tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ..._util.collective import RankGroup
-from ...errors import RankLost
-from ...patch.blocks import Block, runs_of
-from ...state.slices import Segment
-from ...state.tensors import UIntArray
+from .._util.collective import RankGroup
+from ..errors import RankLost
+from ..patch.blocks import Block, runs_of
+from ..state.slices import Segment
+from ..state.tensors import State, UIntArray
 from .layout import Box, Layout
-from .local import LocalState
 
 
 class _Window(NamedTuple):
@@ -25,10 +24,25 @@ class _Window(NamedTuple):
     boxes: dict[int, Box]
 
 
+class _Arrived(State):
+    """Segments that came from other ranks, by the tensor's name and the place of their first element; all else is read
+    of ``source``."""
+
+    def __init__(self, came: dict[tuple[str, int], UIntArray], source: State) -> None:
+        super().__init__((), {})
+        self._came = came
+        self._source = source
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
+        """A whole segment, as it came."""
+        found = self._came.get((name, start))
+        return self._source.read(name, start, stop) if found is None else found
+
+
 class Windows:
     """Moves the elements of ``layout.moved`` to the ranks that publish them; all ranks go through the same windows."""
 
-    def __init__(self, layout: Layout, ranks: RankGroup, local: LocalState) -> None:
+    def __init__(self, layout: Layout, ranks: RankGroup, local: State) -> None:
         self._ranks = ranks
         self._local = local
         self._windows = _windows(layout)
@@ -36,17 +50,21 @@ class Windows:
         self._moved = layout.moved
         self._error: BaseException | None = None
 
-    def of(self, block: Block) -> dict[str, UIntArray]:
-        """The new elements of the block's moved segments, by the tensor's name. To be asked for in the order of the
-        blocks. Raises RankLost."""
-        found = {}
-        for segment in block.segments:
-            name = segment.spec.name
-            if name in self._moved:
-                while (name, segment.start) not in self._arrived:
-                    self._exchange(next(self._windows))
-                found[name] = self._arrived.pop((name, segment.start))
-        return found
+    def tasks(self, groups: Iterable[range], blocks: Sequence[Block], source: State) -> Iterator[tuple[range, State]]:
+        """Each group of ``blocks`` with a state that has its new elements: those that were moved here, and the others
+        of ``source``. The ranks exchange what is moved as this goes on. Raises RankLost."""
+        if not self._moved:
+            yield from ((group, source) for group in groups)
+            return
+        for group in groups:
+            came: dict[tuple[str, int], UIntArray] = {}
+            for segment in (segment for index in group for segment in blocks[index].segments):
+                place = segment.spec.name, segment.start
+                if segment.spec.name in self._moved:
+                    while place not in self._arrived:
+                        self._exchange(next(self._windows))
+                    came[place] = self._arrived.pop(place)
+            yield group, _Arrived(came, source) if came else source
 
     def finish(self) -> None:
         """Takes part in what is left. Raises what kept this rank from sending what it has, and RankLost."""
@@ -84,7 +102,7 @@ class Windows:
         """The elements as bytes. The others wait for them: what cannot be read is made up, and the error raised at the
         end, when all know of it."""
         try:
-            return self._local.state.read(name, low, high).view(np.uint8)
+            return self._local.read(name, low, high).view(np.uint8)
         except RankLost:
             raise
         except BaseException as error:

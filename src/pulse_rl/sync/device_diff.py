@@ -18,16 +18,17 @@ from ..state import bits
 from ..state.device import DeviceTensor, page_locked
 from ..state.snapshot import merge, own_tensors, snapshot, split
 from ..state.tensors import State, UIntArray
-from .host_state import HostState
-from .order import Order
+from .pending import Baseline
+from .request import LocalState
 
 _PIECE_ELEMENTS = 1 << 23
 _POSITION_BYTES = 4
 
 
 class Seen(NamedTuple):
-    """``state``: what is to be published, read by the host; ``owned`` as in `Order`. ``resident``: its tensors that lie
-    on devices, whose memory nobody else has. ``crowded``: whether a device had no memory to look for differences."""
+    """``state``: what is to be published, read by the host; ``owned`` as in `LocalState`. ``resident``: its tensors
+    that lie on devices, whose memory nobody else has. ``crowded``: whether a device had no memory to look for
+    differences."""
 
     state: State
     owned: bool
@@ -74,7 +75,7 @@ class ChangedTensor:
         return elements
 
 
-class DeviceBaseline:
+class DeviceDiff:
     """For the publisher's thread. What devices are given here runs on streams of its own, and is waited for here."""
 
     def __init__(self) -> None:
@@ -82,42 +83,56 @@ class DeviceBaseline:
         self._root: str | None = None
         self._streams: dict[Any, Any] = {}
 
-    def look_at(self, order: Order, baseline: HostState) -> Seen:
-        """What ``order`` holds: ``baseline`` and what differs from it, if the devices hold that, else a copy of it."""
-        source: State = order.source
-        torch: Any = sys.modules.get("torch")
-        if baseline.version is not None:
-            source = source.stored_as({spec.name for spec in baseline.state.specs})
-        resident = own_tensors(source)
-        state = order._replace(source=source).state
+    def scan(self, local: LocalState, baseline: Baseline | None) -> Seen:
+        """What ``local`` holds: ``baseline`` and what differs from it, if the devices hold that, else a copy of it."""
+        if baseline is not None:
+            known = {spec.name for spec in baseline.layout.specs}
+            local = local._replace(source=local.source.stored_as(known))
+        resident = own_tensors(local.source)
         if not resident:
-            return Seen(state, order.owned, {}, order.crowded)
+            return Seen(local.state, local.owned, {})
+        state, before = local.state, self._before(local.state, resident, baseline)
         with self._own_streams(resident.values()):
-            if self.follows(baseline) and state.specs == baseline.state.specs and _alike(resident, self._held):
-                try:
-                    return self._changed(state, resident, baseline.state)
-                except torch.cuda.OutOfMemoryError:
-                    return self._copied(state, resident)._replace(crowded=True)
-            return self._copied(state, resident)
+            if before is None:
+                return self._copied(state, resident)
+            try:
+                return self._changed(state, resident, before)
+            except out_of_memory():
+                return self._copied(state, resident)._replace(crowded=True)
 
-    def follows(self, baseline: HostState) -> bool:
-        """Whether the devices hold what they can of ``baseline``."""
-        return self._root is not None and baseline.version is not None and self._root == baseline.digest.root
-
-    def follow(self, seen: Seen, baseline: HostState) -> None:
-        """``baseline`` has become what was ``seen``."""
-        aliases = baseline.state.aliases
-        self._held = {aliases.get(name, name): tensor for name, tensor in seen.resident.items()}
-        self._root = baseline.digest.root if seen.resident else None
+    def follow(self, resident: Mapping[str, DeviceTensor], baseline: Baseline) -> None:
+        """``baseline`` has become what has these tensors on devices."""
+        aliases = baseline.layout.aliases
+        self._held = {aliases.get(name, name): tensor for name, tensor in resident.items()}
+        self._root = baseline.root if resident else None
 
     def forget(self) -> None:
         """Frees the devices' memory."""
         self._held, self._root = {}, None
 
-    def _changed(self, state: State, resident: Mapping[str, DeviceTensor], before: State) -> Seen:
+    def _before(
+        self, state: State, resident: Mapping[str, DeviceTensor], baseline: Baseline | None
+    ) -> dict[str, UIntArray] | None:
+        """What was before, in host memory, of all the ``resident`` tensors, if the devices hold that, too."""
+        if baseline is None or self._root != baseline.root or not _alike(resident, self._held):
+            return None
+        own = {
+            segment.spec.name: segment
+            for segment in baseline.segments
+            if segment.spec.name not in baseline.layout.moved
+        }
+        found = {}
+        for name in resident:
+            segment, spec = own.get(name), state.spec(name)
+            if segment is None or (segment.spec.dtype, segment.elements) != (spec.dtype, spec.elements):
+                return None
+            found[name] = baseline.state.read(*segment.place)
+        return found
+
+    def _changed(self, state: State, resident: Mapping[str, DeviceTensor], before: Mapping[str, UIntArray]) -> Seen:
         found = {name: _differences(self._held[name], tensor) for name, tensor in resident.items()}
         on_devices, others = split(state, resident)
-        data = {name: ChangedTensor(before.read(name), differences) for name, differences in found.items()}
+        data = {name: ChangedTensor(before[name], differences) for name, differences in found.items()}
         return Seen(merge(State(on_devices.specs, data, on_devices.aliases), others), False, resident)
 
     def _copied(self, state: State, resident: Mapping[str, DeviceTensor]) -> Seen:
@@ -142,6 +157,12 @@ class DeviceBaseline:
             finally:
                 for stream in streams:
                     stream.synchronize()
+
+
+def out_of_memory() -> type[Exception]:
+    """The error of a device that has no memory left."""
+    error: type[Exception] = sys.modules["torch"].cuda.OutOfMemoryError
+    return error
 
 
 def _alike(one: Mapping[str, DeviceTensor], other: Mapping[str, DeviceTensor]) -> bool:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...state.slices import Segment
-from ...state.tensors import TensorSpec, dtype_of
+from ..state.slices import Segment
+from ..state.tensors import TensorSpec, dtype_of
 from .layout import Box, Fragment, Held, Layout
 
 
@@ -44,7 +44,6 @@ def of_layout(layout: Layout) -> bytes:
                 for k, of in layout.shared.items()
             ],
             "shares": layout.shares,
-            "sole": layout.sole,
             "digest": layout.digest,
         }
     )
@@ -67,7 +66,6 @@ def to_layout(message: bytes) -> Layout:
             for number, k, leaf, of in said["shared"]
         },
         said["shares"],
-        said["sole"],
         said["digest"],
     )
 

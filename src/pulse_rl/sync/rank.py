@@ -1,0 +1,403 @@
+"""One rank's side of publishing; a publisher of one process is the only rank (docs/protocol.md, sections 3 and 10).
+
+A publish reads in one direction: `_meet`, settle and resume (`commit`, `baseline`), build (`pending`), `upload`,
+commit, and the baseline follows.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Collection
+from concurrent.futures import CancelledError
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+
+from .._util.collective import Bytes, RankGroup
+from .._util.serial import shield
+from ..errors import PublisherConflict, RankLost
+from ..events import BaselineRestored, Event, Listener, PhaseTimer, Published, progress_to
+from ..patch.history import History, Window
+from ..stream import manifest as manifests
+from ..stream.anchor import DEFAULT_SHARD_BYTES
+from ..stream.digest_trees import put_digests
+from ..stream.manifest import Manifest
+from ..stream.signing import Signer
+from ..stream.stream import Stream
+from . import messages
+from .baseline import restore_baseline, restore_whole
+from .commit import Content, Found, StreamHead, published_as
+from .device_diff import DeviceDiff, Seen
+from .folds import FoldMaker
+from .history_policy import Memory, most_remembered
+from .layout import Layout, difference, make_layout, whole_layout
+from .leaves import gather_tree
+from .notices import Notices
+from .pending import Baseline, Built, PendingVersion, hash_shared_leaves, make_pending
+from .request import LocalState, PublishRequest
+from .submit import Submission, begin
+from .upload import Stored, store_anchor, store_patch, uploaded
+
+_MAX_STALE_COMMITS = 8
+_SMALL = 1 << 16
+"""Bytes: below that a request costs more than what it carries, and a patch needs no larger state."""
+_CALL = struct.Struct("<Q?")  # a call's number, and whether this rank goes on with it
+
+
+class Settings(NamedTuple):
+    """Those of `Publisher`."""
+
+    codec: str
+    anchor_ratio: float
+    folds: Collection[int]
+    signer: Signer | None
+    threads: int | None
+
+
+class RankPublisher:
+    """Publishes what this rank has of a state, together with the other ``ranks``. All ranks call its methods in the
+    same order; one thread at a time."""
+
+    def __init__(self, stream: Stream, ranks: RankGroup, settings: Settings, *, listener: Listener | None) -> None:
+        self.shard_bytes = DEFAULT_SHARD_BYTES
+        self.remembers = False
+        self._stream = stream
+        self._ranks = ranks
+        self._settings = settings
+        self._threads = settings.threads
+        self._listener = listener
+        self._head = StreamHead(stream, settings.signer, settings.anchor_ratio, together=ranks.size > 1)
+        self._baseline: Baseline | None = None
+        self._pending: PendingVersion | None = None
+        self._told: list[bytes] | None = None
+        self._messages: list[bytes] = []
+        self._layout: tuple[object, Layout] | None = None
+        self._untold: list[Event] = []
+        self._devices = DeviceDiff()
+        self._notices = Notices(stream.name, listener)
+        self._memory = Memory.of(settings.folds)
+        self._folds = FoldMaker(
+            stream,
+            ranks,
+            settings.folds,
+            codec=settings.codec,
+            threads=settings.threads,
+            tell=self._untold.append,
+        )
+
+    def publish(
+        self,
+        request: PublishRequest,
+        *,
+        number: int = 0,
+        submission: Submission | None = None,
+        blocked_seconds: float | None = None,
+    ) -> tuple[Published, bool]:
+        """Commits the next version; returns what it cost, and whether the request's memory has become the baseline.
+        Raises what `Publisher.publish` raises. ``number``: of the call, the same on all ranks, which part where it is
+        not. Raises CancelledError, on all, if the ``submission`` is cancelled on one."""
+        timer = PhaseTimer()
+        self.make_folds()
+        try:
+            local = self._meet(request, number, submission)
+            manifest, draft, crowded = self._commit_together(request, local, timer)
+        except BaseException as error:
+            if self._ranks.size > 1 and error is not self._ranks.common_error:
+                # The others do not know of it: none of them may mistake its next step for theirs.
+                self._baseline, self._pending = None, None
+                self._ranks.close()
+            raise
+        finally:
+            self._ranks.common_error = None  # it would keep what the call worked on
+            request.let_go()
+            self._tell_what_waited()  # a listener that fails must not part the ranks
+        published = published_as(manifest, timer, draft.reason, blocked_seconds)
+        self._tell(published)
+        self._notices.look_at(manifest.version, draft, local.source, crowded=crowded or request.crowded)
+        return published, draft.base is None and local.owned
+
+    @property
+    def makes_folds(self) -> bool:
+        """Whether folds are to be made at all."""
+        return self._folds.wanted
+
+    def make_folds(self) -> None:
+        """Makes the folds that are due; a collective where some are. Without folds readers take the patches."""
+        self._folds.make()
+        self._tell_what_waited()
+
+    def forget(self) -> None:
+        """Makes the folds that are due, and releases all that is held, and the ranks."""
+        self.make_folds()
+        self._folds.forget()
+        self._devices.forget()
+        self._baseline, self._pending, self._told, self._layout = None, None, None, None
+        self._messages = []
+        self._ranks.close()
+
+    # -- in the order of a publish
+
+    def _meet(self, request: PublishRequest, number: int, submission: Submission | None) -> LocalState:
+        """This rank's part of the state. The ranks tell each other what they have, if that is not as it was."""
+        made: list[LocalState] = []
+        told: list[bytes] = []
+
+        def tell() -> bytes:
+            goes = submission is None or begin(submission)
+            call = _CALL.pack(number, goes)
+            if not goes:
+                return call
+            made.append(request.arrived())
+            if self._ranks.size == 1:
+                return call
+            told.append(messages.of_held(made[0].held))
+            at = self._baseline
+            digest, nbytes = sha256(told[0]).digest(), len(told[0]).to_bytes(8, "little")
+            return call + digest + nbytes + (f"{at.version} {at.root}" if at else "").encode()
+
+        said = self._ranks.run_on_all(tell)
+        if len({message[: _CALL.size - 1] for message in said}) > 1:
+            raise RankLost("the ranks have parted: one was interrupted before a call that the others made")
+        if not all(message[_CALL.size - 1] for message in said):
+            raise self._ranks.mark_collective(CancelledError())
+        if submission:
+            submission.set_running_or_notify_cancel()
+        if self._ranks.size == 1:
+            return made[0]
+        said = [message[_CALL.size :] for message in said]
+        if len({message[40:] for message in said}) > 1:
+            self._baseline = None  # one rank has lost its own
+        digests = [message[:32] for message in said]
+        if self._told != digests:
+            lengths = {rank: int.from_bytes(message[32:40], "little") for rank, message in enumerate(said)}
+            first = self._ranks.rank == 0
+            came = self._ranks.exchange({0: np.frombuffer(told[0], np.uint8)}, lengths if first else {})
+            self._messages = [came[rank].tobytes() for rank in range(len(came))]
+            self._told = digests
+        return made[0]
+
+    def _commit_together(
+        self, request: PublishRequest, local: LocalState, timer: PhaseTimer
+    ) -> tuple[Manifest, PendingVersion, bool]:
+        """The manifest of the version that was committed, what it was made of, and whether a device was crowded."""
+        for _ in range(_MAX_STALE_COMMITS):
+            self._follow(self._ranks.from_rank0(self._head.settle, _to_message, self._parsed))
+            self._folds.make()
+            found = self._resume()
+            timer.end("resume")
+            seen = self._scan(local)
+            built = self._take_up(local, seen, found, timer) or self._build(local, seen, found, timer)
+            manifest = self._store_and_commit(request, built, timer)
+            if manifest:
+                return manifest, built.draft, seen.crowded
+        came = f"{_MAX_STALE_COMMITS} commits of older publishers came between"
+        raise self._ranks.mark_collective(PublisherConflict(came))
+
+    def _resume(self) -> Found:
+        """What the head is. The baseline goes unless it is that."""
+        version = self._baseline.version if self._baseline else None
+        found = self._ranks.from_rank0(lambda: self._head.find(version), Found.to_message, Found.from_message)
+        if not found.keep:
+            self._baseline = None
+        if found.lost is not None:
+            self._resumed(found.lost, "anchored", "the store no longer holds it")
+        return found
+
+    def _scan(self, local: LocalState) -> Seen:
+        """What the version is to hold, once what lies on devices is compared there or copied."""
+        seen: list[Seen] = []
+
+        def scan() -> bytes:
+            seen.append(self._devices.scan(local, self._baseline))
+            return b""
+
+        self._ranks.run_on_all(scan)
+        return seen[0]
+
+    def _take_up(self, local: LocalState, seen: Seen, found: Found, timer: PhaseTimer) -> Built | None:
+        """Makes the head the baseline, where there is one and the ranks have another or none; then the version after
+        it. None if that has to be an anchor."""
+        if found.version is None:
+            return None
+        built = self._build(local, seen, found, timer)
+        how, reason = "matched", ""
+        if built.root == found.root:
+            self._baseline, _ = built.draft.advance_baseline(found.version, found.root, threads=self._threads)
+        else:
+            layout = built.draft.layout
+            del built  # before another state is restored
+            restored = self._restored(layout, found.version, found.root)
+            how, reason = "restored", restored if isinstance(restored, str) else ""
+            self._baseline = None if isinstance(restored, str) else restored
+        self._resumed(found.version, "anchored" if reason else how, reason)
+        timer.end("resume")
+        return None if reason else self._build(local, seen, Found(keep=True), timer)
+
+    def _restored(self, layout: Layout, version: int, root: str) -> Baseline | str:
+        if self._ranks.size > 1:
+            return restore_baseline(self._stream, self._ranks, layout, version, root, threads=self._threads)
+        return restore_whole(self._stream, version, root, threads=self._threads, listener=self._listener)
+
+    def _build(self, local: LocalState, seen: Seen, found: Found, timer: PhaseTimer) -> Built:
+        """The next version: a patch from the baseline, or all of the state, where there is none, or one of other
+        tensors, or where a patch would be no smaller."""
+        layout, reason = self._layout_of(local, seen, found), ""
+        if self._baseline and (reason := difference(self._baseline.layout, layout)):
+            self._baseline = None  # before another is made
+        draft, patch_bytes = self._drafted(layout, seen, self._baseline, reason)
+        if draft.base and patch_bytes >= max(layout.nbytes, _SMALL):
+            reason = f"anchor: a patch would have {patch_bytes} bytes, the state has {layout.nbytes}"
+            del draft  # before the state is copied
+            draft, patch_bytes = self._drafted(layout, seen, None, reason)
+        with self._ranks.isolated():
+            tree = gather_tree(layout, self._ranks, draft.leaves)
+        root = self._ranks.from_rank0(lambda: tree.root if tree else "", str.encode, bytes.decode)
+        timer.end("build")
+        return Built(draft, root, tree, patch_bytes)
+
+    def _drafted(self, layout: Layout, seen: Seen, base: Baseline | None, reason: str) -> tuple[PendingVersion, int]:
+        """This rank's part of a version, and the bytes of the blocks of all parts."""
+        made: list[PendingVersion] = []
+        total = sum(segment.nbytes for segment in layout.segments(self._ranks.rank))
+        remembers = self.remembers and base is not None
+
+        def build() -> bytes:
+            draft = make_pending(
+                layout,
+                self._ranks,
+                seen.state,
+                base,
+                reason,
+                owned=seen.owned and self._ranks.size == 1,
+                codec=self._settings.codec,
+                history=base.history if base and remembers else None,
+                most_records=most_remembered(layout.nbytes) if remembers else 0,
+                threads=self._threads,
+                progress=progress_to(self._listener, "diff" if base else "digest", total),
+            )
+            draft.resident = seen.resident
+            made.append(draft)
+            return b""
+
+        self._ranks.run_on_all(build)
+        return made[0], hash_shared_leaves(made[0], self._ranks, self._threads)
+
+    def _layout_of(self, local: LocalState, seen: Seen, found: Found) -> Layout:
+        """Who publishes what. Rank 0 makes it of what all ranks have told it, and tells each what it needs of it."""
+        known = frozenset(found.names)
+        if self._baseline:
+            known = frozenset(spec.name for spec in self._baseline.layout.specs)
+        if self._ranks.size == 1 and not local.boxes:
+            state = seen.state.stored_as(known)
+            return whole_layout(state.specs, state.aliases)
+        told = self._told if self._told is not None else [messages.of_held(local.held)]
+        key = tuple(told), known
+        if self._layout is None or self._layout[0] != key:
+            made, views = list[Layout](), dict[int, Bytes]()
+
+            def make() -> bytes:
+                made.append(make_layout([messages.to_held(message) for message in self._messages or told], known))
+                for rank in range(1, self._ranks.size):
+                    views[rank] = np.frombuffer(messages.of_layout(made[0].of_rank(rank)), np.uint8)
+                return json.dumps([0, *(len(view) for view in views.values())]).encode()
+
+            lengths = json.loads(self._ranks.on_rank0(make))
+            mine = lengths[self._ranks.rank]
+            came = self._ranks.exchange(views, {0: mine} if mine else {})
+            self._layout = key, messages.to_layout(came[0].tobytes()) if mine else made[0]
+        return self._layout[1]
+
+    def _store_and_commit(self, request: PublishRequest, built: Built, timer: PhaseTimer) -> Manifest | None:
+        """None if the version's number is taken."""
+        draft, layout, base = built.draft, built.draft.layout, built.draft.base
+
+        def decide() -> bytes:
+            due = self._head.needs_anchor(built.patch_bytes, layout.nbytes)
+            with_anchor = base is None or request.anchor or due
+            if built.tree:
+                put_digests(self._stream, built.tree, leaves=with_anchor)
+            return b"anchor" if with_anchor else b""
+
+        with_anchor = bool(self._ranks.on_rank0(decide))
+        stored: list[Stored] = []
+
+        def put() -> bytes:
+            parts, shards = [], []
+            if layout.has_file(self._ranks.rank):
+                if base:
+                    chunks = draft.file(built.root, codec=self._settings.codec, threads=self._threads)
+                    parts.append(store_patch(self._stream, chunks))
+                if with_anchor:
+                    shards = store_anchor(
+                        self._stream,
+                        draft,
+                        shard_bytes=self.shard_bytes,
+                        threads=self._threads,
+                        listener=self._listener,
+                    )
+            stored.append(Stored(parts, shards, draft.changed))
+            return b"" if self._ranks.size == 1 else stored[0].to_message()
+
+        said = self._ranks.run_on_all(put)
+        if self._ranks.size > 1:
+            stored = [Stored.from_message(message) for message in said]
+        timer.end("upload")
+        if base and not with_anchor:
+            draft.history = self._history_after(draft, base)
+
+        def commit() -> Manifest | None:
+            content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, draft.history.spans)
+            made = uploaded(stored, (base.version, base.root) if base else None)
+            return self._head.commit(content, made, request.metadata)
+
+        self._pending = draft
+        manifest = self._follow(self._ranks.from_rank0(commit, _to_message, self._parsed))
+        timer.end("commit")
+        return manifest
+
+    def _history_after(self, draft: PendingVersion, base: Baseline) -> History:
+        """What is remembered at the version."""
+        window = None if draft.records is None else Window(1, base.root, draft.records)
+        layout = draft.layout
+        return self._memory.after(
+            base.history, window, base.version, self._head.next, layout.specs, layout.nbytes, threads=self._threads
+        )
+
+    def _follow(self, manifest: Manifest | None) -> Manifest | None:
+        """Moves the baseline to the pending version, if rank 0 has committed it; else gives that up."""
+        pending, self._pending = self._pending, None
+        if manifest is None or pending is None:
+            return None
+        with shield():
+            self._baseline = None  # should this be interrupted by an error
+            baseline, undo = pending.advance_baseline(manifest.version, manifest.root, threads=self._threads)
+            if self._folds.wanted:
+                patch_bytes = sum(part.bytes for part in manifest.patch.parts) if manifest.patch else 0
+                self._folds.advanced(pending.base, patch_bytes, undo, baseline)
+            self._devices.follow(pending.resident, baseline)
+            self._baseline = baseline
+        self._stream.stream_id = manifest.stream_id
+        return manifest
+
+    def _parsed(self, message: bytes) -> Manifest | None:
+        """The manifest that rank 0 has told of; None where there is none."""
+        if not message:
+            return None
+        return manifests.parse(message, stream=self._stream.name, version=int(json.loads(message)["version"]))
+
+    def _resumed(self, version: int, how: str, reason: str) -> None:
+        self._untold.append(BaselineRestored(self._stream.name, version, how, reason))
+
+    def _tell_what_waited(self) -> None:
+        while self._untold:
+            self._tell(self._untold.pop(0))
+
+    def _tell(self, event: Event) -> None:
+        if self._listener:
+            self._listener(event)
+
+
+def _to_message(manifest: Manifest | None) -> bytes:
+    return manifest.to_bytes() if manifest else b""
