@@ -66,6 +66,7 @@ HANDED_OUT = {
     "pulse_rl.stream.manifest.PatchRef",
     "pulse_rl.stream.manifest.Payload",
     "pulse_rl.stream.manifest.Signature",
+    "pulse_rl.sync.publisher.PublisherSettings",
 }
 """Types that users receive and never make, and those of keywords: documented in docs/reference, and not exported."""
 

@@ -70,7 +70,5 @@ def test_the_tests_do_not_grow() -> None:
 
 def test_a_private_import_is_noticed(tmp_path: Path) -> None:
     file = tmp_path / "test_x.py"
-    file.write_text(
-        "from pulse_rl import Publisher\nfrom pulse_rl.sync import publisher\nimport pulse_rl.patch.apply\n"
-    )
-    assert private_names(file) == {"pulse_rl.sync.publisher", "pulse_rl.patch.apply"}
+    file.write_text("from pulse_rl import Publisher\nfrom pulse_rl.sync import commit\nimport pulse_rl.patch.apply\n")
+    assert private_names(file) == {"pulse_rl.sync.commit", "pulse_rl.patch.apply"}
