@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from statistics import mean
 
-from pulse_rl._util.units import format_bytes, format_duration
+from pulse_rl._util.settings import format_bytes, format_duration
 
 from ..grpo.rollouts import reported_root
 from ..grpo.run import Event, Orchestrator, RunFailed, RunFolder, compare, newcomer_root, note, orchestrate

@@ -20,10 +20,9 @@ from .maintenance.fold import fold_stream
 from .maintenance.gc import GcPlan, gc_stream
 from .maintenance.relay import Relay
 from .maintenance.verify import VersionReport, verify_stream
-from .state.checkpoint import StateSource, as_state
+from .state.checkpoint import StateSource, as_state, unwrapped
 from .state.digest import state_digest
 from .state.tensors import Bits, DType, State, TensorSpec
-from .state.wrappers import unwrapped
 from .store import HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.signing import Signer
 from .sync.group import Member

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pulse_rl._util.units import format_bandwidth, format_bytes, format_duration, format_percent
+from pulse_rl._util.settings import format_bandwidth, format_bytes, format_duration, format_percent
 from pulse_rl.plan import METHODS, Scenario, make_plan
 from pulse_rl.plan.model import MethodPlan
 from pulse_rl.report import read_run, render

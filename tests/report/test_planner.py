@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 import quickjs
 
-from pulse_rl._util import units
+from pulse_rl._util import settings as units
 from pulse_rl.plan import METHODS, Scenario, make_plan
 from pulse_rl.report.document import planned, script_source
 from pulse_rl.report.study import study_data

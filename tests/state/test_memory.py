@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from pulse_rl import State, TensorSpec, state_root
 from pulse_rl.state import bits
-from pulse_rl.state.device import DeviceTensor
-from pulse_rl.state.memory import SpareMemory, contiguous
+from pulse_rl.state.memory import DeviceTensor, SpareMemory, contiguous
 from pulse_rl.state.tensors import DTYPES
 from tests.support.states import Rng, all_dtypes, snapshot
 

@@ -12,8 +12,15 @@ import torch
 from pulse_rl import Bits, State
 from pulse_rl._native import round_values
 from pulse_rl.errors import InputError, UnsupportedTensor
-from pulse_rl.state.cast import CastState, cast
-from pulse_rl.state.rounding import COMPUTE_DTYPES, ROUNDINGS, compute_dtype_named, round_bits, round_to_bf16
+from pulse_rl.state.cast import (
+    COMPUTE_DTYPES,
+    ROUNDINGS,
+    CastState,
+    cast,
+    compute_dtype_named,
+    round_bits,
+    round_to_bf16,
+)
 from pulse_rl.state.tensors import DTYPES, DType, TensorSpec
 from tests.state.test_tensors import TORCH_DTYPES
 from tests.support.arrays import Array, misaligned

@@ -17,7 +17,7 @@ from pulse_rl import Bits, MemoryStore, State
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.history import records_of
 from pulse_rl.state import checkpoint
-from pulse_rl.state.rounding import COMPUTE_DTYPES
+from pulse_rl.state.cast import COMPUTE_DTYPES
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import CheckpointFolder, study
 from pulse_rl.study.last_changes import CLASSES, DOWN, NEVER, UP, LastChanges, Step

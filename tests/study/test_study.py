@@ -13,9 +13,8 @@ import torch
 
 from pulse_rl import Bits, State, patch
 from pulse_rl.errors import InputError
-from pulse_rl.state.cast import CastState
+from pulse_rl.state.cast import COMPUTE_DTYPES, CastState
 from pulse_rl.state.digest import state_digest
-from pulse_rl.state.rounding import COMPUTE_DTYPES
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import study
 from pulse_rl.study.entropy import ClassCounts, entropy_bound

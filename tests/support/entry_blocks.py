@@ -11,7 +11,7 @@ from pulse_rl._native._testing import use_rans_vectors
 from pulse_rl.loco.gate import ROUNDINGS, open_entries
 from pulse_rl.loco.parameters import Floats, Positions
 from pulse_rl.loco.wire import Wire
-from pulse_rl.state.rounding import Rounding
+from pulse_rl.state.cast import Rounding
 from tests.support import entries_oracle as oracle
 
 BF16 = ROUNDINGS[torch.bfloat16]

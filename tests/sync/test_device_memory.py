@@ -17,7 +17,7 @@ import torch
 from pulse_rl import MemoryStore, Publisher, state_root
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.state import snapshot
-from pulse_rl.state.device import copied_on_device
+from pulse_rl.state.memory import copied_on_device
 from pulse_rl.sync import pending
 from tests.support.cuda import Stream, on_device, stand_in, step
 from tests.support.publishers import resident

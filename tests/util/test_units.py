@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pulse_rl._util.units import (
+from pulse_rl._util.settings import (
     format_bandwidth,
     format_bytes,
     format_duration,

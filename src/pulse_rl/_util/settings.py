@@ -1,13 +1,30 @@
-"""Settings that callers give: what makes no sense is refused at once, by name, as `InputError`."""
+"""Settings that callers give: what makes no sense is refused at once, by name, as `InputError`; and numbers with units,
+as people write and read them: ``0.2Gbit``, ``10MB/s``, ``7B``; 63 MB, 98.6 Mbit/s, 99.26%.
+
+Prefixes are decimal, as networks count. Formatted numbers have three significant digits; `report/assets/units.js` says
+the same in JavaScript, and a test compares the two.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?"
+_BANDWIDTH = re.compile(_NUMBER + r"\s*([kMGT]?)(bits?|b|B)(?:ps|/s)?", re.ASCII)
+_COUNT = re.compile(_NUMBER + r"\s*([kKMBTG]?)", re.ASCII)
+_FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_MAX_TEXT = 40
+_LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"))
+_LONG = ((172800, "days", 86400), (5400, "h", 3600), (90, "min", 60))
+_ROUNDS_UP = 0.9995
+"""From this share of a unit on, a value rounds to 1 of it, and is not written as 1000 of the next smaller one."""
 
 
 def checked_number(name: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
@@ -41,3 +58,70 @@ def checked_path(value: Any) -> Path:
     if "\0" in str(path):
         raise InputError(f"no path has a zero character: {value!r}")
     return path
+
+
+def parse_bandwidth(text: str | float) -> float:
+    """Bit/s from ``text``: a number of them, or words: a number, a decimal prefix (k, M, G, T), and ``bit`` (``bits``,
+    ``b``) or ``B`` for bytes, with or without ``/s`` or ``ps``. Raises InputError.
+    """
+    hint = "Write it like 0.2Gbit, 50Mbit/s or 10MB/s."
+    if isinstance(text, str):
+        match = _matched(_BANDWIDTH, text)
+        if not match:
+            raise InputError(f"{text!r} is not a bandwidth", hint=hint)
+        value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] * (8 if match[4] == "B" else 1)
+    else:
+        value = float(text) if isinstance(text, int | float) and not isinstance(text, bool) else math.nan
+    if not 0 < value < math.inf:
+        raise InputError(f"{text!r} is not a bandwidth above 0", hint=hint)
+    return value
+
+
+def parse_count(text: str) -> int:
+    """A whole number from ``text`` such as ``7B``, ``0.5B``, ``22.6M``, ``300k`` or plain digits. Raises InputError."""
+    match = _matched(_COUNT, text)
+    value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] if match else math.nan
+    if not 1 <= value < math.inf:
+        raise InputError(f"{text!r} is not a positive number", hint="Write it like 12, 22.6M or 7B.")
+    return round(value)
+
+
+def format_bytes(nbytes: float) -> str:
+    """63 MB."""
+    return _with_prefix(nbytes, "B", _LARGE)
+
+
+def format_bandwidth(bits_per_second: float) -> str:
+    """98.6 Mbit/s."""
+    return _with_prefix(bits_per_second, "bit/s", _LARGE)
+
+
+def format_duration(seconds: float) -> str:
+    """42 µs, 12.3 ms, 46 s, 1.5 min, 1.52 h, 2.5 days."""
+    for least, unit, length in _LONG:
+        if seconds >= least:
+            return f"{format_number(seconds / length)} {unit}"
+    return _with_prefix(seconds, "s", _SMALL) if seconds else "0 s"
+
+
+def format_percent(share: float) -> str:
+    """3.35%; a share near 1 has the digits that tell it from 1: 99.26%, 99.991%."""
+    if share < 0.5:
+        return f"{format_number(share * 100)}%"
+    missing = (1 - share) * 100
+    decimals = next((d for d in range(6) if missing >= 10 ** (1 - d)), 6) if missing > 0 else 0
+    return f"{round(share * 100, decimals):.10g}%"
+
+
+def format_number(value: float) -> str:
+    """Three significant digits, without an exponent for what is readable without."""
+    return f"{float(f'{value:.3g}'):.10g}"
+
+
+def _with_prefix(value: float, unit: str, prefixes: tuple[tuple[float, str], ...]) -> str:
+    factor, prefix = next((p for p in prefixes if abs(value) >= p[0] * _ROUNDS_UP), prefixes[-1])
+    return f"{format_number(value / factor)} {prefix}{unit}"
+
+
+def _matched(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return pattern.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None

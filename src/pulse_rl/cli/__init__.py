@@ -19,7 +19,7 @@ from .. import __version__
 from .. import codec as codecs
 from ..errors import InputError, PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
-from ..state.rounding import COMPUTE_DTYPES
+from ..state.cast import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
 from . import engines, files, plan, relay, report, serve, store_check, streams, study
 from .output import Console, open_streams

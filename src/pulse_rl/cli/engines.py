@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from .._util.jitter import jittered
-from .._util.units import format_bytes
+from .._util.settings import format_bytes
+from .._util.timing import jittered
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..integrations import sglang, vllm
 from ..integrations.engines.handle import EngineHandle, EngineSync

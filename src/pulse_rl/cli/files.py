@@ -10,7 +10,7 @@ from typing import Any
 from .. import codec as codecs
 from .. import patch
 from .._util.files import open_regular
-from .._util.units import format_bytes
+from .._util.settings import format_bytes
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
 from ..patch.blocks import Block

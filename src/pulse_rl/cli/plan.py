@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .._util.units import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_count
+from .._util.settings import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_count
 from ..errors import InputError
 from ..plan import METHODS, WAYS, Fleet, Scenario, catch_up_bytes, from_study, make_fleet_plan, make_plan
 from ..plan.fleet import FleetPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .._util.units import format_bytes
+from .._util.settings import format_bytes
 from ..errors import EmptyStream, InputError, PulseError
 from ..events import Relayed
 from ..maintenance.relay import Relay

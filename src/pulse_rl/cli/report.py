@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .._util.units import format_bytes
+from .._util.settings import format_bytes
 from ..report import read_run, render
 from .output import Console
 from .paths import check_output, read_study, write_output

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .._util.jitter import jittered
-from .._util.units import format_bytes
+from .._util.settings import format_bytes
+from .._util.timing import jittered
 from ..errors import EmptyStream, FormatError, InputError, PulseError, UnsupportedTensor
 from ..events import Published
 from ..maintenance.anchor import anchor_stream

@@ -6,11 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .._util.units import format_bandwidth, format_bytes
+from .._util.settings import format_bandwidth, format_bytes
 from ..events import progress_to
 from ..report import render
-from ..state.cast import cast_specs
-from ..state.rounding import COMPUTE_DTYPES
+from ..state.cast import COMPUTE_DTYPES, cast_specs
 from ..state.tensors import TensorSpec
 from ..study import CheckpointFolder, StateSequence, StoredStream, study
 from ..study.result import STEP_SECONDS

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ..patch.changes import TensorChanges
-from ..state.device import page_locked
-from ..state.memory import LINE
+from ..state.memory import LINE, page_locked
 
 __all__ = ["Scatter", "scatter"]
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
+from ..state.checkpoint import is_wrapped
 from ..state.tensors import DTYPES, State, UIntArray
-from ..state.wrappers import is_wrapped
 from ..sync.update import TensorUpdate, Update, changes_of
 from .device_scatter import Scatter, scatter
 

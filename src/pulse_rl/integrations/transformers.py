@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .._util.settings import checked_count
 from ..errors import PulseError
 from ..events import Listener, Metadata, Published, checked_listener
-from ..state.rounding import compute_dtype_named
+from ..state.cast import compute_dtype_named
 from ..store import Store
 from ..sync.publisher import Publisher
 from ..sync.submit import Submission

@@ -19,7 +19,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from .._util.settings import checked_number
 from ..errors import EngineError, InputError, PulseError
 from ..events import Event, FallbackUsed, Hint, Metadata
-from ..state.rounding import compute_dtype_named
+from ..state.cast import compute_dtype_named
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber

@@ -14,8 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedTensor
-from ..state.rounding import compute_dtype_named
-from ..state.wrappers import unwrapped
+from ..state.cast import compute_dtype_named
+from ..state.checkpoint import unwrapped
 
 __all__ = ["adapter_weights", "as_saved", "cast_to_host", "is_sharded", "policy_weights", "torch_dtype"]
 

@@ -9,8 +9,8 @@ import torch
 from .._native import add_entries
 from .._native import gate as _gate
 from ..errors import InputError, NonFinite
-from ..state.rounding import ROUNDINGS as BY_NAME
-from ..state.rounding import Rounding
+from ..state.cast import ROUNDINGS as BY_NAME
+from ..state.cast import Rounding
 from .outer import OuterState, Residual
 from .parameters import FlatBlock, Floats, Positions, is_finite, parts
 from .wire import Entries, LocalMessage, Unit, Wire

@@ -12,8 +12,8 @@ import numpy as np
 from .._native import outer_step, sparse_outer_step
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, InputError
+from ..state.cast import Rounding
 from ..state.digest import StateDigest, state_digest
-from ..state.rounding import Rounding
 from .group import TrainerGroup
 from .membership import Delivery
 from .parameters import BLOCK_ELEMENTS, FlatBlock, Floats, Parameters, is_finite, parts

@@ -18,7 +18,7 @@ from .._native import Malformed, decode_entries, encode_entries, shared_octaves
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, InputError
 from ..state import bits
-from ..state.rounding import Rounding
+from ..state.cast import Rounding
 from .parameters import FlatBlock, Floats, Positions
 
 MAGIC = b"PLSL"

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
-from .._util.units import format_duration
+from .._util.settings import format_duration
 from ..plan import METHODS, Scenario, make_plan
 from ..plan.model import MethodPlan
 from .headline import headline

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping
 from typing import Any
 
-from .._util.units import format_bandwidth, format_bytes, format_duration, format_number, format_percent
+from .._util.settings import format_bandwidth, format_bytes, format_duration, format_number, format_percent
 
 
 def headline(run: Mapping[str, Any] | None, study: Mapping[str, Any] | None) -> str:

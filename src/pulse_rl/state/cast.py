@@ -1,22 +1,83 @@
-"""States as the forward pass sees them: bits after the cast into the compute dtype, rounded to nearest even.
+"""The compute dtypes, and states as the forward pass sees them: bits after the cast, rounded to nearest, ties to even.
 
-The casts are those of ``torch.Tensor.to``, bit for bit but for NaN payloads. FP8 is cast without a scale: an engine
-that scales its weights per tensor or block sees other roundings.
+A compute dtype is what a forward pass multiplies in. It is called as safetensors calls it, in any letter case. The
+casts are those of ``torch.Tensor.to``, bit for bit but for NaN payloads. FP8 is cast without a scale: an engine that
+scales its weights per tensor or block sees other roundings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UnsupportedTensor
-from .rounding import COMPUTE_DTYPES, round_bits
-from .tensors import DType, State, TensorSpec, UIntArray
+from .._native import round_values
+from ..errors import InputError, UnsupportedTensor
+from .tensors import DTYPES, DType, State, TensorSpec, UIntArray
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _CHUNK = 1 << 16  # elements whose temporaries stay in the cache
+
+
+class Rounding(NamedTuple):
+    """How FP32 rounds to a narrower float, as the native kernels take it.
+
+    ``mantissa``: explicit mantissa bits. ``least``: FP32 exponent field of the smallest normal number. ``most``: FP32
+    bits of the largest finite number. ``beyond``: FP32 bits of what a larger one becomes: infinity, or ``most``.
+    """
+
+    mantissa: int
+    least: int
+    most: int
+    beyond: int
+
+
+ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
+    {
+        "BF16": Rounding(7, 1, 0x7F7F0000, 0x7F800000),
+        "F16": Rounding(10, 113, 0x477FE000, 0x7F800000),
+        "F8_E4M3": Rounding(3, 121, 0x43E00000, 0x43E00000),
+        "F8_E5M2": Rounding(2, 113, 0x47600000, 0x7F800000),
+    }
+)
+"""The compute dtypes by their safetensors names. E4M3 has no infinity and saturates at 448, as engines do."""
+
+_NAN = {"BF16": 0x7FC0, "F16": 0x7E00, "F8_E4M3": 0x7F, "F8_E5M2": 0x7F}
+
+COMPUTE_DTYPES: Mapping[str, DType] = MappingProxyType({name: DTYPES[name] for name in ROUNDINGS})
+
+
+def compute_dtype_named(name: str) -> DType:
+    """The compute dtype of a safetensors name in any letter case ("BF16", "f8_e4m3"). Raises InputError."""
+    found = COMPUTE_DTYPES.get(name.upper()) if isinstance(name, str) else None
+    if found is None:
+        raise InputError(f"unknown compute dtype {name!r}", hint=f"Choose one of: {', '.join(COMPUTE_DTYPES)}.")
+    return found
+
+
+def round_bits(bits: npt.NDArray[np.uint32], dtype: DType) -> UIntArray:
+    """FP32 numbers [n], given by their bits, as the bits of a compute dtype [n]: uint16, or uint8 of FP8.
+
+    What exceeds the range becomes Inf (E4M3: the largest number). NaN stays NaN with its sign; those of BF16 and F16
+    keep the top bits of their payload and are quiet, those of FP8 are 0x7F. Releases the GIL.
+    """
+    result = np.empty(bits.size, dtype.uint)
+    round_values(bits, ROUNDINGS[dtype.name], _NAN[dtype.name], dtype.width, result.view(np.uint8))
+    return result
+
+
+def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """FP32 ``values`` to BF16 bits of the same shape, rounding to nearest, ties to even.
+
+    Overflow becomes Inf. NaN stays NaN: the top bits of its payload are kept and the quiet bit is set.
+    """
+    array = np.asarray(values, np.float32)
+    flat = np.require(array.reshape(-1), requirements=["C", "A"])
+    return round_bits(flat.view(np.uint32), DTYPES["BF16"]).reshape(array.shape)
 
 
 def is_wide(dtype: DType) -> bool:

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: safetensors files, single or sharded with an index as Hugging Face writes them.
+"""Checkpoints on disk: safetensors files, single or sharded with an index as Hugging Face writes them; and the names of
+tensors as they have them, without the parts that a module's wrapper adds (DDP, FSDP, torch.compile).
 
 The format's header is checked strictly: it must fit the file, and the tensors must tile the data without gaps.
 """
@@ -9,7 +10,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from .._util.files import open_regular, write_atomically
 from .._util.settings import checked_path
 from ..errors import CorruptCheckpoint, InputError, PulseError, UnsupportedTensor
-from .tensors import DTYPES, State, TensorSpec, UIntArray, dtype_of
+from .tensors import DTYPES, State, TensorSpec, UIntArray, check_tensor_name, dtype_of
 
 MAX_HEADER_BYTES = 100 << 20
 INDEX_NAME = "model.safetensors.index.json"
@@ -29,6 +30,8 @@ _READ_HINT = "Check the path and its permissions."
 
 StateSource = State | Mapping[str, Any] | str | os.PathLike[str]
 """What is accepted as a state: a `State`, a mapping of names to tensors, or the path of a checkpoint."""
+_ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_AROUND_ALL = "module"  # DistributedDataParallel's; inside a model it is a name like any other
 
 
 def as_state(source: StateSource) -> State:
@@ -228,3 +231,45 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise CorruptCheckpoint("the safetensors header has the same key twice")
     return result
+
+
+def unwrapped(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """``tensors``, such as a ``state_dict``, under the names of the model without its wrappers.
+
+    Removed are ``_orig_mod`` (torch.compile), ``_fsdp_wrapped_module`` and ``_checkpoint_wrapped_module`` wherever they
+    are in a name, and ``module`` (DistributedDataParallel) in front of all names. The tensors are the same objects, in
+    the same order; names without such parts stay. A trainer passes the result to `Publisher.publish`, a worker to
+    `pulse_rl.integrations.torch.apply_`. Raises InputError where two names become one.
+    """
+    if not isinstance(tensors, Mapping):
+        raise InputError(
+            f"unwrapped() takes a mapping of names to tensors, not a {type(tensors).__name__}",
+            hint="Pass model.state_dict().",
+        )
+    for name in tensors:
+        check_tensor_name(name)
+    names = _plain_names(tensors)
+    result: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if names[name] in result:
+            raise InputError(
+                f"two tensors would be called {names[name]!r} without the wrappers' parts of their names",
+                hint="Keep these names, or rename the tensors yourself.",
+            )
+        result[names[name]] = tensor
+    return result
+
+
+def is_wrapped(names: Iterable[str]) -> bool:
+    """Whether `unwrapped` would change any of these names of one state."""
+    return any(name != plain for name, plain in _plain_names(names).items())
+
+
+def _plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Each name without the parts that wrappers add."""
+    paths = {name: name.split(".") for name in names}
+    for name, path in paths.items():
+        paths[name] = [*(part for part in path[:-1] if part not in _ANYWHERE), path[-1]]
+    while paths and all(len(path) > 1 and path[0] == _AROUND_ALL for path in paths.values()):
+        paths = {name: path[1:] for name, path in paths.items()}
+    return {name: ".".join(path) for name, path in paths.items()}

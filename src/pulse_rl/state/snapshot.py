@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .._util.threads import ordered_map
 from .cast import compute_dtype
-from .device import DeviceCopies, DeviceTensor, copied_on_device, pinned
+from .memory import DeviceCopies, DeviceTensor, copied_on_device, pinned
 from .tensors import DType, State, TensorSpec, stored_tensor
 
 _PIECE_ELEMENTS = 1 << 22

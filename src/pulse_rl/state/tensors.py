@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
-from .device import DeviceTensor
-from .memory import contiguous
+from .memory import DeviceTensor, contiguous
 
 UIntArray = npt.NDArray[Any]
 """A flat numpy array of uint8, uint16, uint32 or uint64."""

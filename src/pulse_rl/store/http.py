@@ -18,9 +18,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, Final, NoReturn, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
-from .._util.deadline import DeadlineSocket
 from .._util.settings import checked_number
 from .._util.threads import checkpoint
+from .._util.timing import DeadlineSocket
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
 from .base import Data, ObjectInfo, check_name, check_range, is_name
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._util.threads import ordered_map
 from ..errors import InputError, UnsupportedTensor
-from ..state.rounding import COMPUTE_DTYPES
+from ..state.cast import COMPUTE_DTYPES
 from ..state.tensors import DType, State, TensorSpec, UIntArray
 from .record import BlockRecord
 from .remembered import Remembered

@@ -9,8 +9,7 @@ from typing import Any
 
 from .._util.threads import ordered_map
 from ..errors import InputError
-from ..state.cast import CastState, cast_specs
-from ..state.rounding import compute_dtype_named
+from ..state.cast import CastState, cast_specs, compute_dtype_named
 from .record import BlockRecord, Pair
 from .remembered import Remembered, steps_to_code
 from .result import STEP_SECONDS, study_dict

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..state import bits
-from ..state.device import DeviceTensor, page_locked
+from ..state.memory import DeviceTensor, page_locked
 from ..state.snapshot import merge, own_tensors, snapshot, split
 from ..state.tensors import State, UIntArray
 from .pending import Baseline

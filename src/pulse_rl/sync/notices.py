@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..events import Hint, Listener
 from ..state.cast import is_wide
+from ..state.checkpoint import is_wrapped
 from ..state.tensors import State
-from ..state.wrappers import is_wrapped
 from .pending import PendingVersion
 
 _DENSE = 0.5

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 from itertools import islice
 
-from .._util.jitter import jittered
+from .._util.timing import jittered
 from ..errors import StoreError
 from ..store import Store
 from ..store.http import MAX_WAITED

@@ -22,8 +22,8 @@ from ..patch.header import PatchHeader, slices_of
 from ..patch.history import History, HistoryName, Recorder, Records
 from ..patch.tree import hashed_together
 from ..state import bits
-from ..state.device import DeviceTensor
 from ..state.digest import StateDigest
+from ..state.memory import DeviceTensor
 from ..state.slices import Segment, SlicedState
 from ..state.tensors import State, UIntArray
 from .layout import Fragment, Layout

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Self
 
 from ..errors import InputError
 from ..events import Metadata
-from ..state.cast import CastState
+from ..state.cast import CastState, compute_dtype_named
 from ..state.checkpoint import StateSource, as_state
-from ..state.device import recorded
-from ..state.rounding import compute_dtype_named
+from ..state.memory import recorded
 from ..state.snapshot import (
     Snapshot,
     await_devices,

@@ -13,10 +13,10 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from .._util.jitter import jittered
 from .._util.serial import NotCopyable, Operation, pooled
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import Stopped
+from .._util.timing import jittered
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import Event, Listener, checked_listener
 from ..state.checkpoint import StateSource

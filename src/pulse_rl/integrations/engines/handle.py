@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
 
-from ..._util.jitter import jittered
 from ..._util.settings import checked_number
+from ..._util.timing import jittered
 from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
 from ...events import Metadata
 from ...sync.pause import LONGEST_POLL

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..._util.collective import Alone, RankGroup
-from ..._util.gloo import GlooTransport
+from ..._util.collective import Alone, GlooTransport, RankGroup
 from ...errors import PulseError
 
 T = TypeVar("T")

@@ -6,8 +6,7 @@ from typing import Any, Unpack
 
 import torch.distributed as dist
 
-from ..._util.collective import RankGroup
-from ..._util.gloo import GlooTransport
+from ..._util.collective import GlooTransport, RankGroup
 from ..._util.settings import checked_number
 from ...store import Store
 from ...sync.publisher import Publisher, PublisherSettings

@@ -14,7 +14,7 @@ import torch
 from ..._util.settings import checked_number
 from ...errors import ConcurrentUse, EmptyStream, EngineError, EngineUnavailable, InputError, PulseError
 from ...events import Listener, Metadata, Published, checked_listener
-from ...state.wrappers import unwrapped
+from ...state.checkpoint import unwrapped
 from ...sync.publisher import Publisher
 from ..advice import logged
 from ..engines.transport import Client

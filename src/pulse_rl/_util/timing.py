@@ -1,11 +1,20 @@
-"""A socket whose peer cannot take for ever: `http.client` has a timeout for each packet only."""
+"""Time between processes: pauses that differ, so that workers which were started together do not ask together for ever,
+and a socket whose peer cannot take for ever (`http.client` has a timeout for each packet only)."""
 
 from __future__ import annotations
 
 import io
+import random
 import socket
 import time
 from typing import Any
+
+_SHARE = 0.25
+
+
+def jittered(seconds: float) -> float:
+    """``seconds``, a quarter more or less."""
+    return seconds * random.uniform(1 - _SHARE, 1 + _SHARE)
 
 
 class DeadlineSocket:
