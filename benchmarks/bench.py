@@ -33,7 +33,7 @@ from pulse_rl.patch.apply import scatter
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import State
-from pulse_rl.study.entropy import EntropyBound, entropy_bound
+from pulse_rl.study.theory import EntropyBound, entropy_bound
 
 Pair = tuple[Mapping16, Mapping16]
 TRACE = Path(__file__).parent / ".cache" / "trace"

@@ -56,7 +56,7 @@ HANDED_OUT = {
     "pulse_rl.maintenance.audit.Module",
     "pulse_rl.plan.fleet.FleetPlan",
     "pulse_rl.plan.fleet.WayPlan",
-    "pulse_rl.plan.measured.MeasuredInputs",
+    "pulse_rl.plan.model.MeasuredInputs",
     "pulse_rl.plan.model.Crossover",
     "pulse_rl.plan.model.MethodPlan",
     "pulse_rl.plan.model.Plan",

@@ -7,10 +7,9 @@ from typing import Any
 from benchmarks.study.settings import KS, Settings
 from pulse_rl import State
 from pulse_rl.study.record import BlockRecord, Pair
-from pulse_rl.study.remembered import Remembered, steps_to_code
-from pulse_rl.study.result import study_dict
+from pulse_rl.study.recurrence import Remembered, steps_to_code
+from pulse_rl.study.result import Tally, study_dict
 from pulse_rl.study.run import evenly_spaced
-from pulse_rl.study.tally import Tally
 
 _CODED = 2
 

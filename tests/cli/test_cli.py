@@ -254,7 +254,7 @@ def test_follow_goes_on_until_it_is_interrupted(
             raise KeyboardInterrupt
         publisher.publish(state)
 
-    monkeypatch.setattr("pulse_rl.cli.streams.time.sleep", sleep)
+    monkeypatch.setattr("pulse_rl.cli.following.time.sleep", sleep)
     out = tmp_path / "out"
     text = pulse("follow", tmp_path / "store", "--stream", "policy", "--out", out, "--poll", 0.5, "--json", status=130)
     assert [json.loads(line)["root"] for line in text.splitlines()] == roots(states)

@@ -35,7 +35,7 @@ class Follow:
                 raise KeyboardInterrupt
             step()
 
-        self._patch.setattr("pulse_rl.cli.streams.time.sleep", sleep)
+        self._patch.setattr("pulse_rl.cli.following.time.sleep", sleep)
         found = [json.loads(line)["root"] for line in self._run(status=130)]
         self.notes = self._pulse.err.splitlines()
         assert self.notes.pop() == "pulse: interrupted"

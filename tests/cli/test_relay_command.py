@@ -28,7 +28,7 @@ def test_it_copies_streams_and_goes_on(pulse: Pulse, tmp_path: Path, monkeypatch
             raise KeyboardInterrupt
         steps[len(waits) - 1]()
 
-    monkeypatch.setattr("pulse_rl.cli.streams.time.sleep", sleep)
+    monkeypatch.setattr("pulse_rl.cli.following.time.sleep", sleep)
     command = ("relay", far, near, "--stream", "solver", "--stream", "verifier", "--poll", 0.5, "--json")
     lines = [json.loads(line) for line in pulse(*command, status=130).splitlines()]
     assert [(line["stream"], line["version"], line["previous"]) for line in lines] == [

@@ -22,7 +22,7 @@ from pulse_rl.events import (
     Synced,
 )
 from pulse_rl.metrics import DriftWatch, JsonLines, fan_out, read_events
-from pulse_rl.metrics.drift import FACTOR, IN_A_ROW, QUIET
+from pulse_rl.metrics.listeners import FACTOR, IN_A_ROW, QUIET
 from tests.support.events import ONE_OF_EACH, PUBLISHED
 from tests.support.states import Rng, history
 from tests.support.stores import names

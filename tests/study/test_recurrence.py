@@ -20,10 +20,18 @@ from pulse_rl.state import checkpoint
 from pulse_rl.state.cast import COMPUTE_DTYPES
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import CheckpointFolder, study
-from pulse_rl.study.last_changes import CLASSES, DOWN, NEVER, UP, LastChanges, Step
 from pulse_rl.study.meter import SparsityMeter
-from pulse_rl.study.recurrence import ChangeTable
-from pulse_rl.study.remembered import Remembered, steps_to_code
+from pulse_rl.study.recurrence import (
+    CLASSES,
+    DOWN,
+    NEVER,
+    UP,
+    ChangeTable,
+    LastChanges,
+    Remembered,
+    Step,
+    steps_to_code,
+)
 from tests.study.test_study import Listed
 from tests.support.publishers import tuned
 from tests.support.states import Rng

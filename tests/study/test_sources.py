@@ -19,7 +19,7 @@ from pulse_rl.state import checkpoint
 from pulse_rl.state.cast import CastState
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import CheckpointFolder, StoredStream, study
-from pulse_rl.study.sources import natural
+from pulse_rl.study.run import natural
 from tests.support.states import Rng, Tensors, history, mutated
 
 

@@ -17,10 +17,9 @@ from pulse_rl.state.cast import COMPUTE_DTYPES, CastState
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import study
-from pulse_rl.study.entropy import ClassCounts, entropy_bound
-from pulse_rl.study.layers import LAYERS, layer_of
+from pulse_rl.study.result import LAYERS, layer_of
 from pulse_rl.study.run import evenly_spaced
-from pulse_rl.study.theory import exponent_of, exponent_rows, ulp_of
+from pulse_rl.study.theory import ClassCounts, entropy_bound, exponent_of, exponent_rows, ulp_of
 from tests.support.states import Rng
 
 Floats = dict[str, np.ndarray]

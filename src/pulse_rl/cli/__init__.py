@@ -21,9 +21,8 @@ from ..errors import InputError, PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
 from ..state.cast import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
-from . import engines, files, plan, relay, report, serve, store_check, streams, study
-from .output import Console, open_streams
-from .paths import shortened
+from . import files, following, plan, stores, streams, study
+from .output import Console, open_streams, shortened
 
 _MOST_SECONDS = 1e9
 
@@ -179,7 +178,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="seconds between polls of the store; an http:// one is waited for instead (default: 1)",
     )
     command.add_argument("--cache", type=_path, metavar="DIR", help="keep downloaded payloads in this folder")
-    command.set_defaults(run=engines.follow)
+    command.set_defaults(run=following.follow)
 
     command = commands.add_parser("verify", parents=[common, stream, trust], help="replay and check a whole stream")
     command.set_defaults(run=streams.verify)
@@ -235,7 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="seconds between polls of the source; an http:// one is waited for instead (default: 1)",
     )
-    command.set_defaults(run=relay.relay)
+    command.set_defaults(run=following.relay)
 
     command = commands.add_parser(
         "serve", parents=[common], help="show a folder to readers over HTTP, for workers without credentials"
@@ -250,11 +249,11 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--port",
         type=_port,
-        default=serve.DEFAULT_PORT,
+        default=stores.DEFAULT_PORT,
         metavar="N",
-        help=f"port to listen at; 0: a free one (default: {serve.DEFAULT_PORT})",
+        help=f"port to listen at; 0: a free one (default: {stores.DEFAULT_PORT})",
     )
-    command.set_defaults(run=serve.serve)
+    command.set_defaults(run=stores.serve)
 
     command = commands.add_parser("keygen", parents=[common], help="make a private key and print its public key")
     command.add_argument("file", metavar="FILE", help="file to write the private key to; must not exist")
@@ -262,11 +261,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("store-check", parents=[common], help="check that a store is safe to publish to")
     command.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
-    command.set_defaults(run=store_check.store_check)
+    command.set_defaults(run=stores.store_check)
 
     plan.add_parser(commands)
     study.add_parser(commands)
-    report.add_parser(commands)
+    study.add_report_parser(commands)
     return parser
 
 

@@ -17,8 +17,7 @@ from ..patch.blocks import Block
 from ..patch.header import PRELUDE_BYTES, Base, PatchHeader, header_end, parse_header
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from ..state.digest import state_digest
-from .output import Console
-from .paths import check_output, write_output
+from .output import Console, check_output, write_output
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:

@@ -12,8 +12,7 @@ from ..errors import InputError
 from ..plan import METHODS, WAYS, Fleet, Scenario, catch_up_bytes, from_study, make_fleet_plan, make_plan
 from ..plan.fleet import FleetPlan
 from ..plan.model import Plan
-from .output import Console
-from .paths import read_study
+from .output import Console, read_study
 
 _LABELS = {
     "full": "full sync",

@@ -1,31 +1,21 @@
-"""Commands on streams and stores: publish, follow, verify and others."""
+"""Commands on a stream: publish, anchor, verify, fold, gc; and keygen."""
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 from .._util.settings import format_bytes
-from .._util.timing import jittered
-from ..errors import EmptyStream, FormatError, InputError, PulseError, UnsupportedTensor
+from ..errors import InputError
 from ..events import Published
 from ..maintenance.anchor import anchor_stream
 from ..maintenance.fold import fold_stream
 from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
-from ..state.checkpoint import FILE_NAME, INDEX_NAME, load
+from ..state.checkpoint import load
 from ..store import Store, open_store
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
-from ..sync.subscriber import Subscriber
-from ..sync.update import Update
 from .output import Console
-from .paths import check_output
-
-_LEAST_WAIT = 0.1
-_MOST_WAIT = 60.0
 
 
 def publish(args: argparse.Namespace, console: Console) -> int:
@@ -60,70 +50,6 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
     )
     _print_published(done, console)
     return 0
-
-
-def follow(args: argparse.Namespace, console: Console) -> int:
-    out = Path(args.out)
-    check_output(out / FILE_NAME, force=args.force)
-    if (out / INDEX_NAME).exists():
-        raise InputError(f"{out} holds a sharded checkpoint", hint="Give --out a separate folder.")
-    base = _readable(out / FILE_NAME)
-    subscriber = Subscriber(
-        [open_lasting(store) for store in args.store],
-        stream=args.stream,
-        base=None if args.select else base,  # a part of a state has no version's root
-        cache=args.cache,
-        trusted_keys=args.trust,
-        stream_id=args.stream_id,
-        allow_recreated=args.allow_recreated,
-        select=args.select,
-        threads=args.threads,
-        on_event=console,
-    )
-    for left in out.glob(f".{FILE_NAME}.????????"):  # of an earlier run that was killed while it wrote
-        left.unlink(missing_ok=True)
-
-    def sync() -> None:
-        update = subscriber.sync()
-        if update is not None:
-            _write_out(out, subscriber, update, console)
-            update.acknowledge()
-        elif subscriber.version is None:
-            raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store[0]}")
-        elif args.once:
-            facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
-            console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
-
-    return keep_on(sync, args, console, subscriber.wait)
-
-
-def _sleep(seconds: float) -> None:
-    time.sleep(jittered(seconds))
-
-
-def keep_on(
-    work: Callable[[], None], args: argparse.Namespace, console: Console, pause: Callable[[float], None]
-) -> int:
-    """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that may pass it
-    says so once, and tries again after ever longer."""
-    wait = args.poll
-    while True:
-        try:
-            work()
-        except PulseError as error:
-            if args.once or not error.retryable:
-                raise
-            console.note(f"{error}; retrying")
-            if not isinstance(error, EmptyStream):  # what is missing or damaged is fetched again at each try
-                wait = min(max(2 * wait, _LEAST_WAIT), _MOST_WAIT)
-                _sleep(max(wait, args.poll))
-                continue
-        else:
-            console.forget_notes()
-        if args.once:
-            return 0
-        wait = args.poll
-        pause(wait)
 
 
 def verify(args: argparse.Namespace, console: Console) -> int:
@@ -231,30 +157,3 @@ def open_lasting(address: str) -> Store:
     if address.startswith("memory:"):
         raise InputError("a memory:// store is lost when the command ends", hint="Give a folder or an object store.")
     return open_store(address)
-
-
-def _readable(file: Path) -> Path | None:
-    """``file``, the checkpoint of an earlier run; None if there is none or it is damaged: then the state comes from an
-    anchor."""
-    try:
-        if not file.exists():
-            return None
-        load(file)
-    except (FormatError, UnsupportedTensor):
-        return None
-    return file
-
-
-def _write_out(out: Path, subscriber: Subscriber, update: Update, console: Console) -> None:
-    metadata = {"format": "pt", "pulse.version": str(update.version), "pulse.root": update.root}
-    subscriber.save(out / FILE_NAME, metadata)
-    facts = {
-        "version": update.version,
-        "previous": update.previous,
-        "root": update.root,
-        "changed": update.changed,
-        "payload_bytes": update.payload_bytes,
-        "seconds": round(update.seconds, 6),
-    }
-    line = f"version {update.version}: {format_bytes(update.payload_bytes)} fetched, root {update.root} verified"
-    console.result(facts, [line])

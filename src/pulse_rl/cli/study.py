@@ -1,4 +1,5 @@
-"""The command study: how sparse the updates between saved states are, and what sending them costs."""
+"""The commands study, how sparse the updates between saved states are, and report: a run, a study, or both as one HTML
+page."""
 
 from __future__ import annotations
 
@@ -8,14 +9,13 @@ from typing import Any
 
 from .._util.settings import format_bandwidth, format_bytes
 from ..events import progress_to
-from ..report import render
+from ..report import read_run, render
 from ..state.cast import COMPUTE_DTYPES, cast_specs
 from ..state.tensors import TensorSpec
 from ..study import CheckpointFolder, StateSequence, StoredStream, study
 from ..study.result import STEP_SECONDS
 from ..study.run import DEFAULT_KS
-from .output import Console
-from .paths import check_output, write_output
+from .output import Console, check_output, read_study, write_output
 
 _SHOWN_TENSORS = 8
 _SHOWN_SHARE = 1e-3
@@ -198,3 +198,45 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
 
 def _nbytes(specs: tuple[TensorSpec, ...], dtype: str) -> int:
     return sum(s.nbytes for s in cast_specs(specs, COMPUTE_DTYPES[dtype]))
+
+
+STUDY_NAME = "study.json"
+
+
+def add_report_parser(commands: Any) -> None:
+    """Adds the command to ``commands``, argparse's sub-parsers."""
+    command = commands.add_parser("report", help="write a run or a study as one HTML page")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "source", metavar="RUN", help="a folder with events*.jsonl, study.json or both, or one such file"
+    )
+    command.add_argument("-o", "--output", required=True, metavar="HTML", help="the HTML file to write")
+    command.add_argument("--force", action="store_true", help="replace HTML even if it is something else")
+    command.add_argument("--stream", metavar="S", help="the stream to show, if the run has several")
+    command.set_defaults(run=report)
+
+
+def report(args: argparse.Namespace, console: Console) -> int:
+    source, out = Path(args.source), Path(args.output)
+    check_output(out, force=args.force)
+    study = _study_of(source)
+    drawn = None
+    if source.is_file():
+        drawn = None if study is not None else read_run(source, stream=args.stream)
+    elif study is None or args.stream is not None or any(source.glob("events*.jsonl")):
+        drawn = read_run(source, stream=args.stream)
+    page = render(run=drawn, study=study, title=f"Pulse report: {source.resolve().name}").encode()
+    write_output(out, [page], force=args.force)
+    shown = {"run": drawn is not None, "study": study is not None}
+    facts = {"output": str(out), "bytes": len(page), **shown, "summary": drawn["summary"] if drawn else None}
+    what = " and ".join(name for name, there in shown.items() if there)
+    console.result(facts, [f"{out}: {what} report, {format_bytes(len(page))}"])
+    return 0
+
+
+def _study_of(source: Path) -> Any:
+    """The study in the folder or file ``source``, None where there is none."""
+    file = source / STUDY_NAME if source.is_dir() else source
+    if file.suffix != ".json" or not file.exists():
+        return None
+    return read_study(file)

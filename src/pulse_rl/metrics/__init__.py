@@ -15,8 +15,7 @@ same update.
 from __future__ import annotations
 
 from ..events import Event, Listener
-from .drift import DriftWatch
-from .jsonlines import JsonLines, read_events
+from .listeners import DriftWatch, JsonLines, read_events
 from .prometheus import PrometheusMetrics
 
 __all__ = ["DriftWatch", "JsonLines", "PrometheusMetrics", "fan_out", "read_events"]

@@ -1,11 +1,10 @@
 """Predicts what a sync costs: bytes, seconds by phase, utilisation, the bandwidth needed, and when a full sync wins.
 
-``model`` holds the arithmetic of one sync and its formulas, ``fleet`` that of many workers, ``measured`` reads a study.
+``model`` holds the arithmetic of one sync and its formulas, ``fleet`` that of many workers.
 """
 
 from .fleet import WAYS, Fleet, catch_up_bytes, make_fleet_plan
-from .measured import from_study
-from .model import METHODS, Scenario, bandwidth_for, make_plan, sync_bytes, utilisation
+from .model import METHODS, Scenario, bandwidth_for, from_study, make_plan, sync_bytes, utilisation
 
 __all__ = [
     "METHODS",

@@ -1,4 +1,4 @@
-"""The page: template, style, scripts, and the data that the scripts draw."""
+"""The page: template, style, scripts, the three numbers at its top, and the data that the scripts draw."""
 
 from __future__ import annotations
 
@@ -14,11 +14,45 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
-from .._util.settings import format_duration
+from .._util.settings import format_bandwidth, format_bytes, format_duration, format_number, format_percent
 from ..plan import METHODS, Scenario, make_plan
 from ..plan.model import MethodPlan
-from .headline import headline
 from .study import study_data
+
+
+def headline(run: Mapping[str, Any] | None, study: Mapping[str, Any] | None) -> str:
+    """The numbers of the run, else of the study, as HTML that needs no script; empty where neither has them."""
+    if run and run["summary"]:
+        facts, between = run["summary"], "from one version to the next"
+        work = "the run’s median"
+    elif study:
+        facts, k = study["summary"], study["rows"][0]["k"]
+        between = "from one state to the next" if k == 1 else f"between states {k} apart"
+        work = "assumed"
+    else:
+        return ""
+    nbytes, full = facts["bytes_per_sync"], facts["full_bytes"]
+    entries = [("Sparsity", format_percent(facts["sparsity"]), f"of the weights keep their bits {between}")]
+    if nbytes is not None:
+        note = f"instead of {format_bytes(full)}: {_times(full, nbytes)} times smaller"
+        entries.append(("Bytes per sync", format_bytes(nbytes), note))
+    if facts["bandwidth_for_target"] is not None:
+        target, step = format_percent(facts["target"]), format_duration(facts["step_seconds"])
+        full_rate = facts["bandwidth_full"]
+        instead = "" if full_rate is None else f"instead of {format_bandwidth(full_rate)} for full syncs, "
+        note = f"{instead}with {step} of work between two syncs ({work})"
+        entries.append((f"Bandwidth for {target} utilisation", format_bandwidth(facts["bandwidth_for_target"]), note))
+    cells = [
+        f"<div><dt>{html.escape(name)}</dt><dd><strong>{html.escape(value)}</strong>"
+        f"<small>{html.escape(note)}</small></dd></div>"
+        for name, value, note in entries
+    ]
+    return f'<dl class="headline">{"".join(cells)}</dl>'
+
+
+def _times(full: float, nbytes: float) -> str:
+    return format_number(full / nbytes) if nbytes else "infinitely many"
+
 
 SCRIPTS = ("units", "dom", "plan", "chart", "bars", "run", "study", "planner", "main")
 """In the order in which they are joined."""

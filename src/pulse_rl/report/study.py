@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import plan
 from ..errors import InputError
-from .thin import thinned
+from .run import thinned
 
 FORMAT = "pulse.study.1"
 

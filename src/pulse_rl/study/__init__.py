@@ -26,7 +26,7 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
       entropy_bound           bytes per changed element of the order-0 entropy given tensor and old exponent
       times_bound             bytes_per_changed / entropy_bound
     layers                  [{layer, k, elements, changed, sparsity, sparsity_min, sparsity_max}]; `layer` is one of
-                            ``layers.LAYERS``, and only those that occur are listed
+                            ``result.LAYERS``, and only those that occur are listed
     tensors                 [{name, layer, dtype, shape, k, elements, changed, sparsity, sparsity_min, sparsity_max}]
     pairs                   [{k, old, new, changed, sparsity}]: every pair; old and new are indices into `states`
     exponents               pairs of the smallest k that were coded, by exponent of the old weight; one object per
@@ -74,8 +74,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .run import study
-from .sources import CheckpointFolder, StateSequence, StoredStream
+from .run import CheckpointFolder, StateSequence, StoredStream, study
 
 if TYPE_CHECKING:
     from .meter import SparsityMeter

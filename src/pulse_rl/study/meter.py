@@ -14,9 +14,8 @@ from ..errors import InputError, UnsupportedTensor
 from ..state.cast import COMPUTE_DTYPES
 from ..state.tensors import DType, State, TensorSpec, UIntArray
 from .record import BlockRecord
-from .remembered import Remembered
-from .result import STEP_SECONDS, study_dict
-from .tally import Tally
+from .recurrence import Remembered
+from .result import STEP_SECONDS, Tally, study_dict
 
 
 class SparsityMeter:

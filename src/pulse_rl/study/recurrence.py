@@ -15,18 +15,100 @@ size      old exponent                             old exponent, and whether the
 
 An age is the number of versions since the last change, in octaves; "not yet" is a class of its own in all three. The
 classes of the right column refine those of the left one, so that its bits are never more.
+
+`Remembered` is what a publisher would remember of the states that a study goes through, one version each;
+`HistoryTally` adds up what that tells.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..state.tensors import DType, UIntArray
-from .entropy import exponents_of, flag_bits, summed, symbol_bits
-from .last_changes import CLASSES, LastChanges, Step
+from ..patch.blocks import Block
+from ..patch.header import BlockEntry
+from ..patch.history import History, HistoryName, Records, Window
+from ..state.tensors import DType, TensorSpec, UIntArray
+from ..sync.history_policy import Memory
+from .theory import exponents_of, flag_bits, summed, symbol_bits
+
+OCTAVES: tuple[tuple[int, int | None], ...] = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
+"""Ages in versions, first and last of each octave; the last one has no end."""
+
+CLASSES = 1 + len(OCTAVES)
+"""Classes of the age: 0 for elements that have not changed yet, then one for each octave."""
+
+NEVER, DOWN, UP = range(3)
+"""Directions of the last step."""
+
+_OLDEST = 63
+_AGE, _LARGE, _UP = 4, 2, 1
+
+
+class Step(NamedTuple):
+    """What changed from one state to the next: uint32 positions [n], old and new bits [n]."""
+
+    positions: npt.NDArray[np.uint32]
+    old: UIntArray
+    new: UIntArray
+
+    def sizes(self, dtype: DType) -> npt.NDArray[np.int64]:
+        """The signed steps [n] as codecs count them: how many values of ``dtype`` further (docs/format.md, 3.6.2)."""
+        steps = _ordered(self.new, dtype) - _ordered(self.old, dtype)
+        return steps.view(f"i{steps.itemsize}").astype(np.int64)
+
+
+class LastChanges:
+    """The last change of each of ``elements``: its age in versions, exact below 63, its direction, whether its step was
+    larger than 1. One byte an element, `nbytes`."""
+
+    def __init__(self, elements: int) -> None:
+        self._known = np.zeros(elements, np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        return self._known.nbytes
+
+    def advance(self, positions: npt.NDArray[np.uint32], sizes: npt.NDArray[np.int64]) -> None:
+        """One version more, in which the elements at ``positions`` [n] made steps of ``sizes`` [n]."""
+        known = self._known
+        grows = (known - np.uint8(_AGE)) < np.uint8((_OLDEST - 1) * _AGE)
+        known += grows.view(np.uint8) * np.uint8(_AGE)
+        known[positions] = _AGE + _LARGE * (np.abs(sizes) > 1) + _UP * (sizes > 0)
+
+    def ages(self, where: npt.NDArray[np.uint32] | slice) -> npt.NDArray[np.uint8]:
+        """The class of the age of each element ``where``; an element that changed in the last version has age 1."""
+        found: npt.NDArray[np.uint8] = _CLASS_OF[self._known[where]]
+        return found
+
+    def directions(self, where: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+        """`NEVER`, `DOWN` or `UP` of each element ``where``."""
+        known = self._known[where]
+        return np.where(known == 0, NEVER, DOWN + (known & _UP)).astype(np.uint8)
+
+    def lengths(self, where: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+        """Of each element ``where`` 0 if it has not changed yet, 1 if its last step was 1, 2 if that was larger."""
+        known = self._known[where]
+        return np.where(known == 0, 0, 1 + (known & _LARGE) // _LARGE).astype(np.uint8)
+
+
+def _ordered(elements: UIntArray, dtype: DType) -> UIntArray:
+    if dtype.exponent is None:
+        return elements
+    sign = elements.dtype.type(1 << (8 * dtype.width - 1))
+    ordered: UIntArray = np.where(elements & sign, ~elements, elements | sign)
+    return ordered
+
+
+def _class_of_age(age: int) -> int:
+    return sum(age >= first for first, _ in OCTAVES)
+
+
+_CLASS_OF = np.array([_class_of_age(known // _AGE) for known in range(256)], np.uint8)
+
 
 _CHUNK = 1 << 20
 _SIZE_BITS = 33
@@ -122,3 +204,105 @@ class BlockRecurrence:
         table = ChangeTable(self.dtype)
         table.add(old, self._step, self._last)
         return table
+
+
+SOON = 8
+_ROOT = "00" * 32
+"""Stands for the roots of versions, which change nothing of a history but its digest."""
+
+
+def first_step(last: int) -> int:
+    """The first step that counts where history does: to the states of the second half, of those up to ``last``."""
+    return last // 2 + 1
+
+
+def steps_to_code(last: int) -> set[int]:
+    """Some of the steps that count, which cost what all do: all, or one for each number of versions since the last
+    window was merged, evenly spread. The rare ones where all has just been forgotten are passed over."""
+    steps, rule = range(first_step(last), last + 1), Memory()
+    if len(steps) <= rule.window:
+        return set(steps)
+    found: dict[int, int] = {}
+    for i in range(rule.window):
+        target = steps[0] + i * (len(steps) - 1) / (rule.window - 1)
+        left = [new for new in steps if (new - 1) % rule.anew and (new - 1) % rule.window not in found]
+        new = min(left, key=lambda new: abs(new - target))
+        found[(new - 1) % rule.window] = new
+    return set(found.values())
+
+
+class Remembered:
+    """The history by a publisher's own rule, with folds of 8 and 64 and the states numbered from 0 as versions.
+
+    ``before`` ends one state before ``now``. Where only a part of the state's blocks is worked on, its cap is a share
+    of their bytes. Memory: at most a twelfth of those bytes, and the changes of one version.
+    """
+
+    def __init__(self, specs: tuple[TensorSpec, ...], blocks: Mapping[int, Block]) -> None:
+        self.now = self.before = History()
+        self._rule = Memory()
+        self._specs = specs
+        self._nbytes = {index: block.nbytes for index, block in blocks.items()}
+
+    def take(self, records: Mapping[int, Records], version: int, *, threads: int | None = None) -> None:
+        """The next version, and what is to be remembered of it by index of the block."""
+        self.before = self.now
+        window = Window(1, _ROOT, records)
+        nbytes = sum(self._nbytes.values())
+        self.now = self._rule.after(self.now, window, version - 1, version, self._specs, nbytes, threads=threads)
+
+    def keep(self, indices: Collection[int]) -> None:
+        """Lets go of all other blocks."""
+        self._nbytes = {index: nbytes for index, nbytes in self._nbytes.items() if index in indices}
+        windows = []
+        for window in self.now.windows:
+            kept = {index: records for index, records in window.records.items() if index in indices}
+            windows.append(window._replace(records=kept))
+        self.now = self.before = History(tuple(windows))
+
+
+class HistoryTally:
+    """Sums over blocks: what each step's changes had been before, and, of some steps, the counts of the bound and the
+    blocks as coded; steps are known by the number of the state to which they lead."""
+
+    def __init__(self) -> None:
+        self.ages: dict[int, Counts] = {}
+        self.names: dict[int, HistoryName | None] = {}
+        self.entries: dict[int, dict[str, list[BlockEntry]]] = {}
+        self._tables: dict[DType, ChangeTable] = {}
+
+    def add_ages(self, new: int, ages: Counts) -> None:
+        """How many of a block's changes have which class of the age."""
+        self.ages[new] = self.ages.get(new, np.zeros(CLASSES, np.int64)) + ages
+
+    def add_coded(self, new: int, entries: Mapping[str, BlockEntry], table: ChangeTable | None) -> None:
+        """A block, by codec. Blocks must come in order."""
+        for codec, entry in entries.items():
+            self.entries.setdefault(new, {}).setdefault(codec, []).append(entry)
+        if table is not None:
+            self._tables.setdefault(table.dtype, ChangeTable(table.dtype)).merge(table)
+
+    def changed(self) -> int:
+        """Changes that the tables have counted."""
+        return sum(int(table.changed.sum()) for table in self._tables.values())
+
+    def bits(self) -> Bits:
+        """The sums of all dtypes."""
+        found = np.sum([table.bits() for table in self._tables.values()], axis=0) if self._tables else np.zeros((3, 2))
+        return Bits(*((without, given) for without, given in found.tolist()))
+
+    def recurrence(self, first: int) -> dict[str, Any]:
+        """The shares of the ages, over the steps to the state ``first`` and later ones."""
+        counted = [ages for new, ages in self.ages.items() if new >= first]
+        total = np.sum(counted, axis=0) if counted else np.zeros(CLASSES, np.int64)
+        changed = int(total.sum())
+        shares = (total / changed).tolist() if changed else [None] * CLASSES
+        ages = [{"from": a, "to": b, "share": s} for (a, b), s in zip(OCTAVES, shares[1:], strict=True)]
+        soon = [age["share"] for age in ages if age["to"] is not None and age["to"] <= SOON]
+        return {
+            "steps": len(counted),
+            "changed": changed,
+            "ages": ages,
+            "not_yet": shares[0],
+            "within_8": sum(soon) if changed else None,
+        }

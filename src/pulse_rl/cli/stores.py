@@ -1,9 +1,10 @@
-"""``pulse store-check``: the conformance suite for stores, on a folder of a store that is in use."""
+"""Commands on stores: serve, and store-check, which runs the conformance suite on a folder of a store in use."""
 
 from __future__ import annotations
 
 import argparse
 import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -11,6 +12,18 @@ from ..errors import InputError, InvalidName, PulseError
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
 from ..testing import StoreConformance
 from .output import Console
+
+DEFAULT_PORT = 8734
+
+
+def serve(args: argparse.Namespace, console: Console) -> int:
+    from ..store.server import FolderServer
+
+    with FolderServer(args.folder, bind=args.bind, port=args.port) as server:
+        console.result({"url": server.url, "folder": args.folder}, [f"{args.folder} is served at {server.url}"])
+        threading.Event().wait()
+    return 0
+
 
 _TOO_LONG_HERE = {"test_the_longest_name"}
 """A folder's name comes on top."""

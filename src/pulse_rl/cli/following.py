@@ -1,0 +1,252 @@
+"""Commands that go on until they are stopped: follow, into a folder or a live engine, and relay."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .._util.settings import format_bytes
+from .._util.timing import jittered
+from ..errors import ConcurrentUse, EmptyStream, FormatError, InputError, PulseError, UnsupportedTensor
+from ..events import Relayed
+from ..integrations import sglang, vllm
+from ..integrations.engines.handle import EngineHandle, EngineSync
+from ..integrations.sglang.connection import is_sglang
+from ..maintenance.relay import Relay
+from ..state.checkpoint import FILE_NAME, INDEX_NAME, load
+from ..sync.pause import Pause
+from ..sync.subscriber import Subscriber
+from ..sync.update import Update
+from .output import Console, check_output
+from .streams import open_lasting
+
+_MOST_ENGINE_WAIT = 30.0
+_LOOK_SECONDS = 30.0
+
+
+def follow(args: argparse.Namespace, console: Console) -> int:
+    if args.engine is None:
+        return _follow_into_a_folder(args, console)
+    if len(args.store) > 1:
+        raise InputError("an engine follows one store", hint="Give the nearest one.")
+    if args.select:
+        raise InputError("an engine needs all tensors of its model", hint="Leave --select out, or give --out.")
+    if args.store[0].startswith("memory:"):
+        raise InputError("an engine cannot open a memory:// store", hint="Give a folder or an object store.")
+    handle: EngineHandle | None = None
+    wait = args.poll
+    try:
+        while True:
+            try:
+                handle = handle or _connect(args)
+                done = handle.sync()
+                if done is not None:
+                    _show_live(done, console)
+                elif args.once:
+                    version = handle.version
+                    console.result(
+                        {"version": version, "changed": False}, [f"version {version} is the newest, and live"]
+                    )
+            except PulseError as error:
+                # Whoever was killed while it drove the engine is forgotten after some seconds.
+                if args.once or not (error.retryable or isinstance(error, ConcurrentUse)):
+                    raise
+                if isinstance(error, ConcurrentUse):
+                    handle = None  # taken over: once the other is silent, another session is begun
+                console.note(f"{error}; retrying")
+                wait = min(2 * max(wait, 0.1), _MOST_ENGINE_WAIT)
+            else:
+                console.forget_notes()
+                wait = args.poll
+            if args.once:
+                return 0
+            if handle is not None and wait == args.poll:
+                handle.wait_for_version(wait)
+            else:
+                time.sleep(jittered(wait))
+    finally:
+        if handle is not None:
+            handle.close()
+
+
+def _connect(args: argparse.Namespace) -> EngineHandle:
+    connect = sglang.connect if is_sglang(args.engine, _LOOK_SECONDS) else vllm.connect
+    return connect(
+        args.engine,
+        store=args.store[0],
+        stream=args.stream,
+        trusted_keys=args.trust,
+        stream_id=args.stream_id,
+        allow_recreated=args.allow_recreated,
+        cache=args.cache,
+        in_flight=args.in_flight,
+    )
+
+
+def _show_live(done: EngineSync, console: Console) -> None:
+    facts = {name: getattr(done, name) for name in EngineSync.__slots__}
+    how = "all weights" if done.full else f"from version {done.previous}"
+    proved = "" if done.audit_seconds is None else ", live weights proved"
+    line = (
+        f"version {done.version} is live ({how}): {format_bytes(done.fetched_bytes)} fetched, "
+        f"paused {1e3 * done.pause_seconds:.0f} ms{proved}"
+    )
+    console.result(facts, [line])
+
+
+_LEAST_WAIT = 0.1
+_MOST_WAIT = 60.0
+
+
+def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
+    out = Path(args.out)
+    check_output(out / FILE_NAME, force=args.force)
+    if (out / INDEX_NAME).exists():
+        raise InputError(f"{out} holds a sharded checkpoint", hint="Give --out a separate folder.")
+    base = _readable(out / FILE_NAME)
+    subscriber = Subscriber(
+        [open_lasting(store) for store in args.store],
+        stream=args.stream,
+        base=None if args.select else base,  # a part of a state has no version's root
+        cache=args.cache,
+        trusted_keys=args.trust,
+        stream_id=args.stream_id,
+        allow_recreated=args.allow_recreated,
+        select=args.select,
+        threads=args.threads,
+        on_event=console,
+    )
+    for left in out.glob(f".{FILE_NAME}.????????"):  # of an earlier run that was killed while it wrote
+        left.unlink(missing_ok=True)
+
+    def sync() -> None:
+        update = subscriber.sync()
+        if update is not None:
+            _write_out(out, subscriber, update, console)
+            update.acknowledge()
+        elif subscriber.version is None:
+            raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store[0]}")
+        elif args.once:
+            facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
+            console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
+
+    return keep_on(sync, args, console, subscriber.wait)
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(jittered(seconds))
+
+
+def keep_on(
+    work: Callable[[], None], args: argparse.Namespace, console: Console, pause: Callable[[float], None]
+) -> int:
+    """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that may pass it
+    says so once, and tries again after ever longer."""
+    wait = args.poll
+    while True:
+        try:
+            work()
+        except PulseError as error:
+            if args.once or not error.retryable:
+                raise
+            console.note(f"{error}; retrying")
+            if not isinstance(error, EmptyStream):  # what is missing or damaged is fetched again at each try
+                wait = min(max(2 * wait, _LEAST_WAIT), _MOST_WAIT)
+                _sleep(max(wait, args.poll))
+                continue
+        else:
+            console.forget_notes()
+        if args.once:
+            return 0
+        wait = args.poll
+        pause(wait)
+
+
+def _readable(file: Path) -> Path | None:
+    """``file``, the checkpoint of an earlier run; None if there is none or it is damaged: then the state comes from an
+    anchor."""
+    try:
+        if not file.exists():
+            return None
+        load(file)
+    except (FormatError, UnsupportedTensor):
+        return None
+    return file
+
+
+def _write_out(out: Path, subscriber: Subscriber, update: Update, console: Console) -> None:
+    metadata = {"format": "pt", "pulse.version": str(update.version), "pulse.root": update.root}
+    subscriber.save(out / FILE_NAME, metadata)
+    facts = {
+        "version": update.version,
+        "previous": update.previous,
+        "root": update.root,
+        "changed": update.changed,
+        "payload_bytes": update.payload_bytes,
+        "seconds": round(update.seconds, 6),
+    }
+    line = f"version {update.version}: {format_bytes(update.payload_bytes)} fetched, root {update.root} verified"
+    console.result(facts, [line])
+
+
+def relay(args: argparse.Namespace, console: Console) -> int:
+    if len(args.stream) > 1 and args.stream_id:
+        raise InputError("one stream ID for several streams", hint="Give --stream-id with a single --stream.")
+    source, target = open_lasting(args.source), open_lasting(args.target)
+    relays = {
+        stream: Relay(
+            source,
+            target,
+            stream=stream,
+            keep=args.keep,
+            trusted_keys=args.trust,
+            stream_id=args.stream_id,
+            allow_recreated=args.allow_recreated,
+            threads=args.threads,
+            on_event=console,
+        )
+        for stream in args.stream
+    }
+
+    def sync() -> None:
+        """All streams by turns, a shard each, then the first error: one stream does not hold the others up."""
+        failed: list[PulseError] = []
+        moved, waiting = set[str](), list(relays)
+        while waiting:
+            for stream in tuple(waiting):
+                each = relays[stream]
+                try:
+                    done = each.sync(shards=None if len(relays) == 1 else 1)
+                    if done is not None:
+                        moved.add(stream)
+                        _show_relayed(done, console)
+                        continue
+                    if each.version is None:
+                        raise EmptyStream(f"stream {stream!r} has no versions in {args.source}")
+                    if args.once and stream not in moved:
+                        facts = {"stream": stream, "version": each.version, "links": [], "bytes": 0}
+                        console.result(facts, [f"version {each.version} of {stream} is the newest"])
+                except PulseError as error:
+                    failed.append(error)
+                waiting.remove(stream)
+        if failed:
+            raise min(failed, key=lambda error: error.retryable)
+
+    pause = Pause(source)
+    return keep_on(
+        sync, args, console, lambda poll: pause.take([each.source.last_accepted for each in relays.values()], poll)
+    )
+
+
+def _show_relayed(done: Relayed, console: Console) -> None:
+    facts = {
+        "stream": done.stream,
+        "version": done.version,
+        "previous": done.previous,
+        "links": list(done.links),
+        "bytes": done.nbytes,
+        "seconds": round(done.seconds, 6),
+    }
+    console.result(facts, [f"version {done.version} of {done.stream}: {format_bytes(done.nbytes)} copied"])
