@@ -17,7 +17,6 @@ from typing import Any, cast
 from .errors import InputError, PulseError
 
 __all__ = [
-    "Applied",
     "BaselineRestored",
     "CallFailed",
     "DensityDrift",
@@ -134,16 +133,6 @@ class Synced:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """A live model switched to ``version`` and could not generate for ``seconds``. Only the caller knows this: it
-    creates the event and passes it to its listener."""
-
-    stream: str
-    version: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class FallbackUsed:
     """A path to a version failed at ``link``, and another is tried; or a version, "version 7", could not be read or
     trusted, and is passed over. ``kind`` is the error's (`pulse_rl.errors`)."""
@@ -235,7 +224,6 @@ Event = (
     | Published
     | BaselineRestored
     | Synced
-    | Applied
     | FallbackUsed
     | CallFailed
     | Hint

@@ -53,7 +53,6 @@ def test_each_event_counts_where_it_belongs(registry: CollectorRegistry) -> None
     assert value("sync_phase_seconds_sum", phase="fetch", **READS) == 0.4
     assert value("versions_behind", **READS) == 3
     assert value("lag_seconds", **READS) == 1.5
-    assert value("pause_seconds_sum", **READS) == 0.01
     assert value("call_failures_total", kind="chain_gap", **READS) == 1
     assert value("path_failures_total", kind="corrupt_patch", **READS) == 1
     assert value("path_failures_total", kind="not_found", **READS) == 1

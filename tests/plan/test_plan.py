@@ -51,14 +51,14 @@ def test_bytes_with_history_agree_with_recorded_runs_behind_fp32_masters(density
 
 
 @pytest.mark.parametrize("density", [0.003, 0.007])
-def test_history_costs_a_fifth_more_time_at_either_end(density: float) -> None:
-    """docs/benchmarks.md, seconds of the processor: publish 1.19 to 1.28 times, sync 1.19 to 1.24 times."""
+def test_history_costs_a_tenth_more_time_at_either_end(density: float) -> None:
+    """docs/benchmarks.md, FP32 masters: publish 1.09 to 1.14 times, sync 1.05 to 1.15 times."""
     methods = make_plan(Scenario(22_700_000, density, 1.0, 1e18, cores=1)).methods
     plain, history = methods["auto"].phases, methods["history"].phases
     publish = [phases["encode"] + phases["hash"] for phases in (plain, history)]
     sync = [phases["verify"] + phases["apply"] for phases in (plain, history)]
-    assert publish[1] / publish[0] == pytest.approx(1.22, rel=0.05)
-    assert sync[1] / sync[0] == pytest.approx(1.22, rel=0.05)
+    assert publish[1] / publish[0] == pytest.approx(1.115, rel=0.025)
+    assert sync[1] / sync[0] == pytest.approx(1.1, rel=0.045)
 
 
 @pytest.mark.parametrize("method", METHODS)

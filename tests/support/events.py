@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pulse_rl.events import (
-    Applied,
     BaselineRestored,
     CallFailed,
     DensityDrift,
@@ -24,7 +23,6 @@ ONE_OF_EACH: list[Event] = [
     PUBLISHED,
     BaselineRestored("policy", 1, "matched"),
     SYNCED,
-    Applied("policy", 4, 0.01),
     CallFailed("policy", "sync", "chain_gap", "no path"),
     FallbackUsed("policy", "the patch 0->1", "its bytes do not match", "corrupt_patch"),
     Hint("policy", 1, "wide_dtype", "nearly all elements changed", "publish the compute dtype"),

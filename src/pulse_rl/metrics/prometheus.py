@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import FormatError, InputError, IntegrityError, PulseError
-from ..events import Applied, CallFailed, DensityDrift, Event, FallbackUsed, Folded, FoldFailed, Published, Synced
+from ..events import CallFailed, DensityDrift, Event, FallbackUsed, Folded, FoldFailed, Published, Synced
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -39,7 +39,6 @@ class PrometheusMetrics:
     ``pulse_sync_phase_seconds``          summary   by ``phase`` of `Synced`
     ``pulse_versions_behind``             gauge     when the last sync looked
     ``pulse_lag_seconds``                 gauge     from the last commit to its sync (two machines' clocks)
-    ``pulse_pause_seconds``               histogram the live model could not generate (`Applied`)
     ``pulse_call_failures_total``         counter   calls of publish or sync that raised, by the error's ``kind``
     ``pulse_path_failures_total``         counter   paths that failed, by the error's ``kind``
     ``pulse_verification_failures_total`` counter   of these, bytes or states that failed a check, by ``kind``
@@ -81,7 +80,6 @@ class PrometheusMetrics:
             self._sync_phases = phases("sync", "Time of a sync by phase")
             self._behind = gauge("versions_behind", "Versions behind when the last sync looked")
             self._lag = gauge("lag_seconds", "Age of the version when the last sync ended")
-            self._pause = seconds("pause", "Time that a live model could not generate")
             self._call_failures = counter("call_failures", "Calls that raised an error", "kind")
             self._path_failures = counter("path_failures", "Ways to a version that did not work", "kind")
             self._verification_failures = counter("verification_failures", "Failed checks of bytes or states", "kind")
@@ -95,8 +93,6 @@ class PrometheusMetrics:
                 self._published(event)
             case Synced():
                 self._synced(event)
-            case Applied():
-                self._pause.labels(event.stream, SUBSCRIBER).observe(event.seconds)
             case CallFailed():
                 role = PUBLISHER if event.call == "publish" else SUBSCRIBER
                 self._call_failures.labels(event.stream, role, event.kind).inc()

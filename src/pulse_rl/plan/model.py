@@ -24,7 +24,7 @@ Our codec knows the old exponent, so a place costs about half of ``h``; 2.4 bits
 and where most weights change the changes are large. Fitted to FP32-master runs between 0.1% and 80% density: within 5%
 on recorded reinforcement learning, within 10% on synthetic states. Pure BF16 weights need up to 1.7 times less.
 
-History is assumed to run behind FP32 masters as well, where it saves 5% of that and takes a fifth more time
+History is assumed to run behind FP32 masters as well, where it saves 5% of that and takes a tenth more time
 to publish and to sync, at 0.3% and 0.7% density. With pure BF16 weights it saves 42 to 45% for less time: measure
 that (`pulse study`), and its bytes replace the formula. Folds need no history and cost what they do without it.
 
@@ -101,7 +101,7 @@ COSTS = {
     "full": Costs(0, 0, 0, 0),
     "zstd": Costs(0.5, 20, 0.25, 16),
     "auto": Costs(0.8, 98, 0.4, 64),
-    "history": Costs(1.05, 150, 0.6, 95),
+    "history": Costs(1.0, 110, 0.54, 70),
 }
 """On an idle core of an AMD EPYC (Zen 5); "history" behind FP32 masters, where most is remembered: what
 docs/benchmarks.md measures beside what "auto" takes without it, on top of that."""

@@ -113,7 +113,6 @@ PHASES = ("resume", "build", "upload", "commit", "plan", "fetch", "apply", "rest
 _NUMBERS = {
     "published": ("version", "elements", "dense_bytes", "patch_bytes", "anchor_bytes", "seconds"),
     "synced": ("version", "fetched_bytes", "seconds", "lag_seconds"),
-    "applied": ("version", "seconds"),
     "fallback_used": (),
     "density_drift": ("version", "density", "low", "high"),
 }
@@ -232,7 +231,6 @@ def _worker(
     name: str, events: list[EventRecord], commits: dict[int, float], start: float, end: float
 ) -> dict[str, Any]:
     syncs = [e for e in events if e["event"] == "synced"]
-    pauses = [e["seconds"] for e in events if e["event"] == "applied"]
     times, behind = _behind(syncs, commits)
     return {
         "name": name,
@@ -244,7 +242,6 @@ def _worker(
         "sync_seconds": median(e["seconds"] for e in syncs),
         "fetched_bytes": sum(e["fetched_bytes"] for e in syncs),
         "phases": _mean_phases(syncs),
-        "pause_seconds": fmean(pauses) if pauses else None,
     }
 
 

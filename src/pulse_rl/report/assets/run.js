@@ -3,7 +3,7 @@
 // In the order in which they happen.
 const PHASES = {
   resume: "purple", build: "blue", upload: "orange", commit: "green",
-  plan: "purple", fetch: "orange", apply: "blue", restore: "green", pause: "red", other: "grey",
+  plan: "purple", fetch: "orange", apply: "blue", restore: "green", other: "grey",
 };
 
 function drawRun(run) {
@@ -105,12 +105,12 @@ function drawPhases(grid, run) {
   };
   const rows = [];
   if (Object.keys(run.publish_phases).length) rows.push(row("publish", run.publish_phases));
-  for (const w of run.workers) rows.push(row(`sync, ${w.name}`, w.pause_seconds === null ? w.phases : { ...w.phases, pause: w.pause_seconds }));
+  for (const w of run.workers) rows.push(row(`sync, ${w.name}`, w.phases));
   if (!rows.length) return;
   const shown = rows.slice(0, 9);
   const cells = rows.flatMap((r) => r.parts.map((p) => [r.name, p.name, seconds(p.value)]));
   const more = rows.length > shown.length ? ` ${rows.length - shown.length} more workers are in the table.` : "";
-  const note = `Mean time of a call: blue is coding, orange the network; only a pause keeps a model from generating.${more}`;
+  const note = `Mean time of a call: blue is coding, orange the network.${more}`;
   const summary = shown.map((r) => `${r.name} ${r.total}`).join(", ");
   figure(
     grid,
