@@ -161,8 +161,9 @@ class Hint:
 
     "wide_dtype": most of what it sends are FP32 or FP64 elements, of which nearly all change at every step, while of
     the same weights in a compute dtype few do. "wrapped_names": names have parts that a wrapper of the module adds
-    (DDP, FSDP, torch.compile), and that no inference engine knows. "device_memory": a device had no memory for what
-    ``on_device="baseline"`` keeps there.
+    (DDP, FSDP, torch.compile), and that no inference engine knows. "fused_names": tensors have several experts each, as
+    transformers fuses them in memory, where most checkpoints have them one by one. "device_memory": a device had no
+    memory for what ``on_device="baseline"`` keeps there.
     """
 
     stream: str

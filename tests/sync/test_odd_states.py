@@ -159,6 +159,23 @@ def test_wrapped_names_are_told_to_both_sides_once(rng: Rng) -> None:
     assert notices(events) == []
 
 
+def test_fused_experts_are_named_once(rng: Rng) -> None:
+    """A plain state_dict of a mixture model in transformers 5."""
+    events: list[Event] = []
+    experts = torch.zeros(2, 4, 3, dtype=torch.bfloat16)
+    apart = {"mlp.experts.0.up_proj.weight": experts[0], "mlp.experts.conv": experts[0], "experts": experts}
+    with Publisher(MemoryStore(), stream="apart", on_event=events.append) as publisher:
+        publisher.publish(apart)
+    assert notices(events) == []
+    with Publisher(MemoryStore(), stream="fused", on_event=events.append) as publisher:
+        for _ in range(2):
+            publisher.publish({"layers.0.mlp.experts.gate_up_proj": experts, "norm": experts[0, 0]})
+    (notice,) = [event for event in events if isinstance(event, Hint)]
+    assert notice.kind == "fused_names"
+    assert "'layers.0.mlp.experts.gate_up_proj'" in notice.reason
+    assert "checkpoint_weights(model)" in notice.hint
+
+
 # -- compute dtypes
 
 

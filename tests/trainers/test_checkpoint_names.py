@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from pulse_rl import MemoryStore, Publisher, Store, Subscriber, state_root
 from pulse_rl.errors import StateMismatch
+from pulse_rl.events import Event, Hint
 from pulse_rl.integrations.torch import apply_
 from pulse_rl.integrations.transformers import PulseCallback, checkpoint_weights
 from pulse_rl.state.checkpoint import load
@@ -76,6 +77,20 @@ def test_a_model_that_was_loaded_is_published_as_it_was_on_disk(tmp_path: Path) 
     written(family("Mixtral"), tmp_path)
     model = type(family("Mixtral")).from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert state_root(checkpoint_weights(model)) == state_root(tmp_path)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_plain_state_dict_of_fused_experts_is_noticed(name: str) -> None:
+    events: list[Event] = []
+    model = family(name)
+    with Publisher(MemoryStore(), stream="policy", on_event=events.append) as publisher:
+        publisher.publish(checkpoint_weights(model))
+        assert not any(isinstance(event, Hint) for event in events)
+    with Publisher(MemoryStore(), stream="policy", on_event=events.append) as publisher:
+        publisher.publish(model.state_dict())
+    (notice,) = [event for event in events if isinstance(event, Hint)]
+    assert notice.kind == "fused_names"
+    assert "model.layers.0.mlp.experts." in notice.reason
 
 
 @pytest.mark.parametrize("name", FAMILIES)

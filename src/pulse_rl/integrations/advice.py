@@ -18,10 +18,11 @@ _DENSE = 0.5
 
 
 def logged(log: logging.Logger, listener: Listener | None) -> Listener:
-    """A listener that logs notices as warnings and hands every event on to ``listener``."""
+    """A listener that logs notices as warnings and hands every event on to ``listener``. What is fused is so in the
+    checkpoint, too, where `weights.as_saved` has made the names."""
 
     def hear(event: Event) -> None:
-        if isinstance(event, Hint):
+        if isinstance(event, Hint) and event.kind != "fused_names":
             log.warning("stream %s: %s. %s", event.stream, event.reason, event.hint)
         elif isinstance(event, FallbackUsed | BaselineRestored):
             log.info("%s", event)

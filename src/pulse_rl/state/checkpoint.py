@@ -265,6 +265,12 @@ def is_wrapped(names: Iterable[str]) -> bool:
     return any(name != plain for name, plain in _plain_names(names).items())
 
 
+def fused_experts(specs: Iterable[TensorSpec]) -> list[str]:
+    """The names that look as if transformers had fused the experts of a layer: one tensor of three dimensions among
+    ``experts``, in place of a module for each. Some models' checkpoints have such tensors."""
+    return [spec.name for spec in specs if len(spec.shape) == 3 and spec.name.split(".")[-2:-1] == ["experts"]]
+
+
 def _plain_names(names: Iterable[str]) -> dict[str, str]:
     """Each name without the parts that wrappers add."""
     paths = {name: name.split(".") for name in names}

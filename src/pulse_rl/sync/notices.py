@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..events import Hint, Listener
 from ..state.cast import is_wide
-from ..state.checkpoint import is_wrapped
+from ..state.checkpoint import fused_experts, is_wrapped
 from ..state.tensors import State
 from .pending import PendingVersion
 
@@ -38,6 +38,14 @@ class Notices:
                 "wrapped_names",
                 "names of tensors have parts that a wrapper of the module adds (module., _orig_mod. …)",
                 "Publish pulse_rl.unwrapped(model.state_dict()), if the workers' engine knows the plain names.",
+            )
+        if "fused_names" not in self._given and (fused := fused_experts(state.specs)):
+            self._give(
+                version,
+                "fused_names",
+                f"{len(fused)} tensors have several experts each ({fused[0]!r} …), as transformers has them in memory",
+                "If the model's checkpoint has its experts one by one, as most do, publish "
+                "pulse_rl.integrations.transformers.checkpoint_weights(model): engines know the checkpoint's names.",
             )
         if "wide_dtype" not in self._given and (density := _wide_density(draft)) > _DENSE:
             self._give(
