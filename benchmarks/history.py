@@ -1,4 +1,4 @@
-"""A stream of a real run with `history=True` beside none: bytes, speed, what is remembered.
+"""A stream of a real run that is coded by what changed before, and one that is not: bytes, speed, what is remembered.
 
     python -m benchmarks.history [--lr 1e-6] [--bf16] [--steps 60] [--from 28]
 
@@ -30,7 +30,7 @@ class Measured:
     def __init__(self, way: str) -> None:
         store = MemoryStore()
         self.publisher = Publisher(store, stream="run")
-        self.publisher._rank.remembers = way == "history"
+        self.publisher._rank.history.forced = way == "history"
         self.worker = Subscriber(store, stream="run")
         self.changed = self.nbytes = 0
         self.clock, self.processor = np.zeros(2), np.zeros(2)

@@ -17,7 +17,7 @@ def tuned(
     shards of so many bytes."""
     publisher: Publisher = kind(store, **settings)
     if history is not None:
-        publisher._rank.remembers = history
+        publisher._rank.history.forced = history
     if shard_bytes is not None:
         publisher._rank.shard_bytes = shard_bytes
     return publisher

@@ -7,7 +7,7 @@ publisher has the same one.
 from __future__ import annotations
 
 from _thread import allocate_lock
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -126,16 +126,17 @@ def records_of(dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, 
 
 class Recorder:
     """Collects the records of a window by block, of any number of threads, while they take at most ``most`` bytes
-    (None: any number of them); beyond that there are none."""
+    (None: any number of them); beyond that there are none. ``only``: of these blocks."""
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int | None = None, only: Collection[int] | None = None) -> None:
         self.records: dict[int, Records] | None = {}
         self._left = most
+        self._only = only
         self._lock = allocate_lock()
 
     def add(self, index: int, dtype: DType, changes: Changes, before: UIntArray) -> None:
         """The ``changes`` of a block whose elements were ``before``."""
-        if dtype.width > 4:
+        if dtype.width > 4 or (self._only is not None and index not in self._only):
             return
         with self._lock:
             if self._left is not None:

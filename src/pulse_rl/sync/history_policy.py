@@ -6,11 +6,14 @@ anchor.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Self
 
-from ..patch.history import History, Window
+from .. import codec as codecs
+from .._util.threads import ordered_map
+from ..patch.history import History, Recorder, Window
 from ..state.tensors import TensorSpec
+from .pending import Baseline, PendingVersion
 
 _WINDOW = 8
 _LONGEST = 16
@@ -61,3 +64,104 @@ class Memory(NamedTuple):
 def most_remembered(nbytes: int) -> int:
     """The bytes of what is remembered of a state of ``nbytes``, at most."""
     return nbytes // _SHARE
+
+
+_PAYS, _STILL_PAYS = 0.10, 0.08
+"""Of the bytes of a patch: what a history must save to be turned on, and to stay on."""
+_SAMPLE, _LEAST_SAMPLE = 32, 2
+"""One block in so many is measured, and so many blocks at least."""
+_LEAST_MEASURED, _OFTEN, _SELDOM = 2, 4, 8
+"""So many measurements it takes to decide; so many versions are measured one after another, then one in so many."""
+_KEPT = 0.5
+"""What a measurement still counts at the next one."""
+_LEAST_BYTES = 4096
+"""A smaller patch is made without a history anyway."""
+
+
+class HistoryPolicy:
+    """Decides whether a stream is coded by what changed before, by what that saves on a sample of the blocks.
+
+    Of the sample it is always known what changed before: at most a twelfth of the bytes of these blocks, one in 32 and
+    two at least. Now and then they are coded both ways. A history that saves a tenth of them is turned on for all
+    blocks from the next version on; one that does not is turned off.
+    """
+
+    def __init__(self, folds: Collection[int]) -> None:
+        self.forced: bool | None = None
+        """What is done whatever it saves, for tests."""
+        self.on = False
+        self._memory = Memory.of(folds)
+        self._saves = 0.0
+        self._measured = 0
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the next version is coded by what is remembered, and remembered itself."""
+        return self.on if self.forced is None else self.forced
+
+    def recorder(self, base: Baseline) -> Recorder | None:
+        """What takes note of the changes to ``base``, of all blocks or of the sample."""
+        if self.remembers:
+            return Recorder(most_remembered(base.layout.nbytes))
+        if self.forced is not None:
+            return None
+        sample = _sample(base)
+        return Recorder(most_remembered(_nbytes(base, sample)), sample)
+
+    def take_note(self, draft: PendingVersion, base: Baseline, version: int, *, threads: int | None) -> None:
+        """What is to be remembered at ``version``, to which ``draft`` leads from ``base``. Measures what a history
+        saves, where that is to be known."""
+        specs, sample = draft.layout.specs, _sample(base)
+
+        def after(history: History, of: Collection[int] | None, nbytes: int) -> History:
+            window = None
+            if draft.records is not None:
+                records = {k: found for k, found in draft.records.items() if of is None or k in of}
+                window = Window(1, base.root, records)
+            return self._memory.after(history, window, base.version, version, specs, nbytes, threads=threads)
+
+        if draft.remembers:
+            draft.history = after(base.history, None, draft.layout.nbytes)
+        if self.forced is None:
+            draft.sampled = after(base.sampled, sample, _nbytes(base, sample))
+            if self._measured < _OFTEN or version % _SELDOM == 0:
+                self._measure(draft, base, sample, threads)
+
+    def _measure(self, draft: PendingVersion, base: Baseline, sample: Sequence[int], threads: int | None) -> None:
+        known = base.sampled
+        if draft.patch_bytes < _LEAST_BYTES or not (known.windows or draft.records is None):
+            return
+
+        def measure(index: int) -> tuple[int, int]:
+            changes = draft.changes[index]
+            if changes is None:
+                return 0, 0
+            block = base.blocks[index]
+            before = block.read(base.state)
+            after = before.copy()
+            after[changes.positions] = changes.values
+            plain = len(codecs.encode_block(before, after, block.layout).payload)
+            if not known.windows:
+                return plain, plain
+            layout = block.layout._replace(past=known.past(index))
+            return plain, len(codecs.encode_block(before, after, layout).payload)
+
+        found = list(ordered_map(measure, sample, threads))
+        if not any(plain for plain, _ in found):
+            return
+        saves = 1 - sum(coded for _, coded in found) / sum(plain for plain, _ in found)
+        self._saves = _KEPT * self._saves + (1 - _KEPT) * saves if self._measured else saves
+        self._measured += 1
+        if self._measured >= _LEAST_MEASURED:
+            self.on = self._saves >= (_STILL_PAYS if self.on else _PAYS)
+
+
+def _sample(base: Baseline) -> list[int]:
+    """Some of the blocks, evenly spread."""
+    blocks = len(base.blocks)
+    count = min(blocks, max(_LEAST_SAMPLE, blocks // _SAMPLE))
+    return [(2 * k + 1) * blocks // (2 * count) for k in range(count)]
+
+
+def _nbytes(base: Baseline, indices: Sequence[int]) -> int:
+    return sum(base.blocks[index].nbytes for index in indices)

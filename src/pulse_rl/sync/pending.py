@@ -35,7 +35,8 @@ _NOTHING = History()
 
 class Baseline(NamedTuple):
     """What this rank publishes of a committed ``version`` with this ``root``: ``segments`` in the order of the names,
-    cut into ``blocks``, in a ``state`` of its own; the leaves that end on it, and the ``history`` of its blocks."""
+    cut into ``blocks``, in a ``state`` of its own; the leaves that end on it, and the ``history`` of its blocks, or, as
+    ``sampled``, of some (`HistoryPolicy`)."""
 
     version: int
     root: str
@@ -45,6 +46,7 @@ class Baseline(NamedTuple):
     state: State
     leaves: Leaves
     history: History = _NOTHING
+    sampled: History = _NOTHING
 
     def header(
         self, base_root: str, target_root: str, coded: Sequence[codecs.Encoded], history: HistoryName | None = None
@@ -59,7 +61,8 @@ class PendingVersion:
     """What this rank publishes of the next version: ``state`` and the ``changes`` to it by block; without a ``base``
     the state is the version's. ``leaves`` are those that end on this rank, ``resident`` its tensors that lie on
     devices, ``records`` what a history is to remember, None where that is too much. ``history``: what is remembered at
-    the version. ``reason``: see `Published`."""
+    the version; ``sampled``: of some blocks. ``remembers``: whether all blocks are recorded. ``reason``: see
+    `Published`."""
 
     layout: Layout
     segments: tuple[Segment, ...]
@@ -73,6 +76,8 @@ class PendingVersion:
     records: Mapping[int, Records] | None = None
     resident: Mapping[str, DeviceTensor] = field(default_factory=dict)
     history: History = _NOTHING
+    sampled: History = _NOTHING
+    remembers: bool = False
 
     @property
     def patch_bytes(self) -> int:
@@ -118,8 +123,8 @@ class PendingVersion:
         hit("baseline.before")
         undo = advance_state(self.state, self.blocks, self.changes, threads=threads) if self.changes else {}
         hit("baseline.written")
-        history = self.history
-        return Baseline(version, root, self.layout, self.segments, self.blocks, self.state, self.leaves, history), undo
+        of = self.layout, self.segments, self.blocks, self.state, self.leaves
+        return Baseline(version, root, *of, self.history, self.sampled), undo
 
     def _header(
         self, base: Baseline, root: str, coded: Sequence[codecs.Encoded], name: HistoryName | None
@@ -175,14 +180,14 @@ def make_pending(
     owned: bool = False,
     codec: str = codecs.AUTO,
     history: History | None = None,
-    most_records: int = 0,
+    recorder: Recorder | None = None,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> PendingVersion:
     """Compares with ``base`` and codes, block by block, or copies where there is none; hashes all leaves that no other
     rank has a piece of. ``local`` has this rank's elements of the new state; ``owned``: nobody else writes to them, so
-    that they may become the baseline as they are. ``progress`` gets the bytes that were worked through since its last
-    call.
+    that they may become the baseline as they are. ``history``: what the patch may be coded by; ``recorder`` gets what
+    is to be remembered of it. ``progress`` gets the bytes that were worked through since its last call.
 
     Raises what `code_blocks` raises, and RankLost: whatever fails here, this rank has taken part in moving columns to
     rows when this returns or raises.
@@ -210,7 +215,6 @@ def make_pending(
                     _count(progress, blocks, group)
             return made
         made = PendingVersion(layout, segments, blocks, base.state, base, reason, leaves=dict(base.leaves))
-        recorder = Recorder(most_records) if most_records else None
         groups = code_blocks(
             blocks,
             base.state,

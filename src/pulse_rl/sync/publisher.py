@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError
@@ -24,9 +25,23 @@ from ..stream.manifest import Manifest
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from .folds import checked_folds
-from .rank import RankPublisher, Settings
+from .rank import RankPublisher, Settings, unlike
 from .request import LocalState, PublishRequest
 from .submit import Submission, Submissions
+
+
+def _shared(store: Store | str, stream: Stream, settings: Settings) -> dict[str, Any]:
+    """The settings that are the same on all ranks, as JSON has them."""
+    return {
+        "store": store if isinstance(store, str) else type(store).__name__,
+        "stream": stream.name,
+        "stream_id": stream.stream_id,
+        "codec": settings.codec,
+        "anchor_ratio": settings.anchor_ratio,
+        "folds": list(settings.folds),
+        "signer": settings.signer.public_key if settings.signer else None,
+        "trusted_keys": list(settings.keys),
+    }
 
 
 class PublisherSettings(TypedDict, total=False):
@@ -93,17 +108,28 @@ class Publisher(NotCopyable):
             on_event=on_event,
         )
 
-    def _open(self, ranks: RankGroup, store: Store | str, *, stream: str, **given: Unpack[PublisherSettings]) -> None:
-        """Checks the settings, together with the other ranks, and opens the stream. Raises what the constructor
-        does."""
+    def _open(
+        self,
+        ranks: RankGroup,
+        store: Store | str,
+        *,
+        stream: str,
+        also: Callable[[], dict[str, Any]] = dict,
+        **given: Unpack[PublisherSettings],
+    ) -> None:
+        """Checks the settings, together with the other ranks, and opens the stream. ``also`` checks others, which are
+        the same on all ranks. Raises what the constructor does."""
         opened: list[tuple[Stream, Settings]] = []
 
         def open_stream() -> bytes:
+            shared = also()
             opened.append(self._checked(store, stream, **given))
-            return b""
+            return b"" if ranks.size == 1 else json.dumps(shared | _shared(store, *opened[0])).encode()
 
         try:
-            ranks.run_on_all(open_stream)
+            said = ranks.run_on_all(open_stream)
+            if ranks.size > 1 and (found := unlike([json.loads(message) for message in said])):
+                raise InputError(found, hint="Make the publisher with the same arguments on all ranks.")
         except BaseException:
             ranks.close()
             raise
@@ -117,6 +143,8 @@ class Publisher(NotCopyable):
         self._rank = RankPublisher(self._stream, ranks, settings, listener=self._listener)
 
     def _checked(self, store: Store | str, stream: str, **given: Unpack[PublisherSettings]) -> tuple[Stream, Settings]:
+        for name in given.keys() - PublisherSettings.__annotations__.keys():
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         codec, threads = given.get("codec", codecs.AUTO), given.get("threads")
         anchor_ratio, folds = given.get("anchor_ratio", 1.0), given.get("folds", ())
         signer = given.get("signer")
@@ -124,7 +152,7 @@ class Publisher(NotCopyable):
         checked_threads(threads)
         checked_listener(given.get("on_event"))
         checked_number("anchor_ratio", anchor_ratio)
-        checked_folds(folds)
+        spans = checked_folds(folds)
         if signer is not None and not isinstance(signer, Signer):
             raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
         trusted = checked_collection("trusted_keys", given.get("trusted_keys", ()), "[key]")
@@ -137,7 +165,7 @@ class Publisher(NotCopyable):
             stream_id=given.get("stream_id"),
             on_refused=weak_callback(self._refused),
         )
-        return opened, Settings(codec, anchor_ratio, folds, signer, threads)
+        return opened, Settings(codec, anchor_ratio, spans, tuple(sorted({*keys})), signer, threads)
 
     def publish(
         self,

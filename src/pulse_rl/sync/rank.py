@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import codec as codecs
 from .._util.collective import Bytes, RankGroup
 from .._util.serial import shield
-from ..errors import PublisherConflict, RankLost
+from ..errors import InputError, PublisherConflict, RankLost
 from ..events import BaselineRestored, Event, Listener, PhaseTimer, Published, progress_to
-from ..patch.history import History, Window
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
 from ..stream.digest_trees import put_digests
@@ -31,7 +31,7 @@ from .baseline import restore_baseline, restore_whole
 from .commit import Content, Found, StreamHead, published_as
 from .device_diff import DeviceDiff, Seen
 from .folds import FoldMaker
-from .history_policy import Memory, most_remembered
+from .history_policy import HistoryPolicy
 from .layout import Layout, difference, make_layout, whole_layout
 from .leaves import gather_tree
 from .notices import Notices
@@ -43,17 +43,28 @@ from .upload import Stored, store_anchor, store_patch, uploaded
 _MAX_STALE_COMMITS = 8
 _SMALL = 1 << 16
 """Bytes: below that a request costs more than what it carries, and a patch needs no larger state."""
+_SHOWN = 200
 _CALL = struct.Struct("<Q?")  # a call's number, and whether this rank goes on with it
 
 
 class Settings(NamedTuple):
-    """Those of `Publisher`."""
+    """Those of `Publisher`; ``keys`` are all that are trusted."""
 
     codec: str
     anchor_ratio: float
     folds: Collection[int]
+    keys: tuple[str, ...]
     signer: Signer | None
     threads: int | None
+
+
+def unlike(given: Sequence[Mapping[str, Any]]) -> str:
+    """What was not given to all ranks alike, in words; "" if nothing."""
+    for name, first in given[0].items():
+        for rank, other in enumerate(given):
+            if other[name] != first:
+                return f"{name} is {first!r} on rank 0, but {other[name]!r} on rank {rank}"
+    return ""
 
 
 class RankPublisher:
@@ -62,7 +73,7 @@ class RankPublisher:
 
     def __init__(self, stream: Stream, ranks: RankGroup, settings: Settings, *, listener: Listener | None) -> None:
         self.shard_bytes = DEFAULT_SHARD_BYTES
-        self.remembers = False
+        self.history = HistoryPolicy(settings.folds)
         self._stream = stream
         self._ranks = ranks
         self._settings = settings
@@ -77,7 +88,6 @@ class RankPublisher:
         self._untold: list[Event] = []
         self._devices = DeviceDiff()
         self._notices = Notices(stream.name, listener)
-        self._memory = Memory.of(settings.folds)
         self._folds = FoldMaker(
             stream,
             ranks,
@@ -140,7 +150,8 @@ class RankPublisher:
     # -- in the order of a publish
 
     def _meet(self, request: PublishRequest, number: int, submission: Submission | None) -> LocalState:
-        """This rank's part of the state. The ranks tell each other what they have, if that is not as it was."""
+        """This rank's part of the state. The ranks tell each other what they were called with, which must be the same,
+        and what they have, if that is not as it was."""
         made: list[LocalState] = []
         told: list[bytes] = []
 
@@ -154,29 +165,53 @@ class RankPublisher:
                 return call
             told.append(messages.of_held(made[0].held))
             at = self._baseline
-            digest, nbytes = sha256(told[0]).digest(), len(told[0]).to_bytes(8, "little")
-            return call + digest + nbytes + (f"{at.version} {at.root}" if at else "").encode()
+            arguments = {"metadata": request.metadata, "dtype": request.dtype, "anchor": request.anchor}
+            return (
+                call
+                + json.dumps(
+                    [arguments, sha256(told[0]).hexdigest(), len(told[0]), f"{at.version} {at.root}" if at else ""]
+                ).encode()
+            )
 
         said = self._ranks.run_on_all(tell)
-        if len({message[: _CALL.size - 1] for message in said}) > 1:
-            raise RankLost("the ranks have parted: one was interrupted before a call that the others made")
-        if not all(message[_CALL.size - 1] for message in said):
+        calls = [_CALL.unpack_from(message) for message in said]
+        for rank, (theirs, _) in enumerate(calls):
+            if theirs != calls[0][0]:
+                raise RankLost(
+                    f"the ranks have parted: rank 0 makes its call {calls[0][0]}, rank {rank} its call {theirs}",
+                    hint="One was interrupted before a call that the others made. Start the ranks again.",
+                )
+        if not all(goes for _, goes in calls):
             raise self._ranks.mark_collective(CancelledError())
         if submission:
             submission.set_running_or_notify_cancel()
         if self._ranks.size == 1:
             return made[0]
-        said = [message[_CALL.size :] for message in said]
-        if len({message[40:] for message in said}) > 1:
+        met = [json.loads(message[_CALL.size :]) for message in said]
+        self._compare([arguments for arguments, *_ in met])
+        if len({at for *_, at in met}) > 1:
             self._baseline = None  # one rank has lost its own
-        digests = [message[:32] for message in said]
+        digests = [digest.encode() for _, digest, _, _ in met]
         if self._told != digests:
-            lengths = {rank: int.from_bytes(message[32:40], "little") for rank, message in enumerate(said)}
+            lengths = {rank: nbytes for rank, (_, _, nbytes, _) in enumerate(met)}
             first = self._ranks.rank == 0
             came = self._ranks.exchange({0: np.frombuffer(told[0], np.uint8)}, lengths if first else {})
             self._messages = [came[rank].tobytes() for rank in range(len(came))]
             self._told = digests
         return made[0]
+
+    def _compare(self, calls: Sequence[Mapping[str, Any]]) -> None:
+        """Raises RankLost where a rank is at another step, and InputError, on all, where one was called with other
+        arguments."""
+        for rank, call in enumerate(calls):
+            if call["metadata"] != calls[0]["metadata"]:
+                raise RankLost(
+                    f"the ranks have parted: rank 0 publishes {json.dumps(calls[0]['metadata'])[:_SHOWN]}, rank {rank} "
+                    f"{json.dumps(call['metadata'])[:_SHOWN]}",
+                    hint="One has missed a step, or was given other metadata. Start the ranks again.",
+                )
+        if found := unlike(calls):
+            raise self._ranks.mark_collective(InputError(found, hint="Call all ranks with the same arguments."))
 
     def _commit_together(
         self, request: PublishRequest, local: LocalState, timer: PhaseTimer
@@ -231,6 +266,8 @@ class RankPublisher:
             restored = self._restored(layout, found.version, found.root)
             how, reason = "restored", restored if isinstance(restored, str) else ""
             self._baseline = None if isinstance(restored, str) else restored
+            if self._baseline and self._baseline.history.windows:
+                self.history.on = True  # until it is measured
         self._resumed(found.version, "anchored" if reason else how, reason)
         timer.end("resume")
         return None if reason else self._build(local, seen, Found(keep=True), timer)
@@ -261,7 +298,7 @@ class RankPublisher:
         """This rank's part of a version, and the bytes of the blocks of all parts."""
         made: list[PendingVersion] = []
         total = sum(segment.nbytes for segment in layout.segments(self._ranks.rank))
-        remembers = self.remembers and base is not None
+        remembers = self._may_remember and self.history.remembers
 
         def build() -> bytes:
             draft = make_pending(
@@ -273,11 +310,12 @@ class RankPublisher:
                 owned=seen.owned and self._ranks.size == 1,
                 codec=self._settings.codec,
                 history=base.history if base and remembers else None,
-                most_records=most_remembered(layout.nbytes) if remembers else 0,
+                recorder=self.history.recorder(base) if base and self._may_remember else None,
                 threads=self._threads,
                 progress=progress_to(self._listener, "diff" if base else "digest", total),
             )
             draft.resident = seen.resident
+            draft.remembers = remembers
             made.append(draft)
             return b""
 
@@ -344,8 +382,8 @@ class RankPublisher:
         if self._ranks.size > 1:
             stored = [Stored.from_message(message) for message in said]
         timer.end("upload")
-        if base and not with_anchor:
-            draft.history = self._history_after(draft, base)
+        if base and not with_anchor and self._may_remember:
+            self.history.take_note(draft, base, self._head.next, threads=self._threads)
 
         def commit() -> Manifest | None:
             content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, draft.history.spans)
@@ -357,13 +395,10 @@ class RankPublisher:
         timer.end("commit")
         return manifest
 
-    def _history_after(self, draft: PendingVersion, base: Baseline) -> History:
-        """What is remembered at the version."""
-        window = None if draft.records is None else Window(1, base.root, draft.records)
-        layout = draft.layout
-        return self._memory.after(
-            base.history, window, base.version, self._head.next, layout.specs, layout.nbytes, threads=self._threads
-        )
+    @property
+    def _may_remember(self) -> bool:
+        """Whether what changed before may code what changes now: nothing else does, and no rank has a part alone."""
+        return self._ranks.size == 1 and self._settings.codec == codecs.AUTO
 
     def _follow(self, manifest: Manifest | None) -> Manifest | None:
         """Moves the baseline to the pending version, if rank 0 has committed it; else gives that up."""

@@ -108,6 +108,58 @@ def a_store_that_does_not_open(trainer: Trainer) -> None:
     assert time.monotonic() - began < 30
 
 
+def settings_of_their_own(trainer: Trainer) -> None:
+    """Of one rank: wrong, or not those of the others. All are told at once, with the reason."""
+    began = time.monotonic()
+    folder = trainer.folder / "settings"
+    usual: dict[str, Any] = {"store": str(folder), "stream": "policy", "timeout_seconds": 60}
+    for other, reason in (
+        ({"anchor_ratio": "much"}, "anchor_ratio"),
+        ({"timeout_seconds": -1}, "timeout_seconds"),
+        ({"folds": (1,)}, "folds"),
+        ({"codec": "lzma"}, "codec"),
+        ({"anchor_ratio": 2.0}, "anchor_ratio is 1.0 on rank 0, but 2.0 on rank 1"),
+        ({"codec": "zstd"}, "codec is 'auto' on rank 0, but 'zstd' on rank 1"),
+        ({"folds": (8,)}, "folds"),
+        ({"stream": "other"}, "stream is 'policy' on rank 0, but 'other' on rank 1"),
+        ({"stream_id": "0" * 32}, "stream_id"),
+        ({"trusted_keys": ("ab" * 32,)}, "trusted_keys"),
+        ({"store": f"{folder}-2"}, "store"),
+        ({"timeout_seconds": 50}, "timeout_seconds"),
+    ):
+        given = usual | (other if trainer.rank == 1 else {})
+        with pytest.raises(InputError, match=reason):
+            ShardedPublisher(given.pop("store"), **given)
+    with pytest.raises(TypeError if trainer.rank == 1 else StreamError, match="unexpected keyword argument 'thread'"):
+        ShardedPublisher(str(folder), stream="policy", **({"thread": 1} if trainer.rank == 1 else {}))  # type: ignore[call-arg]
+    assert time.monotonic() - began < 30
+
+
+def calls_of_their_own(trainer: Trainer) -> None:
+    """Arguments that are not those of the others are an error on all, and the next call goes on. A rank that has missed
+    a step is told so, as are the others, before anything is committed."""
+    model, store = model_of(trainer), LocalStore(trainer.folder / "calls")
+    one = trainer.rank == 1
+    with ShardedPublisher(store, stream="policy", threads=1, timeout_seconds=60) as publisher:
+        for step_number in range(2):
+            step(model.state_dict(), step_number)
+            with pytest.raises(InputError, match="dtype is None on rank 0, but 'BF16' on rank 1"):
+                publisher.publish(model.state_dict(), dtype="BF16" if one else None)
+            with pytest.raises(InputError, match="anchor is False on rank 0, but True on rank 1"):
+                publisher.publish(model.state_dict(), anchor=one)
+            published = publisher.publish(model.state_dict(), metadata={"step": step_number})
+            assert published.version == step_number
+        began = time.monotonic()
+        with pytest.raises(RankLost, match=r"rank 0 publishes ..step.: 2., rank 1 ..step.: 3."):
+            publisher.publish(model.state_dict(), metadata={"step": 2 + one})
+        with pytest.raises(RankLost):
+            publisher.publish(model.state_dict(), metadata={"step": 3})
+        assert time.monotonic() - began < 30
+        head = publisher.head()
+        assert head is not None
+        assert head.version == 1
+
+
 def out_of_step(trainer: Trainer) -> None:
     """A rank that has left the order of the calls is noticed, whatever it then sends."""
     model, store = model_of(trainer), LocalStore(trainer.folder / "order")
@@ -129,3 +181,7 @@ def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
 def test_what_one_rank_alone_meets() -> None:
     cases = (a_listener_that_fails, a_version_that_was_lost, stores_of_their_own, an_error_of_the_device)
     together(ranks_program, 2, *cases, a_store_that_does_not_open, out_of_step, seconds=90)
+
+
+def test_what_is_not_the_same_on_all_ranks() -> None:
+    together(ranks_program, 2, settings_of_their_own, calls_of_their_own, seconds=90)

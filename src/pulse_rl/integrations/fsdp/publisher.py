@@ -8,10 +8,13 @@ import torch.distributed as dist
 
 from ..._util.collective import GlooTransport, RankGroup
 from ..._util.settings import checked_number
+from ...errors import InputError
 from ...store import Store
 from ...sync.publisher import Publisher, PublisherSettings
 from ...sync.request import LocalState
 from .local import local_state
+
+_DEFAULT_SECONDS = 600.0
 
 
 class ShardedPublisher(Publisher):
@@ -46,12 +49,20 @@ class ShardedPublisher(Publisher):
         *,
         stream: str,
         process_group: dist.ProcessGroup | None = None,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float = _DEFAULT_SECONDS,
         **settings: Unpack[PublisherSettings],
     ) -> None:
-        checked_number("timeout_seconds", timeout_seconds)
-        ranks = RankGroup(GlooTransport(process_group, timeout_seconds, owner="ShardedPublisher"))
-        self._open(ranks, store, stream=stream, **settings)
+        def checked() -> dict[str, float]:
+            checked_number("timeout_seconds", timeout_seconds)
+            return {"timeout_seconds": timeout_seconds}
+
+        # Whatever is wrong on one rank, it comes to where the others can be told.
+        try:
+            seconds = checked()["timeout_seconds"]
+        except InputError:
+            seconds = _DEFAULT_SECONDS
+        ranks = RankGroup(GlooTransport(process_group, seconds, owner="ShardedPublisher"))
+        self._open(ranks, store, stream=stream, also=checked, **settings)
 
     def _read(self, source: Any, dtype: str | None) -> LocalState:
         return local_state(source, dtype)
