@@ -12,20 +12,24 @@ from safetensors.torch import load_file
 
 from pulse_rl import State
 from pulse_rl.errors import CorruptCheckpoint, DigestMismatch, FormatError
-from pulse_rl.state.checkpoint import file_bytes, serialize
+from pulse_rl.state.checkpoint import serialize
 from pulse_rl.state.digest import StateDigest, state_digest
-from pulse_rl.stream.anchor import RangeReader, Shard, cut_shards, hashed_shards, restore
+from pulse_rl.state.tensors import TensorSpec
+from pulse_rl.stream.anchor import RangeReader, restore
 from pulse_rl.stream.manifest import Payload
 from tests.support.checkpoints import HOSTILE
 from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, bits, policy, run_python, snapshot, weights
 
 
-def planned(state: State, shard_bytes: int = 1 << 30, threads: int | None = None, own: bool = False) -> list[Shard]:
-    return list(hashed_shards(state, state_digest(state), cut_shards(state.specs, shard_bytes), threads, own=own))
-
-
 def shards_of(state: State, shard_bytes: int = 1 << 30) -> list[tuple[Payload, bytes]]:
-    return [(s.payload, b"".join(map(bytes, serialize(state, s.specs)))) for s in planned(state, shard_bytes)]
+    """Files of the state's tensors in their order, about so many bytes of them in each."""
+    groups: list[list[TensorSpec]] = [[]]
+    for spec in state.specs:
+        if groups[-1] and sum(s.nbytes for s in groups[-1]) + spec.nbytes > shard_bytes:
+            groups.append([])
+        groups[-1].append(spec)
+    files = [b"".join(map(bytes, serialize(state, tuple(group)))) for group in groups]
+    return [(Payload(sha256(data).hexdigest(), len(data)), data) for data in files]
 
 
 def reader(data: bytes) -> RangeReader:
@@ -55,21 +59,6 @@ def test_a_restored_anchor_is_the_state(shard_bytes: int, threads: int, rng: Rng
     assert snapshot(restored(shards_of(state, shard_bytes), state, threads)) == snapshot(state)
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("shard_bytes", [1, 3000, 1 << 20, 1 << 30])
-def test_payloads_tell_digest_and_length_before_they_are_stored(
-    shard_bytes: int, threads: int, own: bool, rng: Rng
-) -> None:
-    state = State.of(policy(rng) | {"big": weights(rng, 1 << 20), "empty": weights(rng, 0)})
-    shards = planned(state, shard_bytes, threads, own)
-    assert [spec for shard in shards for spec in shard.specs] == list(state.specs)
-    for shard in shards:
-        data = b"".join(serialize(state, shard.specs))
-        assert shard.payload == Payload(sha256(data).hexdigest(), len(data))
-        assert file_bytes(shard.specs) == len(data)
-
-
 def test_the_tree_comes_with_the_state(rng: Rng) -> None:
     state = State.of({f"w{k}": weights(rng, (9 << 19) + k) for k in range(3)} | policy(rng))
     for size in (1 << 20, 1 << 30):
@@ -84,19 +73,6 @@ def test_another_root_is_refused(rng: Rng) -> None:
     readers = [(payload, reader(data)) for payload, data in shards_of(state)]
     with pytest.raises(DigestMismatch, match="root is not its manifest's"):
         restore(readers, root="0" * 64, elements=state.elements, dense_bytes=state.nbytes)
-
-
-def test_shards_hold_whole_tensors_of_about_the_size_asked_for(rng: Rng) -> None:
-    state = State.of({f"w{k}": weights(rng, 500) for k in range(10)} | {"w5.large": weights(rng, 5000)})
-    groups = [s.specs for s in planned(state, 3000)]
-    assert [spec for group in groups for spec in group] == list(state.specs)
-    assert [[s.name for s in g] for g in groups] == [
-        ["w0", "w1", "w2"],
-        ["w3", "w4", "w5"],
-        ["w5.large"],
-        ["w6", "w7", "w8"],
-        ["w9"],
-    ]
 
 
 def test_every_shard_is_an_ordinary_safetensors_file(tmp_path: Path, rng: Rng) -> None:

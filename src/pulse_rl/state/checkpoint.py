@@ -96,11 +96,6 @@ def header_bytes(specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | No
     return len(text).to_bytes(8, "little") + text
 
 
-def file_bytes(specs: tuple[TensorSpec, ...]) -> int:
-    """The length of what `serialize` yields, without metadata."""
-    return len(header_bytes(_in_file_order(specs))) + sum(spec.nbytes for spec in specs)
-
-
 def _in_file_order(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """Wider types first: each tensor then starts at a multiple of its width, so that a mapped file can be viewed."""
     return tuple(sorted(specs, key=lambda s: -s.dtype.width))

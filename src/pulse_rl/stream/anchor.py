@@ -5,19 +5,18 @@ Every tensor is whole in one shard, so that any engine loads a shard as an ordin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 
 from .._native import sha256_messages
-from .._util.threads import default_threads, ordered_map
-from ..errors import CorruptCheckpoint, DigestMismatch, IntegrityError, PulseError, StoreError
-from ..state.checkpoint import header_length, parse_header, serialize
-from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests, leaves_of, state_digest
+from .._util.threads import ordered_map
+from ..errors import CorruptCheckpoint, DigestMismatch, PulseError, StoreError
+from ..state.checkpoint import header_length, parse_header
+from ..state.digest import LEAF_BYTES, StateDigest, leaves_of, state_digest
 from ..state.slices import Segment
 from ..state.tensors import State, TensorSpec, UIntArray
 from .manifest import Payload
@@ -36,82 +35,6 @@ shard whose SHA-256 is right."""
 
 RangeReader = Callable[[int, int], bytes]
 """Returns bytes [start, stop) of one shard."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Some tensors of a state as one safetensors file; ``payload`` tells its digest and length before it is stored."""
-
-    specs: tuple[TensorSpec, ...]
-    payload: Payload
-
-
-def cut_shards(specs: tuple[TensorSpec, ...], shard_bytes: int = DEFAULT_SHARD_BYTES) -> list[tuple[TensorSpec, ...]]:
-    """The tensors of each shard: about ``shard_bytes`` of them; a larger tensor has a shard to itself."""
-    groups: list[list[TensorSpec]] = [[]]
-    room = shard_bytes
-    for spec in specs:
-        if spec.nbytes > room and groups[-1]:
-            groups.append([])
-            room = shard_bytes
-        groups[-1].append(spec)
-        room -= spec.nbytes
-    return [tuple(group) for group in groups]
-
-
-def hashed_shards(
-    state: State,
-    digest: StateDigest,
-    groups: list[tuple[TensorSpec, ...]],
-    threads: int | None = None,
-    *,
-    own: bool = False,
-) -> Generator[Shard, None, None]:
-    """The shards of ``groups`` in order, some hashed ahead of their use.
-
-    ``digest`` is what the state's tree must be: an anchor that is read later than its root was computed would be
-    useless if a trainer had written to the tensors in between (IntegrityError). A host state that is the caller's
-    ``own``, and was hashed before, is not compared again, and several of its shards are hashed side by side.
-    """
-    if own:
-        side_by_side = min(_SIDE_BY_SIDE, -(-len(groups) // (threads or default_threads())))
-        tasks = [groups[i : i + side_by_side] for i in range(0, len(groups), side_by_side)]
-    else:
-        tasks = [[group] for group in groups]
-
-    def one(group: tuple[TensorSpec, ...]) -> Shard:
-        for spec in group:
-            if leaf_digests(state.read(spec.name)) != digest.leaves[spec.name]:
-                raise _changed(spec.name)
-        running, length = sha256(), 0
-        for chunk in serialize(state, group):
-            running.update(chunk)
-            length += len(chunk)
-        return Shard(group, Payload(running.hexdigest(), length))
-
-    def several(task: list[tuple[TensorSpec, ...]]) -> list[Shard]:
-        files = [[np.frombuffer(chunk, np.uint8) for chunk in serialize(state, group)] for group in task]
-        digests = sha256_messages(files)
-        payloads = [Payload(digests[32 * k :][:32].hex(), sum(map(len, file))) for k, file in enumerate(files)]
-        return [Shard(group, payload) for group, payload in zip(task, payloads, strict=True)]
-
-    with closing(ordered_map(several if own else lambda task: [one(task[0])], tasks, threads)) as hashed:
-        for shards in hashed:
-            yield from shards
-
-
-def verified_chunks(state: State, shard: Shard) -> Iterator[bytes | memoryview]:
-    """The shard's chunks, for one pass. Raises IntegrityError at the end unless they are what was planned."""
-    running = sha256()
-    for chunk in serialize(state, shard.specs):
-        running.update(chunk)
-        yield chunk
-    if running.hexdigest() != shard.payload.sha256:
-        raise _changed(shard.specs[0].name)
-
-
-def _changed(name: str) -> IntegrityError:
-    return IntegrityError(f"{name} changed while it was published", hint="Do not modify tensors during publish().")
 
 
 def restore(
