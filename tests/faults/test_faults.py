@@ -85,7 +85,7 @@ def searched(kind: str, sequences: int) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "sequences"), [("streams", 400), ("fleet", 120), ("groups", 300)])
+@pytest.mark.parametrize(("kind", "sequences"), [("streams", 150), ("fleet", 60), ("groups", 120)])
 def test_random_sequences(kind: str, sequences: int) -> None:
     counts = searched(kind, sequences)
     if kind != "groups":

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, Store, state_root, verify_stream
@@ -127,22 +123,6 @@ def test_a_store_that_is_away_leaves_the_last_version(store: Store) -> None:
         assert (worker.subscriber.version, worker.subscriber.root) == (0, root)
     worker.sync()
     assert worker.root == trainer.root
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["publisher", "subscriber"])
-def test_a_process_may_be_killed_at_every_call_to_the_store(role: str, tmp_path: Path) -> None:
-    """Forked from a process of its own, which has no threads."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.promises.killed", role, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) >= 10
 
 
 def test_errors_are_of_the_library_and_say_whether_to_try_again() -> None:

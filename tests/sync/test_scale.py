@@ -1,4 +1,4 @@
-"""Ten thousand versions in one stream and two hundred subscribers on one store, measured in calls and listed names."""
+"""Ten thousand versions in one stream and sixty subscribers on one store, measured in calls and listed names."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_ten_thousand_versions_behind_without_an_anchor_nearby() -> None:
     assert store.count["payload"] == len(seen[-1].links)
 
 
-def test_two_hundred_subscribers_on_one_store() -> None:
+def test_many_subscribers_on_one_store() -> None:
     """Workers that join at different versions follow together; each costs the store a few calls a version."""
     store = Counted()
     publisher = Publisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
@@ -220,7 +220,7 @@ def test_two_hundred_subscribers_on_one_store() -> None:
     for version in range(20):
         publisher.publish(states[version % CYCLE])
     publisher.wait()
-    subscribers = [Subscriber(store, stream="s", threads=1) for _ in range(200)]
+    subscribers = [Subscriber(store, stream="s", threads=1) for _ in range(60)]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda pair: pair[1].sync(pair[0] % 20), enumerate(subscribers)))
         list(pool.map(lambda s: s.sync(), subscribers))
