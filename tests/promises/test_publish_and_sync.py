@@ -160,6 +160,18 @@ def test_states_are_taken_when_they_are_submitted(store: Store) -> None:
     assert all(not report.problems for report in verify_stream(store, STREAM))
 
 
+def test_a_trainer_that_restarts_submits_what_it_has(store: Store) -> None:
+    """Its first state is the head: the memory that it was copied into is the publisher's from then on."""
+    trainer = Trainer()
+    with Publisher(store, stream=STREAM) as publisher:
+        publish(publisher, trainer, 2)
+    with Publisher(store, stream=STREAM) as publisher:
+        submitted = [publisher.submit(trainer.state)]
+        submitted += [publisher.submit(trainer.step()) for _ in range(4)]
+        assert [each.result().version for each in submitted] == list(range(2, 7))
+    assert all(not report.problems for report in verify_stream(store, STREAM))
+
+
 def test_a_waiting_submission_is_replaced_and_the_last_one_is_committed(store: Store) -> None:
     trainer = Trainer()
     with Publisher(store, stream=STREAM) as publisher:

@@ -235,4 +235,4 @@ def test_many_subscribers_on_one_store() -> None:
             assert store.count["listed"] <= 2 * len(subscribers)
         store.reset()
         list(pool.map(lambda s: s.sync(), subscribers))
-        assert dict(store.count) == {"list": 200, "listed": 200}
+        assert dict(store.count) == {"list": 60, "listed": 60}

@@ -112,7 +112,7 @@ class RankPublisher:
         self.make_folds()
         try:
             local = self._meet(request, number, submission)
-            manifest, draft, crowded = self._commit_together(request, local, timer)
+            manifest, draft, seen = self._commit_together(request, local, timer)
         except BaseException as error:
             if self._ranks.size > 1 and error is not self._ranks.common_error:
                 # The others do not know of it: none of them may mistake its next step for theirs.
@@ -125,8 +125,9 @@ class RankPublisher:
             self._tell_what_waited()  # a listener that fails must not part the ranks
         published = published_as(manifest, timer, draft.reason, blocked_seconds)
         self._tell(published)
-        self._notices.look_at(manifest.version, draft, local.source, crowded=crowded or request.crowded)
-        return published, draft.base is None and local.owned
+        self._notices.look_at(manifest.version, draft, local.source, crowded=seen.crowded or request.crowded)
+        # As an anchor, or as the head that a publisher which resumes has found it to be.
+        return published, seen.owned and draft.state is seen.state
 
     @property
     def makes_folds(self) -> bool:
@@ -215,8 +216,8 @@ class RankPublisher:
 
     def _commit_together(
         self, request: PublishRequest, local: LocalState, timer: PhaseTimer
-    ) -> tuple[Manifest, PendingVersion, bool]:
-        """The manifest of the version that was committed, what it was made of, and whether a device was crowded."""
+    ) -> tuple[Manifest, PendingVersion, Seen]:
+        """The manifest of the version that was committed, and what it was made of."""
         for _ in range(_MAX_STALE_COMMITS):
             self._follow(self._ranks.from_rank0(self._head.settle, _to_message, self._parsed))
             self._folds.make()
@@ -226,7 +227,7 @@ class RankPublisher:
             built = self._take_up(local, seen, found, timer) or self._build(local, seen, found, timer)
             manifest = self._store_and_commit(request, built, timer)
             if manifest:
-                return manifest, built.draft, seen.crowded
+                return manifest, built.draft, seen
         came = f"{_MAX_STALE_COMMITS} commits of older publishers came between"
         raise self._ranks.mark_collective(PublisherConflict(came))
 
