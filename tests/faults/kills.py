@@ -56,7 +56,7 @@ def policy(step: int) -> dict[str, Bits]:
 @named_in_small_patches()
 def publish(store: FusedStore, acknowledged: Path, steps: int, again: bool) -> None:
     """A trainer's program: goes on after the head's step, up to ``steps``; ``again`` publishes the head's first."""
-    publisher = tuned(store, stream=STREAM, history=True, anchor_ratio=0.4, folds=(2, 4), shard_bytes=1200, threads=1)
+    publisher = tuned(store, stream=STREAM, history=True, anchor_ratio=0.15, folds=(2, 4), shard_bytes=1200, threads=1)
     head = publisher.head()
     step = int(head.metadata["step"]) if head else 0
     while step < steps or again:
