@@ -83,6 +83,41 @@ def test_scattered_changes_are_what_the_loader_would_have_loaded(rank: int) -> N
     assert bits(model) == before
 
 
+class BiasOfOneRank(Model):
+    """As GPT-OSS loads the biases of its experts: one rank adds them, on the others they are zeros."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        def zeroed(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.zero_() if self.rank else tensor
+
+        super().load_weights((name, zeroed(tensor) if name == "side" else tensor) for name, tensor in weights)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tensor_that_the_loader_zeroes_is_a_constant(rank: int) -> None:
+    model, fresh = BiasOfOneRank(rank), BiasOfOneRank(rank)
+    old, new = checkpoint(), checkpoint(1)
+    loader_map = trace_loader(model, State.of(old))
+    assert loader_map.padding.get("side", 0) == 15 * rank
+    model.load_weights((name, tensor.clone()) for name, tensor in old.items())
+    fresh.load_weights((name, tensor.clone()) for name, tensor in new.items())
+    journal = Journal(LiveWeights(model))
+    for name, indices, values in changed(old, new):
+        journal.apply(located(loader_map, name, indices, values))
+    assert bits(model) == bits(fresh)
+
+
+@pytest.mark.parametrize("change", [lambda w: w[:2].zero_(), lambda w: w.mul_(2), lambda w: w.clone().zero_()])
+def test_a_tensor_that_the_loader_changes_is_refused(change: Callable[[torch.Tensor], object]) -> None:
+    class Changing(Model):
+        def _load_embed(self, weight: torch.Tensor) -> None:
+            change(weight)
+            super()._load_embed(weight)
+
+    with pytest.raises(UnsupportedTensor, match="changes 'embed' before it is copied"):
+        refused(checkpoint(), Changing())
+
+
 def test_learning_writes_nothing() -> None:
     model = Model()
     loader_map = trace_loader(model, State.of(checkpoint()))

@@ -237,6 +237,9 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._names.setdefault(tensor.untyped_storage().data_ptr(), name)
         self._written: dict[str, _Written] = {}
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
+        self._copied: set[str] = set()
+        self._constant: set[str] = set()
+        self._altered: dict[str, str] = {}
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors under all of their names, in memory that is reserved and never touched."""
@@ -257,8 +260,12 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if name is not None:
                     self._note(name, written, operation, args)
                     return written
+                if source := self._source(written):
+                    self._alter(source, written, operation)
+                    return written
         result = func(*args, **kwargs)
-        if operation in _ALIASES and self._source(args[0]) and result.dtype == args[0].dtype:
+        if operation in _ALIASES and (source := self._source(args[0])) and result.dtype == args[0].dtype:
+            self._copied.add(source)
             return args[0].view(args[0].shape)
         return result
 
@@ -279,6 +286,12 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written.padding += target.numel()
             return
         source = self._source(args[1]) if operation == "copy_" else None
+        if source in self._constant:
+            written.padding += target.numel()
+            return
+        if source in self._altered:
+            written.odd = written.odd or f"{self._altered[source]} changes {source!r} before it is copied"
+            return
         if source is None:
             written.odd = written.odd or f"{operation} of something else than a checkpoint tensor"
             return
@@ -300,6 +313,16 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if written.boxes.setdefault(box, source) != source:
             written.odd = f"{source!r} and {written.boxes[box]!r} go to the same place"
+
+    def _alter(self, source: str, written: torch.Tensor, operation: str) -> None:
+        """Notes that the loader writes into what it was given: all of it becomes a constant, as a bias that only one of
+        several ranks may add, or it is no part of the checkpoint any more. A copy that the loader made of it stands for
+        the tensor itself here, so that it cannot be told which of the two is written."""
+        whole = written.untyped_storage().nbytes() == written.numel() * written.element_size()
+        if operation in ("fill_", "zero_") and whole and source not in self._copied:
+            self._constant.add(source)
+        else:
+            self._altered[source] = operation
 
     def result(self, model: torch.nn.Module, derived: Collection[str]) -> LoaderMap:
         plain: dict[str, list[Box]] = {}
