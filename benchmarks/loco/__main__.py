@@ -87,7 +87,7 @@ def main() -> int:
             facts |= measure_convergence(methods, rounds, seeds, arguments.json)
         groups = [part for part in ("scaling", "sites") if part in arguments.only]
         if groups:
-            found = ablation.run(groups, [0], 2 if arguments.quick else None)
+            found = ablation.run(groups, [0], 2 if arguments.quick else None, quick=arguments.quick)
             facts["groups"] = [asdict(outcome) for outcome in found]
     except KeyboardInterrupt:
         print("interrupted; trainers and network are gone", file=sys.stderr)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pulse_rl.errors import InputError
-from pulse_rl.plan import METHODS, WAYS, Fleet, Scenario, catch_up_bytes, make_fleet_plan, make_plan
-from pulse_rl.plan.fleet import density_of
+from pulse_rl.plan import METHODS, Fleet, Scenario, make_fleet_plan, make_plan
+from pulse_rl.plan.fleet import WAYS, catch_up_bytes, density_of
 
 SEVEN = Scenario(params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=1e9, round_trip_seconds=0.1)
 FLEET = Fleet(workers=1000, regions=4, origin_bandwidth=10e9, region_bandwidth=1e9, near_bandwidth=10e9)

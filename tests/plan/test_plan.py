@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pulse_rl.errors import InputError
-from pulse_rl.plan import METHODS, Scenario, bandwidth_for, from_study, make_plan, sync_bytes, utilisation
+from pulse_rl.plan import METHODS, Scenario, from_study, make_plan
+from pulse_rl.plan.model import bandwidth_for, sync_bytes, utilisation
 from tests.support.reports import STUDY
 
 PAPER = Scenario(params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=0.2e9)

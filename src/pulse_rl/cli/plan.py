@@ -9,8 +9,8 @@ from typing import Any
 
 from .._util.settings import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_count
 from ..errors import InputError
-from ..plan import METHODS, WAYS, Fleet, Scenario, catch_up_bytes, from_study, make_fleet_plan, make_plan
-from ..plan.fleet import FleetPlan
+from ..plan import METHODS, Fleet, Scenario, from_study, make_fleet_plan, make_plan
+from ..plan.fleet import WAYS, FleetPlan, catch_up_bytes
 from ..plan.model import Plan
 from .output import Console, read_study
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from .. import plan
 from ..errors import InputError
 from ..metrics.listeners import read_events
+from ..plan.model import bandwidth_for
 
 BUCKETS = 400
 """A series of up to twice as many points is drawn as it is."""
@@ -288,8 +288,8 @@ def _summary(published: list[EventRecord]) -> dict[str, Any] | None:
         "parameters": patched[-1]["elements"],
         "step_seconds": step,
         "target": _TARGET,
-        "bandwidth_for_target": step and plan.bandwidth_for(nbytes, step, _TARGET),
-        "bandwidth_full": step and plan.bandwidth_for(full, step, _TARGET),
+        "bandwidth_for_target": step and bandwidth_for(nbytes, step, _TARGET),
+        "bandwidth_full": step and bandwidth_for(full, step, _TARGET),
         "anchors": sum(e["anchor_bytes"] > 0 for e in published),
         "anchor_bytes": sum(e["anchor_bytes"] for e in published),
     }

@@ -33,7 +33,7 @@ from ..codec import HISTORY
 from ..patch.blocks import Block, cut
 from ..patch.header import BlockEntry, PatchHeader, all_of
 from ..patch.history import HistoryName
-from ..plan import bandwidth_for
+from ..plan.model import bandwidth_for
 from ..state.tensors import TensorSpec
 from .record import CODECS, WITH_HISTORY, BlockRecord, ChangeCount, CodedBlock, CodedStep, Pair
 from .recurrence import HistoryTally, first_step
