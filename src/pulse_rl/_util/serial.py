@@ -8,7 +8,10 @@ that.
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
+import time
 import weakref
 from _thread import allocate_lock, get_ident, start_new_thread
 from collections.abc import Callable, Iterator
@@ -22,12 +25,14 @@ from .threads import LOOK_SECONDS, Call, running
 R = TypeVar("R")
 _IDLE_SECONDS = 10.0
 """After so long without an operation a thread ends; the next one starts it again."""
+_LONGEST_REST_SECONDS = 10.0
+"""So long an ending program waits for what it has asked to stop: more would be a wait for a store."""
 
 
 class Operation(Call[R]):
     """A call that can be asked to stop at its next `checkpoint`."""
 
-    __slots__ = ("stopping",)
+    __slots__ = ("__weakref__", "stopping")
 
     def __init__(self, work: Callable[[], R]) -> None:
         super().__init__(work)
@@ -35,8 +40,12 @@ class Operation(Call[R]):
 
     def run(self) -> None:
         running.operation = self
-        super().run()
-        running.operation = None
+        _active[self] = get_ident()
+        try:
+            super().run()
+        finally:
+            _active.pop(self, None)
+            running.operation = None
 
     def stop(self) -> None:
         """Cancels the operation if it has not begun; else asks it to stop, and returns when it rests. An interrupt is
@@ -45,6 +54,12 @@ class Operation(Call[R]):
         if not self.cancel():
             while not self.ended:
                 self.wait(LOOK_SECONDS)
+
+
+class _OwnOperation(Operation[R]):
+    """One that its caller runs by itself."""
+
+    __slots__ = ()
 
 
 class NotCopyable:
@@ -79,6 +94,7 @@ class SerialThread(NotCopyable):
         """
         if get_ident() in self._ident:
             return work()
+        _park_at_the_end()
         self._take_turn()
         try:
             if getattr(running, "pooled", False) and self._serving.acquire(blocking=False):
@@ -103,6 +119,7 @@ class SerialThread(NotCopyable):
         self._take_turn()
         try:
             operation = Operation(work)
+            _posted.add(operation)
             self._put(operation)
             return operation
         finally:
@@ -111,10 +128,15 @@ class SerialThread(NotCopyable):
     def _run_here(self, work: Callable[[], R]) -> R:
         self._ident[:] = [get_ident()]
         try:
-            return work()
+            if getattr(running, "operation", None) is not None:
+                return work()
+            operation = _OwnOperation(work)
+            operation.run()
         finally:
             self._ident.clear()
             self._serving.release()
+        _park_at_the_end()
+        return operation.result()
 
     def _take_turn(self) -> None:
         if os.getpid() != self._process:
@@ -171,3 +193,51 @@ def shield() -> Iterator[None]:
         yield
     finally:
         running.operation = operation
+
+
+# -- the end of the program
+#
+# A thread that comes back from a kernel into an interpreter that is being taken down is ended there, within frames of
+# C++, which ends the process by an abort. So no thread may be in a kernel by then.
+
+_posted: weakref.WeakSet[Operation[Any]] = weakref.WeakSet()
+_active: dict[Operation[Any], int] = {}
+_ending: list[bool] = []
+
+
+def _finish() -> None:
+    """What was posted is ended, as an executor's work is."""
+    for operation in list(_posted):
+        while not operation.ended:
+            operation.wait(LOOK_SECONDS)
+
+
+def _rest() -> None:
+    """What others wait for, none of which ends by itself any more, is stopped at its next checkpoint."""
+    _ending.append(True)
+    limit = time.monotonic() + _LONGEST_REST_SECONDS
+    while _active and time.monotonic() < limit:
+        for operation in list(_active):
+            operation.stopping = True
+        time.sleep(0.001)
+
+
+def _park_at_the_end() -> None:
+    """Once the program ends, a thread that is not the main one goes no further than this."""
+    if _ending and threading.current_thread() is not threading.main_thread():
+        for operation in [operation for operation, ident in list(_active.items()) if ident == get_ident()]:
+            del _active[operation]
+        lock = allocate_lock()
+        lock.acquire()
+        lock.acquire()
+
+
+def _forget() -> None:
+    _posted.clear()
+    _active.clear()
+
+
+threading._register_atexit(_finish)  # type: ignore[attr-defined]
+atexit.register(_rest)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

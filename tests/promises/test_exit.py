@@ -1,0 +1,58 @@
+"""A program that ends waits for what it has submitted, as it would for an executor's work, and never aborts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pulse_rl import LocalStore, verify_stream
+
+PROGRAM = """
+import random, sys, threading, time
+import numpy as np
+from pulse_rl import Bits, Publisher, Subscriber, Subscribers
+
+store, how = sys.argv[1:]
+rng = np.random.default_rng(1)
+weight = rng.integers(0x3C00, 0x4000, (3000, 1000)).astype(np.uint16)
+publisher = Publisher(store, stream="s")
+many = Subscribers(store, poll_seconds=0.01, threads=2)
+many.add("s")
+
+def read():
+    for _ in many.updates():
+        pass
+
+def follow():
+    with Subscriber(store, stream="s") as worker:
+        for _ in worker.updates(poll_seconds=0.001):
+            pass
+
+for work in (read, follow):
+    threading.Thread(target=work, daemon=True).start()
+for step in range(3):
+    publisher.submit({"weight": Bits(weight, "BF16")})
+    weight[rng.random(weight.shape) < 0.1] += np.uint16(1)
+time.sleep(random.random() / 20)
+if how == "exception":
+    raise ValueError("as any other")
+if how == "exit":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("normal", 0), ("exception", 1), ("exit", 3)])
+def test_what_was_submitted_is_published(how: str, status: int, tmp_path: Path) -> None:
+    for attempt in range(3):
+        store = tmp_path / str(attempt)
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(store), how], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert ended.returncode == status, ended.stderr
+        assert ("ValueError" in ended.stderr) == (how == "exception")
+        reports = list(verify_stream(LocalStore(store), "s"))
+        assert [report.version for report in reports] == [0, 1, 2]
+        assert all(report.ok for report in reports)
