@@ -73,7 +73,8 @@ class Pulse(RealPeer):
         store = MemoryStore()
         self.publisher, self.subscriber = Publisher(store, stream="peers"), Subscriber(store, stream="peers")
         self.publisher.publish(self.states[0])
-        self.subscriber.sync()
+        if update := self.subscriber.sync():
+            update.acknowledge()
 
     def publish(self) -> int:
         published = self.publisher.publish(self.states[1])

@@ -76,7 +76,9 @@ def one_round(a: State, b: State) -> Figures:
     with Publisher(store, stream="bench") as publisher, Subscriber(store, stream="bench") as worker:
 
         def sync() -> None:  # the update is not kept: while one is alive, the state moves in a copy
-            assert worker.sync() is not None
+            update = worker.sync()
+            assert update is not None
+            update.acknowledge()
 
         measured("first publish", lambda: publisher.publish(a))
         measured("first sync", sync)

@@ -105,7 +105,7 @@ class BaselineRestored:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """A subscriber's host state is now the verified ``version``; ``previous`` is the version that the caller had before
+    """A subscriber's host state is now the verified ``version``; ``previous`` is the version that it held before
     (None: none).
 
     ``links`` are the roles of the objects, in order; ``fetched_bytes`` is their total size.

@@ -24,11 +24,11 @@ class Disturbances:
             self._publish(rng, 0, [], interrupted=True)
         elif who == "sync" and self.workers:
             worker = rng.choice(self.workers)
-            worker.steps = self.interrupts.choose(rng, "sync", worker.client, anywhere=worker.spoken)
+            worker.steps = self.interrupts.choose(rng, "sync", worker.client)
             worker.sync([], None)
         elif self.group:
             member = rng.choice(self.group.members)
-            member.steps = self.interrupts.choose(rng, "poll", member.client, anywhere=member.spoken)
+            member.steps = self.interrupts.choose(rng, "poll", member.client)
             self.group.poll(member, [], rng)
 
     def race(self: World, rng: Random) -> None:

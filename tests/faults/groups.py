@@ -95,8 +95,8 @@ class Client:
 class Worker:
     """A member and its live model, which starts from ``base``, a `Live` of a version."""
 
-    def __init__(self, world: World, name: str, *, silent: bool, base: Live | None = None) -> None:
-        self.world, self.name, self.silent = world, name, silent
+    def __init__(self, world: World, name: str, *, base: Live | None = None) -> None:
+        self.world, self.name = world, name
         self.client = Client(world.store)
         self.live = base or Live()
         self.held = -1
@@ -122,8 +122,7 @@ class Worker:
             assert update.version >= self.held, f"{self.name} is given {update.version} after {self.held}"
             self.live.apply(update)
             assert self.live.root == self.world.roots[update.version], f"{self.name}: {update} leads astray"
-            if not self.silent:
-                update.acknowledge()
+            update.acknowledge()
 
     def ends(self) -> None:
         self.subscriber.close()
@@ -172,7 +171,7 @@ class World:
                 assert len(long) - len(short) <= 1, f"members went {short} and {long}"
 
     def started(self, rng: Random, name: str, base: Live | None = None) -> Worker:
-        return Worker(self, name, silent=rng.random() < 0.3, base=base)
+        return Worker(self, name, base=base)
 
     # -- what may happen
 

@@ -205,6 +205,7 @@ def follow(place: Place, number: int, seed: int) -> None:
                     update = None
                 if update is not None:
                     live.apply(update)
+                    update.acknowledge()
                     record.write(f"holds {update.version} {live.root()}\n")
                 time.sleep(_POLL_SECONDS)
         record.write(f"errors {dict(errors)}\n")

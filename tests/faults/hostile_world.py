@@ -154,10 +154,8 @@ class HostileWorld(World):
     def _stream_id(self, rng: Random) -> str | None:
         return STREAM_ID
 
-    def _make_worker(
-        self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup, acknowledges: bool
-    ) -> Worker:
-        return TrustingWorker(net, self.model, counts, cache, setup, acknowledges=acknowledges)
+    def _make_worker(self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup) -> Worker:
+        return TrustingWorker(net, self.model, counts, cache, setup)
 
     def _publish(self, rng: Random, who: int, faults: list[Fault], *, interrupted: bool = False) -> None:
         """May fail, with an error of the library. What is said to be committed was."""

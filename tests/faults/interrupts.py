@@ -136,7 +136,7 @@ def run(store: Store, *, count: int, model: str, seed: int, tell: Callable[[str]
             return update
 
         publisher.publish(state)
-        follow()  # nobody can tell that an update was lost by one who has never acknowledged any
+        follow()
         while interrupted.count < count:
             faulthandler.dump_traceback_later(_ROUND_SECONDS, exit=True)
             state = changed(numbers, state)

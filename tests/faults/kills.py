@@ -89,6 +89,7 @@ def follow(store: FusedStore, folder: Path, fuse: Fuse, stops: Iterable[int]) ->
             save(live, subscriber.state, {"version": str(update.version)})
             if due:
                 die()
+            update.acknowledge()
 
 
 @dataclass

@@ -29,7 +29,7 @@ class GroupWorker(Worker):
         self, net: Net, model: Model, counts: Counter[str], cache: Path | None, setup: Setup, *, name: str
     ) -> None:
         self.name = name
-        super().__init__(net, model, counts, cache, setup, acknowledges=True)
+        super().__init__(net, model, counts, cache, setup)
 
     def __str__(self) -> str:
         return f"member {self.name}, {super().__str__()}"

@@ -42,9 +42,6 @@ class Inline(SerialThread):
 
 
 class Worker:
-    """``acknowledges``: it says what it has taken over, and may lose an update in between. ``spoken`` once it has: of
-    one that has not, nobody can tell whether an interrupt took what a call was just returning."""
-
     def __init__(
         self,
         net: Net,
@@ -52,15 +49,12 @@ class Worker:
         counts: Counter[str],
         cache: Path | None,
         setup: Setup,
-        *,
-        acknowledges: bool = False,
     ) -> None:
         self._net = net
         self._model = model
         self._counts = counts
         self._cache = cache
         self._setup = setup
-        self.acknowledges = acknowledges
         self.holds = False
         self.interrupt_at: int | None = None
         self.steps: Steps | None = None
@@ -81,7 +75,7 @@ class Worker:
         self.interrupt_at = self.steps = self.loses_at = None
         self._least: int | None = None
         self._held: tuple[Update, list[bytes]] | None = None
-        self.touched, self.spoken = True, False
+        self.touched = True
         base = None
         if how == "base" and self.live.version is not None and not self.live.torn:
             base = self.live.tensors
@@ -182,9 +176,7 @@ class Worker:
                 return
             self._hold(update)
             self.live.apply(update)
-            if self.acknowledges:
-                update.acknowledge()
-                self.spoken = True
+            update.acknowledge()
             aliases = committed.aliases
             check(update.aliases == aliases, f"{self} was told of the aliases {update.aliases}, not {aliases}")
         elif self._base and self.subscriber.version is None:
@@ -233,19 +225,17 @@ class Worker:
 
     def _follows(self, update: Update) -> bool:
         """Whether the update starts where the live model is, or at another version with the same bits, as one that
-        starts from a base may. One that was taken over without a word is delivered again after a call that failed."""
+        starts from a base may."""
         known = self.live.version
-        if (
+        return (
             update.previous is None
             or update.previous == known
-            or self._model.committed(update.previous, self.live.root)
-        ):
-            return True
-        return not self.acknowledges and known is not None and update.previous <= known <= update.version
+            or self._model.committed(update.previous, self.live.root) is not None
+        )
 
     def _loses(self, update: Update) -> bool:
         """Whether the worker is interrupted while it scatters ``update``: some tensors have it, others not."""
-        if self.loses_at is None or not self.acknowledges or not update.tensors:
+        if self.loses_at is None or not update.tensors:
             return False
         for _ in update:
             break

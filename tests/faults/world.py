@@ -193,14 +193,12 @@ class World(Disturbances, Upkeep):
 
     def _worker(self, rng: Random) -> Worker:
         cache = self._cache_folder() / str(rng.getrandbits(32)) if rng.random() < 0.15 else None
-        worker = self._make_worker(self.net, self.counts, cache, self.setup, rng.random() < 0.5)
+        worker = self._make_worker(self.net, self.counts, cache, self.setup)
         worker.holds = rng.random() < 0.15
         return worker
 
-    def _make_worker(
-        self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup, acknowledges: bool
-    ) -> Worker:
-        return Worker(net, self.model, counts, cache, setup, acknowledges=acknowledges)
+    def _make_worker(self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup) -> Worker:
+        return Worker(net, self.model, counts, cache, setup)
 
     def _cache_folder(self) -> Path:
         if self._folder is None:
@@ -218,7 +216,7 @@ class World(Disturbances, Upkeep):
 
     def _stranger(self) -> Worker:
         """A worker of its own that nothing befalls: no late call arrives meanwhile."""
-        return self._make_worker(Net(self.disk), self.counts, None, replace(self.setup, inline=True), False)
+        return self._make_worker(Net(self.disk), self.counts, None, replace(self.setup, inline=True))
 
     def _walk(self, rng: Random) -> None:
         """Newcomers go to some of the versions, and to some that cannot be reached; and one worker goes through all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pulse_rl import Member, MemoryStore, Publisher, Store, Subscriber
+from pulse_rl import Member, MemoryStore, Publisher, Store, Subscriber, Update
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import memory
 from tests.faults.groups import MEMBERS
@@ -19,9 +19,18 @@ class Clock:
         monkeypatch.setattr(memory.time, "time", lambda: self.now)
 
 
-def member(store: Store, name: str, **options: object) -> Member:
+class Prompt(Member):
+    """A member whose live model has each update as soon as it is polled."""
+
+    def poll(self) -> Update | None:
+        if update := super().poll():
+            update.acknowledge()
+        return update
+
+
+def member(store: Store, name: str, kind: type[Member] = Prompt, **options: object) -> Member:
     subscriber = Subscriber(store, stream="s", threads=1, **options)
-    return Member(subscriber, group="g", name=name, timeout_seconds=60)
+    return kind(subscriber, group="g", name=name, timeout_seconds=60)
 
 
 class KeepsAll(MemoryStore):

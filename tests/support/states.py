@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pulse_rl import Bits, State, Update, state_root
+from pulse_rl import Bits, State, Subscriber, Update, state_root
 
 Tensors = dict[str, Bits]
 Rng = np.random.Generator
@@ -133,10 +133,18 @@ class Live:
                 self.tensors[tensor.spec.name] = Bits(array, tensor.spec.dtype.name)
             else:
                 self.tensors[tensor.spec.name].array.reshape(-1)[tensor.indices] = tensor.values
+        update.acknowledge()
 
     @property
     def root(self) -> str:
         return state_root(self.tensors)
+
+
+def taken(worker: Subscriber, target: int | None = None) -> Update | None:
+    """What a sync returns, acknowledged as by a live model that has it at once."""
+    if update := worker.sync(target):
+        update.acknowledge()
+    return update
 
 
 def run_python(code: str, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:

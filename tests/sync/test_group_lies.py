@@ -206,7 +206,7 @@ def test_an_update_that_was_not_acknowledged_is_returned_again(clock: Clock) -> 
     store = MemoryStore()
     stream = Stream(store)
     stream.publish()
-    one, two = member(store, "one"), member(store, "two")
+    one, two = member(store, "one", Member), member(store, "two", Member)
     for each in (one, two):
         update = each.poll()
         assert update is not None

@@ -12,7 +12,7 @@ import pytest
 from pulse_rl import LocalStore, Publisher, PulseError, Relay, Subscriber
 from pulse_rl.store.server import FolderServer
 from tests.support.http import CountedHttpStore, Liar, answer, asked
-from tests.support.states import Rng, history, roots
+from tests.support.states import Rng, history, roots, taken
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def test_an_idle_worker_makes_four_requests_a_minute(
     publisher.publish(history(rng, 1)[0])
     store = CountedHttpStore(served.url)
     worker = Subscriber(store, stream="policy", threads=1)
-    worker.sync()
+    taken(worker)
     asked(store)
     assert list(worker.updates(poll_seconds=0.01, timeout_seconds=2.5)) == []
     found = list(asked(store))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import Bits, MemoryStore, Publisher, Relay, Subscriber, state_root
-from tests.support.states import Rng
+from tests.support.states import Rng, taken
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_indices_take_memory_when_they_are_asked_for(rng: Rng) -> None:
     store = MemoryStore()
     with Publisher(store, stream="policy") as publisher, Subscriber(store, stream="policy", threads=1) as worker:
         publisher.publish(state)
-        worker.sync()
+        taken(worker)
         model = state["w"].array.copy()
         changed = rng.permutation(size)[: size // 2]
         state["w"].array[changed] ^= 1

@@ -13,7 +13,7 @@ from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root, unwra
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
 from pulse_rl.events import BaselineRestored, Event, Hint
 from pulse_rl.integrations.torch import apply_
-from tests.support.states import Rng, mutated, snapshot, weights
+from tests.support.states import Rng, mutated, snapshot, taken, weights
 from tests.support.stores import FaultyStore
 
 
@@ -51,11 +51,11 @@ def test_the_order_of_tied_names_makes_no_anchor(rng: Rng) -> None:
     store, first, other = MemoryStore(), weights(rng, 500), weights(rng, 40)
     publisher, subscriber = Publisher(store, stream="s"), Subscriber(store, stream="s")
     publisher.publish(tied(first, "embed", "head") | {"norm": other})
-    subscriber.sync()
+    taken(subscriber)
     second, third = (Bits(first.array ^ np.uint16(bit), "BF16") for bit in (1, 2))
     for tensor, names in ((second, ("head", "embed")), (third, ("embed", "head")), (first, ("head", "embed"))):
         done = publisher.publish({"norm": other} | tied(tensor, *names))
-        update = subscriber.sync()
+        update = taken(subscriber)
         assert (done.changed, done.anchored, done.reason) == (500, False, "")
         assert update is not None
         assert update.aliases == {"head": "embed"}

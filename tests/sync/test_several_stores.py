@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import Member, MemoryStore, Publisher, Relay, Signer, Store, Subscriber, state_root
+from pulse_rl import Member, MemoryStore, Publisher, Relay, Signer, Store, Subscriber, Update, state_root
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecreated
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.store import ObjectInfo
-from tests.support.states import Live, Rng, Tensors, history
+from tests.support.states import Live, Rng, Tensors, history, taken
 from tests.support.stores import FaultyStore, names
 
 
@@ -37,6 +37,15 @@ class Away(MemoryStore):
         return super().__getattribute__(name)
 
 
+class Prompt(Subscriber):
+    """A worker whose live model has each update as soon as it is returned."""
+
+    def sync(self, target: int | None = None) -> Update | None:
+        if update := super().sync(target):
+            update.acknowledge()
+        return update
+
+
 class Fleet:
     """An origin with its publisher, and a near store that a relay fills."""
 
@@ -56,7 +65,7 @@ class Fleet:
         return state_root(self.states[self.published - 1])
 
     def worker(self, **options: object) -> Subscriber:
-        return Subscriber([self.near, self.origin], stream="policy", threads=1, **options)  # type: ignore[arg-type]
+        return Prompt([self.near, self.origin], stream="policy", threads=1, **options)  # type: ignore[arg-type]
 
 
 def forget_calls(*stores: FaultyStore) -> None:
@@ -308,7 +317,7 @@ def test_one_store_is_one_store(rng: Rng) -> None:
     publisher = Publisher(store, stream="policy")
     publisher.publish(history(rng, 1)[0])
     worker = Subscriber([store], stream="policy")
-    worker.sync()
+    taken(worker)
     store.calls.clear()
     assert worker.sync() is None
     assert store.calls == [("list", "policy/versions")]

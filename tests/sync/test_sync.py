@@ -14,7 +14,7 @@ from pulse_rl.errors import EmptyStream, InputError, InvalidName
 from pulse_rl.events import Event, Published, Synced
 from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import tuned
-from tests.support.states import Live, Rng, Tensors, bits, history, mutated, policy, roots, snapshot, weights
+from tests.support.states import Live, Rng, Tensors, bits, history, mutated, policy, roots, snapshot, taken, weights
 from tests.support.stores import FaultyStore, names, s3_store
 
 counter = itertools.count()
@@ -105,7 +105,7 @@ def test_a_state_without_changes_is_a_version_too(rng: Rng) -> None:
     assert (done[1].changed, done[1].density) == (0, 0.0)
     assert done[1].patch_bytes < 400
     subscriber = Subscriber(store, stream="policy")
-    subscriber.sync(0)
+    taken(subscriber, 0)
     update = subscriber.sync()
     assert update is not None
     assert (update.version, update.tensors, update.root) == (1, (), done[0].root)

@@ -79,7 +79,6 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
         _require_fitting(changed)
     plan = [(t, target.detach()) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
     _note_version(model, update, held, update.version)
-    update._receipt.begun = True
     scattered = []
     for tensor, target in plan:  # detached, and not within no_grad(): an interrupt there would leave gradients off
         changes = changes_of(tensor)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from .._util.serial import NotCopyable
-from ..errors import InputError, MemberConflict, NotFound, PulseError, StoreError
+from ..errors import InputError, MemberConflict, NotFound, StoreError
 from ..stream.names import AWAY, EMPTY, STAGED, SWITCHED, GroupNames, NoteName, check_word
 from .notes import DEFAULT_TIMEOUT_SECONDS, Notes, read_notes
 from .planner import BROKEN_LINK
@@ -64,15 +64,13 @@ class Member(NotCopyable):
         self._found_nothing = False
         self._staged = _Staged(None, None)
         self._switched: int | None = None
-        self._syncing = False
-        self._in_doubt = False
         self.version: int | None = None
         """The version that the live model holds once it has applied what `poll` returned last, or that it held already,
         such as the subscriber's ``base``. Never falls. None: no version yet."""
 
     def poll(self) -> Update | None:
-        """Takes part in the group's next step. Returns the update that all members scatter now, or None. One that was
-        not acknowledged (`Update.acknowledge`) is returned again.
+        """Takes part in the group's next step. Returns the update that all members scatter now, or None. It is returned
+        again, and nothing newer before, until it is acknowledged (`Update.acknowledge`).
 
         Raises MemberConflict while a newer process uses the member's name, and what `Subscriber.sync` raises: a member
         that cannot stage the group's version, nor a newer one, holds the others up no longer than the timeout. It may
@@ -82,24 +80,15 @@ class Member(NotCopyable):
             raise InputError(
                 "this Member was made in another process", hint="Make one in each process, after the fork."
             )
-        try:
-            handed = self._handed()
-            if handed is not None and not self._in_doubt:
-                if self._subscriber.awaits(handed):
-                    return handed
-                self._staged = self._staged._replace(update=None)
-            if self._handed() is None:
-                self._take_part()
-            update = self._handed()
-            if update is not None or self._staged.update is None:
-                self.version = self._staged.version
-            if update is not None:
-                update._receipt.begun = False
-            self._in_doubt = False
-            return update
-        except BaseException:
-            self._in_doubt = True  # an update may have been on its way out
-            raise
+        handed = self._handed()
+        if handed is not None and handed.acknowledged:
+            self._staged = self._staged._replace(update=None)
+        if handed is None or handed.acknowledged:
+            self._take_part()
+        update = self._handed()
+        if update is not None or self._staged.update is None:
+            self.version = self._staged.version
+        return update
 
     def _handed(self) -> Update | None:
         """The update that was last given out, until the live model has taken it over, or the owner synced past it."""
@@ -199,21 +188,11 @@ class Member(NotCopyable):
     def _sync(self, target: int | None) -> None:
         """Moves the host state to the target, and keeps what the live model lacks since it was last given an update."""
         before = self._staged
-        lost, self._syncing = self._syncing, True
-        try:
-            update = self._subscriber.sync(target)
-        except PulseError:
-            self._syncing = lost
-            raise
+        update = self._subscriber.sync(target)
         version = self._subscriber.version
-        if lost and version is not None:  # an interrupt may have taken the update that the last sync returned
-            update = self._subscriber.full_update()
-        if update is not None:
-            update._receipt.begun = True  # or the subscriber might take it that the live model has it
         # A subscriber that was closed, or lost its state, may come to an older version than the live model holds.
         if version is not None and (before.version is None or version >= before.version):
             self._staged = _Staged(version, update)
-        self._syncing = False
 
 
 def _agreed(version: int, others: list[NoteName]) -> bool:

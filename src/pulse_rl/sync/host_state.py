@@ -21,9 +21,8 @@ from ..patch.undo import by_whole_blocks
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..stream.chain import Link
-from .delivery import Delivery, Step
 from .selection import Selection
-from .update import Update
+from .update import Pending, Update
 
 
 class Watcher(Protocol):
@@ -45,15 +44,15 @@ _LARGEST_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """The version of a host state, what changed up to it, and what its owner knows. Replaced as one, so that an
-    interrupt between two assignments can neither lose a change nor deliver one that is not there. ``knows``: whether
-    the history is all that the next patch may need.
+    """The version of a host state, and what of it is pending for its owner. Replaced as one, so that an interrupt
+    between two assignments can neither lose a change nor deliver one that is not there. ``knows``: whether the history
+    is all that the next patch may need.
     """
 
     version: int
     state: State
     digest: StateDigest
-    delivery: Delivery
+    pending: Pending
     history: History = _NOTHING
     knows: bool = False
 
@@ -77,6 +76,8 @@ class HostState:
         self._watcher = watcher
         self._at: _Position | None = None
         self._pinned: list[weakref.ref[Update]] = []
+        self.followed: list[Link] = []
+        """The links that were followed, until somebody clears the list."""
 
     @property
     def version(self) -> int | None:
@@ -113,8 +114,9 @@ class HostState:
         ``history`` that it has. ``remembers`` is the manifest's."""
         if self._watcher:
             self._watcher.replaced()
-        delivery, knows = Delivery.complete(version, state), history.spans == tuple(remembers)
-        self._at = _Position(version, state, digest, delivery, history if knows else _NOTHING, knows)
+        knows = history.spans == tuple(remembers)
+        pending = Pending.nothing(version, state)
+        self._at = _Position(version, state, digest, pending, history if knows else _NOTHING, knows)
         self.poisoned = False
 
     def recover(self) -> None:
@@ -160,10 +162,11 @@ class HostState:
             self.poisoned = False  # refused, or undone to the last bit
             raise
         with shield():
-            delivery = at.delivery.after_patch(link, applied.changes, at.state)
+            pending = at.pending.after_patch(applied.changes, link.nbytes, at.state)
             history = self._remembered(link, patch, applied, remembers)
             knows = history.spans == tuple(remembers)
-            self._at = _Position(link.version, at.state.with_aliases(aliases), applied.digest, delivery, history, knows)
+            self._at = _Position(link.version, at.state.with_aliases(aliases), applied.digest, pending, history, knows)
+            self.followed.append(link)
             self.poisoned = False
             if self._watcher:
                 undo = by_whole_blocks(patch.header, applied.undo)
@@ -190,8 +193,10 @@ class HostState:
         if self._watcher:
             self._watcher.replaced()
         old = self._at
-        delivery = old.delivery.after_restore(links, old.state, state) if old else Delivery(links=tuple(links))
-        self._at = _Position(links[-1].version, state, digest, delivery, history, knows)
+        nbytes = sum(link.nbytes for link in links)
+        pending = old.pending.after_restore(nbytes, old.state, state) if old else Pending(nbytes=nbytes)
+        self._at = _Position(links[-1].version, state, digest, pending, history, knows)
+        self.followed += links
         self.poisoned = False
 
     # -- what the owner knows
@@ -199,19 +204,19 @@ class HostState:
     @property
     def acknowledged(self) -> bool:
         """Whether the owner knows the state as it is now."""
-        return self._at is None or self._at.delivery.acknowledged == self._at.version
+        return self._at is None or self._at.pending.since == self._at.version
 
-    def outstanding(self) -> Step:
-        """All that the owner has not acknowledged."""
+    def pending(self) -> Pending:
+        """All that the owner has not acknowledged, each element once."""
         at = self._position
-        step = at.delivery.outstanding(at.version, at.state)
-        self._at = replace(at, delivery=at.delivery.told(step))
-        return step
+        pending = at.pending.merged(at.state)
+        self._at = replace(at, pending=pending)
+        return pending
 
     def acknowledge(self) -> None:
         """The owner knows the state as it is now."""
         at = self._position
-        self._at = replace(at, delivery=Delivery.complete(at.version, at.state))
+        self._at = replace(at, pending=Pending.nothing(at.version, at.state))
 
     def pin(self, update: Update) -> None:
         """Remembers an update whose values are views of the state: while it is alive, the state moves in a copy."""

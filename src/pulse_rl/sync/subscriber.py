@@ -28,12 +28,11 @@ from ..stream.names import payload_digest
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from .delivery import Step
 from .failover import DEFAULT_PATIENCE_SECONDS, Failover
 from .host_state import HostState
 from .pause import LONGEST_POLL, Pause
 from .selection import Selection
-from .update import Receipt, Update, make_update
+from .update import Pending, Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
 _KEPT_RECEIPTS = 8
@@ -62,7 +61,6 @@ class Subscriber(NotCopyable):
     """
 
     _idle_seconds: ClassVar[float | None] = None
-    _owner_acknowledges: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -116,8 +114,6 @@ class Subscriber(NotCopyable):
         self._threads = threads
         self._listener = on_event
         self._delivered: list[Receipt] = []
-        self._acknowledging = self._owner_acknowledges
-        self._in_doubt = False
 
     def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
         """What the stream is read from."""
@@ -172,17 +168,13 @@ class Subscriber(NotCopyable):
         update. A missing or damaged object makes it take another path. When this raises (ChainGap, StoreUnavailable,
         StreamRecreated …) the state rests at a verified version, at which a repeated call goes on.
 
-        What was returned and not acknowledged (`Update.acknowledge`) is returned again, together with what is newer. A
-        caller that never acknowledges anything is taken to have what was returned.
+        An update has all that changed since the last one that was acknowledged (`Update.acknowledge`): what was
+        returned and was not is returned again, together with what is newer.
         """
         if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
             raise InputError(f"a version is a whole number from 0 on, not {target!r}")
-        try:
-            with failures_to(self._listener, self.stream.name, "sync"):
-                return self._serial.run(lambda: self._sync(target))
-        except BaseException:
-            self._in_doubt = True  # an update may have been on its way out
-            raise
+        with failures_to(self._listener, self.stream.name, "sync"):
+            return self._serial.run(lambda: self._sync(target))
 
     def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         """Writes the current state to ``path``, a safetensors file with this ``metadata``, atomically, and beside it,
@@ -195,7 +187,7 @@ class Subscriber(NotCopyable):
 
     def full_update(self) -> Update:
         """The whole current state as an update, for a model that is new or missed one. Raises as `state` does."""
-        return self._serial.run(lambda: self._update(Step(None, self._manifest().version), time.perf_counter()))
+        return self._serial.run(lambda: self._update(Pending(), time.perf_counter()))
 
     def updates(self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None) -> Iterator[Update]:
         """Yields updates as versions appear, with a `wait` of ``poll_seconds`` between looks; ends when none has
@@ -221,11 +213,6 @@ class Subscriber(NotCopyable):
         checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)
         self._pause.take([self.stream.last_accepted], poll_seconds, checked_number("most_seconds", most_seconds))
 
-    def awaits(self, update: Update) -> bool:
-        """Whether ``update``, which this subscriber returned, is still to be acknowledged."""
-        receipt = update._receipt
-        return not receipt.acknowledged and (receipt.begun or self._acknowledging)
-
     def close(self) -> None:
         """Lets the host state go. May be called twice; a `sync` afterwards starts as a new Subscriber would."""
         self._serial.run(self._forget)
@@ -242,12 +229,15 @@ class Subscriber(NotCopyable):
         started = time.perf_counter()
         host = self._host
         host.recover()
-        self._settle_deliveries()
+        if any(receipt.acknowledged for receipt in self._delivered if receipt.version == host.version):
+            host.acknowledge()
+            self._delivered = []
         newcomer = host.version is None and not self._pinned
         if self._base is not None and self._adopt_base(self._base):
             self._base = None
         looked = time.perf_counter() - started
         phases: dict[str, float] = {}
+        previous = host.version
         if target is None:
             phases = self._follow(newcomer)
         elif host.version is None or host.version < target:
@@ -255,19 +245,19 @@ class Subscriber(NotCopyable):
         host = self._host
         if host.version is None or (target is not None and target != host.version) or host.acknowledged:
             return None
-        step = host.outstanding()
-        update = self._update(step, started)
-        if self._listener:
+        update = self._update(host.pending(), started)
+        links, host.followed = host.followed, []
+        if self._listener and links:
             self._listener(
                 Synced(
                     stream=self.stream.name,
-                    version=step.version,
-                    previous=step.previous,
+                    version=update.version,
+                    previous=previous,
                     root=update.root,
-                    links=tuple(str(link) for link in step.links),
-                    fetched_bytes=update.payload_bytes,
+                    links=tuple(str(link) for link in links),
+                    fetched_bytes=sum(link.nbytes for link in links),
                     seconds=update.seconds,
-                    lag_seconds=time.time() - self._failover.manifest(step.version).created,
+                    lag_seconds=time.time() - self._failover.manifest(update.version).created,
                     phases=phases | {"plan": looked + phases.get("plan", 0.0)},
                 )
             )
@@ -286,17 +276,6 @@ class Subscriber(NotCopyable):
     def _refused(self, version: int, error: PulseError) -> None:
         if self._listener:
             self._listener(FallbackUsed(self.stream.name, f"version {version}", str(error), error.kind))
-
-    def _settle_deliveries(self) -> None:
-        """Takes note that the owner has what was delivered last: it said so; or it has never said so of any update, and
-        nothing speaks against it."""
-        last = [receipt for receipt in self._delivered if receipt.version == self._host.version]
-        self._acknowledging = self._acknowledging or any(receipt.acknowledged for receipt in self._delivered)
-        taken = any(receipt.acknowledged for receipt in last)
-        silent = not self._acknowledging and not self._in_doubt and not any(receipt.begun for receipt in last)
-        if last and (taken or silent):
-            self._host.acknowledge()
-            self._delivered = []
 
     def _manifest(self) -> Manifest:
         version = self._ready().version
@@ -324,13 +303,11 @@ class Subscriber(NotCopyable):
             raise EmptyStream(f"nothing was synced from {self.stream.name!r} yet", hint="Call sync() first.")
         return self._host
 
-    def _update(self, step: Step, started: float) -> Update:
+    def _update(self, pending: Pending, started: float) -> Update:
         host = self._ready()
-        manifest = self._failover.manifest(step.version)
-        update = make_update(step, self._state(), manifest, started, self._serial)
-        self._delivered = [r for r in self._delivered if r.version == step.version][-_KEPT_RECEIPTS:]
+        update = make_update(pending, self._state(), self._manifest(), started, self._serial)
+        self._delivered = [r for r in self._delivered if r.version == update.version][-_KEPT_RECEIPTS:]
         self._delivered.append(update._receipt)
-        self._in_doubt = False
         if any(tensor.whole for tensor in update.tensors):
             host.pin(update)
         return update

@@ -37,11 +37,9 @@ _LOOK_SECONDS = 0.5
 
 
 class _Pooled(Subscriber):
-    """What its owner's threads ask of it needs a thread only for as long as it takes. `Subscribers.updates`
-    acknowledges every update that was taken over. All draw on one ``pace``."""
+    """What its owner's threads ask of it needs a thread only for as long as it takes. All draw on one ``pace``."""
 
     _idle_seconds = 0.0
-    _owner_acknowledges = True
 
     def __init__(self, *store: Any, pace: Pace | None, **options: Any) -> None:
         self._pace = pace

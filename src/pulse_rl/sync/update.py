@@ -1,19 +1,67 @@
-"""What a worker scatters into its live model: names, flat indices, new bits."""
+"""What a worker scatters into its live model: all that changed since it last acknowledged an update."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ..events import Metadata
-from ..patch.changes import TensorChanges
+from ..patch.changes import StateChanges, TensorChanges, difference, elements, merged
 from ..state.tensors import State, TensorSpec, UIntArray
 from ..stream.manifest import Manifest
-from .delivery import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What the owner of a state has not acknowledged: all ``changes`` since version ``since``, of which it knows the
+    ``aliases``, for which ``nbytes`` were fetched. ``changes`` and ``since`` are None where everything is new to it.
+
+    ``most`` elements may be pending before they are merged.
+    """
+
+    since: int | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    changes: tuple[StateChanges, ...] | None = None
+    nbytes: int = 0
+    most: int = 0
+
+    @classmethod
+    def nothing(cls, version: int, state: State) -> Self:
+        """The owner has acknowledged ``version``."""
+        return cls(version, state.aliases, ())
+
+    def after_patch(self, changed: StateChanges, nbytes: int, state: State) -> Pending:
+        """The same once ``state`` was patched. Elements that change again and again take no more memory: they are
+        merged whenever they are twice as many as were left by the last time; where they are most of the state,
+        everything is new."""
+        more = replace(self, nbytes=self.nbytes + nbytes)
+        if self.changes is None:
+            return more
+        changes = (*self.changes, changed)
+        if len(changes) == 1 or sum(map(elements, changes)) <= self.most:
+            return replace(more, changes=changes, most=max(self.most, 2 * elements(changed)))
+        return more._all_in_one(changes, state)
+
+    def after_restore(self, nbytes: int, old: State, new: State) -> Pending:
+        """Pending as changes if ``new`` has the tensors of ``old``, else everything is new."""
+        if self.changes is None or old.specs != new.specs:
+            return Pending(nbytes=self.nbytes + nbytes)
+        return replace(self, nbytes=self.nbytes + nbytes, changes=(*self.changes, difference(old, new)))
+
+    def merged(self, state: State) -> Pending:
+        """The same with each element once, with its bits in ``state``."""
+        return self if self.changes is None or len(self.changes) < 2 else self._all_in_one(self.changes, state)
+
+    def _all_in_one(self, changes: tuple[StateChanges, ...], state: State) -> Pending:
+        whole = merged(changes, state)
+        if 5 * elements(whole) > 4 * state.elements:
+            return Pending(nbytes=self.nbytes)
+        return replace(self, changes=(whole,), most=2 * elements(whole))
 
 
 class TensorUpdate:
@@ -62,29 +110,29 @@ def changes_of(update: TensorUpdate) -> TensorChanges | None:
 
 
 class Receipt:
-    """What became of the update to ``version``: whether its owner has ``begun`` to take it over, and ``acknowledged``
-    it. ``source`` stands for the subscriber that delivered it, None for an update made elsewhere."""
+    """Whether the update to ``version`` was ``acknowledged``. ``source`` stands for the subscriber that delivered it,
+    None for an update made elsewhere."""
 
-    __slots__ = ("acknowledged", "begun", "source", "version")
+    __slots__ = ("acknowledged", "source", "version")
 
     def __init__(self, version: int, source: object = None) -> None:
         self.version = version
         self.source = source
-        self.begun = False
         self.acknowledged = False
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Update:
-    """The step from version ``previous`` (None: from nothing) to ``version``, verified against ``root``.
+    """All that changed from version ``previous``, the last that was acknowledged (None: everything), to ``version``,
+    verified against ``root``.
 
-    Iterating yields (name, flat indices or None, values as unsigned integers of the element's width). Updates are
-    applied in order; `Subscriber.full_update` gives a model that missed one the whole state. An update that was not
-    acknowledged is part of the next one: `apply_` acknowledges, so does iterating to the end, and `acknowledge` is for
-    whoever reads ``tensors`` in another way. Full values are read-only views of the host state, which moves on in a
-    copy while the update is alive: let it go after use. ``aliases`` maps the other names of tied tensors to the name
-    that the update uses; ``tensors`` without changes are left out. ``metadata`` is the publisher's. ``payload_bytes``
-    were fetched for it, in ``seconds`` of wall-clock time.
+    Iterating yields (name, flat indices or None, values as unsigned integers of the element's width). The next update
+    has all of this one again until this one is acknowledged: `apply_` does it, so does iterating to the end, and asking
+    `Subscriber.updates` for the next one; whoever reads ``tensors`` in another way calls `acknowledge`.
+    `Subscriber.full_update` gives a model that missed an acknowledged one the whole state. Full values are read-only
+    views of the host state, which moves on in a copy while the update is alive: let it go after use. ``aliases`` maps
+    the other names of tied tensors to the name that the update uses; ``tensors`` without changes are left out.
+    ``metadata`` is the publisher's. ``payload_bytes`` were fetched for it, in ``seconds`` of wall-clock time.
     """
 
     version: int
@@ -103,6 +151,11 @@ class Update:
         return self.previous is None
 
     @property
+    def acknowledged(self) -> bool:
+        """Whether the live model has taken it over."""
+        return self._receipt.acknowledged
+
+    @property
     def changed(self) -> int:
         """Elements that the update writes."""
         return sum(tensor.elements for tensor in self.tensors)
@@ -112,35 +165,36 @@ class Update:
         self._receipt.acknowledged = True
 
     def __iter__(self) -> Iterator[tuple[str, npt.NDArray[np.int64] | None, UIntArray]]:
-        self._receipt.begun = True
         for tensor in self.tensors:
             yield tensor.spec.name, tensor.indices, tensor.values
         self.acknowledge()
 
 
-def make_update(step: Step, state: State, manifest: Manifest, started: float, source: object = None) -> Update:
-    """The update along ``step``, to the version of ``manifest``, whose verified ``state``, or the part of it that the
-    owner wants, is read-only. ``source`` stands for who delivers it.
+def make_update(pending: Pending, state: State, manifest: Manifest, started: float, source: object = None) -> Update:
+    """The update with all that is ``pending``, merged, to the version of ``manifest``, whose verified ``state``, or the
+    part of it that the owner wants, is read-only. ``source`` stands for who delivers it.
     """
-    if step.changes is None:
+    if pending.changes is None:
         tensors = [TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs]
     else:
+        # A tensor that has another name since is shown whole: a live model may hold the two apart.
+        renamed = {name for alias, name in state.aliases.items() if pending.aliases.get(alias) != name}
         tensors = [
             TensorUpdate._of(state.spec(name), changed)
-            for name, changed in step.changes.items()
-            if name not in step.renamed and name in state
+            for changes in pending.changes
+            for name, changed in changes.items()
+            if name not in renamed and name in state
         ]
-        renamed = [name for name in sorted(step.renamed) if name in state]
-        tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in renamed]
+        tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in sorted(renamed) if name in state]
     update = Update(
-        version=step.version,
-        previous=step.previous,
+        version=manifest.version,
+        previous=pending.since,
         root=manifest.root,
         tensors=tuple(tensors),
         aliases=dict(state.aliases),
         metadata=manifest.metadata,
-        payload_bytes=sum(link.nbytes for link in step.links),
+        payload_bytes=pending.nbytes,
         seconds=time.perf_counter() - started,
     )
-    object.__setattr__(update, "_receipt", Receipt(step.version, source))
+    object.__setattr__(update, "_receipt", Receipt(manifest.version, source))
     return update

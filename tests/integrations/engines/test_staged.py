@@ -22,6 +22,7 @@ def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:
     first = subscriber.sync()
     assert first is not None
     show(Staged.of(first, 1).write(tmp_path))
+    first.acknowledge()
     whole = newest(tmp_path)
     assert whole is not None
     assert (whole.sequence, whole.version, whole.previous, whole.changes) == (1, 0, None, {})

@@ -14,6 +14,7 @@ from pulse_rl.integrations.torch import to_torch
 from pulse_rl.stream.stream import Stream
 from tests.integrations.fsdp.conftest import VERSIONS, ShardedStream
 from tests.support.sharded import bits, followed
+from tests.support.states import taken
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def test_what_changed_is_told_exactly(sharded_stream: ShardedStream) -> None:
     """An update along several versions has each changed element once, with its bits now."""
     store = sharded_stream.store()
     reader = followed(store)
-    reader.sync(1)
+    taken(reader, 1)
     first = {name: tensor.clone() for name, tensor in to_torch(reader.state).items()}
     for before, after in pairwise([1, 4, VERSIONS - 1]):
         update = reader.sync(after)
@@ -53,6 +54,7 @@ def test_what_changed_is_told_exactly(sharded_stream: ShardedStream) -> None:
             assert set(changed.tolist()) <= set(tensor.indices.tolist())
             assert len(set(tensor.indices.tolist())) == len(tensor.indices)
             flat[torch.from_numpy(tensor.indices)] = new.reshape(-1)[torch.from_numpy(tensor.indices)]
+        update.acknowledge()
         for name, tensor in sharded_stream.states[after].items():
             assert torch.equal(bits(first[name]), bits(tensor)), name
 

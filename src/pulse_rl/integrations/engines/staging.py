@@ -323,7 +323,6 @@ class Staging:
     def _stage(self, update: Update) -> None:
         assert self.subscriber is not None
         self._sequence += 1
-        update._receipt.begun = True  # or the next sync would take it for granted
         started = time.perf_counter()
         staged, file = Staged.of(update, self._sequence, self._base_at(update.previous)), None
         if self._folder is not None:
