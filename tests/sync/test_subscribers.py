@@ -277,7 +277,6 @@ def test_refusals() -> None:
             lambda: subscribers.add("a"),
             lambda: subscribers.remove("b"),
             lambda: subscribers["b"],
-            lambda: subscribers.add("b", priority=0),
             lambda: subscribers.add("b", bytes_per_second=0),
             lambda: Subscribers(MemoryStore(), "a"),
             lambda: Subscribers(MemoryStore(), threads=0),
@@ -364,23 +363,22 @@ def _bits(state: Tensors) -> dict[str, np.ndarray]:
     return {name: np.asarray(tensor.array).ravel() for name, tensor in state.items()}
 
 
-def test_the_schedule_takes_the_earliest_deadline() -> None:
-    """Due time, and a second less for each waiting of a turn with priority; so nothing waits for ever."""
-    schedule = Schedule(1.0)
-    turns = {name: Turn(priority) for name, priority in (("low", 0.1), ("plain", 1.0), ("high", 10.0))}
-    for turn in turns.values():
+def test_the_schedule_takes_what_has_been_due_for_longest() -> None:
+    schedule = Schedule()
+    first, second, _ = turns = [Turn() for _ in range(3)]
+    for turn in turns:
         schedule.put(turn)
-    assert [schedule.take() for _ in turns] == [turns["high"], turns["plain"], turns["low"]]
-    schedule.give_back(turns["low"], 0.0)
-    time.sleep(0.05)
-    schedule.give_back(turns["high"], 0.0)
-    assert schedule.take() is turns["high"]
-    schedule.put(turns["high"])
-    schedule.give_back(turns["high"], 99.0)
-    assert schedule.take() is turns["high"], "it was put while it was taken"
-    schedule.give_back(turns["high"], 99.0)
-    schedule.put(turns["high"], 0.0)
-    schedule.end(turns["low"])
-    assert schedule.take() is turns["high"]
+    assert [schedule.take() for _ in turns] == turns
+    schedule.give_back(second, 0.0)
+    schedule.give_back(first, 0.0)
+    assert schedule.take() is second
+    schedule.put(second)
+    schedule.give_back(second, 99.0)
+    assert schedule.take() is first
+    assert schedule.take() is second, "it was put while it was taken"
+    schedule.give_back(second, 99.0)
+    schedule.put(second, 0.0)
+    schedule.end(first)
+    assert schedule.take() is second
     threading.Timer(0.1, schedule.close).start()
     assert schedule.take() is None

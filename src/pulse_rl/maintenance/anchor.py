@@ -17,7 +17,7 @@ def anchor_stream(
     stream: str,
     *,
     signer: Signer | None = None,
-    trusted_keys: Collection[str] = (),
+    trusted_keys: Collection[str] | None = None,
     stream_id: str | None = None,
     threads: int | None = None,
     on_event: Listener | None = None,
@@ -33,7 +33,7 @@ def anchor_stream(
     raise.
     """
     opened = open_store(store)
-    keys = [*([signer.public_key] if signer else ()), *trusted_keys]
+    keys = [*([signer.public_key] if signer else ()), *(trusted_keys or ())]
     reader = Subscriber(
         opened, stream=stream, trusted_keys=keys or None, stream_id=stream_id, threads=threads, on_event=on_event
     )
@@ -44,7 +44,7 @@ def anchor_stream(
         opened,
         stream=stream,
         signer=signer,
-        trusted_keys=trusted_keys,
+        trusted_keys=trusted_keys or (),
         stream_id=reader.stream_id,
         threads=threads,
         on_event=on_event,

@@ -9,12 +9,11 @@ from itertools import count
 
 
 class Turn:
-    """One stream's place in a `Schedule`, with a ``priority`` that brings its deadline forward."""
+    """One stream's place in a `Schedule`."""
 
-    __slots__ = ("again", "ended", "entry", "priority", "taken")
+    __slots__ = ("again", "ended", "entry", "taken")
 
-    def __init__(self, priority: float) -> None:
-        self.priority = priority
+    def __init__(self) -> None:
         self.entry = -1
         self.taken = False
         self.again = False
@@ -22,14 +21,10 @@ class Turn:
 
 
 class Schedule:
-    """Turns that become due, handed to the threads that ask. Among those that are due, the earliest deadline is first:
-    due time plus ``slack_seconds`` divided by the priority. So priority is a head start of at most the difference of
-    two such quotients, however long the turns wait; and none waits for ever."""
+    """Turns that become due, handed to the threads that ask: the one that has been due for longest first."""
 
-    def __init__(self, slack_seconds: float) -> None:
-        self._slack = slack_seconds
+    def __init__(self) -> None:
         self._later: list[tuple[float, int, Turn]] = []
-        self._due: list[tuple[float, int, Turn]] = []
         self._numbers = count()
         self._changed = threading.Condition()
         self._closed = False
@@ -61,10 +56,7 @@ class Schedule:
             while not self._closed:
                 now = time.monotonic()
                 while self._later and self._later[0][0] <= now:
-                    due, entry, turn = heapq.heappop(self._later)
-                    heapq.heappush(self._due, (due + self._slack / turn.priority, entry, turn))
-                while self._due:
-                    _, entry, turn = heapq.heappop(self._due)
+                    _, entry, turn = heapq.heappop(self._later)
                     if entry == turn.entry:
                         turn.entry, turn.taken = -1, True
                         return turn

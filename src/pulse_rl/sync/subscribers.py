@@ -66,8 +66,8 @@ class _Followed(Turn):
         "told",
     )
 
-    def __init__(self, name: str, subscriber: Subscriber, priority: float, bytes_per_second: float) -> None:
-        super().__init__(priority)
+    def __init__(self, name: str, subscriber: Subscriber, bytes_per_second: float) -> None:
+        super().__init__()
         self.name = name
         self.subscriber = subscriber
         self.bytes_per_second = bytes_per_second
@@ -126,7 +126,7 @@ class Subscribers(NotCopyable):
             "on_event": _one_at_a_time(checked_listener(on_event)),
         }
         self._followed: dict[str, _Followed] = {}
-        self._schedule = Schedule(self._poll)
+        self._schedule = Schedule()
         self._ready: SimpleQueue[tuple[_Followed, Update | Exception]] = SimpleQueue()
         self._waited_for: frozenset[_Followed] = frozenset()
         self._closed = threading.Event()
@@ -143,7 +143,6 @@ class Subscribers(NotCopyable):
         self,
         stream: str,
         *,
-        priority: float = 1.0,
         bytes_per_second: float | None = None,
         base: StateSource | None = None,
         select: str | Collection[str] | None = None,
@@ -151,12 +150,10 @@ class Subscribers(NotCopyable):
     ) -> Subscriber:
         """Follows ``stream``, too, and returns its Subscriber, which has ``base``, ``select`` and ``stream_id``.
 
-        Where more streams are due than there are threads, the earliest deadline is first: the time at which a stream
-        is due, and ``poll_seconds`` divided by its ``priority``. So a priority above 1 is a head start of less than
-        ``poll_seconds``. ``bytes_per_second`` bounds its payloads: after an update it rests until their average is
-        below. Raises InputError for a stream that is followed, and what `Subscriber` raises.
+        Where more streams are due than there are threads, the one that has been due for longest is first.
+        ``bytes_per_second`` bounds its payloads: after an update it rests until their average is below. Raises
+        InputError for a stream that is followed, and what `Subscriber` raises.
         """
-        checked_number("priority", priority, least=1e-3, most=1e3)
         if self._closed.is_set():
             raise InputError("these Subscribers are closed", hint="Make new ones.")
         if stream in self._followed:
@@ -164,7 +161,7 @@ class Subscribers(NotCopyable):
         subscriber = _Pooled(
             self._stores, stream=stream, base=base, select=select, stream_id=stream_id, **self._options
         )
-        followed = _Followed(stream, subscriber, priority, _checked_rate(bytes_per_second))
+        followed = _Followed(stream, subscriber, _checked_rate(bytes_per_second))
         self._followed[stream] = followed
         self._schedule.put(followed)
         return subscriber
