@@ -11,16 +11,14 @@ import pytest
 from pulse_rl import LocalStore, verify_stream
 
 PROGRAM = """
-import random, sys, threading, time
-import numpy as np
+import random, sys, threading, time, numpy as np
 from pulse_rl import Bits, Publisher, Subscriber, Subscribers
 
 store, how = sys.argv[1:]
 rng = np.random.default_rng(1)
 weight = rng.integers(0x3C00, 0x4000, (3000, 1000)).astype(np.uint16)
 publisher = Publisher(store, stream="s")
-many = Subscribers(store, poll_seconds=0.01, threads=2)
-many.add("s")
+many = Subscribers(store, streams=["s"], poll_seconds=0.01, threads=2)
 
 def read():
     for _ in many.updates():
@@ -48,9 +46,8 @@ if how == "exit":
 def test_what_was_submitted_is_published(how: str, status: int, tmp_path: Path) -> None:
     for attempt in range(3):
         store = tmp_path / str(attempt)
-        ended = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(store), how], capture_output=True, text=True, timeout=60, check=False
-        )
+        command = [sys.executable, "-c", PROGRAM, str(store), how]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert ended.returncode == status, ended.stderr
         assert ("ValueError" in ended.stderr) == (how == "exception")
         reports = list(verify_stream(LocalStore(store), "s"))

@@ -77,3 +77,16 @@ def test_an_older_version_cannot_be_shown_as_a_newer_one() -> None:
     for number in (1, 2, 3, 9):
         store.put(first.replace("0" * 12, f"{number:012d}"), store.get(first))
     assert shown(store) == roots[0]
+
+
+def test_a_trainer_that_restarts_over_junk_goes_on_with_its_stream() -> None:
+    """However much of it: what cannot be read is looked at to its end before a stream is begun."""
+    store, trainer = MemoryStore(), Trainer(1)
+    with Publisher(store, stream=STREAM, signer=OURS) as publisher:
+        publish(publisher, trainer, 2)
+    for number in range(2, 602):
+        store.put(f"{STREAM}/versions/{number:012d}.json", b"x")
+    with Publisher(store, stream=STREAM, signer=OURS) as again:
+        assert again.head().version == 1  # type: ignore[union-attr]
+        publish(again, trainer, 1)
+    assert (again.stream_id, shown(store)) == (publisher.stream_id, trainer.root)
