@@ -57,7 +57,9 @@ def through_sync(path: Path) -> None:
     A manifest is passed over, unless it is asked for."""
     store = stream()
     worker = Subscriber(store, stream="policy", threads=1)
-    worker.sync()
+    first = worker.sync()
+    assert first is not None
+    first.acknowledge()
     named_by(store, path)
     newest = None if path.suffix != ".json" else 1
     if path.suffix == ".safetensors":
