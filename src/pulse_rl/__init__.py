@@ -25,7 +25,7 @@ from .state.digest import state_digest
 from .state.tensors import Bits, DType, State, TensorSpec
 from .store import HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.signing import Signer
-from .sync.group import Member
+from .sync.group import GroupMember
 from .sync.publisher import Publisher
 from .sync.submit import Submission
 from .sync.subscriber import Subscriber
@@ -42,9 +42,9 @@ __all__ = [
     "Bits",
     "DType",
     "GcPlan",
+    "GroupMember",
     "HttpStore",
     "LocalStore",
-    "Member",
     "MemoryStore",
     "ObjectInfo",
     "ObjectStore",

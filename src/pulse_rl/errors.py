@@ -28,7 +28,7 @@
     │   ├── ChainGap            no path of stored objects leads to the version
     │   ├── PublisherConflict   another publisher committed to the stream
     │   ├── RankLost            a rank of a sharded trainer died or stalled; no version was lost
-    │   ├── StreamRecreated      the stream was deleted and begun anew
+    │   ├── StreamRecreated      the stream was deleted and recreated
     │   ├── MemberConflict      a newer process is the group's member of this name
     │   └── SubscriberPoisoned  the host state is not a verified version
     ├── EngineError             a live engine refused a call, or is not what it should be

@@ -12,7 +12,7 @@ import numpy as np
 from pulse_rl import Bits, MemoryStore, Publisher, PulseError, Store, Subscriber, gc_stream
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import Data, ObjectInfo
-from pulse_rl.sync.group import Member
+from pulse_rl.sync.group import GroupMember
 from tests.support.states import Live
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Worker:
         self.subscriber = Subscriber(
             store, stream="s", threads=1, base={n: b.array.copy() for n, b in base.tensors.items()} if base else None
         )
-        self.member = Member(self.subscriber, group="g", name=name, timeout_seconds=TIMEOUT)
+        self.member = GroupMember(self.subscriber, group="g", name=name, timeout_seconds=TIMEOUT)
 
     def poll(self) -> None:
         self.apply(self.member.poll())

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from pulse_rl import Member, PulseError, Update
+from pulse_rl import GroupMember, PulseError, Update
 
 from .model import STREAM, Model, check
 from .store import CrashNow, Fault, Net
@@ -36,7 +36,7 @@ class GroupWorker(Worker):
 
     def restart(self, how: str, rng: Random | None) -> None:
         super().restart("cold", rng)
-        self.member = Member(self.subscriber, group=_GROUP, name=self.name, timeout_seconds=_TIMEOUT_SECONDS)
+        self.member = GroupMember(self.subscriber, group=_GROUP, name=self.name, timeout_seconds=_TIMEOUT_SECONDS)
         self.present = False
 
     def poll(self, faults: list[Fault]) -> bool:

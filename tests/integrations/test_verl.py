@@ -185,7 +185,7 @@ def test_signed_updates_are_accepted_and_others_are_not(tmp_path: Path) -> None:
         asyncio.run(received(other))
 
 
-def test_a_stream_that_was_deleted_and_begun_anew_is_followed(tmp_path: Path) -> None:
+def test_a_stream_that_was_deleted_and_recreated_is_followed(tmp_path: Path) -> None:
     worker = engine(tmp_path)
     actor = engine(tmp_path, master=True)
     update(WEIGHTS, actor, worker)

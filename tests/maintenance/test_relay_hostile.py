@@ -1,4 +1,4 @@
-"""Relays between stores that others write to, and streams that are begun anew or published from elsewhere."""
+"""Relays between stores that others write to, and streams that are recreated or published from elsewhere."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_only_what_a_trusted_key_has_signed_is_passed_on(rng: Rng) -> None:
     assert names(target, "policy/versions") == ["policy/versions/000000000000.json"]
 
 
-def test_a_stream_that_is_begun_anew(rng: Rng) -> None:
+def test_a_stream_that_is_recreated(rng: Rng) -> None:
     """As for a subscriber: refused, or followed where that is wished; the followers of the target see the same."""
     states = history(rng, 6)
     source, target = MemoryStore(), MemoryStore()

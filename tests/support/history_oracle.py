@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tests.support import gaps_oracle, sparse_oracle
 from tests.support.gaps_oracle import ABSENT, Bit, Kind, Reader, Writer, code_rest
 from tests.support.sparse_oracle import Near
+from tests.support.table_oracle import varint
 
 Steps = dict[int, int]
 Past = Sequence[tuple[Steps, int]]
@@ -295,14 +296,6 @@ def fixed(side: Writer | Reader, f: int, value: int) -> int:
             side.low += r
     side._settle()
     return value
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 128:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
 
 
 def steps_between(old: Sequence[int], new: Sequence[int], kind: Kind) -> Steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pulse_rl import Member, MemoryStore, Publisher, Store, Subscriber, Update
+from pulse_rl import GroupMember, MemoryStore, Publisher, Store, Subscriber, Update
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import memory
 from tests.faults.groups import MEMBERS
@@ -19,7 +19,7 @@ class Clock:
         monkeypatch.setattr(memory.time, "time", lambda: self.now)
 
 
-class Prompt(Member):
+class Prompt(GroupMember):
     """A member whose live model has each update as soon as it is polled."""
 
     def poll(self) -> Update | None:
@@ -28,7 +28,7 @@ class Prompt(Member):
         return update
 
 
-def member(store: Store, name: str, kind: type[Member] = Prompt, **options: object) -> Member:
+def member(store: Store, name: str, kind: type[GroupMember] = Prompt, **options: object) -> GroupMember:
     subscriber = Subscriber(store, stream="s", threads=1, **options)
     return kind(subscriber, group="g", name=name, timeout_seconds=60)
 
@@ -54,7 +54,7 @@ class Stream:
         return root
 
 
-def rounds(members: list[Member], count: int = 3) -> list[int | None]:
+def rounds(members: list[GroupMember], count: int = 3) -> list[int | None]:
     """The members' versions after they have all polled so often."""
     for _ in range(count):
         for each in members:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.support.table_oracle import STATES, varint
+from tests.support.table_oracle import STATES, varint, varint_at
 
 
 class Parts(NamedTuple):
@@ -20,27 +20,14 @@ class Parts(NamedTuple):
 
 
 def cut(data: bytes) -> Parts:
-    at = 0
-
-    def number() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
     def field_of_bytes() -> bytes:
         nonlocal at
-        size = number()
+        size, at = varint_at(data, at)
         at += size
         assert at <= len(data)
         return data[at - size : at]
 
-    changed = number()
+    changed, at = varint_at(data, 0)
     first, classes = data[at], data[at + 1] + 1
     at += 2
     head, plain = field_of_bytes(), field_of_bytes()

@@ -34,28 +34,28 @@ def varint(x: int) -> bytes:
     return bytes([*out, x])
 
 
+def varint_at(data: bytes, at: int) -> tuple[int, int]:
+    """The number that begins at ``at``, and where it ends."""
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+
+
 def read_head(data: bytes) -> tuple[Head, int]:
     """The head of a payload and its length."""
-    at = 0
-
-    def number() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    changed = number()
+    changed, at = varint_at(data, 0)
     alphabet, tables = data[at], data[at + 1]
     first = [0, *data[at + 2 : at + 1 + tables]]
     at += 1 + tables
     frequencies = []
     for _ in range(tables):
-        rest = [number() for _ in range(alphabet - 1)]
+        rest = []
+        for _ in range(alphabet - 1):
+            value, at = varint_at(data, at)
+            rest.append(value)
         frequencies.append([SCALE - sum(rest), *rest])
     return Head(changed, alphabet, first, frequencies), at
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pulse_rl import Member, MemoryStore, Publisher, Signer, gc_stream, state_root
+from pulse_rl import GroupMember, MemoryStore, Publisher, Signer, gc_stream, state_root
 from pulse_rl.errors import ChainGap, StoreUnavailable
 from tests.faults.groups import MEMBERS
 from tests.support.members import Clock, Stream, member, note, rounds
@@ -56,7 +56,7 @@ def test_nobody_skips_a_version_that_another_has_switched_to(clock: Clock) -> No
     stream.publish()
     quick, slow = member(store, "quick"), member(store, "slow")
     rounds([quick, slow])
-    paths: dict[Member, list[int]] = {quick: [], slow: []}
+    paths: dict[GroupMember, list[int]] = {quick: [], slow: []}
     for turn in range(12):
         stream.publish()
         for each in (quick, quick, slow) if turn % 2 else (slow, quick, quick):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import LocalStore, Member, MemoryStore, Store, Subscriber, Update, gc_stream
+from pulse_rl import GroupMember, LocalStore, MemoryStore, Store, Subscriber, Update, gc_stream
 from pulse_rl.errors import InputError, InvalidName, MemberConflict, StoreUnavailable
 from pulse_rl.store import Data
 from tests.faults.groups import MEMBERS, Client, ClockedStore, Stop
@@ -162,7 +162,7 @@ def test_a_poll_that_ends_at_any_store_call_is_repeated(error: BaseException, af
         stream, client, live = Stream(store), Client(store), Live()
         one, two = member(client, "one"), member(store, "two")
 
-        def poll(one: Member = one, live: Live = live) -> None:
+        def poll(one: GroupMember = one, live: Live = live) -> None:
             try:
                 live.apply(one.poll())
             except (Stop, StoreUnavailable):
@@ -186,7 +186,7 @@ def test_an_update_that_was_interrupted_on_its_way_out_comes_again(
     stream = Stream(store)
     root = stream.publish()
     subscriber = Subscriber(store, stream="s", threads=1)
-    one = Member(subscriber, group="g", name="one")
+    one = GroupMember(subscriber, group="g", name="one")
     sync: Callable[[int | None], Update | None] = subscriber.sync
 
     def interrupted(target: int | None = None) -> Update | None:
@@ -206,7 +206,7 @@ def test_an_update_that_was_not_acknowledged_is_returned_again(clock: Clock) -> 
     store = MemoryStore()
     stream = Stream(store)
     stream.publish()
-    one, two = member(store, "one", Member), member(store, "two", Member)
+    one, two = member(store, "one", GroupMember), member(store, "two", GroupMember)
     for each in (one, two):
         update = each.poll()
         assert update is not None
@@ -235,7 +235,7 @@ def test_an_update_whose_poll_failed_is_in_what_the_owner_syncs_by_itself(clock:
     stream = Stream(store)
     stream.publish()
     subscriber = Subscriber(store, stream="s", threads=1)
-    one = Member(subscriber, group="g", name="one")
+    one = GroupMember(subscriber, group="g", name="one")
     with pytest.raises(StoreUnavailable):
         one.poll()
     assert one.version is None
@@ -256,7 +256,7 @@ def test_a_group_in_a_folder(tmp_path: Path) -> None:
         assert rounds(members) == [version, version]
         stream.publish()
     assert len(list((tmp_path / MEMBERS).iterdir())) <= 6
-    longest = Member(Subscriber(store, stream="s" * 128), group="g" * 128, name="n" * 128)
+    longest = GroupMember(Subscriber(store, stream="s" * 128), group="g" * 128, name="n" * 128)
     assert longest.poll() is None
 
 
@@ -287,7 +287,7 @@ def test_members_that_poll_at_the_same_time_go_the_same_way(kind: str, tmp_path:
     for each in members:
         assert each.poll() is None
 
-    def work(each: Member, path: list[int]) -> None:
+    def work(each: GroupMember, path: list[int]) -> None:
         live, until = Live(), time.monotonic() + 60
         while each.version != last and time.monotonic() < until:
             update = each.poll()
@@ -309,9 +309,9 @@ def test_members_that_poll_at_the_same_time_go_the_same_way(kind: str, tmp_path:
 def test_names_and_timeouts_are_checked() -> None:
     subscriber = Subscriber(MemoryStore(), stream="s")
     with pytest.raises(InvalidName):
-        Member(subscriber, group="../x", name="a")
+        GroupMember(subscriber, group="../x", name="a")
     with pytest.raises(InvalidName):
-        Member(subscriber, group="x", name="")
+        GroupMember(subscriber, group="x", name="")
     for seconds in (0, -1, float("nan"), float("inf")):
         with pytest.raises(InputError):
-            Member(subscriber, group="x", name="a", timeout_seconds=seconds)
+            GroupMember(subscriber, group="x", name="a", timeout_seconds=seconds)

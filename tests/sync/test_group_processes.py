@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from pulse_rl import Member, MemoryStore, Subscriber, Update
+from pulse_rl import GroupMember, MemoryStore, Subscriber, Update
 from pulse_rl.errors import InputError, MemberConflict, StoreUnavailable
 from pulse_rl.store import ObjectInfo
 from tests.faults.groups import MEMBERS
@@ -46,7 +46,7 @@ def test_the_others_follow_a_member_that_has_synced_by_itself(clock: Clock, ackn
     stream = Stream(store)
     stream.publish()
     subscriber = Subscriber(store, stream="s", threads=1)
-    one = Member(subscriber, group="g", name="one")
+    one = GroupMember(subscriber, group="g", name="one")
     two = member(store, "two")
 
     def take(update: Update | None) -> None:
@@ -78,7 +78,7 @@ def test_an_owner_that_syncs_by_itself_gets_what_its_member_had_staged(clock: Cl
     stream = Stream(store)
     stream.publish()
     subscriber = Subscriber(store, stream="s", threads=1)
-    one, two = Member(subscriber, group="g", name="one"), member(store, "two")
+    one, two = GroupMember(subscriber, group="g", name="one"), member(store, "two")
     live.apply(one.poll())
     two.poll()
     stream.publish()
@@ -97,7 +97,7 @@ def test_a_member_whose_subscriber_comes_to_an_older_version_stays_where_it_is(c
     stream = Stream(store, anchor_ratio=0)
     stream.publish(3)
     subscriber = Subscriber(store, stream="s", threads=1)
-    one = Member(subscriber, group="g", name="one")
+    one = GroupMember(subscriber, group="g", name="one")
     live.apply(one.poll())
     store.delete(names(store, "s/versions")[-1])
     subscriber.close()
@@ -235,6 +235,6 @@ def test_a_member_cannot_be_doubled_in_one_machine(clock: Clock) -> None:
         try:
             one.poll()
         except InputError as error:
-            os._exit(0 if "this Member was made in another process" in str(error) else 2)
+            os._exit(0 if "this GroupMember was made in another process" in str(error) else 2)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0

@@ -327,7 +327,7 @@ def test_who_begins_to_sign_goes_on_above_what_was_not_signed(rng: Rng) -> None:
         assert (worker.version, worker.root) == (4, state_root(states[4]))
 
 
-def test_a_restarted_publisher_does_not_begin_anew_for_a_damaged_reply(rng: Rng) -> None:
+def test_a_restarted_publisher_does_not_start_over_for_a_damaged_reply(rng: Rng) -> None:
     states = history(rng, 2)
     store, signer = FaultyStore(MemoryStore()), Signer.generate()
     first = Publisher(store, stream="policy", signer=signer)

@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import Member, MemoryStore, Publisher, Signer, Subscriber, audit, fold_stream, gc_stream, verify_stream
+from pulse_rl import (
+    GroupMember,
+    MemoryStore,
+    Publisher,
+    Signer,
+    Subscriber,
+    audit,
+    fold_stream,
+    gc_stream,
+    verify_stream,
+)
 from pulse_rl.errors import EmptyStream, InputError
 from tests.support.states import Rng, policy
 
@@ -50,7 +60,7 @@ def test_versions_and_times_without_sense_are_refused(rng: Rng) -> None:
     with pytest.raises(InputError, match="threads"):
         Subscriber(store, stream="policy", threads=0)
     with pytest.raises(InputError, match="timeout_seconds"):
-        Member(subscriber, group="g", name="n", timeout_seconds=0)
+        GroupMember(subscriber, group="g", name="n", timeout_seconds=0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import Member, MemoryStore, Publisher, Relay, Signer, Store, Subscriber, Update, state_root
+from pulse_rl import GroupMember, MemoryStore, Publisher, Relay, Signer, Store, Subscriber, Update, state_root
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecreated
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.store import ObjectInfo
@@ -297,7 +297,7 @@ def test_a_cache_serves_all_stores(rng: Rng, tmp_path: Path) -> None:
 
 def test_members_of_a_group_meet_in_the_nearest_store(rng: Rng) -> None:
     fleet = Fleet(rng)
-    members = [Member(fleet.worker(), group="g", name=f"m{k}") for k in range(2)]
+    members = [GroupMember(fleet.worker(), group="g", name=f"m{k}") for k in range(2)]
     lives = [Live(), Live()]
     for _ in range(2):
         root = fleet.publish()
@@ -331,7 +331,7 @@ def test_no_store_is_refused(stores: list[Store]) -> None:
         Subscriber([MemoryStore()], stream="policy", patience_seconds=-1)
 
 
-def test_a_stream_begun_anew_behind_two_stale_stores_is_noticed(rng: Rng, clock: Clock) -> None:
+def test_a_stream_recreated_behind_two_stale_stores_is_noticed(rng: Rng, clock: Clock) -> None:
     fleet, middle = Fleet(rng), MemoryStore()
     fleet.publish(3)
     Relay(fleet.origin, middle, stream="policy", threads=1).sync()

@@ -1,4 +1,4 @@
-"""A stream has an ID: another run of its name is not taken for it, one begun anew is said to be so."""
+"""A stream has an ID: another run of its name is not taken for it, one recreated is said to be so."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_newcomer_who_knows_the_id_takes_no_other(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("versions", [1, 2, 3, 6])
-def test_a_stream_that_was_begun_anew_is_an_error_or_followed(versions: int, rng: Rng) -> None:
+def test_a_stream_that_was_recreated_is_an_error_or_followed(versions: int, rng: Rng) -> None:
     """A worker waited for ever in silence, or mixed both streams."""
     states = history(rng, 3)
     store = published(states)
@@ -116,7 +116,7 @@ def test_a_stream_that_was_begun_anew_is_an_error_or_followed(versions: int, rng
     assert strict.sync() is None, "an empty store is one to wait for"
     anew = history(rng, versions)
     published(anew, store=store)
-    with pytest.raises(StreamRecreated, match="begun anew") as caught:
+    with pytest.raises(StreamRecreated, match="recreated") as caught:
         strict.sync()
     assert "allow_recreated=True" in caught.value.hint
     assert (strict.version, strict.root) == (2, state_root(states[2]))
@@ -159,7 +159,7 @@ def test_a_publisher_whose_store_was_wiped_says_so_and_anchors(what: str, rng: R
     assert Publisher(store, stream="policy").publish(states[5]).version == 5
 
 
-def test_a_publisher_whose_stream_was_begun_anew_by_another_stops(rng: Rng) -> None:
+def test_a_publisher_whose_stream_was_recreated_by_another_stops(rng: Rng) -> None:
     states = history(rng, 4)
     store = MemoryStore()
     old = Publisher(store, stream="policy")
@@ -167,7 +167,7 @@ def test_a_publisher_whose_stream_was_begun_anew_by_another_stops(rng: Rng) -> N
     old.publish(states[1])
     wipe(store)
     published(states[2:3], store=store)
-    with pytest.raises(PublisherConflict, match="begun anew"):
+    with pytest.raises(PublisherConflict, match="recreated"):
         old.publish(states[3])
     assert [report.root for report in verify_stream(store, "policy")] == roots(states[2:3])
 
@@ -310,7 +310,7 @@ def test_a_path_is_never_mixed(rng: Rng) -> None:
     assert worker.version == 1
 
 
-def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_begun_anew(rng: Rng) -> None:
+def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_recreated(rng: Rng) -> None:
     """With lengths and times as they were; a publisher that signs cannot know the stream's ID. A follower waited for
     ever."""
     signer = Signer.generate()

@@ -168,7 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--once", action="store_true", help="sync once, then exit")
     command.add_argument(
-        "--allow-recreated", action="store_true", help="if the stream is deleted and begun anew, follow the new one"
+        "--allow-recreated", action="store_true", help="if the stream is deleted and recreated, follow the new one"
     )
     command.add_argument(
         "--poll",
@@ -225,7 +225,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--once", action="store_true", help="copy what is there, then exit")
     command.add_argument(
-        "--allow-recreated", action="store_true", help="if a stream is deleted and begun anew, copy the new one instead"
+        "--allow-recreated", action="store_true", help="if a stream is deleted and recreated, copy the new one instead"
     )
     command.add_argument(
         "--poll",

@@ -61,7 +61,7 @@ class Relay:
 
     ``source`` and ``target``: stores, or their addresses (see `open_store`). The target is the relay's: nobody
     publishes there. ``keep``: the newest versions that the target keeps restorable, as `gc_stream` does (None: all).
-    ``trusted_keys``, ``stream_id`` and ``allow_recreated`` are those of `Subscriber`; where the stream is begun anew, a
+    ``trusted_keys``, ``stream_id`` and ``allow_recreated`` are those of `Subscriber`; where the stream is recreated, a
     relay that follows restarts empties the target's copy first. ``threads``: the most requests to the source at a time
     (None: one per core), with up to 8 MiB in memory for each. ``on_event`` gets `Relayed`, `FallbackUsed` and
     `CallFailed`. Raises InputError, InvalidName and StoreError.
@@ -177,7 +177,7 @@ class Relay:
         except StreamRecreated:
             if not self._allow_recreated:
                 raise
-            self._begin_anew()
+            self._start_over()
             self._reach_newest()
 
     def _reach_newest(self) -> None:
@@ -373,7 +373,7 @@ class Relay:
             if self._listener:
                 self._listener(CallFailed(self._target.name, "gc", error.kind, str(error)))
 
-    def _begin_anew(self) -> None:
+    def _start_over(self) -> None:
         """Empties the target's copy, in the order of garbage collection, and forgets whose stream it was."""
         self._require_no_publisher()
         names = self._target.names

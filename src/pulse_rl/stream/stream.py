@@ -124,7 +124,7 @@ class Stream:
             raise Untrusted(
                 f"the manifest of version {version} of {self.name!r} is of another stream of this name, "
                 f"{manifest.stream_id}, not {self.stream_id}",
-                hint="The stream was begun anew, or someone else writes to the store.",
+                hint="The stream was recreated, or someone else writes to the store.",
             )
         return manifest
 

@@ -225,7 +225,7 @@ def steps_to_code(last: int) -> set[int]:
     found: dict[int, int] = {}
     for i in range(rule.window):
         target = steps[0] + i * (len(steps) - 1) / (rule.window - 1)
-        left = [new for new in steps if (new - 1) % rule.anew and (new - 1) % rule.window not in found]
+        left = [new for new in steps if (new - 1) % rule.restart and (new - 1) % rule.window not in found]
         new = min(left, key=lambda new: abs(new - target))
         found[(new - 1) % rule.window] = new
     return set(found.values())

@@ -77,7 +77,7 @@ class Committer:
         if somebody else has begun another stream under its name."""
         other = self._stream.newest(anybody=True).manifest
         if other and other.stream_id != self.stream_id:
-            self._refuse(f"the stream {self._stream.name!r} was deleted and begun anew by another publisher")
+            self._refuse(f"the stream {self._stream.name!r} was deleted and recreated by another publisher")
         self._find_head()
         self._claim()
 
@@ -140,7 +140,7 @@ class Committer:
     def _find_head(self) -> None:
         begins = self.head is None
         found = self._stream.newest(self.version)
-        if found.listed and not found.manifest and begins:  # before a stream is begun anew, a second look
+        if found.listed and not found.manifest and begins:  # before a stream is recreated, a second look
             found = self._stream.newest()
         if found.manifest:
             self.head = found.manifest

@@ -35,7 +35,7 @@ def check_recreated(version: int, stream: Stream, found: Head) -> None:
     other = stream.newest(anybody=True).manifest
     if other and other.stream_id != stream.stream_id:
         raise StreamRecreated(
-            f"the stream {stream.name!r} was deleted and begun anew: it is {other.stream_id} now, at version "
+            f"the stream {stream.name!r} was deleted and recreated: it is {other.stream_id} now, at version "
             f"{other.version}, and was {stream.stream_id} at version {version}"
         )
 
@@ -132,7 +132,7 @@ class Failover:
                     return True
         return False
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Forgets whose stream it was. Of several stores the origin says whose it is now; raises StoreError, and then
         forgets nothing."""
         newest = self.streams[-1].newest(anybody=True).manifest if len(self.streams) > 1 else None

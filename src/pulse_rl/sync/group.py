@@ -31,7 +31,7 @@ class _Staged(NamedTuple):
     update: Update | None
 
 
-class Member(NotCopyable):
+class GroupMember(NotCopyable):
     """One worker of a group: ``name`` is unique in ``group``, and each member has its own ``subscriber``.
 
     Call `poll` regularly, at least a few times in ``timeout_seconds``, which is the same for all members: one that has
@@ -78,7 +78,7 @@ class Member(NotCopyable):
         """
         if os.getpid() != self._process:
             raise InputError(
-                "this Member was made in another process", hint="Make one in each process, after the fork."
+                "this GroupMember was made in another process", hint="Make one in each process, after the fork."
             )
         handed = self._handed()
         if handed is not None and handed.acknowledged:

@@ -22,11 +22,11 @@ _SHARE = 12
 
 
 class Memory(NamedTuple):
-    """At a multiple of ``window`` versions what they changed becomes one window, at one of ``anew`` all is
+    """At a multiple of ``window`` versions what they changed becomes one window, at one of ``restart`` all is
     forgotten."""
 
     window: int = _WINDOW
-    anew: int = _WINDOW**2
+    restart: int = _WINDOW**2
 
     @classmethod
     def of(cls, folds: Collection[int]) -> Self:
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
 
         Versions may be left out: a multiple that is passed by counts as well.
         """
-        if patch is None or version // self.anew > base // self.anew:
+        if patch is None or version // self.restart > base // self.restart:
             return History()
         longer = history.then(patch)
         single = [span for span in longer.spans if span == 1]

@@ -49,7 +49,7 @@ class Subscriber(NotCopyable):
     kept, 64 GiB at most, not to be downloaded again after a restart (not with ``select``). ``trusted_keys``: Ed25519
     public keys (64 hexadecimal digits each; extra ``[sign]``); then only manifests that one of them has signed are
     accepted. ``stream_id``: the stream's (`Manifest.stream_id`); without it the first version decides, and later ones
-    of another stream of this name are passed over. If the stream is deleted and begun anew, `sync` raises
+    of another stream of this name are passed over. If the stream is deleted and recreated, `sync` raises
     StreamRecreated; with ``allow_recreated`` it starts over with the new one instead. ``select``: names of tensors, or
     patterns such as ``"layers.0.*"``: only these are fetched, held, verified and shown (None: all). ``threads``: the
     maximum number of threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises
@@ -269,7 +269,7 @@ class Subscriber(NotCopyable):
         except StreamRecreated:
             if not self._allow_recreated and not newcomer:
                 raise
-            self._failover.begin_anew()
+            self._failover.start_over()
             self._forget()
             return self._failover.follow(self._host)
 

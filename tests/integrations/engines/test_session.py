@@ -139,7 +139,7 @@ def test_a_second_session_does_not_believe_the_checkpoint(world: World) -> None:
 
 
 @pytest.mark.parametrize("followed", [True, False])
-def test_a_stream_that_is_begun_anew(world: World, followed: bool) -> None:
+def test_a_stream_that_is_recreated(world: World, followed: bool) -> None:
     session = world.session(allow_recreated=followed)
     for _ in range(3):
         world.step()
@@ -181,7 +181,7 @@ def test_another_version_than_the_staged_one_is_refused(world: World) -> None:
     assert world.live()
 
 
-def test_a_stream_begun_anew_is_another_one_where_its_numbers_meet(
+def test_a_stream_recreated_is_another_one_where_its_numbers_meet(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The live version has a number that the new stream has as well; an update that fails leaves it that way."""
@@ -189,7 +189,7 @@ def test_a_stream_begun_anew_is_another_one_where_its_numbers_meet(
     world.step()
     stage(session)
     session.update(None)
-    world.begin_anew()
+    world.start_over()
     world.step()
     stage(session)
     assert session.staging.held is not None

@@ -75,7 +75,7 @@ class World:
             self.tensors[name] = torch.where(chosen, weight + 1, weight)
         return self.publish()
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """The stream is deleted, and another one of its name begins with what the trainer has now."""
         self.publisher.close()
         shutil.rmtree(self.store)
