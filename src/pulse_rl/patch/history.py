@@ -1,4 +1,4 @@
-"""What changed in the last versions: net steps of elements, by which the next ones are coded (docs/format.md, 3.10).
+"""What changed in the last versions: net steps of elements, by which the next ones are coded (docs/format.md, 3.9).
 
 A history is a function of the states at the ends of its windows: who came there by single patches, by folds or as the
 publisher has the same one.

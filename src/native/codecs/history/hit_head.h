@@ -1,5 +1,5 @@
 // The levels of chances by which the steps of remembered elements are coded, where they stand in a head (docs/format.md, section
-// 3.10.6).
+// 3.9.6).
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
 // What both directions of the `sparse` codec share: how a block is cut, and how a large size is coded (docs/format.md,
-// sections 3.7.2 and 3.11.3).
+// sections 3.7.2 and 3.7.3).
 #pragma once
 
 #include <algorithm>
