@@ -128,7 +128,7 @@ def relay(address: str, stream: str, near: str, pipe: Any) -> None:
         if done is not None:
             had[done.version] = time.time()
         else:
-            copy.wait(POLL_SECONDS, 1.5 * POLL_SECONDS)
+            copy.wait_for_new(POLL_SECONDS, 1.5 * POLL_SECONDS)
     pipe.send((had, dict(store.count - before)))
 
 

@@ -37,7 +37,7 @@ def copy(policy: str, relay: pulse_rl.Relay, journal: Journal) -> None:
             time.sleep(LOOK_SECONDS)
             continue
         if done is None:
-            relay.wait(LOOK_SECONDS)
+            relay.wait_for_new(LOOK_SECONDS)
             continue
         journal.write(
             "relayed",

@@ -85,7 +85,7 @@ def test_an_idle_relay_makes_four_requests_a_minute(
     asked(store)
     stop = time.monotonic() + 2.5
     while (left := stop - time.monotonic()) > 0:
-        relay.wait(0.01, left)
+        relay.wait_for_new(0.01, left)
         assert relay.sync() is None
     found = list(asked(store))
     assert found[0] == "POST ?wait=1.000"

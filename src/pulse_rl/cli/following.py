@@ -132,7 +132,7 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
             facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
             console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
 
-    return keep_on(sync, args, console, subscriber.wait)
+    return keep_on(sync, args, console, subscriber.wait_for_new)
 
 
 def _sleep(seconds: float) -> None:

@@ -123,7 +123,7 @@ class Relay:
         with failures_to(self._listener, self.source.name, "relay"):
             return self._sync(shards)
 
-    def wait(self, poll_seconds: float = 1.0, most_seconds: float = math.inf) -> None:
+    def wait_for_new(self, poll_seconds: float = 1.0, most_seconds: float = math.inf) -> None:
         """The pause between two calls of `sync` that found nothing: ``poll_seconds``, a quarter more or less; where the
         source is an `HttpStore`, until its server has something new, for at most 25 seconds. Ends within
         ``most_seconds``."""

@@ -190,7 +190,7 @@ class Subscriber(NotCopyable):
         return self._serial.run(lambda: self._update(Pending(), time.perf_counter()))
 
     def updates(self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None) -> Iterator[Update]:
-        """Yields updates as versions appear, with a `wait` of ``poll_seconds`` between looks; ends when none has
+        """Yields updates as versions appear, with a `wait_for_new` of ``poll_seconds`` between looks; ends when none has
         appeared for ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before. Raises
         InputError, and what `sync` raises."""
         last = time.monotonic()
@@ -201,13 +201,13 @@ class Subscriber(NotCopyable):
         while time.monotonic() - last < timeout:
             update = self.sync()
             if update is None:
-                self.wait(poll_seconds, max(0.0, timeout - (time.monotonic() - last)))
+                self.wait_for_new(poll_seconds, max(0.0, timeout - (time.monotonic() - last)))
             else:
                 yield update
                 update.acknowledge()
                 last = time.monotonic()
 
-    def wait(self, poll_seconds: float = 1.0, most_seconds: float = math.inf) -> None:
+    def wait_for_new(self, poll_seconds: float = 1.0, most_seconds: float = math.inf) -> None:
         """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less; where the (nearest) store is
         an `HttpStore`, until its server has something new, for at most 25 seconds. Ends within ``most_seconds``."""
         checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)

@@ -281,7 +281,7 @@ class Staging:
         assert self.subscriber is not None
         self._looked.wait()
         while not self._closed:
-            self.subscriber.wait(POLL_SECONDS)
+            self.subscriber.wait_for_new(POLL_SECONDS)
             self._looked.clear()
             self._due = True
             self._wake.set()
