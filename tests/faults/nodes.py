@@ -107,7 +107,9 @@ class Group:
         check(False, f"the group did not reach version {head}: {states}")
 
     def _together(self, first: GroupWorker, version: int) -> None:
-        """Nobody activates a version that another member, whose note is fresh, has not staged."""
+        """Nobody activates a version first that another member, whose note is fresh, has not staged."""
+        if any(member is not first and (member.live.version or -1) >= version for member in self.members):
+            return  # the group has switched while others were silent: whoever comes back follows
         notes: dict[str, float] = {}
         for info in self._net.disk.list(_NOTES):
             if found := _NOTE.fullmatch(info.name.rpartition("/")[2]):

@@ -190,8 +190,8 @@ class Subscriber(NotCopyable):
         return self._serial.run(lambda: self._update(Pending(), time.perf_counter()))
 
     def updates(self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None) -> Iterator[Update]:
-        """Yields updates as versions appear, with a `wait_for_new` of ``poll_seconds`` between looks; ends when none has
-        appeared for ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before. Raises
+        """Yields updates as versions appear, with a `wait_for_new` of ``poll_seconds`` between looks; ends when none
+        has appeared for ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before. Raises
         InputError, and what `sync` raises."""
         last = time.monotonic()
         checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)
