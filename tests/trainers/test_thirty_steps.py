@@ -20,7 +20,7 @@ from pulse_rl import LocalStore, Subscriber, verify_stream
 from pulse_rl.errors import RankLost
 from pulse_rl.events import BaselineRestored, Event, Synced
 from pulse_rl.integrations.fsdp import ShardedPublisher
-from pulse_rl.integrations.fsdp import draft as draft_module
+from pulse_rl.patch import build
 from tests.support.sharded import followed, gathered, require_equal
 from tests.support.trainers import Group, Trainer
 
@@ -125,7 +125,7 @@ def published(trainer: Trainer, address: str, first: int, last: int, how: str, l
 
 def die_in_the_middle() -> None:
     """At the third block that is coded."""
-    encode, left = draft_module.encode_proved, [2]
+    encode, left = build.encode_proved, [2]
 
     def deadly(*arguments: Any, **options: Any) -> Any:
         if not left[0]:
@@ -133,7 +133,7 @@ def die_in_the_middle() -> None:
         left[0] -= 1
         return encode(*arguments, **options)
 
-    draft_module.encode_proved = deadly
+    build.encode_proved = deadly
 
 
 def fetched(reader: Subscriber, events: list[Event], version: int) -> int:
