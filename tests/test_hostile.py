@@ -11,7 +11,7 @@ from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, as_state, s
 from pulse_rl.store import Data
 from tests.hostile import make, pieces
 from tests.support.manifests import show_next
-from tests.support.states import LIMIT_MEMORY, run_python
+from tests.support.states import LIMIT_MEMORY, run_python, taken
 
 CORPUS = Path(__file__).parent / "hostile"
 
@@ -57,9 +57,7 @@ def through_sync(path: Path) -> None:
     A manifest is passed over, unless it is asked for."""
     store = stream()
     worker = Subscriber(store, stream="policy", threads=1)
-    first = worker.sync()
-    assert first is not None
-    first.acknowledge()
+    assert taken(worker)
     named_by(store, path)
     newest = None if path.suffix != ".json" else 1
     if path.suffix == ".safetensors":

@@ -13,6 +13,7 @@ from pulse_rl.errors import ChainGap, CorruptManifest, InputError, Untrusted
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
+from tests.support.states import taken
 
 STATE = {"w": np.arange(1000, dtype=np.float32)}
 
@@ -33,9 +34,7 @@ def test_unsigned_and_strange_signatures_are_refused(signer: Signer | None) -> N
     Publisher(store, stream="s", signer=trusted).publish(STATE)
     events: list[Event] = []
     subscriber = Subscriber(store, stream="s", trusted_keys=[trusted.public_key], on_event=events.append)
-    first = subscriber.sync()
-    assert first is not None
-    first.acknowledge()
+    assert taken(subscriber)
     Publisher(store, stream="s", signer=signer).publish({"w": STATE["w"] * 2})
     assert subscriber.sync() is None
     assert subscriber.root == state_root(STATE)

@@ -84,6 +84,11 @@ def cast(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: made[tensor.data_ptr()] for name, tensor in state.items()}
 
 
+def saved_names(state: dict[str, torch.Tensor]) -> set[str]:
+    """The names under which ``save_pretrained`` writes a state: of tied tensors the first one alone."""
+    return set({tensor.data_ptr(): name for name, tensor in reversed(state.items())}.values())
+
+
 class Witness(TrainerCallback):
     """Notes after each step the root of what workers must hold then: ``roots`` by step."""
 

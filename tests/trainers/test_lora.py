@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from pulse_rl import state_root
 from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations.weights import policy_weights
-from tests.trainers.support import cast, tiny
+from tests.trainers.support import cast, saved_names, tiny
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -78,10 +78,10 @@ def test_what_is_published_is_what_peft_merges_in_fp32(dtype: torch.dtype, confi
     weights = policy_weights(model)
     assert unchanged(model, before)
     whole = copy.deepcopy(model).float().merge_and_unload().state_dict()
-    assert weights.keys() == whole.keys()
-    for name, tensor in whole.items():
-        assert weights[name].dtype == dtype
-        assert torch.equal(weights[name], tensor.to(dtype)), name
+    assert weights.keys() == saved_names(whole)
+    for name, tensor in weights.items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, whole[name].to(dtype)), name
     cast_weights = policy_weights(model, "BF16")
     if dtype == torch.float32:
         changed = [name for name in cast_weights if cast_weights[name].dtype == torch.bfloat16]
@@ -107,7 +107,8 @@ def test_several_adapters_and_one_that_is_merged_already() -> None:
     model.base_model.set_adapter(["default", "other"])
     both = copy.deepcopy(model).float().merge_and_unload(adapter_names=["default", "other"]).state_dict()
     weights = policy_weights(model)
-    assert all(torch.equal(weights[name], tensor.to(torch.bfloat16)) for name, tensor in both.items())
+    assert weights.keys() == saved_names(both)
+    assert all(torch.equal(tensor, both[name].to(torch.bfloat16)) for name, tensor in weights.items())
     merged = adapted(torch.float32)
     expected = state_root(policy_weights(merged))
     merged.merge_adapter()
@@ -133,7 +134,7 @@ def test_adapters_without_a_peft_model_around_them() -> None:
     from peft import inject_adapter_in_model
 
     model = tiny()
-    names = set(model.state_dict())
+    names = saved_names(model.state_dict())
     inject_adapter_in_model(LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False), model)
     assert set(policy_weights(model)) == names
 

@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from pulse_rl import MemoryStore, Published, Subscriber, state_root
 from pulse_rl.events import Event
 from pulse_rl.integrations.transformers import PulseCallback
-from tests.trainers.support import Witness, cast, common, followed, saved, tokenizer
+from tests.trainers.support import Witness, cast, common, followed, saved, saved_names, tokenizer
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
 
@@ -112,4 +112,4 @@ def test_lora_is_published_merged_under_the_base_model_s_names(tmp_path: Path, d
     plain = type(trainer.model.get_base_model()).from_pretrained(tmp_path / "checkpoint")
     subscriber = Subscriber(store, stream="policy")
     subscriber.sync()
-    assert set(subscriber.state.names) == set(plain.state_dict())
+    assert set(subscriber.state.names) == saved_names(plain.state_dict())
