@@ -1,4 +1,4 @@
-"""The context codec in plain, slow Python, written from docs/format.md, section 3.6: the oracle of the native kernels.
+"""The gaps codec in plain, slow Python, written from docs/format.md, section 3.6: the oracle of the native kernels.
 
 `encode` chooses nothing by itself: it is given boost and levels. `decode` needs no help.
 """

@@ -1,4 +1,4 @@
-"""Blocks for the tests of the groups codec, and the check that both paths and the document agree on them."""
+"""Blocks for the tests of the sparse codec, and the check that both paths and the document agree on them."""
 
 from __future__ import annotations
 

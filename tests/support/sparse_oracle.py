@@ -1,4 +1,4 @@
-"""The groups codec in plain, slow Python, written from docs/format.md, section 3.7: the oracle of the native kernels.
+"""The sparse codec in plain, slow Python, written from docs/format.md, section 3.7: the oracle of the native kernels.
 
 `encode` chooses no model by itself: it is given that of a payload, which `read_head` reads.
 """

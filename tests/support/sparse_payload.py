@@ -1,4 +1,4 @@
-"""The fields of a payload of the groups codec (docs/format.md, section 3.7.1)."""
+"""The fields of a payload of the sparse codec (docs/format.md, section 3.7.1)."""
 
 from __future__ import annotations
 
