@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,8 @@ MOST_PRIVATE_SHARE = 0.4
 """Of the files with tests, those that may import a module of `pulse_rl` which is not public: pure functions of formats
 and kernels are tested inside. It only ever falls."""
 
-MOST_LINES = 46_900
-"""Of Python in tests/. It is to fall: raise it only in a rewrite that takes more away soon."""
-
+MOST_LINES = 39_000
+"""Of Python in tests/, without blank lines, comments and docstrings: what explains is free. It only ever falls."""
 
 OPEN = ("pulse_rl.errors.", "pulse_rl.events.", "pulse_rl.cli.")
 """Of these all is public."""
@@ -56,6 +56,20 @@ def private_files() -> list[Path]:
     return [file for file in sorted(TESTS.rglob("test_*.py")) if private_names(file)]
 
 
+def code_lines(file: Path) -> int:
+    """Lines that hold more than a comment or a part of a docstring, of names as well."""
+    with tokenize.open(file) as source:
+        text = source.read()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(iter(text.splitlines(keepends=True)).__next__):
+        if token.string.strip() and token.type != tokenize.COMMENT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
 def test_most_tests_go_through_public_names() -> None:
     private, all_files = private_files(), list(TESTS.rglob("test_*.py"))
     listed = "\n".join(str(file.relative_to(TESTS)) for file in private)
@@ -64,8 +78,32 @@ def test_most_tests_go_through_public_names() -> None:
 
 
 def test_the_tests_do_not_grow() -> None:
-    lines = sum(len(file.read_text().splitlines()) for file in TESTS.rglob("*.py"))
+    lines = sum(code_lines(file) for file in TESTS.rglob("*.py"))
     assert lines <= MOST_LINES, f"tests have {lines} lines: what repeats itself wants a fixture or a parameter"
+
+
+def test_only_lines_of_code_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "test_x.py"
+    file.write_text('''"""A module.
+
+Of two paragraphs."""
+
+LIMIT = 3  # counts
+"""The most."""
+
+
+# Does not count.
+def f() -> str:
+    """Nor this."""
+    text = """
+    Data, all of its lines.
+
+    """
+    return (
+        text
+    )
+''')
+    assert code_lines(file) == len(["LIMIT", "def", *["text"] * 4, "return", "text", ")"])
 
 
 def test_a_private_import_is_noticed(tmp_path: Path) -> None:
