@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pulse_rl import (
@@ -15,13 +17,13 @@ from pulse_rl import (
     state_root,
     verify_stream,
 )
-from pulse_rl.errors import ChainGap, InputError, PublisherConflict, StreamRecreated
+from pulse_rl.errors import ChainGap, InputError, PublisherConflict, StoreUnavailable, StreamRecreated
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Synced
 from tests.support.states import Live, Rng, Tensors, history, roots, taken
 from tests.support.stores import FaultyStore, names
 
 
-def published(states: list[Tensors], signer: Signer | None = None, store: MemoryStore | None = None) -> MemoryStore:
+def published(states: list[Tensors], signer: Signer | None = None, store: Any = None) -> Any:
     store = store or MemoryStore()
     with Publisher(store, stream="policy", signer=signer) as publisher:
         for state in states:
@@ -327,3 +329,21 @@ def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_recreated(rng: 
     anew = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
     anew.sync()
     assert anew.root == state_root(states[2])
+
+
+def test_who_failed_to_claim_goes_on_from_what_is_there_now(rng: Rng) -> None:
+    """It committed under the ID that the stream had when it looked first, above the version of a recreated one."""
+    signer, states = Signer.generate(), history(rng, 3)
+    store = FaultyStore(published(states[:1], signer))
+    late = Publisher(store, stream="policy", signer=signer)
+    store.fail_on("put_new", "epochs", after=True)
+    with pytest.raises(StoreUnavailable):
+        late.publish(states[0])
+    store.inner.put("policy/versions/000000000000.json", b"{")
+    published(states[1:2], signer, store)
+    late.publish(states[2])
+    assert roots(states[1:]) == [report.root for report in verify_stream(store, "policy") if report.ok]
+    worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
+    for version, state in enumerate(states[1:], start=1):
+        worker.sync(target=version)
+        assert worker.root == state_root(state)

@@ -68,6 +68,9 @@ class Committer:
 
     def take(self) -> None:
         """Finds the head, and claims the stream if that is still to be done."""
+        if self.head and not self._claimed_as:  # the claim failed, and the stream may have been recreated since
+            self.head = None
+            self._stream.forget()
         self._find_head()
         if self._claimed_as != self.stream_id:
             self._claim()
