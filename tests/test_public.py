@@ -53,7 +53,7 @@ MOST_NAMES, MOST_AT_THE_ROOT = 140, 45
 
 HANDED_OUT = {
     "pulse_rl.integrations.engines.transport.SubscriberOptions",
-    "pulse_rl.maintenance.audit.Module",
+    "pulse_rl.maintenance.verify.Module",
     "pulse_rl.plan.fleet.FleetPlan",
     "pulse_rl.plan.fleet.WayPlan",
     "pulse_rl.plan.model.MeasuredInputs",

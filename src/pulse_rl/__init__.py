@@ -14,12 +14,10 @@ from . import errors as errors
 from . import events as events
 from .errors import PulseError
 from .events import Published
-from .maintenance.anchor import anchor_stream
-from .maintenance.audit import AuditReport, audit
-from .maintenance.fold import fold_stream
+from .maintenance.compaction import anchor_stream, fold_stream
 from .maintenance.gc import GcPlan, gc_stream
 from .maintenance.relay import Relay
-from .maintenance.verify import VersionReport, verify_stream
+from .maintenance.verify import AuditReport, VersionReport, audit, verify_stream
 from .state.checkpoint import StateSource, as_state, unwrapped
 from .state.digest import state_digest
 from .state.tensors import Bits, DType, State, TensorSpec
@@ -27,7 +25,7 @@ from .store import HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, 
 from .stream.signing import Signer
 from .sync.group import GroupMember
 from .sync.publisher import Publisher
-from .sync.submit import Submission
+from .sync.request import Submission
 from .sync.subscriber import Subscriber
 from .sync.subscribers import Subscribers
 from .sync.update import TensorUpdate, Update

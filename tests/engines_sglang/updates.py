@@ -16,8 +16,7 @@ import pytest  # noqa: E402
 
 from pulse_rl import PulseError  # noqa: E402
 from pulse_rl.errors import ConcurrentUse, EngineError  # noqa: E402
-from pulse_rl.integrations.sglang import EngineHandle, connect  # noqa: E402
-from pulse_rl.integrations.sglang.connection import LOADER, is_sglang  # noqa: E402
+from pulse_rl.integrations.sglang import LOADER, EngineHandle, connect, is_sglang  # noqa: E402  # noqa: E402
 from tests.engines.policy import Policy  # noqa: E402
 
 from .package import Server, serving  # noqa: E402

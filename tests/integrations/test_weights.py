@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pulse_rl.errors import InputError, UnsupportedTensor
-from pulse_rl.integrations.advice import expected_density
-from pulse_rl.integrations.weights import is_sharded, policy_weights
+from pulse_rl.integrations.weights import expected_density, is_sharded, policy_weights
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study.theory import ulp_of
 

@@ -21,8 +21,7 @@ from pulse_rl.events import (
     Published,
     Synced,
 )
-from pulse_rl.metrics import DriftWatch, JsonLines, fan_out, read_events
-from pulse_rl.metrics.listeners import FACTOR, IN_A_ROW, QUIET
+from pulse_rl.metrics import FACTOR, IN_A_ROW, QUIET, DriftWatch, JsonLines, fan_out, read_events
 from tests.support.events import ONE_OF_EACH, PUBLISHED
 from tests.support.states import Rng, history
 from tests.support.stores import names

@@ -32,8 +32,7 @@ from pulse_rl.patch.undo import by_whole_blocks
 from pulse_rl.state.cast import CastState
 from pulse_rl.state.digest import LEAF_BYTES, StateDigest, state_digest
 from pulse_rl.state.memory import pageable
-from pulse_rl.state.slices import Segment
-from pulse_rl.state.tensors import DTYPES, TensorSpec
+from pulse_rl.state.tensors import DTYPES, Segment, TensorSpec
 from tests.support.parts import part
 from tests.support.parts import slices_of as cut_among
 from tests.support.states import Rng, all_dtypes, bits, mutated, weights

@@ -80,7 +80,7 @@ def test_what_is_not_ours_in_the_folder_is_neither_deleted_nor_in_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user gave a folder with data of his own, on a disk that was just mounted."""
-    monkeypatch.setattr("pulse_rl.store.cached.DEFAULT_MAX_BYTES", 1000)
+    monkeypatch.setattr("pulse_rl.store.wrappers.DEFAULT_MAX_BYTES", 1000)
     monkeypatch.setattr(CachedStore.__init__, "__defaults__", (1000,))
     mine = [tmp_path / name for name in ("a/b/model.bin", "lost+found/x", "my data/y", f"s/payloads/{'0' * 64}.patch")]
     mine += [tmp_path / "pulse-cache" / name for name in ("lost+found/x", "my data/y", "s/payloads/notes.txt")]

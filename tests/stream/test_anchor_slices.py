@@ -11,7 +11,7 @@ import pytest
 from pulse_rl import State
 from pulse_rl.errors import CorruptCheckpoint, DigestMismatch
 from pulse_rl.state.checkpoint import header_length
-from pulse_rl.state.slices import Segment, SlicedState
+from pulse_rl.state.tensors import Segment, SlicedState
 from pulse_rl.stream.manifest import Payload
 from pulse_rl.stream.slices import KEY
 from tests.stream.test_anchor import reader, restored, whole

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from pulse_rl import MemoryStore
-from pulse_rl.stream.kept import ManifestCache
-from pulse_rl.stream.manifest import Manifest
+from pulse_rl.stream.manifest import Manifest, ManifestCache
 from pulse_rl.stream.stream import Stream
 from tests.support.manifests import FULL
 

@@ -6,7 +6,7 @@ import pytest
 
 from pulse_rl import GroupMember, MemoryStore, Publisher, Store, Subscriber, Update
 from pulse_rl.errors import StoreUnavailable
-from pulse_rl.store import memory
+from pulse_rl.store import local
 from tests.faults.groups import MEMBERS
 from tests.support.states import TinyTrainer
 
@@ -16,7 +16,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(memory.time, "time", lambda: self.now)
+        monkeypatch.setattr(local.time, "time", lambda: self.now)
 
 
 class Prompt(GroupMember):

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl.errors import ChainGap
-from pulse_rl.stream.chain import Link, links_of
-from pulse_rl.stream.manifest import AnchorRef, PatchRef, Payload
+from pulse_rl.stream.manifest import AnchorRef, Link, PatchRef, Payload, links_of
 from pulse_rl.sync.planner import cheapest_path
 from tests.support.manifests import FULL
 

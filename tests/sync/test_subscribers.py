@@ -16,7 +16,7 @@ from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Store, Subscribe
 from pulse_rl.errors import ChainGap, InputError, InvalidName
 from pulse_rl.events import CallFailed, Event
 from pulse_rl.store.server import FolderServer
-from pulse_rl.sync.schedule import Schedule, Turn
+from pulse_rl.sync.polling import Schedule, Turn
 from tests.support.http import CountedHttpStore, asked
 from tests.support.states import Rng, Tensors, history, roots
 from tests.support.stores import FaultyStore

@@ -14,12 +14,14 @@ from _thread import allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
+from weakref import WeakMethod
 
 from .settings import checked_count
 
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
 LOOK_SECONDS = 0.05
 """How often a wait looks by itself, should an interrupt have taken the signal of an end."""
 
@@ -173,3 +175,15 @@ def _work_off(calls: SimpleQueue[Call[Any] | None], operation: Any) -> None:
     while (call := calls.get()) is not None:
         call.run()
         del call  # what it holds is not kept until the next one comes
+
+
+def weak_callback(method: Callable[P, None]) -> Callable[P, None]:
+    """Calls the bound ``method`` as long as its object lives, and then does nothing."""
+    held = WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        alive = held()
+        if alive is not None:
+            alive(*args, **kwargs)
+
+    return call

@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .._util.settings import format_bytes
-from .._util.timing import jittered
 from ..errors import ConcurrentUse, EmptyStream, FormatError, InputError, PulseError, UnsupportedTensor
 from ..events import Relayed
 from ..integrations import sglang, vllm
 from ..integrations.engines.handle import EngineHandle, EngineSync
-from ..integrations.sglang.connection import is_sglang
+from ..integrations.sglang import is_sglang
 from ..maintenance.relay import Relay
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load
-from ..sync.pause import Pause
+from ..sync.polling import Pause, jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
 from .output import Console, check_output

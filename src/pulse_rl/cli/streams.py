@@ -7,8 +7,7 @@ import argparse
 from .._util.settings import format_bytes
 from ..errors import InputError
 from ..events import Published
-from ..maintenance.anchor import anchor_stream
-from ..maintenance.fold import fold_stream
+from ..maintenance.compaction import anchor_stream, fold_stream
 from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
 from ..state.checkpoint import load

@@ -18,10 +18,9 @@ from ..events import Listener, Metadata, Published, checked_listener
 from ..state.cast import compute_dtype_named
 from ..store import Store
 from ..sync.publisher import Publisher
-from ..sync.submit import Submission
-from .advice import advice, logged
+from ..sync.request import Submission
 from .peft import ADAPTER_CONFIG
-from .weights import adapter_weights, policy_weights
+from .weights import adapter_weights, advice, logged, policy_weights
 
 __all__ = ["PulseCallback", "checkpoint_weights"]
 

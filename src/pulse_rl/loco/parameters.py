@@ -13,8 +13,7 @@ import torch
 
 from ..errors import InputError, NonFinite, StateMismatch
 from ..patch.blocks import cut
-from ..state.slices import Segment
-from ..state.tensors import DTYPES, State, TensorSpec
+from ..state.tensors import DTYPES, Segment, State, TensorSpec
 from .buffers import require_dense
 
 BLOCK_ELEMENTS = 1 << 22

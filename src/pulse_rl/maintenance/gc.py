@@ -18,7 +18,7 @@ from ..stream.names import AnchorName, DigestsName, FoldName, ObjectName, Payloa
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from ..sync.notes import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
+from ..sync.group import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
 
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0

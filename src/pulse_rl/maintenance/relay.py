@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from .._util.faults import hit
 from .._util.settings import checked_count, checked_number
-from .._util.threads import checked_threads, ordered_map
-from .._util.weak import weak_callback
+from .._util.threads import checked_threads, ordered_map, weak_callback
 from ..errors import (
     ChainGap,
     CorruptManifest,
@@ -28,16 +27,15 @@ from ..errors import (
 from ..events import CallFailed, FallbackUsed, Listener, Relayed, checked_listener, failures_to
 from ..patch.header import MAX_HEADER_BYTES, PRELUDE_BYTES, PatchHeader, Room, header_end, parse_header
 from ..store import Store, open_store
-from ..stream.chain import Link
 from ..stream.digest_trees import copy_digests
-from ..stream.manifest import Manifest, Payload
+from ..stream.manifest import Link, Manifest, Payload
 from ..stream.names import PATCH, SHARD
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from ..sync.failover import check_recreated
-from ..sync.pause import LONGEST_POLL, Pause
 from ..sync.planner import BROKEN_LINK, Planner
+from ..sync.polling import LONGEST_POLL, Pause
 from .gc import gc_stream
 
 _TRIES = 2

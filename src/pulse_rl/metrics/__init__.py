@@ -14,11 +14,51 @@ same update.
 
 from __future__ import annotations
 
-from ..events import Event, Listener
-from .listeners import DriftWatch, JsonLines, read_events
-from .prometheus import PrometheusMetrics
+import json
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from .._util.files import open_regular
+from ..errors import FormatError, InputError, IntegrityError, PulseError
+from ..events import (
+    CallFailed,
+    DensityDrift,
+    Event,
+    FallbackUsed,
+    Folded,
+    FoldFailed,
+    Listener,
+    Progress,
+    Published,
+    Synced,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 __all__ = ["DriftWatch", "JsonLines", "PrometheusMetrics", "fan_out", "read_events"]
+
+MAX_LINE_BYTES = 1 << 20
+WINDOW = 100
+"""Versions over which the running median is taken."""
+QUIET = 50
+"""Versions that are not judged: density peaks at steps 10 to 40, the end of warm-up, at 2 to 3 times what follows."""
+FACTOR = 3.0
+"""The band: from a third of the median to three times the median."""
+IN_A_ROW = 3
+"""Versions outside the band before it counts; a single step without a reward to learn from is not a drift."""
+_INSTALL = "Install it: pip install 'pulse-rl[metrics]'."
+_LABELS = ("stream", "role")
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 def fan_out(*listeners: Listener) -> Listener:
@@ -29,3 +69,244 @@ def fan_out(*listeners: Listener) -> Listener:
             listener(event)
 
     return send_to_all
+
+
+class JsonLines:
+    """Appends each event but `Progress` to the file ``path`` as one line, in a single write.
+
+    A line is the event's fields with ``event``, its name in snake case ("published", "synced" …), and ``time``, seconds
+    since 1970 by this machine's clock. Each process needs its own file: ``events-worker-0.jsonl`` in the run's folder
+    appears as the worker "worker-0" in its report. A partial last line left by a killed process is ended first.
+
+    A context manager that closes the file. Raises InputError if the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        file = Path(path)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = file.open("a+b", buffering=0)
+            if self._file.seek(0, os.SEEK_END):
+                self._file.seek(-1, os.SEEK_END)
+                if self._file.read(1) != b"\n":
+                    self._file.write(b"\n")
+        except OSError as error:
+            raise InputError(f"cannot write events to {file}: {error}", hint="Check the path.") from None
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Progress):
+            return
+        line = {"event": _snake_case(type(event).__name__), "time": round(time.time(), 6), **asdict(event)}
+        with self._lock:
+            self._file.write(json.dumps(line).encode() + b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file; later events raise ValueError."""
+        self._file.close()
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The events of the file ``path`` in order. Lines that are incomplete, too long or not an event are skipped.
+
+    Raises InputError if the file cannot be read.
+    """
+    try:
+        with open_regular(Path(path)) as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                event = _parsed(line)
+                if event is not None:
+                    yield event
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(event, dict) and isinstance(event.get("event"), str)
+    return event if known and isinstance(event.get("time"), int | float) else None
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class DriftWatch:
+    """Passes events on to ``listener``, and adds a `DensityDrift` when density has left its band.
+
+    The rule, per stream: three versions in a row with a density below a third of the running median, or above three
+    times the median. The median is that of the last 100 densities inside the band. The first 50 versions are not
+    judged, and versions without a patch never are. After a drift the watch starts over, so that each drift is reported
+    once.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._bands: dict[str, _Band] = {}
+
+    def __call__(self, event: Event) -> None:
+        self._listener(event)
+        if isinstance(event, Published) and event.changed is not None:
+            band = self._bands.setdefault(event.stream, _Band())
+            if left := band.leaves(event.density):
+                self._listener(DensityDrift(event.stream, event.version, event.density, *left))
+
+
+class _Band:
+    """The band of usual densities of one stream."""
+
+    def __init__(self) -> None:
+        self._window: deque[float] = deque(maxlen=WINDOW)
+        self._outside = 0
+
+    def leaves(self, density: float) -> tuple[float, float] | None:
+        """The band, from low to high, if ``density`` is the one that makes it a drift."""
+        if len(self._window) < QUIET:
+            self._window.append(density)
+            return None
+        middle = median(self._window)
+        low, high = middle / FACTOR, middle * FACTOR
+        if low <= density <= high:
+            self._window.append(density)
+            self._outside = 0
+            return None
+        self._outside += 1
+        if self._outside < IN_A_ROW:
+            return None
+        self._window.clear()
+        self._outside = 0
+        return low, high
+
+
+PUBLISHER, SUBSCRIBER = "publisher", "subscriber"
+
+
+class PrometheusMetrics:
+    """Counts events in ``registry`` (default: the process's own), under names that start with ``prefix``.
+
+    Raises InputError without prometheus-client. One object serves all publishers and subscribers of a process. Each
+    metric has the labels ``stream`` and ``role``: "publisher" for writes to the stream, "subscriber" for reads from it
+    (a publisher that restores its own head reads).
+
+    ===================================== ========= ==========================================================
+    ``pulse_version``                     gauge     newest version committed, or held
+    ``pulse_density_ratio``               gauge     changed elements / all elements, of the last patch
+    ``pulse_density_drifts_total``        counter   see `DriftWatch`
+    ``pulse_patch_bytes_total``           counter   stored in patches
+    ``pulse_anchor_bytes_total``          counter   stored in anchors
+    ``pulse_fold_bytes_total``            counter   stored in folds
+    ``pulse_full_sync_bytes_total``       counter   what full syncs of the same versions would have stored
+    ``pulse_publish_seconds``             histogram one call of publish
+    ``pulse_publish_phase_seconds``       summary   by ``phase`` of `Published`
+    ``pulse_fold_failures_total``         counter   folds that could not be made or stored
+    ``pulse_fetched_bytes_total``         counter   payloads downloaded
+    ``pulse_sync_seconds``                histogram one sync that found a new version
+    ``pulse_sync_phase_seconds``          summary   by ``phase`` of `Synced`
+    ``pulse_versions_behind``             gauge     when the last sync looked
+    ``pulse_lag_seconds``                 gauge     from the last commit to its sync (two machines' clocks)
+    ``pulse_call_failures_total``         counter   calls of publish or sync that raised, by the error's ``kind``
+    ``pulse_path_failures_total``         counter   paths that failed, by the error's ``kind``
+    ``pulse_verification_failures_total`` counter   of these, bytes or states that failed a check, by ``kind``
+    ===================================== ========= ==========================================================
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, prefix: str = "pulse") -> None:
+        try:
+            from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Summary
+        except ImportError:
+            raise InputError("PrometheusMetrics needs the package prometheus-client", hint=_INSTALL) from None
+        where = REGISTRY if registry is None else registry
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"{prefix}_{name}", what, (*_LABELS, *labels), registry=where)
+
+        def gauge(name: str, what: str) -> Gauge:
+            return Gauge(f"{prefix}_{name}", what, _LABELS, registry=where)
+
+        def seconds(name: str, what: str) -> Histogram:
+            return Histogram(f"{prefix}_{name}_seconds", what, _LABELS, registry=where, buckets=_SECONDS)
+
+        def phases(name: str, what: str) -> Summary:
+            return Summary(f"{prefix}_{name}_phase_seconds", what, (*_LABELS, "phase"), registry=where)
+
+        try:
+            self._version = gauge("version", "Newest version committed or held")
+            self._density = gauge("density_ratio", "Changed elements / all elements of the last patch")
+            self._drifts = counter("density_drifts", "Times that density left its band")
+            self._patch_bytes = counter("patch_bytes", "Bytes stored in patches")
+            self._anchor_bytes = counter("anchor_bytes", "Bytes stored in anchors")
+            self._fold_bytes = counter("fold_bytes", "Bytes stored in folds")
+            self._full_bytes = counter("full_sync_bytes", "Bytes that full syncs would have stored")
+            self._publish = seconds("publish", "Time of a publish")
+            self._publish_phases = phases("publish", "Time of a publish by phase")
+            self._fold_failures = counter("fold_failures", "Folds that could not be made or stored")
+            self._fetched_bytes = counter("fetched_bytes", "Bytes of payloads downloaded")
+            self._sync = seconds("sync", "Time of a sync that found something new")
+            self._sync_phases = phases("sync", "Time of a sync by phase")
+            self._behind = gauge("versions_behind", "Versions behind when the last sync looked")
+            self._lag = gauge("lag_seconds", "Age of the version when the last sync ended")
+            self._call_failures = counter("call_failures", "Calls that raised an error", "kind")
+            self._path_failures = counter("path_failures", "Ways to a version that did not work", "kind")
+            self._verification_failures = counter("verification_failures", "Failed checks of bytes or states", "kind")
+        except ValueError as error:
+            raise InputError(f"cannot register the metrics: {error}", hint="Share one PrometheusMetrics.") from None
+        self._checks = _kinds(FormatError) | _kinds(IntegrityError)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Published():
+                self._published(event)
+            case Synced():
+                self._synced(event)
+            case CallFailed():
+                role = PUBLISHER if event.call == "publish" else SUBSCRIBER
+                self._call_failures.labels(event.stream, role, event.kind).inc()
+            case FallbackUsed():
+                self._path_failures.labels(event.stream, SUBSCRIBER, event.kind).inc()
+                if event.kind in self._checks:
+                    self._verification_failures.labels(event.stream, SUBSCRIBER, event.kind).inc()
+            case Folded():
+                if event.nbytes < event.patch_bytes:
+                    self._fold_bytes.labels(event.stream, PUBLISHER).inc(event.nbytes)
+            case FoldFailed():
+                self._fold_failures.labels(event.stream, PUBLISHER).inc()
+            case DensityDrift():
+                self._drifts.labels(event.stream, PUBLISHER).inc()
+
+    def _published(self, event: Published) -> None:
+        own = (event.stream, PUBLISHER)
+        self._version.labels(*own).set(event.version)
+        if event.changed is not None:
+            self._density.labels(*own).set(event.density)
+        self._patch_bytes.labels(*own).inc(event.patch_bytes)
+        self._anchor_bytes.labels(*own).inc(event.anchor_bytes)
+        self._full_bytes.labels(*own).inc(event.dense_bytes)
+        self._publish.labels(*own).observe(event.seconds)
+        for phase, seconds in event.phases.items():
+            self._publish_phases.labels(*own, phase).observe(seconds)
+
+    def _synced(self, event: Synced) -> None:
+        own = (event.stream, SUBSCRIBER)
+        self._version.labels(*own).set(event.version)
+        self._fetched_bytes.labels(*own).inc(event.fetched_bytes)
+        self._sync.labels(*own).observe(event.seconds)
+        for phase, seconds in event.phases.items():
+            self._sync_phases.labels(*own, phase).observe(seconds)
+        if event.versions_behind is not None:
+            self._behind.labels(*own).set(event.versions_behind)
+        self._lag.labels(*own).set(event.lag_seconds)
+
+
+def _kinds(error: type[PulseError]) -> set[str]:
+    return {error.kind}.union(*(_kinds(kind) for kind in error.__subclasses__()))

@@ -16,8 +16,7 @@ from ..codec import Changes, Layout, Run
 from ..state import bits
 from ..state.digest import LEAF_BYTES
 from ..state.memory import Allocate, joined, pageable
-from ..state.slices import Segment
-from ..state.tensors import DType, State, TensorSpec, UIntArray
+from ..state.tensors import DType, Segment, State, TensorSpec, UIntArray
 
 BLOCK_ELEMENTS = 1 << 22
 

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from .._util import zstd as _zstd
 from ..codec import HISTORY, SAME
 from ..errors import CorruptPatch, FormatError, InputError, WrongBase
-from ..state.slices import Segment
-from ..state.tensors import TensorSpec
+from ..state.tensors import Segment, TensorSpec
 from .blocks import BLOCK_ELEMENTS, Block, cut
 from .history import MAX_SPAN, MAX_WINDOWS, HistoryName
 

@@ -11,8 +11,7 @@ from .._util.threads import checked_threads, default_threads, ordered_map
 from ..codec import Changes
 from ..state import bits
 from ..state.digest import LEAF_BYTES, Changed, PartDigest, StateDigest, changed_leaves_of, leaves_of
-from ..state.slices import Segment
-from ..state.tensors import State, TensorSpec, UIntArray
+from ..state.tensors import Segment, State, TensorSpec, UIntArray
 from .blocks import Block
 from .changes import StateChanges, TensorChanges
 

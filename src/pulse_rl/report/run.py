@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ..errors import InputError
-from ..metrics.listeners import read_events
+from ..metrics import read_events
 from ..plan.model import bandwidth_for
 
 BUCKETS = 400

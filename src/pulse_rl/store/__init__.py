@@ -14,11 +14,10 @@ from urllib.parse import unquote, urlparse
 
 from ..errors import InputError
 from .base import Data, ObjectInfo, Store, create_or_confirm
-from .cached import CachedStore
 from .http import HttpStore
-from .local import LocalStore
-from .memory import MemoryStore
+from .local import LocalStore, MemoryStore
 from .object import ObjectStore
+from .wrappers import CachedStore
 
 __all__ = [
     "CachedStore",

@@ -6,9 +6,11 @@ was asked for, and every request has a deadline.
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import re
+import socket
 import threading
 import time
 import weakref
@@ -20,7 +22,6 @@ from urllib.parse import quote, urlsplit
 
 from .._util.settings import checked_number
 from .._util.threads import checkpoint
-from .._util.timing import DeadlineSocket
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
 from .base import Data, ObjectInfo, check_name, check_range, is_name
 
@@ -291,7 +292,7 @@ class _Connection:
 
     def __init__(self, connection: HTTPConnection) -> None:
         self._connection = connection
-        self._socket: DeadlineSocket | None = None
+        self._socket: _DeadlineSocket | None = None
         self._answered = False
         self.idle_since = 0.0
 
@@ -303,7 +304,7 @@ class _Connection:
     def ask(self, method: str, path: str, headers: dict[str, str], body: bytes | None, seconds: float) -> HTTPResponse:
         if self._socket is None:
             self._connection.connect()
-            self._socket = DeadlineSocket(self._connection.sock)
+            self._socket = _DeadlineSocket(self._connection.sock)
             self._connection.sock = self._socket
         self._socket.begin(seconds, _LEAST_RATE)
         self._connection.request(method, path, body, {"Accept-Encoding": "identity", **headers})
@@ -346,3 +347,65 @@ def _listed(prefix: str, line: str) -> ObjectInfo | None:
     if found is None or not is_name(name := prefix + found[3]):
         return None
     return ObjectInfo(name, int(found[1]), float(found[2]))
+
+
+class _DeadlineSocket:
+    """What `http.client`, which has a timeout for each packet only, needs of ``sock``, with a deadline that `begin`
+    sets. Raises TimeoutError past it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._deadline = 0.0
+        self._rate = 1
+        self._expected = 0
+
+    def begin(self, seconds: float, least_rate: int) -> None:
+        """The next exchange ends within ``seconds``, and a second more for each ``least_rate`` bytes received of what
+        `expect` announces."""
+        self._deadline = time.monotonic() + seconds
+        self._rate = least_rate
+        self._expected = 0
+
+    def expect(self, nbytes: int) -> None:
+        """So many bytes to come move the deadline."""
+        self._expected = nbytes
+
+    def sendall(self, data: Any) -> None:
+        self._limit()
+        self._sock.sendall(data)
+
+    def makefile(self, mode: str, *_: Any, **__: Any) -> io.BufferedReader:
+        return io.BufferedReader(_DeadlineReader(self, self._sock.makefile("rb", buffering=0)))
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def received(self, nbytes: int) -> None:
+        counted = min(nbytes, self._expected)
+        self._expected -= counted
+        self._deadline += counted / self._rate
+
+    def _limit(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left)
+
+
+class _DeadlineReader(io.RawIOBase):
+    def __init__(self, owner: _DeadlineSocket, raw: socket.SocketIO) -> None:
+        self._owner = owner
+        self._raw = raw
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._owner._limit()
+        count = self._raw.readinto(buffer)
+        self._owner.received(count or 0)
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

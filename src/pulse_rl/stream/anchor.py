@@ -17,8 +17,7 @@ from .._util.threads import ordered_map
 from ..errors import CorruptCheckpoint, DigestMismatch, PulseError, StoreError
 from ..state.checkpoint import header_length, parse_header
 from ..state.digest import LEAF_BYTES, StateDigest, leaves_of, state_digest
-from ..state.slices import Segment
-from ..state.tensors import State, TensorSpec, UIntArray
+from ..state.tensors import Segment, State, TensorSpec, UIntArray
 from .manifest import Payload
 from .slices import segments_of
 

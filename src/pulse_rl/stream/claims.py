@@ -11,8 +11,7 @@ from .._util.faults import hit
 from ..errors import FormatError, PublisherConflict, Untrusted
 from ..store.base import ObjectInfo, Store, create_or_confirm
 from .names import EpochName, StreamNames, next_unused, plausible
-from .signed_records import MAX_CLAIM_BYTES, NOBODY, Claim, read_claim
-from .signing import Signer, TrustedKeys
+from .signing import MAX_CLAIM_BYTES, NOBODY, Claim, Signer, TrustedKeys, read_claim
 from .unreadable import UnreadableObjects, read_again
 
 _TRIES = 100

@@ -1,4 +1,5 @@
-"""The manifest: the small object whose creation commits a version (docs/format.md, section 5).
+"""The manifest: the small object whose creation commits a version (docs/format.md, section 5), and the links that it
+names: an anchor reaches its version from nothing, a patch from the version before, a fold from an earlier one.
 
 Canonical JSON: keys in the order of the structs below, no white space, UTF-8. The same manifest has the same bytes, so
 that a lost reply to its creation can be resolved by reading it back. This is the only module that imports msgspec.
@@ -8,18 +9,20 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from ..errors import CorruptManifest, InputError
+from ..errors import ChainGap, CorruptManifest, InputError
 from ..events import Metadata
 
 FORMAT = "pulse.manifest.1"
 MAX_PARTS = 1 << 16
-_MAX_WINDOWES = 64
+_MAX_WINDOWS = 64
 _MAX_SPAN = 64
 MAX_BYTES = 16 << 20
 MAX_NUMBER = (1 << 63) - 1
@@ -27,6 +30,13 @@ MAX_NUMBER = (1 << 63) - 1
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX128 = re.compile(r"[0-9a-f]{128}")
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
+
+# Above the length of a stream that is kept in order, so that looking for a way around a gap reads each manifest once.
+_MOST = 1 << 14
+_MOST_BYTES = 32 << 20
+Key = tuple[int | None, int, str]
+"""What tells two links apart: base, version, and the digest of a fold's list, or of the first payload ("" while it is
+not known)."""
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,7 +160,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     if anchor and manifest.remembers:
         yield "remembers what who starts at its anchor cannot know"
     spans = manifest.remembers
-    if len(spans) > _MAX_WINDOWES or any(not 0 < span <= _MAX_SPAN for span in spans):
+    if len(spans) > _MAX_WINDOWS or any(not 0 < span <= _MAX_SPAN for span in spans):
         yield "remembers what cannot have been"
     if patch and len({part.sha256 for part in patch.parts}) < len(patch.parts):
         yield "lists a part twice"
@@ -212,3 +222,85 @@ def _checked_text(text: object, what: str) -> str:
     except UnicodeEncodeError:
         raise InputError(f"{what} is not valid Unicode") from None
     return text
+
+
+class ManifestCache:
+    """The manifests read last. Aliases equal to those of the manifest before are held once: a model with hundreds of
+    tied names has the same ones in each version. May be used from several threads."""
+
+    def __init__(self, most: int = _MOST, most_bytes: int = _MOST_BYTES) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._kept: dict[int, tuple[Manifest, int]] = {}
+        self._nbytes = 0
+        self._aliases: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def get(self, version: int) -> Manifest | None:
+        kept = self._kept.get(version)
+        return kept[0] if kept else None
+
+    def keep(self, manifest: Manifest) -> None:
+        """Keeps ``manifest`` in place of the oldest where there is no more room, and by itself however large it is."""
+        with self._lock:
+            if manifest.version in self._kept:
+                return
+            if list(manifest.aliases.items()) == list(self._aliases.items()):
+                nbytes = len(with_aliases(manifest, {}).to_bytes())
+                manifest = with_aliases(manifest, self._aliases)
+            else:
+                nbytes = len(manifest.to_bytes())
+                self._aliases = manifest.aliases
+            while self._kept and (len(self._kept) >= self._most or self._nbytes + nbytes > self._most_bytes):
+                self._nbytes -= self._kept.pop(next(iter(self._kept)))[1]
+            self._kept[manifest.version] = manifest, nbytes
+            self._nbytes += nbytes
+
+
+class Link(NamedTuple):
+    """``base`` is None for an anchor. ``payloads`` are the objects to fetch, None while only their size is known or
+    guessed: the manifest of ``version`` lists them; or, of a fold, its link, where the list has the SHA-256 ``parts``.
+    ``is_fold``: it is not the version's own patch or anchor."""
+
+    base: int | None
+    version: int
+    nbytes: int
+    payloads: tuple[Payload, ...] | None = None
+    parts: str = ""
+    is_fold: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.base, self.version, self.parts or (self.payloads[0].sha256 if self.payloads else "")
+
+    @property
+    def is_patch(self) -> bool:
+        """Whether it leads from a version to the next that there is."""
+        return self.base is not None and not self.is_fold
+
+    def __str__(self) -> str:
+        if self.base is None:
+            return f"the anchor of version {self.version}"
+        return f"the {'patch' if self.is_patch else 'fold'} {self.base}->{self.version}"
+
+
+def links_of(manifest: Manifest) -> list[Link]:
+    """The ways to reach a manifest's version that the manifest itself names."""
+    links = []
+    if manifest.patch:
+        links.append(_link(manifest.patch.base, manifest.version, manifest.patch.parts))
+    if manifest.anchor:
+        links.append(_link(None, manifest.version, manifest.anchor.shards))
+    return links
+
+
+def named(link: Link, manifest: Manifest) -> Link:
+    """``link`` with its payloads; raises ChainGap where the manifest has no such link."""
+    for found in links_of(manifest):
+        if (found.base, found.version) == (link.base, link.version):
+            return found
+    raise ChainGap(f"{link} is not in the manifest of version {manifest.version}")
+
+
+def _link(base: int | None, version: int, payloads: tuple[Payload, ...]) -> Link:
+    return Link(base, version, sum(p.bytes for p in payloads), payloads)

@@ -8,8 +8,7 @@ from typing import Any
 
 from ..errors import CorruptCheckpoint, InputError
 from ..state.checkpoint import header_bytes
-from ..state.slices import Segment
-from ..state.tensors import TensorSpec
+from ..state.tensors import Segment, TensorSpec
 
 KEY = "pulse.slices"
 """Of the safetensors metadata that says of which tensors the file holds slices, and where they begin."""

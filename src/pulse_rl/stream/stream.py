@@ -19,16 +19,13 @@ from ..errors import (
     Untrusted,
 )
 from ..store.base import Data, ObjectInfo, Store, create_or_confirm
-from ..store.cached import expect
+from ..store.wrappers import expect
 from . import manifest as manifests
 from .anchor import RangeReader
-from .chain import Link, named
 from .claims import Claims
-from .kept import ManifestCache
-from .manifest import Manifest, Payload, is_stream_id
+from .manifest import Link, Manifest, ManifestCache, Payload, is_stream_id, named
 from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
-from .signed_records import MAX_FOLD_BYTES, fold_name, read_fold, write_fold
-from .signing import Signer, TrustedKeys
+from .signing import MAX_FOLD_BYTES, Signer, TrustedKeys, fold_name, read_fold, write_fold
 from .unreadable import UnreadableObjects, read_again
 
 

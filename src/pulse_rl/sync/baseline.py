@@ -9,10 +9,8 @@ from .._util.collective import RankGroup
 from ..errors import ChainGap
 from ..events import Listener
 from ..patch.blocks import cut
-from ..state.slices import Segment
-from ..state.tensors import UIntArray
-from ..stream.chain import Link
-from ..stream.manifest import Payload
+from ..state.tensors import Segment, UIntArray
+from ..stream.manifest import Link, Payload
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .catch_up import catch_up

@@ -16,8 +16,7 @@ from ..patch.part import SelectedPatch
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec, check_tensor_name
 from ..stream import anchor
-from ..stream.chain import Link
-from ..stream.manifest import Manifest
+from ..stream.manifest import Link, Manifest
 from ..stream.names import PATCH
 from ..stream.stream import Stream
 from .host_state import HostState

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from ..errors import FormatError, IntegrityError, PulseError, StoreError, StreamError, StreamRecreated
 from ..events import FallbackUsed, Listener
-from ..store.patient import PatientStore
+from ..store.wrappers import PatientStore
 from ..stream.manifest import Manifest
 from ..stream.stream import Head, Stream
 from ..stream.unreadable import UNREADABLE

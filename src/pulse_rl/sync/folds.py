@@ -21,8 +21,8 @@ from ..patch.build import encode_proved
 from ..patch.undo import UndoLog
 from ..stream.manifest import Payload
 from ..stream.stream import Stream
+from .commit import store_patch
 from .pending import Baseline
-from .upload import store_patch
 
 DEFAULT_FOLDS = (8, 64)
 """The spans of folds, in versions."""

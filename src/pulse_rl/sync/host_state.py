@@ -20,7 +20,7 @@ from ..patch.part import SelectedPatch
 from ..patch.undo import by_whole_blocks
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
-from ..stream.chain import Link
+from ..stream.manifest import Link
 from .selection import Selection
 from .update import Pending, Update
 

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from ..errors import StateMismatch
 from ..state.digest import LEAF_BYTES
-from ..state.slices import Segment
-from ..state.tensors import State, TensorSpec
+from ..state.tensors import Segment, State, TensorSpec
 
 Runs = tuple[tuple[int, int], ...]
 """Indices of one dimension: ascending ranges [start, stop)."""

@@ -17,8 +17,7 @@ from ..patch.blocks import Block
 from ..patch.build import ChangedBlock
 from ..state import bits
 from ..state.digest import LEAF_BYTES, Changed, StateDigest, changed_leaves_of, leaves_of
-from ..state.slices import Segment
-from ..state.tensors import UIntArray
+from ..state.tensors import Segment, UIntArray
 from .layout import Fragment, Layout, whole_leaves
 
 Leaves = dict[tuple[str, int], bytes]

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..state.slices import Segment
-from ..state.tensors import TensorSpec, dtype_of
+from ..state.tensors import Segment, TensorSpec, dtype_of
 from .layout import Box, Fragment, Held, Layout
 
 

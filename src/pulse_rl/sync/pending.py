@@ -24,8 +24,7 @@ from ..patch.tree import hashed_together
 from ..state import bits
 from ..state.digest import StateDigest
 from ..state.memory import DeviceTensor
-from ..state.slices import Segment, SlicedState
-from ..state.tensors import State, UIntArray
+from ..state.tensors import Segment, SlicedState, State, UIntArray
 from .layout import Fragment, Layout
 from .leaves import Leaves, changed_inner_leaves, hash_shared, inner_leaves
 from .windows import Windows

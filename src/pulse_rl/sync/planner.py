@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch
-from ..stream.chain import Key, Link, links_of
-from ..stream.manifest import Manifest
+from ..stream.manifest import Key, Link, Manifest, links_of
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 

@@ -15,8 +15,7 @@ from .. import codec as codecs
 from .._util.collective import Alone, RankGroup
 from .._util.serial import NotCopyable, SerialThread
 from .._util.settings import checked_collection, checked_number
-from .._util.threads import checked_threads
-from .._util.weak import weak_callback
+from .._util.threads import checked_threads, weak_callback
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import FallbackUsed, Listener, Metadata, Published, checked_listener, failures_to
 from ..state.checkpoint import StateSource
@@ -26,8 +25,7 @@ from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from .folds import checked_folds
 from .rank import RankPublisher, Settings, unlike
-from .request import LocalState, PublishRequest
-from .submit import Submission, Submissions
+from .request import LocalState, PublishRequest, Submission, Submissions
 
 
 def _shared(store: Store | str, stream: Stream, settings: Settings) -> dict[str, Any]:

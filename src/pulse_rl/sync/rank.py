@@ -1,6 +1,6 @@
 """One rank's side of publishing; a publisher of one process is the only rank (docs/protocol.md, sections 3 and 10).
 
-A publish reads in one direction: `_meet`, settle and resume (`commit`, `baseline`), build (`pending`), `upload`,
+A publish reads in one direction: `_meet`, settle and resume (`commit`, `baseline`), build (`pending`), upload,
 commit, and the baseline follows.
 """
 
@@ -28,7 +28,7 @@ from ..stream.signing import Signer
 from ..stream.stream import Stream
 from . import messages
 from .baseline import restore_baseline, restore_whole
-from .commit import Content, Found, StreamHead, published_as
+from .commit import Content, Found, Stored, StreamHead, published_as, store_anchor, store_patch, uploaded
 from .device_diff import DeviceDiff, Seen
 from .folds import FoldMaker
 from .history_policy import HistoryPolicy
@@ -36,9 +36,7 @@ from .layout import Layout, difference, make_layout, whole_layout
 from .leaves import gather_tree
 from .notices import Notices
 from .pending import Baseline, Built, PendingVersion, hash_shared_leaves, make_pending
-from .request import LocalState, PublishRequest
-from .submit import Submission, begin
-from .upload import Stored, store_anchor, store_patch, uploaded
+from .request import LocalState, PublishRequest, Submission, begin
 
 _MAX_STALE_COMMITS = 8
 _SMALL = 1 << 16

@@ -13,9 +13,8 @@ from ..patch.part import PatchFiles, SelectedPatch, widened
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State, TensorSpec
 from ..stream import anchor
-from ..stream.chain import Link
 from ..stream.digest_trees import digests_in, read_digests, read_tree
-from ..stream.manifest import Manifest
+from ..stream.manifest import Link, Manifest
 from ..stream.names import PATCH
 from ..stream.stream import Stream
 

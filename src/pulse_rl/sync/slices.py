@@ -14,11 +14,9 @@ from ..errors import ChainGap, CorruptCheckpoint, StateMismatch, WrongHistory
 from ..patch.apply import decode_block, scatter
 from ..patch.blocks import BLOCK_ELEMENTS, Block, cut
 from ..patch.part import PatchFiles
-from ..state.slices import Segment, SlicedState
-from ..state.tensors import State, TensorSpec, UIntArray
+from ..state.tensors import Segment, SlicedState, State, TensorSpec, UIntArray
 from ..stream.anchor import RangeReader, read_shard_header, whole_tensors
-from ..stream.chain import Link
-from ..stream.manifest import Payload
+from ..stream.manifest import Link, Payload
 from ..stream.names import PATCH
 from ..stream.stream import Stream
 

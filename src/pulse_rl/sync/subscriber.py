@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Self
 
 from .._util.serial import NotCopyable, SerialThread
 from .._util.settings import checked_number, checked_path
-from .._util.threads import checked_threads
-from .._util.weak import weak_callback
+from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, PulseError, StreamRecreated, SubscriberPoisoned
 from ..events import FallbackUsed, Listener, Synced, checked_listener, failures_to
 from ..patch.history import History
@@ -22,7 +21,7 @@ from ..state.checkpoint import StateSource, as_state, save
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State
 from ..store import CachedStore, Store, open_store
-from ..store.patient import PatientStore
+from ..store.wrappers import PatientStore
 from ..stream.manifest import Manifest
 from ..stream.names import payload_digest
 from ..stream.signing import trusted_by
@@ -30,7 +29,7 @@ from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .failover import DEFAULT_PATIENCE_SECONDS, Failover
 from .host_state import HostState
-from .pause import LONGEST_POLL, Pause
+from .polling import LONGEST_POLL, Pause
 from .selection import Selection
 from .update import Pending, Receipt, Update, make_update
 

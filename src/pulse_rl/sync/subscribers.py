@@ -16,16 +16,14 @@ from typing import Any, Self
 from .._util.serial import NotCopyable, Operation, pooled
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import Stopped
-from .._util.timing import jittered
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import Event, Listener, checked_listener
 from ..state.checkpoint import StateSource
 from ..store import Store, open_store
 from ..store.http import MAX_WAITED
-from ..store.notifier import notifier_of
-from ..store.paced import Pace, PacedStore
+from ..store.wrappers import Pace, PacedStore, notifier_of
 from .failover import DEFAULT_PATIENCE_SECONDS
-from .schedule import Schedule, Turn
+from .polling import Schedule, Turn, jittered
 from .subscriber import Subscriber
 from .update import Update
 

@@ -11,8 +11,7 @@ import numpy as np
 from .._util.collective import RankGroup
 from ..errors import RankLost
 from ..patch.blocks import Block, runs_of
-from ..state.slices import Segment
-from ..state.tensors import State, UIntArray
+from ..state.tensors import Segment, State, UIntArray
 from .layout import Box, Layout
 
 

@@ -13,8 +13,7 @@ from pulse_rl.errors import StateMismatch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import slices_of
 from pulse_rl.state.digest import LEAF_BYTES
-from pulse_rl.state.slices import Segment
-from pulse_rl.state.tensors import DTYPES, TensorSpec
+from pulse_rl.state.tensors import DTYPES, Segment, TensorSpec
 from pulse_rl.sync.layout import Box, Held, Layout, make_layout, whole_leaves
 from pulse_rl.sync.messages import of_held, of_layout, to_held, to_layout
 from pulse_rl.sync.windows import _put

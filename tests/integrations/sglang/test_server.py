@@ -12,8 +12,7 @@ import torch
 from pulse_rl import PulseError
 from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable, InputError, UnsupportedTensor
 from pulse_rl.integrations.engines.live import LiveWeights
-from pulse_rl.integrations.sglang import EngineHandle, connect
-from pulse_rl.integrations.sglang.connection import is_sglang
+from pulse_rl.integrations.sglang import EngineHandle, connect, is_sglang
 from pulse_rl.integrations.sglang.plugin import outcome, update
 from tests.integrations.engines.test_session import World
 from tests.support.commands import Pulse

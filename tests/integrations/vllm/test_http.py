@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pulse_rl.errors import EngineError, EngineUnavailable
-from pulse_rl.integrations.vllm.connection import Server
+from pulse_rl.integrations.vllm import Server
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import Literal, Self
 
 from ..._util.settings import checked_number
-from ..._util.timing import jittered
 from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
 from ...events import Metadata
-from ...sync.pause import LONGEST_POLL
+from ...sync.polling import LONGEST_POLL, jittered
 from .transport import InitInfo, Status, Transport, raise_reported
 
 InFlight = Literal["keep", "abort", "wait"]

@@ -21,7 +21,7 @@ from ...state.bits import differing
 from ...state.checkpoint import as_state
 from ...state.digest import StateDigest, state_digest
 from ...state.tensors import State, TensorSpec, UIntArray
-from ...store.notifier import notifier_of
+from ...store.wrappers import notifier_of
 from ...sync.subscriber import Subscriber
 from ...sync.update import Receipt, TensorUpdate, Update
 from .live import Change

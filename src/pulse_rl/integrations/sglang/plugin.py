@@ -21,7 +21,7 @@ from ..engines.node import Node
 from ..engines.session import ProvedMap, Session, local_checkpoint
 from ..engines.transport import InitInfo, Status
 from ..engines.worker import Worker, described
-from .connection import ACTION, LOADER
+from . import ACTION, LOADER
 
 _CHECKS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
 _UPDATES = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"

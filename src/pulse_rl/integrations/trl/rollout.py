@@ -10,9 +10,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...errors import EngineUnavailable, InputError, PulseError
 from ...events import Listener, Metadata, Published
-from ..advice import advice
 from ..vllm import EngineSync
-from ..weights import policy_weights
+from ..weights import advice, policy_weights
 from .transfer import Completion, Link, log
 
 __all__ = ["PulseRollout", "pulse_rollout"]

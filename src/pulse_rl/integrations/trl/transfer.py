@@ -16,10 +16,9 @@ from ...errors import ConcurrentUse, EmptyStream, EngineError, EngineUnavailable
 from ...events import Listener, Metadata, Published, checked_listener
 from ...state.checkpoint import unwrapped
 from ...sync.publisher import Publisher
-from ..advice import logged
 from ..engines.transport import Client
 from ..vllm import EngineHandle, EngineSync, connect
-from ..weights import cast_to_host, torch_dtype
+from ..weights import cast_to_host, logged, torch_dtype
 
 __all__ = ["PulseWeightTransfer"]
 

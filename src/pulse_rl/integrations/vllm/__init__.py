@@ -6,7 +6,221 @@ processes imports vLLM or torch: `connect` to a server needs neither.
 
 from __future__ import annotations
 
-from ..engines.handle import EngineHandle, EngineSync
-from .connection import connect
+import asyncio
+import concurrent.futures
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, Unpack
+from urllib.parse import urlencode
+
+from ...errors import EngineError, EngineUnavailable, InputError
+from ..engines.handle import EngineHandle, EngineSync, InFlight
+from ..engines.transport import Answer, Client, InitInfo, Status, SubscriberOptions, Transport
 
 __all__ = ["EngineHandle", "EngineSync", "connect"]
+
+T = TypeVar("T")
+_ROUTES = (
+    "Start it with VLLM_SERVER_DEV_MODE=1 in its environment and "
+    """--weight-transfer-config '{"backend": "pulse"}'."""
+)
+
+
+def connect(
+    engine: Any,
+    *,
+    store: str,
+    stream: str,
+    base: str | None = None,
+    follow: bool = True,
+    in_flight: InFlight = "keep",
+    audit_every: int = 100,
+    timeout_seconds: float = 600.0,
+    **subscriber: Unpack[SubscriberOptions],
+) -> EngineHandle:
+    """A handle on a live engine that was started with the weight-transfer backend ``pulse``.
+
+    ``engine``: a ``vllm.LLM``, an ``AsyncLLM`` (from another thread than its event loop's), or the URL of a server.
+    ``store`` (an address), ``stream`` and the other keywords ``trusted_keys``, ``stream_id``, ``allow_recreated`` and
+    ``cache`` are those of `pulse_rl.Subscriber`, and are used on the engine's machine. ``base``: the checkpoint that
+    the engine was started from, where its own path does not say so. ``follow``: whether the engine fetches and verifies
+    new versions while it generates, without being asked. ``in_flight``: what becomes of requests in flight:
+    they are kept, and go on with the new weights from the start of their prompt; aborted; or waited for.
+    ``audit_every``: updates from one audit to the next; the first update is always audited. ``timeout_seconds``: for
+    each wait.
+
+    Raises InputError, EngineError, EngineUnavailable, and ConcurrentUse while another handle drives the engine.
+    """
+    transport = transport_to(engine, timeout_seconds)
+    info = InitInfo(store, stream, base, follow, audit_every, **subscriber)
+    return EngineHandle._on(transport, info, in_flight, timeout_seconds)
+
+
+class Offline:
+    """A `vllm.LLM`, which generates only while it is called: there is nothing to pause."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
+        answers: list[Status] = self._llm.collective_rpc("pulse", args=(action, owner, version))
+        return answers
+
+    def recover(self) -> None:
+        pass
+
+    def pause(self, mode: str) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+    def start(self) -> None:
+        self._llm.start_weight_update()
+
+    def update(self, version: int | None, owner: str) -> None:
+        self._llm.update_weights({"update_info": {"version": version, "owner": owner}})
+
+    def finish(self, weight_version: str) -> None:
+        self._llm.finish_weight_update(*_tag(self._llm, weight_version))
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        engine: Any = getattr(self._llm, "llm_engine", None)
+        if hasattr(engine, "reset_encoder_cache"):
+            engine.reset_encoder_cache()  # the other forms of the engine do it in their pause
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
+
+
+class Async:
+    """A `vllm.AsyncLLM`, whose event loop runs in another thread than the caller's."""
+
+    def __init__(self, engine: Any, timeout_seconds: float) -> None:
+        handler = getattr(engine, "output_handler", None)
+        if handler is None:
+            raise InputError(
+                "the AsyncLLM has no event loop yet", hint="Make it inside of the running loop that it shall use."
+            )
+        self._engine = engine
+        self._timeout = timeout_seconds
+        self._loop: asyncio.AbstractEventLoop = handler.get_loop()
+
+    def _wait(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is self._loop:
+            raise InputError(
+                "the handle was called from the event loop that it waits for",
+                hint="Call it in a thread: await asyncio.to_thread(handle.sync).",
+            )
+        try:
+            return asyncio.run_coroutine_threadsafe(call(), self._loop).result(self._timeout)
+        except concurrent.futures.TimeoutError:
+            raise EngineUnavailable(f"the AsyncLLM did not answer in {self._timeout:.0f} seconds") from None
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._wait(lambda: self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+    def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
+        return self._wait(lambda: self._engine.collective_rpc("pulse", args=(action, owner, version)))
+
+    def recover(self) -> None:
+        self.resume()
+
+    def pause(self, mode: str) -> None:
+        self._wait(lambda: self._engine.pause_generation(mode=mode, clear_cache=True))
+
+    def resume(self) -> None:
+        self._wait(lambda: self._engine.resume_generation())
+
+    def start(self) -> None:
+        self._wait(lambda: self._engine.start_weight_update())
+
+    def update(self, version: int | None, owner: str) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        request = WeightTransferUpdateRequest(update_info={"version": version, "owner": owner})
+        self._wait(lambda: self._engine.update_weights(request))
+
+    def finish(self, weight_version: str) -> None:
+        self._wait(lambda: self._engine.finish_weight_update(*_tag(self._engine, weight_version)))
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        return bool(self._wait(lambda: self._engine.reset_prefix_cache(reset_running_requests=running)))
+
+
+def _tag(engine: Any, weight_version: str) -> tuple[str, ...]:
+    """The argument of ``finish_weight_update``; vLLM 0.26 and 0.27 do not tag their outputs."""
+    return (weight_version,) if inspect.signature(engine.finish_weight_update).parameters else ()
+
+
+def transport_to(engine: Any, timeout_seconds: float) -> Transport:
+    """The transport to an `LLM`, an `AsyncLLM`, or a server's URL. Raises InputError."""
+    if isinstance(engine, str):
+        return Server(engine, timeout_seconds)
+    if hasattr(engine, "pause_generation"):
+        return Async(engine, timeout_seconds)
+    if hasattr(engine, "init_weight_transfer_engine") and hasattr(engine, "collective_rpc"):
+        return Offline(engine)
+    if hasattr(engine, "generate"):
+        raise EngineError(
+            f"this {type(engine).__name__} has no weight transfer", hint="Use vLLM 0.26 or later, up to 0.33."
+        )
+    raise InputError(f"{type(engine).__name__} is no engine", hint="Pass a vllm.LLM, an AsyncLLM, or a server's URL.")
+
+
+class Server:
+    """``address`` and ``timeout_seconds``: as of `Client`."""
+
+    def __init__(self, address: str, timeout_seconds: float) -> None:
+        self._client = Client(address, timeout_seconds)
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
+        body = {"method": "pulse", "args": [action, owner, version]}
+        answers: list[Status] = self._post("collective_rpc", body)["results"]
+        return answers
+
+    def recover(self) -> None:
+        self.resume()
+
+    def pause(self, mode: str) -> None:
+        self._post("pause", query={"mode": mode, "clear_cache": "true"})
+
+    def resume(self) -> None:
+        self._post("resume")
+
+    def start(self) -> None:
+        self._post("start_weight_update")
+
+    def update(self, version: int | None, owner: str) -> None:
+        self._post("update_weights", {"update_info": {"version": version, "owner": owner}})
+
+    def finish(self, weight_version: str) -> None:
+        self._post("finish_weight_update", {"weight_version": weight_version})
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        query = {"reset_running_requests": str(running).lower(), "reset_external": "true"}
+        return bool((self._post("reset_prefix_cache", query=query) or {}).get("success", True))
+
+    def _post(self, route: str, body: object = None, query: dict[str, str] | None = None) -> Any:
+        answer = self._client.post(route + (f"?{urlencode(query)}" if query else ""), body)
+        if answer.status >= 300:
+            raise _refused(self._client.address, route, answer)
+        return answer.json() if answer.body else None
+
+
+def _refused(address: str, route: str, answer: Answer) -> EngineError:
+    if answer.status in (404, 405):
+        return EngineError(f"{address} has no route /{route}", hint=_ROUTES)
+    if "no attribute 'pulse'" in answer.words or "not configured" in answer.words:
+        return EngineError(f"the engine at {address} was not started with the backend pulse", hint=_ROUTES)
+    return EngineError(f"{address} refused /{route} ({answer.status}): {answer.words}")

@@ -1,19 +1,30 @@
-"""A store with a local cache folder, so that a restart does not download everything again."""
+"""Stores that read another one: with a cache folder, so that a restart does not download everything again; at a bounded
+rate; with bounded patience (docs/protocol.md, section 2). And which of them can be waited for."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol, TypeVar, runtime_checkable
 
-from ..errors import NotFound, StoreError
+from .._util.threads import checkpoint
+from ..errors import NotFound, StoreError, StoreUnavailable
 from .base import Data, ObjectInfo, Store
 from .local import LocalStore
 
 CACHE_FOLDER = "pulse-cache"
 DEFAULT_MAX_BYTES = 64 << 30
 _CHUNK_BYTES = 16 << 20
+_LEAST_CHUNK = 64 << 10  # of a paced read
+_LOOK_SECONDS = 0.1
+_REQUEST_SECONDS = 1.0  # what is not late, for each call and each so many bytes a second
+_LEAST_RATE = 16 << 10
+T = TypeVar("T")
 
 
 class CachedStore:
@@ -159,3 +170,140 @@ def expect(store: Store, name: str, nbytes: int) -> None:
     """Says to a cache in front of ``store``, if there is one, how long an object is."""
     if isinstance(store, CachedStore):
         store.expect(name, nbytes)
+
+
+class Pace:
+    """``bytes_per_second``, averaged over a second or the longest chunk that is read at once: ``chunk`` bytes, 64 KiB,
+    or what one second admits where that is more."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self.chunk = max(_LEAST_CHUNK, int(bytes_per_second))
+        self._rate = bytes_per_second
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def reserve(self, nbytes: int) -> float:
+        """The time at which these bytes may be read; those who ask later come later."""
+        with self._lock:
+            begin = max(self._free_at, time.monotonic())
+            self._free_at = begin + nbytes / self._rate
+            return begin
+
+
+class PacedStore:
+    """``store``, from which `get` reads no faster than ``pace``, which may be that of several stores together. Ranges
+    of more than a chunk are read in chunks."""
+
+    def __init__(self, store: Store, pace: Pace) -> None:
+        self.store = store
+        self._pace = pace
+
+    def put(self, name: str, data: Data) -> None:
+        self.store.put(name, data)
+
+    def put_new(self, name: str, data: bytes) -> None:
+        self.store.put_new(name, data)
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        chunk = self._pace.chunk
+        if stop is None or stop - start <= chunk:
+            expected = 0 if stop is None else max(stop - start, 0)
+            _await(self._pace.reserve(expected))
+            data = self.store.get(name, start, stop)
+            self._pace.reserve(len(data) - expected)
+            return data
+        return b"".join(self.get(name, at, min(at + chunk, stop)) for at in range(start, stop, chunk))
+
+    def head(self, name: str) -> ObjectInfo:
+        return self.store.head(name)
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        return self.store.list(folder, start_after)
+
+    def delete(self, name: str) -> None:
+        self.store.delete(name)
+
+
+def _await(begin: float) -> None:
+    while (left := begin - time.monotonic()) > 0:
+        checkpoint()
+        time.sleep(min(left, _LOOK_SECONDS))
+
+
+class PatientStore:
+    """``store``, whose reading calls may be late for a while: a second for each call and each 16 KiB is its due, what
+    takes longer is lateness. A listing is one call, however many pages it has."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._left: float | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Within it, reading calls raise StoreUnavailable once they were late by so many ``seconds`` in all."""
+        self._left = seconds
+        try:
+            yield
+        finally:
+            self._left = None
+
+    def put(self, name: str, data: Data) -> None:
+        self.store.put(name, data)
+
+    def put_new(self, name: str, data: bytes) -> None:
+        self.store.put_new(name, data)
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._timed(name, lambda: self.store.get(name, start, stop))
+
+    def head(self, name: str) -> ObjectInfo:
+        return self._timed(name, lambda: self.store.head(name))
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        found, due = iter(self.store.list(folder, start_after)), _REQUEST_SECONDS
+        while True:
+            began = time.monotonic()
+            info = next(found, None)
+            due -= time.monotonic() - began
+            if due < 0:
+                self._draw(folder, -due)
+                due = 0.0
+            if info is None:
+                return
+            yield info
+
+    def delete(self, name: str) -> None:
+        self.store.delete(name)
+
+    def _timed(self, name: str, read: Callable[[], T]) -> T:
+        self._draw(name, 0.0)
+        began = time.monotonic()
+        found = read()
+        due = _REQUEST_SECONDS + (len(found) / _LEAST_RATE if isinstance(found, bytes) else 0.0)
+        self._draw(name, max(0.0, time.monotonic() - began - due), raises=False)
+        return found
+
+    def _draw(self, name: str, seconds: float, *, raises: bool = True) -> None:
+        with self._lock:
+            if self._left is None:
+                return
+            self._left -= seconds
+            if raises and self._left < 0:
+                raise StoreUnavailable(f"{name}: the store answers too slowly", hint="The next call tries it again.")
+
+
+@runtime_checkable
+class Notifier(Protocol):
+    """A store that tells of new objects (`HttpStore`)."""
+
+    def wait_for_new(self, after: Collection[str], seconds: float) -> set[str]:
+        """Of the folders of the objects ``after``, those that have an object with a greater name: as soon as one has,
+        or after at most ``seconds``, none. Raises StoreError."""
+
+
+def notifier_of(store: Store) -> Notifier | None:
+    """The store itself, or the one that it reads, if it can be waited for."""
+    if isinstance(store, CachedStore | PacedStore | PatientStore):
+        return notifier_of(store.store)
+    return store if isinstance(store, Notifier) else None
