@@ -21,8 +21,9 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 from pulse_rl._util import serial
-from pulse_rl.patch import part
-from pulse_rl.sync import catch_up, commit, group, planner, publisher, slices
+from pulse_rl.patch import reader
+from pulse_rl.stream import stream
+from pulse_rl.sync import baseline, catch_up, commit, group, planner, publisher
 from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 
@@ -112,9 +113,9 @@ def repeatable(rng: Random) -> Iterator[None]:
             (GatedOperation, "begin_late", staticmethod(lambda: rng.random() < 0.5)),
             (os, "fsync", lambda _: None),
             (catch_up, "_PREFETCH", 1),
-            (part, "_FILES_AT_ONCE", 1),
-            (slices, "_FILES_AT_ONCE", 1),
-            (slices, "_LINKS_AT_ONCE", 1),
+            (reader, "_FILES_AT_ONCE", 1),
+            (stream, "_AT_ONCE", 1),
+            (baseline, "_LINKS_AT_ONCE", 1),
             (planner, "_FAR", rng.choice((3, planner._FAR))),
         ):
             stack.enter_context(patch.object(module, name, value))

@@ -11,11 +11,12 @@ import pytest
 from safetensors.torch import load_file
 
 from pulse_rl import State
+from pulse_rl._util.files import RangeReader
 from pulse_rl.errors import CorruptCheckpoint, DigestMismatch, FormatError
 from pulse_rl.state.checkpoint import serialize
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import TensorSpec
-from pulse_rl.stream.anchor import RangeReader, restore
+from pulse_rl.stream.anchor import restore
 from pulse_rl.stream.manifest import Payload
 from tests.support.checkpoints import HOSTILE
 from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, bits, policy, run_python, snapshot, weights

@@ -12,8 +12,8 @@ from pulse_rl import State
 from pulse_rl.errors import CorruptCheckpoint, DigestMismatch
 from pulse_rl.state.checkpoint import header_length
 from pulse_rl.state.tensors import Segment, SlicedState
+from pulse_rl.stream.anchor import SLICES_KEY
 from pulse_rl.stream.manifest import Payload
-from pulse_rl.stream.slices import KEY
 from tests.stream.test_anchor import reader, restored, whole
 from tests.support.parts import payload, shard, slices_of
 from tests.support.states import Rng, all_dtypes, bits, snapshot, weights
@@ -66,9 +66,9 @@ def edited(data: bytes, edit: Callable[[dict[str, Any]], None]) -> bytes:
     """The shard with another text in its metadata."""
     end = 8 + header_length(data, len(data))
     header = json.loads(data[8:end])
-    slices = json.loads(header["__metadata__"][KEY])
+    slices = json.loads(header["__metadata__"][SLICES_KEY])
     edit(slices)
-    header["__metadata__"][KEY] = json.dumps(slices)
+    header["__metadata__"][SLICES_KEY] = json.dumps(slices)
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data[end:]
 

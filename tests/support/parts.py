@@ -15,9 +15,9 @@ from pulse_rl.patch.header import PatchHeader
 from pulse_rl.patch.header import slices_of as header_slices
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import Segment
+from pulse_rl.stream.anchor import in_file_order, sliced_header
 from pulse_rl.stream.manifest import FORMAT, AnchorRef, Manifest, PatchRef, Payload
 from pulse_rl.stream.names import PATCH, SHARD
-from pulse_rl.stream.slices import in_file_order, sliced_header
 from pulse_rl.stream.stream import Stream
 
 Rng = np.random.Generator

@@ -1,4 +1,4 @@
-"""Durable files: written aside, synced, renamed once; and input files that end."""
+"""Durable files: written aside, synced, renamed once; input files that end; and ranges of files elsewhere."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import PulseError, StoreError, StoreFull
 
 Chunks = Iterable[bytes | memoryview]
+
+RangeReader = Callable[[int, int], bytes]
+"""Returns bytes [start, stop) of a file in a store."""
+MOST_BYTES = 8 << 20
+"""Of one request for a range."""
+_GAP_BYTES = 1 << 12
+"""What lies between two ranges costs less to read than another request, up to so much."""
 
 _NEEDED = ("fchmod", "link", "O_DIRECTORY")
 """What of POSIX makes a file durable: its mode, its creation by one call, the sync of its folder."""
@@ -135,3 +142,27 @@ def _umask() -> int:
 
 
 _known_umask: int | None = None
+
+
+def read_head(read: RangeReader, nbytes: int, first: int, end_of: Callable[[bytes], int]) -> bytes:
+    """The bytes of a file of ``nbytes`` up to the end of its header at least, which ``end_of`` finds in the ``first``
+    ones; fewer where the store gives fewer."""
+    head = read(0, min(first, nbytes))
+    end = end_of(head)
+    return head + read(len(head), end) if end > len(head) else head
+
+
+def ranges(places: Iterable[tuple[int, int]], most: int = MOST_BYTES) -> Iterator[list[int]]:
+    """Which of the ascending ``places`` [start, stop) of a file one request reads, by their numbers: neighbours of at
+    most so many bytes in all, or a longer one alone."""
+    run: list[int] = []
+    begin = end = 0
+    for number, (start, stop) in enumerate(places):
+        if run and (start - end > _GAP_BYTES or stop - begin > most):
+            yield run
+            run = []
+        begin = begin if run else start
+        run.append(number)
+        end = stop
+    if run:
+        yield run

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Collection, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ from ..errors import (
     StreamRecreated,
 )
 from ..events import CallFailed, FallbackUsed, Listener, Relayed, checked_listener, failures_to
-from ..patch.header import MAX_HEADER_BYTES, PRELUDE_BYTES, PatchHeader, Room, header_end, parse_header
+from ..patch.header import MAX_HEADER_BYTES, PatchHeader, Room
+from ..patch.reader import read_header
 from ..store import Store, open_store
 from ..stream.digest_trees import copy_digests
 from ..stream.manifest import Link, Manifest, Payload
@@ -264,10 +266,8 @@ class Relay:
         """Of each payload of a fold, from the target."""
         room = Room()
         for payload in link.payloads or ():
-            name = self._target.names.payload(payload.sha256, PATCH)
-            prelude = self._target.store.get(name, 0, min(PRELUDE_BYTES, payload.bytes))
-            head = memoryview(self._target.store.get(name, 0, min(header_end(prelude), payload.bytes)))
-            yield parse_header(head, elements=manifest.elements, room=room).header
+            read = partial(self._target.store.get, self._target.names.payload(payload.sha256, PATCH))
+            yield read_header(read, payload.bytes, elements=manifest.elements, room=room)
 
     def _show(self, manifest: Manifest) -> None:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for it: the target is the

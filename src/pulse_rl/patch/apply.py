@@ -1,11 +1,11 @@
-"""Parses a patch and applies it in place, or undoes it exactly (docs/format.md, section 3)."""
+"""Applies a patch in place, or undoes it exactly (docs/format.md, section 3)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 
 import numpy as np
 
@@ -19,55 +19,10 @@ from ..state.digest import StateDigest
 from ..state.tensors import State, UIntArray
 from .blocks import Block, pieces_of
 from .changes import Piece, StateChanges, TensorChanges
-from .header import Base, BlockEntry, JoinedHeader, Room, check_of, parse_header
+from .header import BlockEntry, check_of
 from .history import History, Recorder, Records
-from .part import SelectedPatch
+from .reader import Patch
 from .tree import TreeUpdate, block_leaves, hashed_together, rehashed
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """A parsed patch: the checked headers of its files as one, and each file's bytes behind its header, not yet
-    decoded."""
-
-    header: JoinedHeader
-    bodies: tuple[memoryview, ...]
-
-    @property
-    def tensors(self) -> bytes:
-        """No digests: the receiver computes all of them."""
-        return b""
-
-    def payloads(self) -> dict[int, memoryview]:
-        """The blocks' bytes by index."""
-        found: dict[int, memoryview] = {}
-        for file, body in zip(self.header.files, self.bodies, strict=True):
-            for start, end in pairwise(accumulate((entry.length for entry in file.blocks), initial=0)):
-                found[len(found)] = body[start:end]
-        return found
-
-    def require(self, state: State, digest: StateDigest) -> None:
-        """Raises StateMismatch unless the patch is for the tensors of ``state``, with the tree ``digest``."""
-        state.require_specs(self.header.specs, "the patch")
-
-
-def parse_patch(files: Sequence[bytes | memoryview], base: StateDigest) -> Patch:
-    """The patch that these ``files`` are together, for the state with the tree ``base``.
-
-    Raises WrongBase where it is for another state, and CorruptPatch: magic, checksum, caps and tiling are checked here,
-    the blocks' own bytes when they are decoded.
-    """
-    state, room = Base(base.specs, base.root), Room()
-    parsed, bodies = [], []
-    for data in files:
-        view = memoryview(data)
-        parsed.append(found := parse_header(view, state, room=room))
-        if found.end + found.header.body_bytes != len(view):
-            raise CorruptPatch(
-                f"the patch has {len(view)} bytes, its header implies {found.end + found.header.body_bytes}"
-            )
-        bodies.append(view[found.end :])
-    return Patch(JoinedHeader.of(parsed, state), tuple(bodies))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +64,7 @@ def advance_state(
 
 
 def apply_patch(
-    patch: Patch | SelectedPatch,
+    patch: Patch,
     state: State,
     digest: StateDigest,
     *,
@@ -130,7 +85,7 @@ def apply_patch(
     if header.base_root != digest.root:
         raise WrongBase(f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…")
     patch.require(state, digest)
-    blocks, payloads = header.cuts, patch.payloads()
+    blocks, payloads = header.cuts, patch.payloads
     needed = header.history if any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads) else None
     known = (history or History()).named(needed)
     sliced = not header.is_whole  # blocks begin and end within leaves, which are hashed at the end

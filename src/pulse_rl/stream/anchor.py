@@ -1,39 +1,38 @@
 """Anchors: a full state as safetensors shards, written and read as streams (docs/format.md, section 4).
 
-Every tensor is whole in one shard, so that any engine loads a shard as an ordinary safetensors file.
+A publisher of one process writes every tensor whole in one shard, so that any engine loads a shard as an ordinary
+safetensors file; ranks write slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .._native import sha256_messages
+from .._util.files import MOST_BYTES, RangeReader, ranges, read_head
 from .._util.threads import ordered_map
-from ..errors import CorruptCheckpoint, DigestMismatch, PulseError, StoreError
-from ..state.checkpoint import header_length, parse_header
+from ..errors import CorruptCheckpoint, DigestMismatch, InputError, PulseError, StoreError
+from ..state.checkpoint import header_bytes, header_length, parse_header
 from ..state.digest import LEAF_BYTES, StateDigest, leaves_of, state_digest
 from ..state.tensors import Segment, State, TensorSpec, UIntArray
 from .manifest import Payload
-from .slices import segments_of
 
 DEFAULT_SHARD_BYTES = 1 << 27
 """A shard is named by its SHA-256, which is one chain of steps: several small shards are hashed side by side."""
-_SIDE_BY_SIDE = 4
-_CHUNK_BYTES = 8 << 20
+SLICES_KEY = "pulse.slices"
+"""Of the safetensors metadata that says of which tensors the file holds slices, and where they begin."""
 _FIRST_READ = 1 << 16
-_NAMED_SHARDS = 16
 _FIRST_READ_OF_A_PART = 1 << 12
+_NAMED_SHARDS = 16
 _LARGE_HEADER = 1 << 17
 """Junk that is JSON takes 28 times its bytes as Python objects, in each thread. A larger header is parsed only in a
 shard whose SHA-256 is right."""
-
-RangeReader = Callable[[int, int], bytes]
-"""Returns bytes [start, stop) of one shard."""
 
 
 def restore(
@@ -45,44 +44,19 @@ def restore(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[State, StateDigest]:
-    """The state of an anchor and its tree, verified by its ``root``: read in ranges, each put into its final place and
-    hashed there while others are on their way.
+    """The state of an anchor and its tree, verified by its ``root``.
 
     ``elements`` and ``dense_bytes`` are what the manifest promises; memory is only allocated for that much. The root
     proves names, dtypes, shapes and bits (DigestMismatch), so that the shards' own digests need not be computed.
     Raises CorruptCheckpoint.
     """
-    headers = list(ordered_map(read_shard_header, shards, threads))
-    specs = _whole_tensors_of(shards, headers)
-    if (sum(s.elements for s in specs), sum(s.nbytes for s in specs)) != (elements, dense_bytes):
+    files = AnchorFiles(shards, threads=threads)
+    if (sum(s.elements for s in files.specs), sum(s.nbytes for s in files.specs)) != (elements, dense_bytes):
         raise CorruptCheckpoint(f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors")
-    state, sliced = State.empty(specs), _sliced(headers)
-
-    def fill(part: _Range) -> list[bytes]:
-        chunk = np.frombuffer(part.read(part.start, part.stop), np.uint8)
-        if len(chunk) != part.stop - part.start:
-            raise CorruptCheckpoint(f"the anchor's shard {part.shard[:16]}… ends too early")
-        placed, at = [], 0
-        for piece in part.pieces:
-            placed.append(state.read(*piece).view(np.uint8))
-            placed[-1][:] = chunk[at : at + len(placed[-1])]
-            at += len(placed[-1])
-        names = [name for name, _, _ in part.pieces]
-        whole = iter(leaves_of([array for name, array in zip(names, placed, strict=True) if name not in sliced]))
-        return [b"" if name in sliced else next(whole) for name in names]
-
-    ranges = [part for shard, header in zip(shards, headers, strict=True) for part in _ranges(*shard, header)]
-    leaves: dict[str, list[bytes]] = {spec.name: [] for spec in specs}
-    with closing(ordered_map(fill, ranges, threads)) as filled:
-        for part, digests in zip(ranges, filled, strict=True):
-            for (name, _, _), digest in zip(part.pieces, digests, strict=True):
-                leaves[name].append(digest)
-            if progress:
-                progress(part.stop - part.start)
-    joined = {name: b"".join(digests) for name, digests in leaves.items()}
-    tree = StateDigest(state.specs, joined | _leaves_of_slices(state, headers, threads))
+    state = State.empty(files.specs)
+    tree = StateDigest(state.specs, files.hashed(state, progress))
     if tree.root != root:
-        raise _mismatch(state, [payload for payload, _ in shards], headers)
+        raise files.mismatch(state)
     return state, tree
 
 
@@ -95,53 +69,152 @@ def restore_part(
     progress: Callable[[int], None] | None = None,
 ) -> State:
     """The tensors ``held`` of an anchor, of which nothing else is read but the shards' headers. ``tree`` is the whole
-    state's, proved by its root; each leaf is compared with it (DigestMismatch). Raises CorruptCheckpoint."""
-    headers = list(ordered_map(lambda shard: read_shard_header(shard, _FIRST_READ_OF_A_PART), shards, threads))
-    if _whole_tensors_of(shards, headers) != tree.specs:
+    state's, proved by its root; their leaves are compared with it (DigestMismatch). Raises CorruptCheckpoint."""
+    files = AnchorFiles(shards, _FIRST_READ_OF_A_PART, threads=threads)
+    if files.specs != tree.specs:
         raise CorruptCheckpoint("the anchor's shards do not hold the tensors of the version's digest tree")
-    state, names = State.empty(held), {spec.name for spec in held}
-    sliced = _sliced(headers)
-
-    def fill(part: _Range) -> int:
-        chunk = np.frombuffer(part.read(part.start, part.stop), np.uint8)
-        if len(chunk) != part.stop - part.start:
-            raise CorruptCheckpoint(f"the anchor's shard {part.shard[:16]}… ends too early")
-        at = 0
-        for name, start, stop in part.pieces:
-            placed = state.read(name, start, stop).view(np.uint8)
-            placed[:] = chunk[at : at + len(placed)]
-            at += len(placed)
-            if name in sliced:
-                continue
-            first = start * state.spec(name).dtype.width // LEAF_BYTES
-            found = leaves_of([placed])[0]
-            if found != tree.leaves[name][32 * first :][: len(found)]:
-                raise DigestMismatch(f"tensor {name!r} of the anchor's shard {part.shard[:16]}… is not the version's")
-        return len(chunk)
-
-    parts = [part for shard, header in zip(shards, headers, strict=True) for part in _ranges(*shard, header, names)]
-    with closing(ordered_map(fill, parts, threads)) as filled:
-        for nbytes in filled:
-            if progress:
-                progress(nbytes)
-    for name, found in _leaves_of_slices(state, headers, threads).items():
+    state = State.empty(held)
+    for name, found in files.hashed(state, progress).items():
         if found != tree.leaves[name]:
-            raise DigestMismatch(f"tensor {name!r} of the anchor, which is in several shards, is not the version's")
+            raise DigestMismatch(f"tensor {name!r} of the anchor in {files.holding(name)} is not the version's")
     return state
 
 
-def _whole_tensors_of(
-    shards: Sequence[tuple[Payload, RangeReader]], headers: list[ShardHeader]
-) -> tuple[TensorSpec, ...]:
-    """As `whole_tensors`; its error names the shards, one of which is not what it should be."""
-    try:
-        return whole_tensors(headers)
-    except CorruptCheckpoint as error:
-        names = ", ".join(f"{payload.sha256[:16]}…" for payload, _ in shards[:_NAMED_SHARDS])
-        raise CorruptCheckpoint(f"{error}: of {names}", hint=error.hint) from None
+class ShardHeader(NamedTuple):
+    """``segments`` in the order in which their bytes tile the shard behind the header, whose own bytes are ``data``."""
+
+    segments: list[Segment]
+    data: UIntArray
 
 
-def whole_tensors(headers: list[ShardHeader]) -> tuple[TensorSpec, ...]:
+class _Piece(NamedTuple):
+    """Elements within a leaf, ``segment``, which are bytes [``start``, ``stop``) of the shard with this number."""
+
+    shard: int
+    start: int
+    stop: int
+    segment: Segment
+
+
+class AnchorFiles:
+    """The shards of an anchor, of which the headers are read at once and elements when they are asked for. ``specs``
+    are the tensors of the state, in the order of their names. Raises CorruptCheckpoint and StoreError."""
+
+    def __init__(
+        self,
+        shards: Sequence[tuple[Payload, RangeReader]],
+        first_read: int = _FIRST_READ,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        self._shards = shards
+        self._threads = threads
+        self._headers = list(ordered_map(lambda shard: _read_shard_header(shard, first_read), shards, threads))
+        try:
+            self.specs = _whole_tensors(self._headers)
+        except CorruptCheckpoint as error:  # one of the shards is not what it should be
+            names = ", ".join(_named(payload) for payload, _ in shards[:_NAMED_SHARDS])
+            raise CorruptCheckpoint(f"{error}: of {names}", hint=error.hint) from None
+        self._places: dict[str, list[_Piece]] = {}
+        for number, header in enumerate(self._headers):
+            at = len(header.data)
+            for segment in header.segments:
+                place = _Piece(number, at, at + segment.nbytes, segment)
+                self._places.setdefault(segment.spec.name, []).append(place)
+                at += segment.nbytes
+
+    def read(
+        self,
+        state: State,
+        wanted: Sequence[Segment],
+        done: Callable[[list[Segment]], None] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Puts the elements ``wanted`` into their places in ``state``. ``done`` is told, in any thread, of pieces that
+        are there and lie within leaves, in whole leaves where the shards have these. One request reads many tensors:
+        one for each would cost more time than its bytes on most networks."""
+        pieces = sorted(piece for segment in wanted for piece in self._pieces(segment))
+        requests = [
+            [pieces[first + number] for number in run]
+            for first, last in _by_shard(pieces)
+            for run in ranges((piece.start, piece.stop) for piece in pieces[first:last])
+        ]
+
+        def fill(request: list[_Piece]) -> int:
+            payload, read = self._shards[request[0].shard]
+            begin, end = request[0].start, request[-1].stop
+            chunk = np.frombuffer(read(begin, end), np.uint8)
+            if len(chunk) != end - begin:
+                raise CorruptCheckpoint(f"{_named(payload)} ends too early")
+            for _, start, stop, segment in request:
+                state.read(*segment.place).view(np.uint8)[:] = chunk[start - begin : stop - begin]
+            del chunk
+            if done:
+                done([piece.segment for piece in request])
+            return sum(piece.segment.nbytes for piece in request)
+
+        with closing(ordered_map(fill, requests, self._threads)) as filled:
+            for nbytes in filled:
+                if progress:
+                    progress(nbytes)
+
+    def hashed(self, state: State, progress: Callable[[int], None] | None = None) -> dict[str, bytes]:
+        """Reads all of ``state``, whole tensors; its leaves by name, hashed while others are on their way."""
+        cut_up = {s.spec.name for header in self._headers for s in header.segments if not s.is_whole}
+        found: dict[str, list[bytes]] = {
+            spec.name: [b""] * -(-spec.nbytes // LEAF_BYTES) for spec in state.specs if spec.name not in cut_up
+        }
+
+        def leaves(pieces: list[Segment]) -> None:
+            whole = [piece for piece in pieces if piece.spec.name in found]
+            for (spec, start, _), leaf in zip(whole, leaves_of([state.read(*p.place) for p in whole]), strict=True):
+                found[spec.name][start * spec.dtype.width // LEAF_BYTES] = leaf
+
+        self.read(state, [Segment(spec, 0, spec.elements) for spec in state.specs], leaves, progress)
+        # Slices end within leaves: these are hashed when all is there.
+        specs = tuple(spec for spec in state.specs if spec.name in cut_up)
+        rest = State(specs, {spec.name: state.read(spec.name) for spec in specs})
+        joined = {name: b"".join(digests) for name, digests in found.items()}
+        return joined | state_digest(rest, threads=self._threads).leaves
+
+    def holding(self, name: str) -> str:
+        """The shards that have elements of a tensor, in words."""
+        return ", ".join(_named(self._shards[place.shard][0]) for place in self._places[name][:_NAMED_SHARDS])
+
+    def mismatch(self, state: State) -> DigestMismatch:
+        """The error that names the damaged shard, of a state that has another root than its manifest says."""
+        for (payload, _), header in zip(self._shards, self._headers, strict=True):
+            read = [header.data, *(state.read(*segment.place).view(np.uint8) for segment in header.segments)]
+            if sha256_messages([read]).hex() != payload.sha256:
+                return DigestMismatch(f"{_named(payload)} does not match its SHA-256")
+        return DigestMismatch("the anchor's root is not its manifest's, though its shards are those that it names")
+
+    def _pieces(self, wanted: Segment) -> Iterator[_Piece]:
+        spec, width = wanted.spec, wanted.spec.dtype.width
+        leaf = LEAF_BYTES // width
+        for shard, at, _, held in self._places[spec.name]:
+            start, last = max(wanted.start, held.start), min(wanted.stop, held.stop)
+            while start < last:
+                stop = min(last, (start // leaf + 1) * leaf)
+                begin = at + (start - held.start) * width
+                yield _Piece(shard, begin, begin + (stop - start) * width, Segment(spec, start, stop))
+                start = stop
+
+
+def _by_shard(pieces: Sequence[_Piece]) -> Iterator[tuple[int, int]]:
+    """Where the sorted pieces of each shard begin and end."""
+    first = 0
+    for at in range(1, len(pieces) + 1):
+        if at == len(pieces) or pieces[at].shard != pieces[first].shard:
+            yield first, at
+            first = at
+
+
+def _named(payload: Payload) -> str:
+    return f"the anchor's shard {payload.sha256[:16]}…"
+
+
+def _whole_tensors(headers: list[ShardHeader]) -> tuple[TensorSpec, ...]:
     """The tensors of the state, in the order of their names. Raises CorruptCheckpoint unless each element of each is in
     one shard."""
     found: dict[str, list[Segment]] = {}
@@ -163,99 +236,89 @@ def whole_tensors(headers: list[ShardHeader]) -> tuple[TensorSpec, ...]:
     return tuple(sorted((segments[0].spec for segments in found.values()), key=lambda s: s.name.encode()))
 
 
-def _sliced(headers: list[ShardHeader]) -> set[str]:
-    return {segment.spec.name for header in headers for segment in header.segments if not segment.is_whole}
-
-
-def _leaves_of_slices(state: State, headers: list[ShardHeader], threads: int | None) -> dict[str, bytes]:
-    """The leaves of the tensors of ``state`` that came in slices: these end within leaves."""
-    sliced = _sliced(headers)
-    specs = tuple(spec for spec in state.specs if spec.name in sliced)
-    return state_digest(State(specs, {spec.name: state.read(spec.name) for spec in specs}), threads=threads).leaves
-
-
-def _mismatch(state: State, payloads: list[Payload], headers: list[ShardHeader]) -> DigestMismatch:
-    """The error that names the damaged shard, of a state that has another root than its manifest says."""
-    for payload, header in zip(payloads, headers, strict=True):
-        read = [header.data, *(state.read(*segment.place).view(np.uint8) for segment in header.segments)]
-        if sha256_messages([read]).hex() != payload.sha256:
-            return DigestMismatch(f"the anchor's shard {payload.sha256[:16]}… does not match its SHA-256")
-    return DigestMismatch("the anchor's root is not its manifest's, though its shards are those that it names")
-
-
-class ShardHeader(NamedTuple):
-    """``segments`` in the order in which their bytes tile the shard behind the header, whose own bytes are ``data``."""
-
-    segments: list[Segment]
-    data: UIntArray
-
-
-class _Range(NamedTuple):
-    """Bytes [``start``, ``stop``) of a shard: those of ``pieces``, whole leaves of tensors as arguments of
-    `State.read`."""
-
-    shard: str
-    read: RangeReader
-    start: int
-    stop: int
-    pieces: list[tuple[str, int, int]]
-
-
-def read_shard_header(shard: tuple[Payload, RangeReader], first_read: int = _FIRST_READ) -> ShardHeader:
+def _read_shard_header(shard: tuple[Payload, RangeReader], first_read: int) -> ShardHeader:
     """The header of a shard. Raises CorruptCheckpoint and StoreError."""
     payload, read = shard
-    try:
-        head = read(0, min(first_read, payload.bytes))
+
+    def end_of(head: bytes) -> int:
         end = 8 + header_length(head, payload.bytes)
         if end > _LARGE_HEADER:
             _require_digest(payload, read)
-        if end > len(head):
-            head += read(len(head), end)
-        if end > len(head):  # without its last spaces it would still make sense
+        return end
+
+    try:
+        head = read_head(read, payload.bytes, first_read, end_of)
+        if 8 + header_length(head, payload.bytes) > len(head):  # without its last spaces it would still make sense
             raise CorruptCheckpoint("its header ends too early")
         placed, metadata, start = parse_header(head, payload.bytes)
-        segments = segments_of([spec for spec, _ in placed], metadata)
+        segments = _segments_of([spec for spec, _ in placed], metadata)
     except StoreError:
         raise
     except PulseError as error:
-        raise CorruptCheckpoint(f"the anchor's shard {payload.sha256[:16]}…: {error}") from error
+        raise CorruptCheckpoint(f"{_named(payload)}: {error}") from error
     return ShardHeader(segments, np.frombuffer(head[:start], np.uint8))
 
 
 def _require_digest(payload: Payload, read: RangeReader) -> None:
     """Raises CorruptCheckpoint unless the whole shard has the SHA-256 that its name promises."""
     running = sha256()
-    for start in range(0, payload.bytes, _CHUNK_BYTES):
-        running.update(read(start, min(start + _CHUNK_BYTES, payload.bytes)))
+    for start in range(0, payload.bytes, MOST_BYTES):
+        running.update(read(start, min(start + MOST_BYTES, payload.bytes)))
     if running.hexdigest() != payload.sha256:
         raise CorruptCheckpoint("its header is large, and it does not match its SHA-256")
 
 
-def _ranges(
-    payload: Payload, read: RangeReader, header: ShardHeader, names: Collection[str] | None = None
-) -> Iterator[_Range]:
-    """The shard's bytes behind the header, or those of the tensors ``names``, in ranges over many tensors: one request
-    per tensor would cost more time than its bytes on most networks."""
-    start = at = len(header.data)
-    pieces: list[tuple[str, int, int]] = []
-    for segment in header.segments:
-        spec, width = segment.spec, segment.spec.dtype.width
-        done, end = segment.start * width, segment.stop * width
-        if names is not None and spec.name not in names:
-            if pieces:
-                yield _Range(payload.sha256, read, start, at, pieces)
-            at += segment.nbytes
-            start, pieces = at, []
-            continue
-        while done < end:
-            room = start + _CHUNK_BYTES - at
-            nbytes = end - done if end - done <= room else (done + room) // LEAF_BYTES * LEAF_BYTES - done
-            if nbytes <= 0:
-                yield _Range(payload.sha256, read, start, at, pieces)
-                start, pieces = at, []
-                continue
-            pieces.append((spec.name, done // width, (done + nbytes) // width))
-            done += nbytes
-            at += nbytes
-    if pieces:
-        yield _Range(payload.sha256, read, start, at, pieces)
+def in_file_order(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Wider types first, as `checkpoint.serialize` has them."""
+    return tuple(sorted(segments, key=lambda segment: -segment.spec.dtype.width))
+
+
+def sliced_header(segments: Sequence[Segment]) -> bytes:
+    """Length prefix and header of the safetensors file that holds ``segments`` in this order, one of a tensor at
+    most."""
+    entries, slices = [], {}
+    for segment in segments:
+        spec = segment.spec
+        if not segment.is_whole:
+            slices[spec.name] = {"shape": list(spec.shape), "start": segment.start}
+            spec = TensorSpec(spec.name, spec.dtype, (segment.elements,))
+        entries.append(spec)
+    text = json.dumps(slices, separators=(",", ":"), ensure_ascii=False)
+    return header_bytes(tuple(entries), {SLICES_KEY: text} if slices else None)
+
+
+def _segments_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> list[Segment]:
+    """What the entries ``specs`` of a file with this ``metadata`` are in their whole tensors. Raises
+    CorruptCheckpoint."""
+    slices = _parsed_slices(metadata[SLICES_KEY]) if SLICES_KEY in metadata else {}
+    segments = []
+    for spec in specs:
+        segments.append(
+            _segment(spec, slices.pop(spec.name)) if spec.name in slices else Segment(spec, 0, spec.elements)
+        )
+    for name in slices:
+        raise CorruptCheckpoint(f"{SLICES_KEY} speaks of tensor {name[:100]!r}, which the file does not hold")
+    return segments
+
+
+def _parsed_slices(text: str) -> dict[str, Any]:
+    try:
+        slices = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{SLICES_KEY} is not JSON: {error}") from None
+    if not isinstance(slices, dict):
+        raise CorruptCheckpoint(f"{SLICES_KEY} is not an object")
+    return slices
+
+
+def _segment(entry: TensorSpec, said: Any) -> Segment:
+    try:
+        shape, start = said["shape"], said["start"]
+        if set(said) != {"shape", "start"} or type(start) is not int or not isinstance(shape, list):
+            raise ValueError("another type, or an unknown key")
+        spec = TensorSpec(entry.name, entry.dtype, tuple(shape))
+    except (TypeError, KeyError, ValueError, InputError) as error:
+        raise CorruptCheckpoint(f"the slice of tensor {entry.name!r} is malformed: {error}") from None
+    if len(entry.shape) != 1 or not 0 <= start < start + entry.elements <= spec.elements:
+        raise CorruptCheckpoint(f"the slice of tensor {entry.name!r} is empty or does not lie in the tensor")
+    return Segment(spec, start, start + entry.elements)

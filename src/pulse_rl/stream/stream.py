@@ -8,8 +8,9 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from .._util.faults import hit
+from .._util.files import RangeReader
+from .._util.threads import ordered_map
 from ..errors import (
-    CorruptCheckpoint,
     CorruptManifest,
     DigestMismatch,
     FormatError,
@@ -21,12 +22,14 @@ from ..errors import (
 from ..store.base import Data, ObjectInfo, Store, create_or_confirm
 from ..store.wrappers import expect
 from . import manifest as manifests
-from .anchor import RangeReader
 from .claims import Claims
 from .manifest import Link, Manifest, ManifestCache, Payload, is_stream_id, named
 from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
 from .signing import MAX_FOLD_BYTES, Signer, TrustedKeys, fold_name, read_fold, write_fold
 from .unreadable import UnreadableObjects, read_again
+
+_AT_ONCE = 8
+"""Requests for lengths."""
 
 
 class Head(NamedTuple):
@@ -277,24 +280,23 @@ class Stream:
 
         return read_again(lambda: self.store.get(name), parse)
 
-    def part_reader(self, payload: Payload, kind: str) -> RangeReader:
+    def reader(self, payload: Payload, kind: str) -> RangeReader:
         """Reads ranges of a payload. Raises NotFound, and DigestMismatch where it has another length."""
         name = self.names.payload(payload.sha256, kind)
-        if self.store.head(name).nbytes != payload.bytes:
-            raise DigestMismatch(f"{name} does not have the {payload.bytes} bytes that it should have")
+        stored = self.store.head(name).nbytes
+        if stored != payload.bytes:
+            raise DigestMismatch(f"{name} has {stored} bytes, but its manifest says {payload.bytes}")
         expect(self.store, name, payload.bytes)
         return partial(self.store.get, name)
 
-    def shard_reader(self, payload: Payload) -> RangeReader:
-        """Reads ranges of an anchor's shard. Raises NotFound, and CorruptCheckpoint where it has another length."""
-        name = self.names.payload(payload.sha256, SHARD)
-        stored = self.store.head(name).nbytes
-        if stored != payload.bytes:
-            raise CorruptCheckpoint(
-                f"the anchor's shard {name} has {stored} bytes, but its manifest says {payload.bytes}"
-            )
-        expect(self.store, name, payload.bytes)
-        return partial(self.store.get, name)
+    def shards(self, payloads: Sequence[Payload], threads: int | None = None) -> list[tuple[Payload, RangeReader]]:
+        """The shards of an anchor, to be read in ranges. Raises as `reader`."""
+        return list(ordered_map(lambda payload: (payload, self.reader(payload, SHARD)), payloads, threads))
+
+    def parts(self, link: Link) -> list[tuple[RangeReader, int]]:
+        """The files of a link's patch with their lengths, to be read in ranges. Raises as `reader`."""
+        payloads = link.payloads or ()
+        return list(ordered_map(lambda payload: (self.reader(payload, PATCH), payload.bytes), payloads, _AT_ONCE))
 
 
 def _name_of(link: Link) -> FoldName:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from .._util.collective import RankGroup
-from ..errors import ChainGap
+from .._util.threads import ordered_map
+from ..errors import ChainGap, StateMismatch, WrongHistory
 from ..events import Listener
-from ..patch.blocks import cut
-from ..state.tensors import Segment, UIntArray
+from ..patch.apply import decode_block, scatter
+from ..patch.blocks import BLOCK_ELEMENTS, Block, cut
+from ..patch.reader import PatchFiles
+from ..state.tensors import Segment, SlicedState, State, TensorSpec, UIntArray
+from ..stream.anchor import AnchorFiles
 from ..stream.manifest import Link, Payload
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
@@ -19,9 +26,13 @@ from .layout import Layout, whole_layout
 from .leaves import Leaves, gather_tree, hash_shared, inner_leaves
 from .pending import Baseline
 from .planner import BROKEN_LINK, Planner
-from .slices import restore_slices
 
 _FINE = b"+"
+_BATCH_BYTES = 64 << 20
+_LINKS_AT_ONCE = 4
+
+_Ranges = dict[str, list[tuple[int, int]]]
+"""Elements of tensors by name: ascending ranges [start, stop) that do not touch."""
 
 
 def restore_whole(
@@ -54,7 +65,7 @@ def restore_baseline(
 
     def restore() -> bytes:
         segments = layout.segments(ranks.rank)
-        state = restore_slices(stream, links, layout.specs, segments, threads=threads)
+        state = _restore_slices(stream, links, layout.specs, segments, threads=threads)
         blocks = cut(layout.specs, segments)
         leaves = inner_leaves(blocks, lambda segment: state.read(*segment.place))
         made.append(Baseline(version, root, layout, segments, blocks, state, leaves))
@@ -103,3 +114,125 @@ def _or_reason(work: Callable[[], bytes]) -> bytes:
 
 def _said(message: bytes) -> bytes | str:
     return message[1:] if message[:1] == _FINE else message[1:].decode()
+
+
+def _restore_slices(
+    stream: Stream,
+    path: Sequence[Link],
+    specs: tuple[TensorSpec, ...],
+    segments: Sequence[Segment],
+    *,
+    threads: int | None = None,
+) -> SlicedState:
+    """``segments`` of the version to which ``path`` leads, a path from an anchor with the payloads of each link.
+
+    ``specs`` are the tensors of the state. A block is decoded as a whole, so some elements beside the segments are
+    read, and forgotten. Each block is checked against its SHA-256; whoever calls this compares the root. Raises
+    StateMismatch where the version has other tensors, ChainGap, and what reading raises.
+    """
+    if not path or path[0].base is not None:
+        raise ChainGap("no anchor leads to the version")
+    anchor = AnchorFiles(stream.shards(path[0].payloads or (), threads), threads=threads)
+    if anchor.specs != specs:
+        raise StateMismatch("the version before has other tensors")
+    patches = list(ordered_map(lambda link: _patch_files(stream, link, specs), path[1:], _LINKS_AT_ONCE))
+    state = SlicedState.allocate(segments)
+    for batch in _batches(specs, state.segments):
+        wanted: _Ranges = {s.spec.name: [(s.start, s.stop)] for s in batch}
+        touched: list[list[int]] = []
+        for patch in reversed(patches):
+            touched.append(_touching(patch, wanted))
+            wanted = _joined(wanted, [patch.header.cuts[k] for k in touched[-1]])
+        pieces = _Pieces([Segment(spec, *place) for spec in specs for place in wanted.get(spec.name, ())])
+        anchor.read(pieces, pieces.segments)
+        for patch, chosen in zip(patches, reversed(touched), strict=True):
+            _apply(patch, chosen, pieces, threads)
+        for segment in batch:
+            state.read(*segment.place)[:] = pieces.read(*segment.place)
+    return state
+
+
+def _patch_files(stream: Stream, link: Link, specs: tuple[TensorSpec, ...]) -> PatchFiles:
+    patch = PatchFiles(stream.parts(link), specs)
+    if patch.header.history:
+        raise WrongHistory(f"{link} needs a history, and slices are read without one")
+    return patch
+
+
+def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """The segments in batches of bounded size. Small tensors that share a block stay together."""
+    mine = {segment.spec.name: segment for segment in segments if segment.elements}
+    batch: list[Segment] = []
+    size = 0
+    for block in cut(specs):
+        held = [mine.pop(s.spec.name) for s in block.segments if s.spec.name in mine]
+        # Beside a segment about a block is read, too.
+        cost = sum(s.nbytes for s in held) + (BLOCK_ELEMENTS * block.dtype.width if held else 0)
+        if batch and size + cost > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch += held
+        size += cost
+    if batch:
+        yield batch
+
+
+def _touching(patch: PatchFiles, wanted: _Ranges) -> list[int]:
+    """The blocks in which something changed that have elements of what is wanted."""
+    return [
+        k
+        for k, (block, entry) in enumerate(zip(patch.header.cuts, patch.header.blocks, strict=True))
+        if entry.changed and any(_meets(wanted.get(s.spec.name, ()), s.start, s.stop) for s in block.segments)
+    ]
+
+
+def _meets(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+    at = bisect_right(ranges, start, key=lambda place: place[1])
+    return at < len(ranges) and ranges[at][0] < stop
+
+
+def _joined(wanted: _Ranges, blocks: Sequence[Block]) -> _Ranges:
+    """The ranges with all elements of ``blocks``."""
+    found = {name: list(ranges) for name, ranges in wanted.items()}
+    for block in blocks:
+        for spec, start, stop in block.segments:
+            found.setdefault(spec.name, []).append((start, stop))
+    for name, ranges in found.items():
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(ranges):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        found[name] = merged
+    return found
+
+
+def _apply(patch: PatchFiles, chosen: list[int], pieces: _Pieces, threads: int | None) -> None:
+    payloads = patch.payloads(chosen)
+
+    def run(index: int) -> None:
+        block = patch.header.cuts[index]
+        changes = decode_block(index, block, patch.header.blocks[index], payloads[index], block.read(pieces))
+        scatter(block, pieces, changes)
+
+    for _ in ordered_map(run, chosen, threads):
+        pass
+
+
+class _Pieces(State):
+    """Several segments of each of some tensors, in new host memory; `read` takes places in the whole tensors."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        super().__init__((), {})
+        self.segments = segments
+        self._of: dict[str, list[tuple[Segment, UIntArray]]] = {}
+        for segment in segments:
+            array = np.empty(segment.elements, segment.spec.dtype.uint)
+            self._of.setdefault(segment.spec.name, []).append((segment, array))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
+        for segment, array in self._of[name]:
+            if stop is not None and segment.start <= start <= stop <= segment.stop:
+                return array[start - segment.start : stop - segment.start]
+        raise IndexError(f"elements {start} to {stop} of tensor {name!r} are not held")

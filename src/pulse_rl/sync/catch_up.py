@@ -9,10 +9,9 @@ from typing import NamedTuple
 from .._util.threads import ordered_map
 from ..errors import ChainGap, CorruptManifest, DigestMismatch, FormatError, InputError, WrongHistory
 from ..events import FallbackUsed, PhaseTimer, progress_to
-from ..patch import parse_patch
+from ..patch import Patch, parse_patch
 from ..patch.header import MAX_HEADER_BYTES
 from ..patch.history import History
-from ..patch.part import SelectedPatch
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec, check_tensor_name
 from ..stream import anchor
@@ -35,7 +34,7 @@ class _Fetched(NamedTuple):
     planned: Link
     link: Link
     manifest: Manifest | None = None
-    payload: list[bytes] | SelectedPatch | None = None
+    payload: list[bytes] | Patch | None = None
     error: Exception | None = None
 
 
@@ -107,8 +106,8 @@ def _fetch_ahead(stream: Stream, path: list[Link], host: HostState) -> Generator
             manifest = stream.manifest(planned.version)
             link = stream.resolved(planned)
             payload = _payload_of(stream, link, manifest, host.selection, held)
-            if isinstance(payload, SelectedPatch):
-                link = link._replace(nbytes=payload.read)
+            if isinstance(payload, Patch):
+                link = link._replace(nbytes=payload.nbytes)
             return _Fetched(planned, link, manifest, payload)
         except BROKEN_LINK as error:
             return _Fetched(planned, link, error=error)
@@ -118,7 +117,7 @@ def _fetch_ahead(stream: Stream, path: list[Link], host: HostState) -> Generator
 
 def _payload_of(
     stream: Stream, link: Link, manifest: Manifest, selection: Selection | None, held: StateDigest | None
-) -> list[bytes] | SelectedPatch | None:
+) -> list[bytes] | Patch | None:
     if link.base is None:
         return None
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
@@ -143,7 +142,7 @@ def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
     if link.base != host.version:
         raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
     payload = fetched.payload
-    patch = payload if isinstance(payload, SelectedPatch) else parse_patch(payload, host.digest)
+    patch = payload if isinstance(payload, Patch) else parse_patch(payload, host.digest)
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
     _check_aliases(manifest, patch.header.specs)
@@ -161,7 +160,7 @@ def _restored(host: HostState, stream: Stream, manifest: Manifest) -> tuple[Stat
         _check_aliases(manifest, tree.whole)
         return part, tree, nbytes
     state, digest = anchor.restore(
-        [(payload, stream.shard_reader(payload)) for payload in manifest.anchor.shards],
+        stream.shards(manifest.anchor.shards, host.threads),
         root=manifest.root,
         elements=manifest.elements,
         dense_bytes=manifest.dense_bytes,

@@ -21,10 +21,10 @@ from ..events import Listener, Metadata, PhaseTimer, Published, progress_to
 from ..patch.blocks import runs_of
 from ..state.tensors import Segment
 from ..stream import manifest as manifests
+from ..stream.anchor import in_file_order, sliced_header
 from ..stream.manifest import AnchorRef, Manifest, PatchRef, Payload
 from ..stream.names import PATCH, SHARD, next_unused, plausible
 from ..stream.signing import Signer
-from ..stream.slices import in_file_order, sliced_header
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .pending import PendingVersion

@@ -16,7 +16,6 @@ from ..errors import CorruptPatch, DigestMismatch, FormatError, IntegrityError, 
 from ..events import Listener, progress_to
 from ..patch import AppliedPatch, Patch, apply_patch
 from ..patch.history import History, Window
-from ..patch.part import SelectedPatch
 from ..patch.undo import by_whole_blocks
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
@@ -131,7 +130,7 @@ class HostState:
     def apply(
         self,
         link: Link,
-        patch: Patch | SelectedPatch,
+        patch: Patch,
         aliases: Mapping[str, str],
         remembers: Sequence[int] = (),
     ) -> None:
@@ -173,9 +172,7 @@ class HostState:
                 self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
         hit("apply.after")
 
-    def _remembered(
-        self, link: Link, patch: Patch | SelectedPatch, applied: AppliedPatch, remembers: Sequence[int]
-    ) -> History:
+    def _remembered(self, link: Link, patch: Patch, applied: AppliedPatch, remembers: Sequence[int]) -> History:
         """The history after a patch that was applied: as far as it can be had, that of these spans."""
         at, specs = self._position, patch.header.specs
         if not remembers or applied.records is None:
@@ -228,5 +225,5 @@ class HostState:
         return self._at
 
 
-def _most_records(patch: Patch | SelectedPatch) -> int:
+def _most_records(patch: Patch) -> int:
     return sum(spec.nbytes for spec in patch.header.specs) // _LARGEST_SHARE

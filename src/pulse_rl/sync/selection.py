@@ -9,13 +9,12 @@ from fnmatch import translate
 from .._util.settings import checked_collection
 from ..errors import InputError, StateMismatch
 from ..events import Listener, progress_to
-from ..patch.part import PatchFiles, SelectedPatch, widened
+from ..patch.reader import Patch, PatchFiles, widened
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State, TensorSpec
 from ..stream import anchor
 from ..stream.digest_trees import digests_in, read_digests, read_tree
 from ..stream.manifest import Link, Manifest
-from ..stream.names import PATCH
 from ..stream.stream import Stream
 
 
@@ -59,18 +58,15 @@ class Selection:
             raise StateMismatch("the state was changed while it was copied")
         return part, digest
 
-    def fetch(self, stream: Stream, link: Link, manifest: Manifest, held: PartDigest) -> SelectedPatch:
+    def fetch(self, stream: Stream, link: Link, manifest: Manifest, held: PartDigest) -> Patch:
         """The blocks of the link's patch that are needed where ``held`` is, and the digests that prove the version with
         them."""
-        assert link.payloads
-        files = PatchFiles(
-            [(stream.part_reader(payload, PATCH), payload.bytes) for payload in link.payloads], held.whole
-        )
+        files = PatchFiles(stream.parts(link), held.whole)
         names = {spec.name for spec in held.specs}
-        chosen = [k for k, block in enumerate(files.blocks) if any(s.spec.name in names for s in block.segments)]
+        chosen = [k for k, block in enumerate(files.header.cuts) if any(s.spec.name in names for s in block.segments)]
         payloads = files.payloads(chosen)
         tensors = read_digests(stream, manifest.root, len(held.whole))
-        return SelectedPatch(files.header, payloads, tensors, files.read + len(tensors))
+        return Patch(files.header, payloads, tensors, files.nbytes + len(tensors))
 
     def restore(
         self, stream: Stream, manifest: Manifest, *, threads: int | None, listener: Listener | None
@@ -81,7 +77,7 @@ class Selection:
         held = self.held(tree.specs, manifest.aliases)
         size = sum(spec.nbytes for spec in held)
         state = anchor.restore_part(
-            [(payload, stream.shard_reader(payload)) for payload in manifest.anchor.shards],
+            stream.shards(manifest.anchor.shards, threads),
             tree,
             held,
             threads=threads,
