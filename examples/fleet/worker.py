@@ -37,11 +37,10 @@ class Worker:
         stores = [near(folder, region), self.origin]
         events = JsonLines(folder.events(name))
         self.followed = {
-            each: pulse_rl.Subscriber(
-                stores, stream=each, threads=1, patience_seconds=PATIENCE_SECONDS, on_event=events
-            )
-            for each in POLICIES
+            each: pulse_rl.Subscriber(stores, stream=each, threads=1, on_event=events) for each in POLICIES
         }
+        for subscriber in self.followed.values():
+            subscriber.patience_seconds = PATIENCE_SECONDS
         self.models = {each: policy.build_model(settings.seed + 7) for each in POLICIES}
         self.roots: dict[str, str] = {}
         self.ended: dict[str, bool] = dict.fromkeys(POLICIES, False)

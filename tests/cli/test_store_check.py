@@ -13,7 +13,7 @@ from tests.support.stores import names, unreachable_store
 
 
 def checked_at(monkeypatch: pytest.MonkeyPatch, store: Store) -> Store:
-    monkeypatch.setattr("pulse_rl.cli.stores.open_store", lambda address: store)
+    monkeypatch.setattr("pulse_rl.cli.streams.open_store", lambda address: store)
     return store
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pulse_rl._native._testing import use_rans_vectors, use_vectors
+from pulse_rl._native._kernels import use_rans_vectors, use_vectors
 
 
 @pytest.fixture(autouse=True)

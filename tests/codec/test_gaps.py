@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from pulse_rl._native import history_records, scan
-from pulse_rl._native._testing import use_vectors
+from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray

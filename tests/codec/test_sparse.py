@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import codec
-from pulse_rl._native._testing import use_rans_vectors
+from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.codec import Layout, Run
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.patch.history import records_of

@@ -37,9 +37,8 @@ class Follower:
 
     def start(self) -> None:
         self.clients = [Client(self._fleet.nets[place]) for place in self._places]
-        self.subscriber = Subscriber(
-            list(self.clients), stream=STREAM, select=self.select, patience_seconds=0, threads=1
-        )
+        self.subscriber = Subscriber(list(self.clients), stream=STREAM, select=self.select, threads=1)
+        self.subscriber.patience_seconds = 0
         self._last = -1
 
     def sync(self, faults: list[list[Fault]]) -> None:

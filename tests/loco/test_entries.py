@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pulse_rl._native import Malformed, decode_entries, encode_entries, shared_octaves, sparse_outer_step
-from pulse_rl._native._testing import use_rans_vectors
+from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.errors import CorruptMessage, InputError
 from pulse_rl.loco.gate import ROUNDINGS
 from pulse_rl.loco.parameters import Floats

@@ -129,7 +129,8 @@ def test_a_nearer_store_that_is_no_good_is_passed_by(near: str, tmp_path: Path) 
         if near == "damaged":
             for name, data in objects(copied(origin, nearer.inner)).items():
                 nearer.inner.put(name, bytes(len(data)) if "/payloads/" in name else data)
-        worker = Worker([nearer, origin], patience_seconds=0)
+        worker = Worker([nearer, origin])
+        worker.subscriber.patience_seconds = 0
         for _ in range(3):
             nearer.arm(0 if near == "away" else None)
             worker.sync()

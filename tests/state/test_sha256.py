@@ -18,7 +18,7 @@ from pulse_rl._native import (
     sha256_leaves,
     sha256_messages,
 )
-from pulse_rl._native._testing import sha256_paths
+from pulse_rl._native._kernels import sha256_paths
 from pulse_rl.state.digest import Changed, changed_leaves_of, leaves_of
 
 Bytes = npt.NDArray[np.uint8]

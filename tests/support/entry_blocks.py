@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pulse_rl._native import Malformed, decode_entries, encode_entries
-from pulse_rl._native._testing import use_rans_vectors
+from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.loco.gate import ROUNDINGS, open_entries
 from pulse_rl.loco.parameters import Floats, Positions
 from pulse_rl.loco.wire import Wire

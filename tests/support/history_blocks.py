@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from pulse_rl._native._testing import use_rans_vectors
+from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray

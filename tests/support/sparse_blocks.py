@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import codec
-from pulse_rl._native._testing import use_rans_vectors
+from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.codec import Layout, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.tensors import DTYPES, UIntArray

@@ -64,8 +64,10 @@ class Fleet:
             self.relay.sync()
         return state_root(self.states[self.published - 1])
 
-    def worker(self, **options: object) -> Subscriber:
-        return Prompt([self.near, self.origin], stream="policy", threads=1, **options)  # type: ignore[arg-type]
+    def worker(self, *, patience_seconds: float = 30.0, **options: object) -> Subscriber:
+        worker = Prompt([self.near, self.origin], stream="policy", threads=1, **options)  # type: ignore[arg-type]
+        worker.patience_seconds = patience_seconds
+        return worker
 
 
 def forget_calls(*stores: FaultyStore) -> None:
@@ -328,7 +330,7 @@ def test_no_store_is_refused(stores: list[Store]) -> None:
     with pytest.raises(InputError):
         Subscriber(stores, stream="policy")
     with pytest.raises(InputError):
-        Subscriber([MemoryStore()], stream="policy", patience_seconds=-1)
+        Subscriber([MemoryStore()], stream="policy").patience_seconds = -1
 
 
 def test_a_stream_recreated_behind_two_stale_stores_is_noticed(rng: Rng, clock: Clock) -> None:
@@ -397,7 +399,8 @@ class Endless(MemoryStore):
 def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_while(rng: Rng, clock: Clock) -> None:
     fleet, near = Fleet(rng), Endless(clock)
     root = fleet.publish(relayed=False)
-    worker = Subscriber([near, fleet.origin], stream="policy", patience_seconds=20, threads=1)
+    worker = Subscriber([near, fleet.origin], stream="policy", threads=1)
+    worker.patience_seconds = 20
     began = clock.now
     worker.sync()
     assert worker.root == root
@@ -416,7 +419,8 @@ def test_a_near_store_whose_every_answer_is_late_is_passed_over(rng: Rng, clock:
     fleet = Fleet(rng)
     fleet.publish()
     near = Late(clock)
-    worker = Subscriber([near, fleet.origin], stream="policy", patience_seconds=60, threads=1)
+    worker = Subscriber([near, fleet.origin], stream="policy", threads=1)
+    worker.patience_seconds = 60
     worker.sync()
     for _ in range(7):
         root = fleet.publish(relayed=False)

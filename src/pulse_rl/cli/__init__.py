@@ -21,7 +21,7 @@ from ..errors import InputError, PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
 from ..state.cast import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
-from . import files, following, plan, stores, streams, study
+from . import files, following, plan, streams, study
 from .output import Console, open_streams, shortened
 
 _MOST_SECONDS = 1e9
@@ -249,11 +249,11 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--port",
         type=_port,
-        default=stores.DEFAULT_PORT,
+        default=streams.DEFAULT_PORT,
         metavar="N",
-        help=f"port to listen at; 0: a free one (default: {stores.DEFAULT_PORT})",
+        help=f"port to listen at; 0: a free one (default: {streams.DEFAULT_PORT})",
     )
-    command.set_defaults(run=stores.serve)
+    command.set_defaults(run=streams.serve)
 
     command = commands.add_parser("keygen", parents=[common], help="make a private key and print its public key")
     command.add_argument("file", metavar="FILE", help="file to write the private key to; must not exist")
@@ -261,7 +261,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("store-check", parents=[common], help="check that a store is safe to publish to")
     command.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
-    command.set_defaults(run=stores.store_check)
+    command.set_defaults(run=streams.store_check)
 
     plan.add_parser(commands)
     study.add_parser(commands)

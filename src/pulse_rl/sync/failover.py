@@ -53,12 +53,11 @@ class Failover:
         self,
         streams: Sequence[Stream],
         stores: Sequence[PatientStore],
-        patience_seconds: float,
         listener: Listener | None,
     ) -> None:
         self.streams = tuple(streams)
         self._stores = tuple(stores)
-        self._patience = patience_seconds
+        self.patience_seconds = DEFAULT_PATIENCE_SECONDS
         self._listener = listener
         self._followed = self.streams[0]
         self._at: int | None = None
@@ -185,7 +184,7 @@ class Failover:
         is_origin = place == len(self.streams) - 1
         began = time.monotonic()
         try:
-            with self._stores[place].limited(_ORIGIN_SECONDS if is_origin else self._patience):
+            with self._stores[place].limited(_ORIGIN_SECONDS if is_origin else self.patience_seconds):
                 yield
         except _PASSED:
             now = time.monotonic()
@@ -202,10 +201,10 @@ class Failover:
             self._ahead = None
         farther = self.streams[place + 1 :]
         if farther and now >= self._look_at:
-            self._look_at = now + self._patience * random.uniform(1 - _JITTER, 1 + _JITTER)
+            self._look_at = now + self.patience_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
             for there, stream in enumerate(farther, place + 1):
                 try:
-                    with self._stores[there].limited(self._patience):
+                    with self._stores[there].limited(self.patience_seconds):
                         found = stream.newest(version - 1 if version else None)
                         if found.manifest and found.manifest.version > version:
                             self._ahead = self._ahead or (found.manifest.version, now)
@@ -215,7 +214,7 @@ class Failover:
                     if isinstance(refused, StreamRecreated) and there == len(self.streams) - 1:
                         raise
                     self._pass(there, refused)
-        return bool(farther) and self._ahead is not None and now - self._ahead[1] >= self._patience
+        return bool(farther) and self._ahead is not None and now - self._ahead[1] >= self.patience_seconds
 
     def _pass(self, place: int, error: PulseError) -> PulseError:
         if self._listener:

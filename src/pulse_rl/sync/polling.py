@@ -94,11 +94,11 @@ class Schedule:
 
 class Pause:
     """Pauses between looks at streams of ``store``: until one has something new where the store tells, for at most 25
-    seconds or ``most_seconds``; else for the time of a poll."""
+    seconds or `most_seconds`; else for the time of a poll."""
 
-    def __init__(self, store: Store, most_seconds: float = math.inf) -> None:
+    def __init__(self, store: Store) -> None:
         self._notifier = notifier_of(store)
-        self._most = min(most_seconds, _LONGEST_WAIT)
+        self.most_seconds = math.inf
         self._told: set[str] = set()
 
     @property
@@ -113,7 +113,7 @@ class Pause:
         began = time.monotonic()
         self._told.intersection_update(after)
         waited_for = list(islice((name for name in after if name not in self._told), MAX_WAITED))
-        seconds = min(self._most, most_seconds)
+        seconds = min(self.most_seconds, _LONGEST_WAIT, most_seconds)
         if len(waited_for) < len(after):  # the others are polled
             seconds = min(seconds, poll_seconds)
         if self._notifier is not None and waited_for and seconds > 0:

@@ -27,7 +27,7 @@ from ..stream.names import payload_digest
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from .failover import DEFAULT_PATIENCE_SECONDS, Failover
+from .failover import Failover
 from .host_state import HostState
 from .polling import LONGEST_POLL, Pause
 from .selection import Selection
@@ -42,7 +42,7 @@ class Subscriber(NotCopyable):
 
     ``store``: a store, or its address (see `open_store`); or several in order of preference, the stream's own last,
     such as ``[near, origin]`` where a `Relay` keeps ``near``. A nearer one decides what is newest, unless it is away or
-    damaged, or a farther one has had a newer version for ``patience_seconds``. ``stream``: its name. ``base``: a state
+    damaged, or a farther one has had a newer version for `patience_seconds`. ``stream``: its name. ``base``: a state
     that the worker has already, such as its checkpoint's path: where its root is that of a version of the stream,
     syncing starts there instead of from an anchor. ``cache``: a folder below which, in ``pulse-cache``, payloads are
     kept, 64 GiB at most, not to be downloaded again after a restart (not with ``select``). ``trusted_keys``: Ed25519
@@ -71,7 +71,6 @@ class Subscriber(NotCopyable):
         trusted_keys: Collection[str] | None = None,
         stream_id: str | None = None,
         allow_recreated: bool = False,
-        patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
         select: str | Collection[str] | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
@@ -80,7 +79,6 @@ class Subscriber(NotCopyable):
         checked_listener(on_event)
         if allow_recreated and stream_id is not None:
             raise InputError("allow_recreated contradicts a fixed stream_id", hint="Give one of the two.")
-        checked_number("patience_seconds", patience_seconds)
         given: Sequence[Any] = store if isinstance(store, list | tuple) else [store]
         opened = [PatientStore(open_store(each)) for each in given]
         if not opened:
@@ -102,8 +100,9 @@ class Subscriber(NotCopyable):
             for each in opened
         ]
         self.stream = streams[0]
-        self._failover = Failover(streams, opened, patience_seconds, on_event)
-        self._pause = Pause(streams[0].store, patience_seconds if len(streams) > 1 else math.inf)
+        self._failover = Failover(streams, opened, on_event)
+        self._pause = Pause(streams[0].store)
+        self.patience_seconds = self._failover.patience_seconds
         self._pinned = stream_id is not None
         self._allow_recreated = allow_recreated
         self._serial = SerialThread("Subscriber", self._idle_seconds)
@@ -124,6 +123,18 @@ class Subscriber(NotCopyable):
         if self._host.poisoned:
             return "poisoned"
         return "empty" if self._host.version is None else "ready"
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long a nearer store may be late, or a farther one have a newer version, before the farther one decides;
+        30 until it is set. Raises InputError for less than 0."""
+        return self._failover.patience_seconds
+
+    @patience_seconds.setter
+    def patience_seconds(self, seconds: float) -> None:
+        self._failover.patience_seconds = checked_number("patience_seconds", seconds)
+        # A wait for news is one at the nearest store: a farther one is looked at in between.
+        self._pause.most_seconds = seconds if len(self._failover.streams) > 1 else math.inf
 
     @property
     def version(self) -> int | None:

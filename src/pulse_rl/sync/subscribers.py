@@ -84,10 +84,10 @@ class Subscribers(NotCopyable):
     `updates` yields what is new as it comes; `add` and `remove` streams at any time. Each stream is looked at every
     ``poll_seconds``, a quarter more or less; at an `HttpStore` one request waits for all of them. ``threads`` streams
     are synced at a time, each of which may read up to four patches ahead. ``bytes_per_second`` bounds what all streams
-    read together. ``cache``, ``trusted_keys``, ``allow_recreated`` and ``patience_seconds`` are those of `Subscriber`,
-    for each. A stream that fails (`failures`, and `CallFailed` to ``on_event``) is tried again after ever longer, up to
-    a minute, and holds up no other. ``on_event`` is called by one thread at a time. Raises InputError, InvalidName and
-    StoreError.
+    read together. ``cache``, ``trusted_keys`` and ``allow_recreated`` are those of `Subscriber`, for each, and
+    ``patience_seconds`` its attribute. A stream that fails (`failures`, and `CallFailed` to ``on_event``) is tried
+    again after ever longer, up to a minute, and holds up no other. ``on_event`` is called by one thread at a time.
+    Raises InputError, InvalidName and StoreError.
     """
 
     def __init__(
@@ -119,7 +119,6 @@ class Subscribers(NotCopyable):
             "cache": cache if cache is None else checked_path(cache),
             "trusted_keys": trusted_keys,
             "allow_recreated": allow_recreated,
-            "patience_seconds": patience_seconds,
             "threads": 1,
             "on_event": _one_at_a_time(checked_listener(on_event)),
         }
@@ -159,6 +158,7 @@ class Subscribers(NotCopyable):
         subscriber = _Pooled(
             self._stores, stream=stream, base=base, select=select, stream_id=stream_id, **self._options
         )
+        subscriber.patience_seconds = self._patience
         followed = _Followed(stream, subscriber, _checked_rate(bytes_per_second))
         self._followed[stream] = followed
         self._schedule.put(followed)
