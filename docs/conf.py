@@ -56,5 +56,12 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: Any, content: nodes.TextEl
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", keys[0], node, content) if entry else None
 
 
+def outside_the_sidebar(app: Sphinx, docname: str, content: list[str]) -> None:
+    """The design notes and the log are listed by `design/index` alone."""
+    if docname == "log" or docname.startswith("design/0"):
+        content[0] = f"---\norphan: true\n---\n\n{content[0]}"
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", outside_the_sidebar)
     app.connect("missing-reference", resolve)
