@@ -148,7 +148,7 @@ class StoreError(PulseError):
 class NotFound(StoreError):
     kind = "not_found"
     retryable = True
-    default_hint = "Check the stream's name, and that the object was not deleted."
+    default_hint = "Check the stream's name (`pulse list STORE`), and that the object was not deleted."
 
 
 class AlreadyExists(StoreError):
@@ -175,7 +175,7 @@ class StreamError(PulseError):
 class EmptyStream(StreamError):
     kind = "empty_stream"
     retryable = True
-    default_hint = "Publish a first version, or check the stream's name."
+    default_hint = "Publish a first version, or check the stream's name: `pulse list STORE` shows what is there."
 
 
 class ChainGap(StreamError):

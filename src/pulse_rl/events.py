@@ -7,13 +7,16 @@ error's message.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
+from ._util.settings import format_bytes, format_number, format_percent
 from .errors import InputError, PulseError
 
 __all__ = [
@@ -36,9 +39,23 @@ __all__ = [
 Metadata = dict[str, str | int | float | bool]
 """The publisher's own data about a version (a training step, a reward), small and flat."""
 
+_log = logging.getLogger("pulse_rl")
+_log.addHandler(logging.NullHandler())  # who configures no logging is told by `warnings`
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+
+class OneLine:
+    """Prints a dataclass's fields, but those with ``repr=False``; numbers that are not whole with three digits."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        values = [(each.name, getattr(self, each.name)) for each in fields(self) if each.repr]  # type: ignore[arg-type]
+        shown = (f"{name}={format_number(v) if isinstance(v, float) else repr(v)}" for name, v in values)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Progress(OneLine):
     """``stage`` (diff, apply, digest, upload, restore) has processed ``done`` of ``total`` bytes of model."""
 
     stage: str
@@ -46,8 +63,8 @@ class Progress:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+@dataclass(frozen=True, slots=True, repr=False)
+class Published(OneLine):
     """A version was committed. ``patch_bytes`` and ``anchor_bytes`` were stored for it; either may be 0. ``stream_id``
     is the stream's, 32 hexadecimal digits, which tells it from others of its name.
 
@@ -90,9 +107,22 @@ class Published:
         """Whether an anchor was stored, alone or along with a patch."""
         return self.anchor_bytes > 0
 
+    def __repr__(self) -> str:
+        more = f", density={format_number(self.density)}, ratio={format_number(self.ratio)}, reason={self.reason!r})"
+        return f"{OneLine.__repr__(self)[:-1]}{more}"
 
-@dataclass(frozen=True, slots=True)
-class BaselineRestored:
+    def __str__(self) -> str:
+        """What it cost, for a log."""
+        version, dense = f"version {self.version} of {self.stream}", format_bytes(self.dense_bytes)
+        if self.changed is None:
+            why = self.reason.removeprefix("anchor: ") or "as every first version"
+            return f"{version}: the full state of {dense} ({why})"
+        cost = f"{format_bytes(self.patch_bytes)} for {dense}, {format_number(self.ratio)} times smaller"
+        return f"{version}: {format_percent(self.density)} changed, {cost}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BaselineRestored(OneLine):
     """A publisher found its stream at ``version``; ``how`` is the way it got its baseline: "matched" (the caller's
     state has the head's root), "restored" (from the store), or "anchored" (the head could not be restored, see
     ``reason``)."""
@@ -103,8 +133,8 @@ class BaselineRestored:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Synced:
+@dataclass(frozen=True, slots=True, repr=False)
+class Synced(OneLine):
     """A subscriber's host state is now the verified ``version``; ``previous`` is the version that it held before
     (None: none).
 
@@ -132,8 +162,8 @@ class Synced:
         return None if self.previous is None else self.version - self.previous
 
 
-@dataclass(frozen=True, slots=True)
-class FallbackUsed:
+@dataclass(frozen=True, slots=True, repr=False)
+class FallbackUsed(OneLine):
     """A path to a version failed at ``link``, and another is tried; or a version, "version 7", could not be read or
     trusted, and is passed over. ``kind`` is the error's (`pulse_rl.errors`)."""
 
@@ -143,8 +173,8 @@ class FallbackUsed:
     kind: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallFailed:
+@dataclass(frozen=True, slots=True, repr=False)
+class CallFailed(OneLine):
     """A ``call`` ("publish", "sync", "relay", or "gc" of a relay's target) raised an error; ``kind`` is the error's
     stable name (`pulse_rl.errors`)."""
 
@@ -154,27 +184,32 @@ class CallFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """Version ``version`` is right, but the stream would be better otherwise; ``hint`` says how. A publisher gives each
-    ``kind`` once.
+@dataclass(frozen=True, slots=True, repr=False)
+class Hint(OneLine):
+    """Something works, but would be better otherwise; ``hint`` says how. A publisher or subscriber gives each ``kind``
+    once: to its listener, or without one to `warnings` and the logger ``pulse_rl``. ``version`` is the one at which it
+    showed, None where there is none.
 
-    "wide_dtype": most of what it sends are FP32 or FP64 elements, of which nearly all change at every step, while of
-    the same weights in a compute dtype few do. "wrapped_names": names have parts that a wrapper of the module adds
-    (DDP, FSDP, torch.compile), and that no inference engine knows. "fused_names": tensors have several experts each, as
-    transformers fuses them in memory, where most checkpoints have them one by one. "device_memory": a device had no
-    memory for what ``on_device="baseline"`` keeps there.
+    "no_stream": a subscriber has found no version for a second; ``reason`` lists the streams that are there. "dense": a
+    patch changes much of the state. "wide_dtype": most of what changes are FP32 or FP64 elements, of which nearly all
+    change at every step, while of the same weights in a compute dtype few do. "wrapped_names": names have parts that a
+    wrapper of the module adds (DDP, FSDP, torch.compile), and that no inference engine knows. "fused_names": tensors
+    have several experts each, as transformers fuses them in memory, where most checkpoints have them one by one.
+    "device_memory": a device had no memory for what ``on_device="baseline"`` keeps there.
     """
 
     stream: str
-    version: int
+    version: int | None
     kind: str
     reason: str
     hint: str
 
+    def __str__(self) -> str:
+        return f"stream {self.stream!r}: {self.reason}. {self.hint}"
 
-@dataclass(frozen=True, slots=True)
-class Folded:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Folded(OneLine):
     """A fold over the versions from ``base`` to ``version`` was made. It was stored only if its ``nbytes`` are fewer
     than the ``patch_bytes`` that it spans."""
 
@@ -185,8 +220,8 @@ class Folded:
     patch_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class FoldFailed:
+@dataclass(frozen=True, slots=True, repr=False)
+class FoldFailed(OneLine):
     """A fold could not be made or stored. Readers use the patches instead."""
 
     stream: str
@@ -195,8 +230,8 @@ class FoldFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Relayed:
+@dataclass(frozen=True, slots=True, repr=False)
+class Relayed(OneLine):
     """A relay's target is now at ``version``; it was at ``previous`` (None: it had none). ``links`` are the roles of
     what was copied, ``nbytes`` the bytes of payloads that were fetched for it."""
 
@@ -208,8 +243,8 @@ class Relayed:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class DensityDrift:
+@dataclass(frozen=True, slots=True, repr=False)
+class DensityDrift(OneLine):
     """``density`` was outside its usual band, ``low`` to ``high``, for several versions
     (`pulse_rl.metrics.DriftWatch`)."""
 
@@ -244,6 +279,15 @@ def checked_listener(listener: Any) -> Listener | None:
     if listener is not None and not callable(listener):
         raise InputError(f"on_event must be a function of one event, not {listener!r}")
     return cast(Listener | None, listener)
+
+
+def hint_to(listener: Listener | None, hint: Hint) -> None:
+    """Hands a hint to the listener; without one, to `warnings` and the logger ``pulse_rl``."""
+    if listener is not None:
+        listener(hint)
+        return
+    _log.warning("%s", hint)
+    warnings.warn(str(hint), stacklevel=2)
 
 
 def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[int], None] | None:

@@ -64,7 +64,7 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--params", "7B", "--step-seconds", "1", "--bandwidth", "1Gbit"], "is unknown"),
         ([*SEVEN, "--target", "1"], "target must be above 0"),
         ([*SEVEN, "--bandwidth", "fast"], "'fast' is not a bandwidth"),
-        ([*SEVEN, "--density", "much"], "--density must be a number, not 'much'"),
+        ([*SEVEN, "--density", "much"], "'much' is not a share"),
         ([*SEVEN, "--workers", "0"], "'0' is not a positive number"),
         (["--study", "/nowhere.json", "--step-seconds", "1", "--bandwidth", "1Gbit"], "cannot read"),
     ],

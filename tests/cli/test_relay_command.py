@@ -47,7 +47,7 @@ def test_it_copies_streams_and_goes_on(pulse: Pulse, tmp_path: Path, monkeypatch
 def test_once_and_refusals(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     far, near = tmp_path / "far", tmp_path / "near"
     command = ("relay", far, near, "--stream", "s", "--once")
-    pulse.refused(*command, kind="empty_stream", match="no versions")
+    pulse.refused(*command, kind="empty_stream", match="no version of it")
     Publisher(LocalStore(far), stream="s").publish(history(rng, 1)[0])
     assert pulse.json(*command)["version"] == 0
     assert pulse.json(*command)["bytes"] == 0

@@ -12,6 +12,8 @@ from pulse_rl._util.settings import (
     format_percent,
     parse_bandwidth,
     parse_count,
+    parse_seconds,
+    parse_share,
 )
 from pulse_rl.errors import InputError
 
@@ -92,3 +94,22 @@ def test_shares_near_1_keep_the_digits_that_tell_them_from_it(share: float, text
 
 def test_numbers_have_no_exponent_where_they_can_be_read_without() -> None:
     assert [format_number(x) for x in (0.00123456, 1.0, 222.22, 123_456)] == ["0.00123", "1", "222", "123000"]
+
+
+@pytest.mark.parametrize(("text", "share"), [("0.86%", 0.0086), ("0.0086", 0.0086), ("100 %", 1.0)])
+def test_shares(text: str, share: float) -> None:
+    assert parse_share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("50", 50), ("50s", 50), ("20ms", 0.02), ("1.5 min", 90), ("2h", 7200), ("1d", 86400)]
+)
+def test_seconds(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1s", "nan", "5 years", "1e999", "%"])
+def test_what_is_neither_a_share_nor_seconds(text: str) -> None:
+    for parse in (parse_share, parse_seconds):
+        with pytest.raises(InputError):
+            parse(text)

@@ -18,6 +18,9 @@ from ..errors import InputError
 _NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?"
 _BANDWIDTH = re.compile(_NUMBER + r"\s*([kMGT]?)(bits?|b|B)(?:ps|/s)?", re.ASCII)
 _COUNT = re.compile(_NUMBER + r"\s*([kKMBTG]?)", re.ASCII)
+_SHARE = re.compile(_NUMBER + r"\s*(%?)", re.ASCII)
+_SECONDS = re.compile(_NUMBER + r"\s*(ms|s|min|h|d|)", re.ASCII)
+_LENGTHS = {"ms": 1e-3, "": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _MAX_TEXT = 40
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -84,6 +87,24 @@ def parse_count(text: str) -> int:
     if not 1 <= value < math.inf:
         raise InputError(f"{text!r} is not a positive number", hint="Write it like 12, 22.6M or 7B.")
     return round(value)
+
+
+def parse_share(text: str) -> float:
+    """0.0086 from ``0.0086`` or ``0.86%``. Raises InputError."""
+    match = _matched(_SHARE, text)
+    value = float(match[1] + (match[2] or "")) / (100 if match[3] else 1) if match else math.nan
+    if not value < math.inf:
+        raise InputError(f"{text!r} is not a share", hint="Write it like 0.0086 or 0.86%.")
+    return value
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from ``50``, ``50s``, ``20ms``, ``5min``, ``2h`` or ``1d``. Raises InputError."""
+    match = _matched(_SECONDS, text)
+    value = float(match[1] + (match[2] or "")) * _LENGTHS[match[3]] if match else math.nan
+    if not value < math.inf:
+        raise InputError(f"{text!r} is not a number of seconds", hint="Write it like 50, 50s, 20ms, 5min or 2h.")
+    return value
 
 
 def format_bytes(nbytes: float) -> str:

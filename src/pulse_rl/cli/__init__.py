@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from contextlib import suppress
 
 from .. import __version__
 from .. import codec as codecs
+from .._util.settings import parse_seconds
 from ..errors import InputError, PulseError
 from ..maintenance.gc import DEFAULT_GRACE_SECONDS
 from ..state.cast import COMPUTE_DTYPES
@@ -289,9 +289,9 @@ def _path(text: str) -> str:
 
 def _seconds(text: str) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= _MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+        value = parse_seconds(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value > _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is longer than a run")
     return value

@@ -15,6 +15,7 @@ from ..integrations.engines.handle import EngineHandle, EngineSync
 from ..integrations.sglang import is_sglang
 from ..maintenance.relay import Relay
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, load
+from ..sync.notices import absence
 from ..sync.polling import Pause, jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
@@ -126,7 +127,7 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
             _write_out(out, subscriber, update, console)
             update.acknowledge()
         elif subscriber.version is None:
-            raise EmptyStream(f"stream {args.stream!r} has no versions in {args.store[0]}")
+            raise EmptyStream(f"stream {args.stream!r}: {absence(open_lasting(args.store[-1]), args.stream)}")
         elif args.once:
             facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
             console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
@@ -223,7 +224,7 @@ def relay(args: argparse.Namespace, console: Console) -> int:
                         _show_relayed(done, console)
                         continue
                     if each.version is None:
-                        raise EmptyStream(f"stream {stream!r} has no versions in {args.source}")
+                        raise EmptyStream(f"stream {stream!r}: {absence(source, stream)}")
                     if args.once and stream not in moved:
                         facts = {"stream": stream, "version": each.version, "links": [], "bytes": 0}
                         console.result(facts, [f"version {each.version} of {stream} is the newest"])

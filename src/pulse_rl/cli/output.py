@@ -65,7 +65,7 @@ class Console:
             self.note(f"{event.link} cannot be used: {event.reason}")
         elif isinstance(event, BaselineRestored) and event.how == "anchored":
             self.note(f"version {event.version} could not be restored, starting over with an anchor: {event.reason}")
-        elif isinstance(event, Hint):
+        elif isinstance(event, Hint) and event.kind != "no_stream":  # which is an error where it counts
             self.note(f"{event.reason} ({event.hint})")
 
     def _progress(self, event: Progress) -> None:

@@ -7,7 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .._util.settings import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_count
+from .._util.settings import (
+    format_bandwidth,
+    format_bytes,
+    format_duration,
+    parse_bandwidth,
+    parse_count,
+    parse_seconds,
+    parse_share,
+)
 from ..errors import InputError
 from ..plan import METHODS, Fleet, Scenario, from_study, make_fleet_plan, make_plan
 from ..plan.fleet import WAYS, FleetPlan, catch_up_bytes
@@ -27,9 +35,9 @@ def add_parser(commands: Any) -> None:
     command = commands.add_parser("plan", help="predict the bytes, time and GPU utilisation of a sync")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--params", metavar="N", help="number of parameters: 7B, 0.5B, 22.6M")
-    command.add_argument("--density", metavar="D", help="fraction of the weights that a step changes: 0.01")
+    command.add_argument("--density", metavar="D", help="share of the weights that a step changes: 0.0086 or 0.86%%")
     command.add_argument("--study", metavar="FILE", help="take --params and --density from the JSON of `pulse study`")
-    command.add_argument("--step-seconds", required=True, metavar="T", help="seconds of compute per step")
+    command.add_argument("--step-seconds", required=True, metavar="T", help="compute per step: 50 or 50s")
     command.add_argument(
         "--bandwidth", required=True, metavar="B", help="bandwidth of a worker's link: 0.2Gbit, 10MB/s"
     )
@@ -67,15 +75,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
     plan = make_plan(
         Scenario(
             params=measured.params if measured and args.params is None else parse_count(args.params),
-            density=measured.density if measured and args.density is None else _number("--density", args.density),
-            step_seconds=_number("--step-seconds", args.step_seconds),
+            density=measured.density if measured and args.density is None else parse_share(args.density),
+            step_seconds=parse_seconds(args.step_seconds),
             bandwidth=parse_bandwidth(args.bandwidth),
             upload_bandwidth=parse_bandwidth(args.upload_bandwidth) if args.upload_bandwidth is not None else None,
             workers=parse_count(args.workers),
             shared_link=args.shared_link,
             cores=parse_count(args.cores),
-            round_trip_seconds=_number("--round-trip-seconds", args.round_trip_seconds),
-            target=_number("--target", args.target),
+            round_trip_seconds=parse_seconds(args.round_trip_seconds),
+            target=parse_share(args.target),
             param_bytes=measured.param_bytes if measured else 2.0,
             bytes_per_changed=measured.bytes_per_changed if measured else {},
         )
@@ -100,7 +108,7 @@ def _fleet(args: argparse.Namespace, workers: int) -> Fleet:
         origin_bandwidth=bandwidth(args.origin_bandwidth),
         region_bandwidth=bandwidth(args.region_bandwidth),
         near_bandwidth=bandwidth(args.near_bandwidth),
-        poll_seconds=_number("--poll-seconds", args.poll_seconds),
+        poll_seconds=parse_seconds(args.poll_seconds),
         dollars_a_gb=_number("--dollars-per-gb", args.dollars_per_gb),
     )
 

@@ -147,13 +147,7 @@ def _print_published(done: Published, console: Console) -> None:
         "reason": done.reason,
         "seconds": round(done.seconds, 6),
     }
-    if done.changed is None:
-        cost = f"an anchor of {format_bytes(done.anchor_bytes)}"
-        if done.reason:
-            cost += f" ({done.reason.removeprefix('anchor: ')})"
-    else:
-        cost = f"{format_bytes(done.patch_bytes)} for {format_bytes(done.dense_bytes)}, {done.ratio:.1f} times smaller"
-    console.result(facts, [f"version {done.version} of {done.stream}: {cost}, root {done.root}"])
+    console.result(facts, [f"{done}, root {done.root}"])
 
 
 def _signer(args: argparse.Namespace) -> Signer | None:
@@ -261,7 +255,7 @@ class _Folder:
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         after = None if start_after is None else self._inside(start_after)
-        return map(self._own, self._store.list(self._inside(folder), after))
+        return map(self._own, self._store.list(self._inside(folder) if folder else self._folder, after))
 
     def delete(self, name: str) -> None:
         self._store.delete(self._inside(name))

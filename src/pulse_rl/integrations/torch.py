@@ -8,7 +8,11 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
+
+from .._util import extra
+
+with extra("torch"):
+    import torch
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..state.checkpoint import is_wrapped

@@ -6,18 +6,21 @@ import logging
 import math
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Unpack
 
-import torch
-from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from .._util import extra
+
+with extra("torch"):
+    import torch
+    from torch import nn
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .._util.settings import checked_count
 from ..errors import PulseError
-from ..events import Listener, Metadata, Published, checked_listener
+from ..events import Metadata, Published, checked_listener
 from ..state.cast import compute_dtype_named
 from ..store import Store
-from ..sync.publisher import Publisher
+from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import Submission
 from .peft import ADAPTER_CONFIG
 from .weights import adapter_weights, advice, logged, policy_weights
@@ -47,7 +50,8 @@ class PulseCallback(TrainerCallback):
     """Publishes the policy as a new version of a stream before the first step, after each ``every`` steps, and at the
     end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run", stream="policy")])``.
 
-    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords (``signer``, ``folds`` …).
+    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords (`PublisherSettings`:
+    ``signer``, ``folds`` …).
     Versions have the tensors that ``save_pretrained`` of the base model writes (see `checkpoint_weights`): DDP's and
     torch.compile's parts of names are taken off, FSDP2's shards are gathered by all ranks and published by the first,
     PEFT adapters are merged into copies. Floats are cast to the
@@ -66,7 +70,7 @@ class PulseCallback(TrainerCallback):
     permission is found at once. After it a store that is away (`PulseError.retryable`) is logged as a warning, and the
     training goes on: the next version has it all. Other errors (PublisherConflict, UnsupportedTensor) end the training
     at its next step. At its end all errors are logged and kept in `error`, so that the program can still save its
-    model. ``on_event`` gets the events of `pulse_rl.events`. Raises InputError, InvalidName and StoreError.
+    model. Raises InputError, InvalidName and StoreError.
     """
 
     def __init__(
@@ -78,15 +82,14 @@ class PulseCallback(TrainerCallback):
         every: int = 1,
         replace: bool = True,
         adapter: bool = False,
-        on_event: Listener | None = None,
-        **publisher: Any,
+        **publisher: Unpack[PublisherSettings],
     ) -> None:
         self._dtype = None if dtype is None else compute_dtype_named(dtype).name
         self._every = checked_count("every", every)
         self._replace = replace
         self._adapter = adapter
-        listener = logged(_log, checked_listener(on_event))
-        self._publisher = Publisher(store, stream=stream, on_event=listener, **publisher)
+        publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
+        self._publisher = Publisher(store, stream=stream, **publisher)
         self._stream = stream
         self._ended: deque[tuple[int, Submission]] = deque()
         self._since_log: list[Published] = []
@@ -96,6 +99,9 @@ class PulseCallback(TrainerCallback):
         self._committed_step: int | None = None
         self._error: BaseException | None = None
         self._fatal: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<PulseCallback of {self._publisher!r}>"
 
     @property
     def published(self) -> Published | None:

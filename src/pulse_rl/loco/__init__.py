@@ -3,8 +3,11 @@
 `PulseLoCo` wraps one inner optimizer or several; `DiLoCo` is the same loop with a dense all-reduce.
 """
 
-from .exchange import Exchange
-from .loop import Round
-from .pulseloco import DiLoCo, PulseLoCo
+from .._util import extra
+
+with extra("torch"):
+    from .exchange import Exchange
+    from .loop import Round
+    from .pulseloco import DiLoCo, PulseLoCo
 
 __all__ = ["DiLoCo", "Exchange", "PulseLoCo", "Round"]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .._util.serial import NotCopyable, SerialThread
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
+from ..events import OneLine
 from .buffers import FrozenAndBuffers
 from .exchange import SCATTER_FROM, Exchange, Sites, Transfer, Transferred, gates_sums
 from .gate import Gate, ReduceGate
@@ -38,8 +39,8 @@ MAX_SCALE = 1024.0
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+@dataclass(frozen=True, slots=True, repr=False)
+class Round(OneLine):
     """What the finished round ``number``, counted from 1, of so many ``trainers`` did, as one of them saw it.
 
     ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``, those about buffers
@@ -323,6 +324,9 @@ class OuterLoop(NotCopyable):
                 self.on_round(self.last_round)
 
     # -- joining and leaving
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} after round {self.round}, every {self.sync_every} steps>"
 
     def __enter__(self) -> Self:
         if not self._hooks:

@@ -103,6 +103,10 @@ class Relay:
         self._links: list[Link] = []
         self._nbytes = 0
 
+    def __repr__(self) -> str:
+        held = "nothing yet" if self._have is None else f"version {self._have}"
+        return f"<Relay of {self.source.name!r} from {self.source.store!r} to {self._target.store!r}: {held}>"
+
     @property
     def version(self) -> int | None:
         """The newest version in the target when it was last looked at, None while there is none."""

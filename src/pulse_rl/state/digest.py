@@ -29,13 +29,16 @@ _STATE_TAG = b"pulse.state.1\0"
 _TASK_BYTES = 16 * LEAF_BYTES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StateDigest:
     """The SHA-256 tree of a state with ``specs``. ``leaves[name]`` holds a tensor's 32-byte leaf digests, in order; the
     dictionary must not change."""
 
     specs: tuple[TensorSpec, ...]
     leaves: dict[str, bytes]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.specs)} tensors: root {self.root}>"
 
     @cached_property
     def root(self) -> str:
@@ -47,7 +50,7 @@ class StateDigest:
         return tensor_digest(spec, self.leaves[spec.name])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PartDigest(StateDigest):
     """The tree of a state of which only ``specs`` are held, with their ``leaves``. ``whole`` are the specs of all its
     tensors in the order of the names, ``tensors`` their 32-byte digests, one after another."""

@@ -161,6 +161,9 @@ class Bits:
     array: UIntArray
     dtype: str
 
+    def __repr__(self) -> str:
+        return f"<Bits of {self.dtype}, shape {tuple(self.array.shape)}>"
+
 
 class Readable(Protocol):
     """The elements of one tensor that is not in host memory in its dtype."""
@@ -193,6 +196,10 @@ class State:
             check_tensor_name(alias)
             if name not in self._spec or alias in self._spec:
                 raise InputError(f"alias {alias!r} of {name!r} does not fit the tensors of the state")
+
+    def __repr__(self) -> str:
+        dtypes = ", ".join(sorted({spec.dtype.name for spec in self.specs}))
+        return f"<State of {len(self.specs)} tensors, {self.elements} elements of {dtypes or 'no dtype'}>"
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> Self:

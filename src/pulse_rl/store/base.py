@@ -55,7 +55,7 @@ class Store(Protocol):
         ...
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        """The objects under ``folder`` in name order, from the first name greater than ``start_after``."""
+        """The objects under ``folder`` ("": all) in name order, from the first name greater than ``start_after``."""
         ...
 
     def delete(self, name: str) -> None:
@@ -72,6 +72,11 @@ def check_name(name: str) -> str:
     if not is_name(name):
         raise InvalidName(f"{name[:80]!r} is not a valid object name")
     return name
+
+
+def check_folder(name: str) -> str:
+    """``name`` itself, which is a folder's, or "" for the whole store; raises InvalidName."""
+    return name and check_name(name)
 
 
 def check_range(name: str, nbytes: int, start: int, stop: int | None) -> tuple[int, int]:

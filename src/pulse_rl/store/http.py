@@ -23,7 +23,7 @@ from urllib.parse import quote, urlsplit
 from .._util.settings import checked_number
 from .._util.threads import checkpoint
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
-from .base import Data, ObjectInfo, check_name, check_range, is_name
+from .base import Data, ObjectInfo, check_folder, check_name, check_range, is_name
 
 MAX_WHOLE_BYTES: Final = 256 << 20
 """Largest object that is read without saying how many bytes are expected."""
@@ -76,6 +76,9 @@ class HttpStore:
         self._lock = threading.Lock()
         self._process = os.getpid()
 
+    def __repr__(self) -> str:
+        return f"HttpStore({self._url!r})"
+
     def put(self, name: str, data: Data) -> None:
         self._refuse(name)
 
@@ -111,7 +114,7 @@ class HttpStore:
         return self._ask("HEAD", check_name(name), read)
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        prefix = f"{check_name(folder)}/"
+        prefix = check_folder(folder) and f"{folder}/"
         if start_after is not None and start_after > prefix and not start_after.startswith(prefix):
             return
         last = start_after.removeprefix(prefix) if start_after is not None and start_after > prefix else ""

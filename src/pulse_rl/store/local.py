@@ -9,7 +9,7 @@ import stat
 import threading
 import time
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 
 from .._util.files import create_atomically, disk_error, write_atomically
 from ..errors import AlreadyExists, NotFound, StoreError
-from .base import Data, ObjectInfo, check_name, check_range, is_name, joined
+from .base import Data, ObjectInfo, check_folder, check_name, check_range, is_name, joined
 
 _ASIDE = ".unfinished"
 _UNFINISHED = re.compile(r"\.[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.[a-z0-9_]{8}")
@@ -51,6 +51,9 @@ class LocalStore:
         there = next((p for p in [self.root, *self.root.parents] if os.path.lexists(p)), self.root)
         if not there.is_dir():
             raise StoreError(f"cannot open the store {self.root}: {there} is not a folder")
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self.root)!r})"
 
     def put(self, name: str, data: Data) -> None:
         self._sweep()
@@ -89,7 +92,7 @@ class LocalStore:
         return ObjectInfo(name, found.st_size, found.st_mtime)
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        for name in self._names_below(check_name(folder), start_after):
+        for name in self._names_below(check_folder(folder), start_after):
             try:
                 info = (self.root / name).stat()
             except FileNotFoundError:  # deleted since the folder was read
@@ -112,16 +115,20 @@ class LocalStore:
     def _path(self, name: str) -> Path:
         return self.root / check_name(name)
 
-    def _names_below(self, folder: str, start_after: str | None) -> Sequence[str]:
-        """The names of a folder and its folders that are greater than ``start_after``, in order."""
+    def _names_below(self, folder: str, start_after: str | None) -> Iterator[str]:
+        """The names of a folder and its folders that are greater than ``start_after``, in order. A folder is read when
+        its turn comes."""
         found = self._folder(folder)
         if found is None:
-            return []
+            return
         names = found.names[bisect_right(found.names, start_after) if start_after else 0 :]
-        for inner in found.folders:
-            if start_after is None or f"{inner}/" > start_after or start_after.startswith(f"{inner}/"):
-                names.extend(self._names_below(inner, start_after))
-        return sorted(names) if found.folders else names
+        folders = [f"{inner}/" for inner in found.folders]
+        folders = [f for f in folders if start_after is None or f > start_after or start_after.startswith(f)]
+        for name in sorted([*names, *folders]) if folders else names:
+            if name.endswith("/"):
+                yield from self._names_below(name[:-1], start_after)
+            else:
+                yield name
 
     def _folder(self, folder: str) -> _Folder | None:
         """A folder's content, read again only where it has changed since: a poll must not cost more the more versions
@@ -135,7 +142,7 @@ class LocalStore:
                 kept = _Folder(key, time.time_ns(), [], [])
                 with os.scandir(path) as entries:
                     for entry in entries:
-                        name = f"{folder}/{entry.name}"
+                        name = f"{folder}/{entry.name}" if folder else entry.name
                         if not is_name(name):  # .DS_Store, .nfs…
                             continue
                         (kept.folders if entry.is_dir(follow_symlinks=False) else kept.names).append(name)
@@ -189,6 +196,9 @@ class MemoryStore:
         self._names: list[str] = []  # in order, so that a list costs what it yields
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"<MemoryStore of {len(self._names)} objects>"
+
     def put(self, name: str, data: Data) -> None:
         entry = (_joined(data), time.time())
         with self._lock:
@@ -210,10 +220,11 @@ class MemoryStore:
         return ObjectInfo(name, len(data), modified)
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        prefix = check_name(folder) + "/"
+        prefix = check_folder(folder) and f"{folder}/"
         with self._lock:
             first = bisect_right(self._names, max(prefix, start_after or ""))
-            last = bisect_left(self._names, f"{folder}0", first)  # "0" is the character after "/"
+            # "0" is the character after "/".
+            last = bisect_left(self._names, f"{folder}0", first) if folder else len(self._names)
             found = [(name, self._objects[name]) for name in self._names[first:last]]
         for name, (data, modified) in found:
             yield ObjectInfo(name, len(data), modified)

@@ -10,7 +10,7 @@ import obstore
 from obstore import exceptions as ob
 
 from ..errors import AlreadyExists, NotFound, StoreError, StoreUnavailable
-from .base import Data, ObjectInfo, check_name, check_range
+from .base import Data, ObjectInfo, check_folder, check_name, check_range
 
 _PAGE = 1000
 
@@ -27,6 +27,9 @@ class ObjectStore:
         except (ob.BaseError, ValueError) as error:
             raise StoreError(f"cannot open {url}: {_first_line(error)}") from error
         self._url = url
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self._url!r})"
 
     def put(self, name: str, data: Data) -> None:
         with self._translated(name):
@@ -58,7 +61,7 @@ class ObjectStore:
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         with self._translated(folder):
-            pages = obstore.list(self._store, check_name(folder), offset=start_after, chunk_size=_PAGE)
+            pages = obstore.list(self._store, check_folder(folder) or None, offset=start_after, chunk_size=_PAGE)
             previous = ""
             for page in pages:
                 for meta in page:

@@ -87,6 +87,9 @@ class FolderServer:
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join()
 
+    def __repr__(self) -> str:
+        return f"<FolderServer at {self.url}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -209,7 +212,7 @@ class _Handlers:
 
         self._heard(request)
         name = request.path.removeprefix("/")
-        if name.endswith("/"):
+        if not name or name.endswith("/"):
             after = request.query.get("after", "")
             listing = await _answered(asyncio.to_thread(self._list, name[:-1], after))
             return web.Response(text=listing, charset="ascii")
@@ -255,7 +258,7 @@ class _Handlers:
     def _list(self, folder: str, after: str, most: int = PAGE) -> str:
         """Lines of the objects of a folder behind a name, at most a page. Names are relative to the folder."""
         lines: list[str] = []
-        with _opened_folder(self._root, folder) if _is_path(folder) else nullcontext() as handle:
+        with _opened_folder(self._root, folder) if not folder or _is_path(folder) else nullcontext() as handle:
             if handle is None:
                 return ""
             for name in sorted(_names_in(handle, folder, "", after)):
@@ -383,7 +386,7 @@ def _names_in(handle: int, folder: str, prefix: str, after: str) -> list[str]:
     with os.scandir(handle) as entries:
         for entry in entries:
             name = f"{prefix}{entry.name}"
-            if not is_name(f"{folder}/{name}"):  # .DS_Store, .nfs…
+            if not is_name(f"{folder}/{name}" if folder else name):  # .DS_Store, .nfs…
                 continue
             if not entry.is_dir(follow_symlinks=False):
                 if name > after:

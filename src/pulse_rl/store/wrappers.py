@@ -55,6 +55,9 @@ class CachedStore:
         read for the cache."""
         self._expected[name] = nbytes
 
+    def __repr__(self) -> str:
+        return repr(self.store)
+
     def put(self, name: str, data: Data) -> None:
         self.store.put(name, data)
 
@@ -198,6 +201,9 @@ class PacedStore:
         self.store = store
         self._pace = pace
 
+    def __repr__(self) -> str:
+        return repr(self.store)
+
     def put(self, name: str, data: Data) -> None:
         self.store.put(name, data)
 
@@ -247,6 +253,9 @@ class PatientStore:
             yield
         finally:
             self._left = None
+
+    def __repr__(self) -> str:
+        return repr(self.store)
 
     def put(self, name: str, data: Data) -> None:
         self.store.put(name, data)

@@ -6,11 +6,12 @@ Names are zero-padded numbers, SHA-256 digests and checked words, so that no nam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import InvalidName, StreamError
+from ..store.base import Store
 
 PATCH, SHARD = "patch", "safetensors"
 """The kinds of payload: a patch, and one file of an anchor."""
@@ -21,6 +22,7 @@ TENSORS, LEAVES = "tensors", "leaves"
 MOST = 10**12 - 1
 """The greatest version or epoch."""
 _FARTHEST = 1 << 20
+MAX_STREAMS = 10_000
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[0-9]{12}")
@@ -202,6 +204,20 @@ class GroupNames:
         """The note that ``name`` is, None where it is not spelled as a note of this group."""
         group, note = self.stream.parse_note(name) or (None, None)
         return note if group == self.group else None
+
+
+def streams_in(store: Store, most: int = MAX_STREAMS) -> Iterator[str]:
+    """The names of the streams in ``store`` that have versions, in order, of the first ``most`` folders. A request or
+    two each."""
+    after: str | None = None
+    for _ in range(most):
+        first = next(iter(store.list("", after)), None)
+        if first is None:
+            return
+        folder, inside, _ = first.name.partition("/")
+        if inside and any(True for _ in store.list(f"{folder}/versions")):
+            yield folder
+        after = f"{folder}0" if inside else folder  # "0" is the character after "/"
 
 
 def next_unused(taken: Iterable[int], after: int) -> int:

@@ -44,6 +44,9 @@ class Signer:
         self.public_key: str = self._key.public_key().public_bytes_raw().hex()
         """64 hexadecimal digits, to be given to subscribers as a trusted key."""
 
+    def __repr__(self) -> str:
+        return f"<Signer with the public key {self.public_key}>"
+
     @classmethod
     def generate(cls) -> Signer:
         """A new key, from the system's random source."""

@@ -74,6 +74,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .._util import extra
 from .run import CheckpointFolder, StateSequence, StoredStream, study
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ __all__ = ["CheckpointFolder", "SparsityMeter", "StateSequence", "StoredStream",
 def __getattr__(name: str) -> Any:
     """`SparsityMeter` needs torch, so its module is imported when it is asked for."""
     if name == "SparsityMeter":
-        from .meter import SparsityMeter
+        with extra("torch"):
+            from .meter import SparsityMeter
 
         return SparsityMeter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

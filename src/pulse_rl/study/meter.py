@@ -113,6 +113,9 @@ class SparsityMeter:
         """Stops measuring; the results stay available."""
         self._hook.remove()
 
+    def __repr__(self) -> str:
+        return f"<SparsityMeter of {len(self._live.specs)} tensors: {len(self._states)} states>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -125,6 +125,10 @@ class GroupMember(NotCopyable):
         """The version that the live model holds once it has applied what `poll` returned last, or that it held already,
         such as the subscriber's ``base``. Never falls. None: no version yet."""
 
+    def __repr__(self) -> str:
+        held = "nothing yet" if self.version is None else f"version {self.version}"
+        return f"<GroupMember {self._name!r} of {self._names.group!r}: {held}>"
+
     def poll(self) -> Update | None:
         """Takes part in the group's next step. Returns the update that all members scatter now, or None. It is returned
         again, and nothing newer before, until it is acknowledged (`Update.acknowledge`).

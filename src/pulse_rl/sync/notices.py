@@ -1,28 +1,41 @@
-"""What a publisher's listener is told once: that its states could be published in a better way."""
+"""Hints: that states could be published in a better way, and that a worker may look for the wrong stream."""
 
 from __future__ import annotations
 
-from ..events import Hint, Listener
+import time
+from itertools import islice
+
+from ..errors import PulseError
+from ..events import Hint, Listener, hint_to
 from ..state.cast import is_wide
 from ..state.checkpoint import fused_experts, is_wrapped
 from ..state.tensors import State
-from .pending import PendingVersion
+from ..store.base import Store
+from ..store.local import LocalStore
+from ..stream.names import streams_in
+from .pending import NO_SMALLER, PendingVersion
 
-_DENSE = 0.5
+_WIDE = 0.5
+_DENSE = 0.2
+"""RL's learning rates change a hundredth of the BF16 weights in a step, at the end of a warm-up three times that."""
+_PATIENT_SECONDS = 1.0
+_SHOWN_STREAMS = 10
 
 
 class Notices:
-    """Hands `Hint` to ``listener``, each kind once. ``stream`` is the stream's name."""
+    """Gives each kind of `Hint` on what is published once. ``stream`` is the stream's name. Without a ``listener`` all
+    users see them, of several ranks the ``first`` one's."""
 
-    def __init__(self, stream: str, listener: Listener | None) -> None:
+    def __init__(self, stream: str, listener: Listener | None, *, first: bool = True) -> None:
         self._stream = stream
         self._listener = listener
+        self._silent = listener is None and not first
         self._given: set[str] = set()
 
     def look_at(self, version: int, draft: PendingVersion, state: State, *, crowded: bool) -> None:
         """Looks at this rank's part of a version that was committed, and the ``state`` that it was made of.
         ``crowded``: whether a device lacked memory for it."""
-        if self._listener is None:
+        if self._silent:
             return
         if "device_memory" not in self._given and crowded:
             self._give(
@@ -47,24 +60,74 @@ class Notices:
                 "If the model's checkpoint has its experts one by one, as most do, publish "
                 "pulse_rl.integrations.transformers.checkpoint_weights(model): engines know the checkpoint's names.",
             )
-        if "wide_dtype" not in self._given and (density := _wide_density(draft)) > _DENSE:
+        wide, density = _densities(draft)
+        if wide > _WIDE:
             self._give(
                 version,
                 "wide_dtype",
-                f"{density:.0%} of all elements are FP32 or FP64 and changed: such patches save little",
+                f"{wide:.0%} of all elements are FP32 or FP64 and changed: such patches save little",
                 'Publish the compute dtype, of which a step changes few elements: publish(state, dtype="BF16"), '
                 "or pulse publish --dtype BF16.",
             )
+        elif density > _DENSE:
+            self._give(
+                version,
+                "dense",
+                f"{density:.0%} of all elements changed: such patches save little",
+                "At RL's learning rates, 1e-6 to 1e-5, a step changes about 1% of the BF16 weights; `pulse study` "
+                "measures checkpoints.",
+            )
 
     def _give(self, version: int, kind: str, reason: str, hint: str) -> None:
-        assert self._listener is not None
-        self._given.add(kind)
-        self._listener(Hint(self._stream, version, kind, reason, hint))
+        if kind not in self._given:
+            self._given.add(kind)
+            hint_to(self._listener, Hint(self._stream, version, kind, reason, hint))
 
 
-def _wide_density(draft: PendingVersion) -> float:
-    """Changed elements of FP32 and FP64 / all elements."""
-    changed = sum(
-        encoded.changed for block, encoded in zip(draft.blocks, draft.coded, strict=False) if is_wide(block.dtype)
-    )
-    return changed / max(sum(segment.elements for segment in draft.segments), 1)
+class Absence:
+    """Says once that a worker has found no version of ``stream`` in ``store`` for a second."""
+
+    def __init__(self, store: Store, stream: str, listener: Listener | None) -> None:
+        self._store = store
+        self._stream = stream
+        self._listener = listener
+        self._since: float | None = None
+        self._said = False
+
+    def seen(self) -> None:
+        """A look has found nothing."""
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if self._said or now - self._since < _PATIENT_SECONDS:
+            return
+        self._said = True
+        hint = "The worker goes on looking. Check the stream's name and the store's address, or wait for the trainer."
+        try:
+            reason = absence(self._store, self._stream)
+        except PulseError:  # a store that cannot list all that it has
+            reason = f"there is no version of it in {self._store!r} yet"
+        hint_to(self._listener, Hint(self._stream, None, "no_stream", reason, hint))
+
+
+def absence(store: Store, stream: str) -> str:
+    """That the store has no version of ``stream``, and which streams it has. Raises StoreError."""
+    root = store.root if isinstance(store, LocalStore) else None
+    if root is not None and not root.exists():
+        return f"there is no version of it yet: the folder {root} does not exist"
+    found = [repr(name) for name in islice(streams_in(store), _SHOWN_STREAMS + 1)]
+    if len(found) > _SHOWN_STREAMS:
+        found[-1] = "…"
+    there = f"has the streams {', '.join(found)}" if found else "has no streams"
+    return f"there is no version of it yet: {store!r} {there}"
+
+
+def _densities(draft: PendingVersion) -> tuple[float, float]:
+    """Changed elements of FP32 and FP64, and of all dtypes, / all elements. Where a patch would be no smaller, all have
+    changed."""
+    elements = max(sum(segment.elements for segment in draft.segments), 1)
+    if draft.reason.startswith(NO_SMALLER):
+        wide = sum(segment.elements for segment in draft.segments if is_wide(segment.spec.dtype))
+        return wide / elements, 1.0
+    pairs = list(zip(draft.blocks, draft.coded, strict=False))
+    wide = sum(encoded.changed for block, encoded in pairs if is_wide(block.dtype))
+    return wide / elements, sum(encoded.changed for _, encoded in pairs) / elements

@@ -30,6 +30,8 @@ from .leaves import Leaves, changed_inner_leaves, hash_shared, inner_leaves
 from .windows import Windows
 
 _NOTHING = History()
+NO_SMALLER = "anchor: a patch would have"
+"""How `PendingVersion.reason` begins where a patch would be no smaller than the state."""
 
 
 class Baseline(NamedTuple):

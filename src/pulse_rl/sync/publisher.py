@@ -272,6 +272,9 @@ class Publisher(NotCopyable):
         self._submissions.forget()
         self._submissions.raise_unasked()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._stream.name!r} in {self._stream.store!r}>"
+
     def __enter__(self) -> Self:
         return self
 

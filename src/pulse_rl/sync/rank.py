@@ -35,7 +35,7 @@ from .history_policy import HistoryPolicy
 from .layout import Layout, difference, make_layout, whole_layout
 from .leaves import gather_tree
 from .notices import Notices
-from .pending import Baseline, Built, PendingVersion, hash_shared_leaves, make_pending
+from .pending import NO_SMALLER, Baseline, Built, PendingVersion, hash_shared_leaves, make_pending
 from .request import LocalState, PublishRequest, Submission, begin
 
 _MAX_STALE_COMMITS = 8
@@ -85,7 +85,7 @@ class RankPublisher:
         self._layout: tuple[object, Layout] | None = None
         self._untold: list[Event] = []
         self._devices = DeviceDiff()
-        self._notices = Notices(stream.name, listener)
+        self._notices = Notices(stream.name, listener, first=ranks.rank == 0)
         self._folds = FoldMaker(
             stream,
             ranks,
@@ -284,7 +284,7 @@ class RankPublisher:
             self._baseline = None  # before another is made
         draft, patch_bytes = self._drafted(layout, seen, self._baseline, reason)
         if draft.base and patch_bytes >= max(layout.nbytes, _SMALL):
-            reason = f"anchor: a patch would have {patch_bytes} bytes, the state has {layout.nbytes}"
+            reason = f"{NO_SMALLER} {patch_bytes} bytes, the state has {layout.nbytes}"
             del draft  # before the state is copied
             draft, patch_bytes = self._drafted(layout, seen, None, reason)
         with self._ranks.isolated():

@@ -29,6 +29,7 @@ from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .failover import Failover
 from .host_state import HostState
+from .notices import Absence
 from .polling import LONGEST_POLL, Pause
 from .selection import Selection
 from .update import Pending, Receipt, Update, make_update
@@ -103,6 +104,7 @@ class Subscriber(NotCopyable):
         self._failover = Failover(streams, opened, on_event)
         self._pause = Pause(streams[0].store)
         self.patience_seconds = self._failover.patience_seconds
+        self._absence = Absence(opened[-1].store, stream, on_event)
         self._pinned = stream_id is not None
         self._allow_recreated = allow_recreated
         self._serial = SerialThread("Subscriber", self._idle_seconds)
@@ -227,6 +229,10 @@ class Subscriber(NotCopyable):
         """Lets the host state go. May be called twice; a `sync` afterwards starts as a new Subscriber would."""
         self._serial.run(self._forget)
 
+    def __repr__(self) -> str:
+        held = "nothing yet" if self.version is None else f"version {self.version}"
+        return f"<{type(self).__name__.strip('_')} of {self.stream.name!r} in {self.stream.store!r}: {held}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -253,6 +259,8 @@ class Subscriber(NotCopyable):
         elif host.version is None or host.version < target:
             phases = self._failover.reach(host, target)
         host = self._host
+        if host.version is None:
+            self._absence.seen()
         if host.version is None or (target is not None and target != host.version) or host.acknowledged:
             return None
         update = self._update(host.pending(), started)

@@ -242,6 +242,9 @@ class Subscribers(NotCopyable):
                 each.subscriber.close()
         self._followed = {}
 
+    def __repr__(self) -> str:
+        return f"<Subscribers of {len(self)} streams in {self._stores[0]!r}>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ..events import Metadata
+from ..events import Metadata, OneLine
 from ..patch.changes import StateChanges, TensorChanges, difference, elements, merged
 from ..state.tensors import State, TensorSpec, UIntArray
 from ..stream.manifest import Manifest
@@ -121,8 +121,8 @@ class Receipt:
         self.acknowledged = False
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Update:
+@dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
+class Update(OneLine):
     """All that changed from version ``previous``, the last that was acknowledged (None: everything), to ``version``,
     verified against ``root``.
 
@@ -144,6 +144,10 @@ class Update:
     payload_bytes: int
     seconds: float
     _receipt: Receipt = field(init=False, default_factory=lambda: Receipt(-1), repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        shown = f", changed={self.changed}, full={self.full}, metadata={self.metadata})"
+        return f"{OneLine.__repr__(self)[:-1]}{shown}"
 
     @property
     def full(self) -> bool:

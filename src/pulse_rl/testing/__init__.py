@@ -334,6 +334,9 @@ class StoreConformance(ABC):
             store.put(name, name.encode())
         equal(_names(store, "a"), ["a/b.x", "a/b/c", "a/bb/c"], "the list of the folder a")
         equal(_names(store, "a/b"), ["a/b/c"], "the list of the folder a/b")
+        everything = ["A/x", "a.b", "a/b.x", "a/b/c", "a/bb/c", "a2/x", "ab", "b/a/x"]
+        equal(_names(store, ""), everything, "the list of the whole store")
+        equal(_names(store, "", "a0"), everything[5:], "the list of the whole store after a0")
 
     @checks(Guarantee.CALLS)
     def test_lists_go_on_after_a_name(self) -> None:
@@ -409,6 +412,8 @@ class StoreConformance(ABC):
         }
         for name in BAD_NAMES:
             for call, act in calls.items():
+                if (call, name) == ("list", ""):  # the whole store
+                    continue
                 raises(InvalidName, f"{call} with the name {name[:20]!r}", act, name)
         equal(_names(store, "kept"), ["kept/x"], "the names after calls that were refused")
 

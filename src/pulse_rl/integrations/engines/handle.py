@@ -195,6 +195,9 @@ class EngineHandle:
         with self._lock, suppress(PulseError):  # an engine that is gone follows nothing any more
             self._transport.pulse("close", self._owner)
 
+    def __repr__(self) -> str:
+        return f"<EngineHandle of {self._info.stream!r} in {self._info.store!r}>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -6,8 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from ..._util import extra
+
+with extra("torch"):
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..._util.collective import GlooTransport, RankGroup
 from ..._util.settings import checked_number

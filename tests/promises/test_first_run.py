@@ -1,0 +1,126 @@
+"""The first run explains itself: what a user who passes no listener is told, once, and how objects print."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pulse_rl import (
+    GroupMember,
+    MemoryStore,
+    Publisher,
+    Relay,
+    Signer,
+    State,
+    Subscriber,
+    Subscribers,
+    open_store,
+)
+from pulse_rl.events import Event, Hint
+
+from .oracle import STREAM, Trainer, publish
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_fp32_model_is_told_once_what_to_add(caplog: pytest.LogCaptureFixture) -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(10_000).astype(np.float32)
+    with pytest.warns(UserWarning, match="policy") as caught, Publisher(MemoryStore(), stream="policy") as publisher:  # noqa: PT031
+        lines = []
+        for _ in range(4):
+            lines.append(str(publisher.publish({"w": weights})))
+            weights = weights + rng.standard_normal(10_000).astype(np.float32) * 1e-6
+    (told,) = (str(warning.message) for warning in caught)
+    assert 'dtype="BF16"' in told
+    assert "FP32" in told
+    assert [record.message for record in caplog.records if record.name == "pulse_rl"] == [told]
+    assert re.fullmatch(r"version 0 of policy: the full state of 40 kB \(.*first.*\)", lines[0])
+    assert re.fullmatch(r"version 1 of policy: \S+% changed, .* for 40 kB, .* times smaller", lines[1])
+
+
+@pytest.mark.filterwarnings("error")
+def test_sparse_updates_are_no_reason_to_speak() -> None:
+    weights = np.arange(10_000, dtype=np.uint16)
+    with Publisher(MemoryStore(), stream="policy") as publisher:
+        for step in range(3):
+            publisher.publish({"w": weights})
+            weights = weights.copy()
+            weights[step] += 1
+
+
+def test_a_listener_hears_why_patches_are_large() -> None:
+    events: list[Event] = []
+    with Publisher(MemoryStore(), stream="policy", on_event=events.append) as publisher:
+        for step in range(3):
+            publisher.publish({"w": np.arange(10_000, dtype=np.uint16) + step})
+    (hint,) = (event for event in events if isinstance(event, Hint))
+    assert (hint.kind, hint.version) == ("dense", 1)
+    assert "learning rate" in hint.hint
+
+
+@pytest.mark.parametrize("there", [[], ["policy", "policy-2"]])
+def test_a_mistyped_stream_is_said_once_with_what_is_there(tmp_path: Path, there: list[str]) -> None:
+    for stream in there:
+        publish(Publisher(tmp_path, stream=stream), Trainer())
+    (tmp_path / "notes.txt").write_text("no stream")
+    worker = Subscriber(tmp_path, stream="polcy")
+    with pytest.warns(UserWarning, match="stream 'polcy'") as caught:
+        assert list(worker.updates(poll_seconds=0.4, timeout_seconds=2.5)) == []
+    (told,) = (str(warning.message) for warning in caught)
+    assert all(repr(stream) in told for stream in there)
+    assert ("no streams" in told) == (not there)
+    with pytest.warns(UserWarning, match="does not exist"):
+        list(Subscriber(tmp_path / "nowhere", stream="s").updates(poll_seconds=0.4, timeout_seconds=2.5))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_stream_that_is_there_is_not_missed(tmp_path: Path) -> None:
+    worker = Subscriber(tmp_path, stream=STREAM)
+    assert worker.sync() is None
+    publish(Publisher(tmp_path, stream=STREAM), Trainer())
+    time.sleep(1.1)
+    assert worker.sync() is not None
+
+
+def test_objects_print_in_a_line(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    publisher, worker = Publisher(store, stream=STREAM), Subscriber(store, stream=STREAM)
+    publish(publisher, Trainer(), 2)
+    update = worker.sync()
+    assert update is not None
+    submission = publisher.submit({"w": np.zeros(3, np.float32)})
+    done = submission.result()
+    group = GroupMember(worker, group="all", name="w")
+    with Subscribers(store, [STREAM]) as several:
+        objects = [
+            publisher, worker, update, done, several, group, store, MemoryStore(), worker.state, worker.digest,
+            Relay(store, MemoryStore(), stream=STREAM), Signer.generate(), State.of({"w": np.zeros(2)}),
+            open_store("http://localhost:1"), *Trainer().state.values(),
+        ]  # fmt: skip
+        shown = [repr(each) for each in objects]
+    for line in shown:
+        assert "\n" not in line
+        assert len(line) < 600
+        assert " object at 0x" not in line
+        assert not re.search(r"\d\.\d{5,}", line), line
+    assert "version 1" in repr(worker)
+    assert STREAM in repr(publisher)
+    assert all(word in repr(update) for word in ("changed=", "full=True", "metadata="))
+    assert all(word in repr(done) for word in ("density=", "ratio=", "reason="))
+
+
+def test_a_missing_framework_says_how_to_install_it() -> None:
+    hide = "import sys; sys.modules['torch'] = None\n"
+    for name in ("integrations.torch", "integrations.transformers", "integrations.fsdp", "loco"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"{hide}import pulse_rl.{name}"], capture_output=True, text=True, check=False
+        )
+        assert "pip install 'pulse-rl[torch]'" in done.stderr
+    assert logging.getLogger("pulse_rl").handlers
