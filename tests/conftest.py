@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import threading
 import urllib.request
@@ -27,11 +29,26 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("search", deadline=None, max_examples=2000)
+settings.register_profile("quick", settings.get_profile("suite"), max_examples=10)
 settings.load_profile("suite")
+
+# In all processes that tests start, too: models as small as these are faster without torch's threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts background jobs so; the tests that interrupt themselves need Python's own handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") == "not slow" and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("quick")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: a garbage collection that looks through torch takes 0.3 s, and some tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -76,14 +93,3 @@ def s3() -> Iterator[str]:
     urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
     yield f"http://{host}:{port}"
     server.stop()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Models as small as a test's are faster without torch's threads."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

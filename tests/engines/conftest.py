@@ -11,6 +11,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
+os.environ.pop("OMP_NUM_THREADS", None)  # vLLM sees to its threads itself
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

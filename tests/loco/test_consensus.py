@@ -14,8 +14,6 @@ from tests.support.loco_reference import Flat, Job, flat, pulse_loco, same
 from tests.support.site_members import Member, members
 from tests.support.trainers import Trainer, together
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def expected(theta: Flat, residuals: list[Flat], lookahead: float) -> Flat:
     total = torch.zeros_like(theta)

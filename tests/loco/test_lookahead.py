@@ -14,8 +14,6 @@ from pulse_rl.errors import InputError, StateMismatch
 from pulse_rl.loco import PulseLoCo, Round
 from tests.support.loco_reference import Flat, Job, Reference, flat, pulse_loco, same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def made(seed: int = 0, **settings: Any) -> tuple[Job, PulseLoCo]:
     job = Job(seed, lr=1e-3)

@@ -13,8 +13,6 @@ from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.loco import DiLoCo, PulseLoCo
 from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def halves(job: Job, kind: Any = torch.optim.SGD, **settings: Any) -> tuple[Any, Any]:
     """The job's matrices and its vectors, an optimizer for each."""

@@ -14,8 +14,6 @@ from pulse_rl.errors import NonFinite, StateMismatch
 from pulse_rl.loco import PulseLoCo, gate, outer, parameters, wire
 from tests.support.loco_reference import Job, flat, pulse_loco, same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def run(job: Job, loop: PulseLoCo, steps: int) -> None:
     with loop:

@@ -14,8 +14,6 @@ from pulse_rl.errors import InputError, NonFinite
 from pulse_rl.loco import Round
 from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def sgd(*values: float, lr: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[dict[str, torch.Tensor], Any]:
     """A single tensor and an optimizer that takes its gradient off it."""

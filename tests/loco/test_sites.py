@@ -17,7 +17,7 @@ from pulse_rl.loco import PulseLoCo
 from tests.support.loco_reference import Flat, flat, pulse_loco, same
 from tests.support.site_members import SIZE, Member, members
 
-pytestmark = pytest.mark.usefixtures("one_thread", "small_blocks")
+pytestmark = pytest.mark.usefixtures("small_blocks")
 ROUNDS = 4
 
 

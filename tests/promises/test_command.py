@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file, save_file
 
 from pulse_rl import Signer, state_root
-
-pytestmark = pytest.mark.slow
-
-
-def pulse(*arguments: object, status: int = 0) -> Any:
-    """Runs the command as a user does; its last line, as JSON."""
-    command = [str(Path(sys.executable).parent / "pulse"), *map(str, arguments), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
+from tests.support.commands import Pulse
 
 
-def test_checkpoints_travel_from_folder_to_folder(tmp_path: Path) -> None:
+def test_checkpoints_travel_from_folder_to_folder(pulse: Pulse, tmp_path: Path) -> None:
     rng, store, key = np.random.default_rng(0), tmp_path / "store", tmp_path / "key"
     pulse("keygen", key)
     trust = Signer.load(key).public_key

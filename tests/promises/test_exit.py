@@ -42,6 +42,7 @@ if how == "exit":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "status"), [("normal", 0), ("exception", 1), ("exit", 3)])
 def test_what_was_submitted_is_published(how: str, status: int, tmp_path: Path) -> None:
     for attempt in range(3):

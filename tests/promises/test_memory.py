@@ -20,13 +20,15 @@ SIGNER = Signer(bytes(range(32)))
 
 @pytest.fixture(scope="module")
 def store() -> MemoryStore:
-    """A signed stream of 8 MB in one shard and of 2000 tensors, with a patch and a fold."""
+    """A signed stream of 8 MB in one shard, whose header is larger than 2^17 bytes, with a patch and a fold."""
     rng = np.random.default_rng(0)
-    state = {f"layer.{k}": Bits(rng.integers(0, 1 << 16, 2000, dtype=np.uint16), "BF16") for k in range(2000)}
+    state = {
+        f"layer.{k}.{100 * 'x'}": Bits(rng.integers(0, 1 << 16, 4000, dtype=np.uint16), "BF16") for k in range(1000)
+    }
     found = MemoryStore()
-    with tuned(found, stream="s", signer=SIGNER, shard_bytes=16 << 20, folds=(8,), threads=2) as publisher:
-        for version in range(9):
-            state["layer.7"].array[version] ^= 1
+    with tuned(found, stream="s", signer=SIGNER, shard_bytes=16 << 20, folds=(2,), threads=2) as publisher:
+        for version in range(3):
+            state[f"layer.7.{100 * 'x'}"].array[version] ^= 1
             publisher.publish(state)
     return found
 
@@ -43,6 +45,7 @@ def replaced(store: MemoryStore, name: str, nbytes: int) -> MemoryStore:
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [130_000, (1 << 22) - 100, 30 << 20])
 @pytest.mark.parametrize("select", [None, "layer.1*"])
 def test_one_object_replaced_by_json(store: MemoryStore, nbytes: int, select: str | None, rng: Rng) -> None:

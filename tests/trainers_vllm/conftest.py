@@ -14,6 +14,7 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("trl") i
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+os.environ.pop("OMP_NUM_THREADS", None)  # vLLM sees to its threads itself
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

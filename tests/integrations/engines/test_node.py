@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
-from ast import literal_eval
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pulse_rl import PulseError
+from pulse_rl.errors import StateMismatch
 from pulse_rl.integrations.engines import node as nodes
+from tests.support.trainers import Trainer, together
 
 _LEADER = """
 import sys, time
@@ -23,50 +28,38 @@ print("locked", flush=True)
 time.sleep(60)
 """
 
-_WORKERS = """
-import socket, sys
-from types import SimpleNamespace
-import torch.distributed as dist
-from pulse_rl import PulseError
-from pulse_rl.errors import StateMismatch
-from pulse_rl.integrations.engines.node import Node
 
-rank, address = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
-socket.gethostname = lambda: "ab"[rank // 2]  # two workers on a node, one on another
-node = Node(SimpleNamespace(ranks=[0, 1, 2], world_size=3))
-found = [node.size, node.alone, node.last, node.shared(rank), node.common(rank)]
-found += [node.gathered(rank), node.on_node(rank)]
-node.open_folder()
-window = node.window(2)
-window[node.rank] = 1
-node.barrier()
+def worker(trainer: Trainer) -> list[object]:
+    """What one of three workers sees: two are on a node, one on another."""
+    rank = trainer.rank
+    trainer.connect("meet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "ab"[rank // 2])
+        node = nodes.Node(SimpleNamespace(ranks=[0, 1, 2], world_size=3))
+    found = [node.size, node.alone, node.last, node.shared(rank), node.common(rank)]
+    found += [node.gathered(rank), node.on_node(rank)]
+    node.open_folder()
+    window = node.window(2)
+    window[node.rank] = 1
+    node.barrier()
 
-def fail(error):
-    if rank == 1:
-        raise error
-    return rank
+    def fail(error: Exception | None) -> int:
+        if error and rank == 1:
+            raise error
+        return rank
 
-for error in (StateMismatch("no", hint="why"), ValueError("odd"), None):
-    try:
-        found.append(node.together(lambda: fail(error) if error else rank))
-    except PulseError as known:
-        found.append(f"{type(known).__name__}: {known} ({known.hint})")
-node.close_folder()
-dist.destroy_process_group()
-print([*found, window.tolist()])
-"""
+    for error in (StateMismatch("no", hint="why"), ValueError("odd"), None):
+        try:
+            found.append(node.together(partial(fail, error)))
+        except PulseError as known:
+            found.append(f"{type(known).__name__}: {known} ({known.hint})")
+    node.close_folder()
+    return [*found, window.tolist()]
 
 
 @pytest.mark.slow
-def test_workers_of_two_nodes_agree_and_fail_together(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _WORKERS]
-    workers = [
-        subprocess.Popen([*command, str(rank), f"file://{tmp_path}/meet"], stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    found = [literal_eval(worker.communicate(timeout=120)[0]) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0, 0]
+def test_workers_of_two_nodes_agree_and_fail_together() -> None:
+    found = together(worker, 3)
     everyone = [0, 1, 2]
     assert [row[:7] for row in found] == [
         [2, False, False, 0, 0, everyone, [0, 1]],

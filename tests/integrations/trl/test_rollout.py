@@ -17,6 +17,8 @@ from pulse_rl.integrations.trl import PulseRollout, pulse_rollout
 
 from .server import PretendedServer
 
+pytestmark = pytest.mark.slow  # it imports transformers
+
 
 class Words:
     """A tokenizer: a token for each character, the template's first."""

@@ -24,6 +24,8 @@ from pulse_rl.integrations.trl import PulseWeightTransfer
 
 from .server import PretendedServer
 
+pytestmark = pytest.mark.slow  # it imports transformers
+
 WEIGHTS = {"a.weight": torch.linspace(-1, 1, 30).reshape(5, 6), "b": torch.arange(4)}
 
 
