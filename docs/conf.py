@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 from docutils import nodes
@@ -62,6 +64,29 @@ def outside_the_sidebar(app: Sphinx, docname: str, content: list[str]) -> None:
         content[0] = f"---\norphan: true\n---\n\n{content[0]}"
 
 
+def parameter_lists(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Makes entries of the sentences that begin with a parameter's name, and of those that say what is raised."""
+    try:
+        parameters = inspect.signature(obj).parameters
+    except (TypeError, ValueError):
+        return
+    begins = re.compile(rf"(?:^|(?<=[.;)] ))``({'|'.join(parameters)})``(?:: |(?= ))|(?:^|(?<=\. ))(Raises) ")
+    paragraphs, entries = "\n".join(lines).split("\n\n"), []
+    for at, paragraph in enumerate(paragraphs):
+        text = " ".join(paragraph.split())
+        found = list(begins.finditer(text)) if parameters and not paragraph.startswith((" ", "*", "-")) else []
+        if not any(match[1] for match in found):
+            continue
+        paragraphs[at] = text[: found[0].start()]
+        for match, end in zip(found, [*(match.start() for match in found[1:]), len(text)], strict=True):
+            field = f":param {match[1]}:" if match[1] else ":raises:"
+            entries.append(f"{field} {text[match.end() : end].strip()}")
+    if entries:
+        entries.sort(key=lambda entry: entry.startswith(":raises"))
+        lines[:] = "\n\n".join([*filter(None, paragraphs), "\n".join(entries), ""]).splitlines()
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", parameter_lists)
     app.connect("source-read", outside_the_sidebar)
     app.connect("missing-reference", resolve)
