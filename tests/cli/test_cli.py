@@ -130,7 +130,7 @@ def test_publish_follow_and_verify(pulse: Pulse, tmp_path: Path, rng: Rng) -> No
         "problems": [],
     }
     assert "3 versions of policy verified: all links are valid" in pulse("verify", store, "--stream", "policy")
-    assert sorted(p.name for p in out.iterdir()) == ["model.safetensors"]
+    assert sorted(p.name for p in out.iterdir()) == [".pulse", "model.safetensors"]
 
 
 def stream(store: Path, states: list[Tensors]) -> None:

@@ -65,7 +65,8 @@ def main() -> None:
         store, stream="golden", signer=Signer(bytes(32)), stream_id=STREAM_ID, history=True, folds=(8,), anchor_ratio=9
     ) as publisher:
         for version, state in enumerate(made):
-            publisher.publish(state, metadata={"step": version, "reward": 0.5, "note": "é"})
+            files = {"config.json": b'{"model_type": "golden"}', "tokenizer/empty.txt": b""} if version == 0 else None
+            publisher.publish(state, metadata={"step": version, "reward": 0.5, "note": "é"}, files=files)
     sharded_stream(store, "sharded", made[:3], STREAM_ID, np.random.default_rng(1), 3)
 
 

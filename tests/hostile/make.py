@@ -194,12 +194,39 @@ def checkpoints() -> Iterator[tuple[str, bytes]]:
     yield "infinity", checkpoint(b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,NaN]}}', bytes(1))
 
 
+FILES: dict[str, list[str]] = {
+    "outside": ["../config.json"],
+    "absolute": ["/etc/passwd"],
+    "of-a-drive": ["C:\\config.json"],
+    "in-and-out": ["a/../../config.json"],
+    "hidden": [".bashrc"],
+    "in-a-hidden-folder": [".pulse/current"],
+    "here": ["."],
+    "nothing": [""],
+    "two-slashes": ["a//b"],
+    "a-folder": ["a/"],
+    "too-deep": ["a/b/c/d/e"],
+    "a-line-feed": ["config.json\n"],
+    "not-ascii": ["größe.json"],
+    "too-long": ["x" * 256],
+    "weights": ["model.safetensors"],
+    "more-weights": ["x/Model.SafeTensors"],
+    "a-pickle": ["pytorch_model.bin"],
+    "pulses-own": ["pulse.history"],
+    "twice": ["a.json", "a.json"],
+    "twice-but-for-capitals": ["A.json", "a.json"],
+    "disordered": ["b.json", "a.json"],
+    "a-file-as-folder": ["a", "a/b"],
+    "too-many": [f"{k:03d}" for k in range(257)],
+}
+
+
 def manifest(**changes: Any) -> dict[str, Any]:
     """A manifest of version 1 that would do."""
     good: dict[str, Any] = {
         "format": FORMAT, "stream": "policy", "stream_id": "5" * 32, "version": 1, "epoch": 1, "root": "0" * 64,
         "elements": 2064, "dense_bytes": 4512, "publisher": "hostile", "created": 0.5, "remembers": [], "aliases": {},
-        "metadata": {}, "patch":
+        "metadata": {}, "files": [], "patch":
         {"base": 0, "base_root": "0" * 64, "changed": 1, "parts": [{"sha256": "0" * 64, "bytes": 100}]}, "anchor": None,
         "digest": "", "signature": None,
     }  # fmt: skip
@@ -278,6 +305,13 @@ def manifests() -> Iterator[tuple[str, bytes]]:
     yield "half-a-surrogate", sealed(manifest(publisher="\ud800"))
     yield "escaped-surrogate", good.replace(b"hostile", b"\\ud800")
     yield "not-utf-8", good.replace(b"hostile", b"hosti\xffe")
+    for tag, names in FILES.items():
+        yield f"files-{tag}", sealed(manifest(files=[{"name": n, "sha256": "0" * 64, "bytes": 5} for n in names]))
+    for tag, wrong in (("of-terabytes", TERA), ("negative", -1), ("past-the-cap", (128 << 20) - 4), ("a-word", "5")):
+        files = [{"name": name, "sha256": "0" * 64, "bytes": n} for name, n in (("a", 5), ("b", wrong))]
+        yield f"files-{tag}", sealed(manifest(files=files))
+    yield "files-of-no-digest", sealed(manifest(files=[{"name": "a", "sha256": "../a", "bytes": 5}]))
+    yield "files-null", sealed(manifest(files=None))
     yield "zeros", bytes(1000)
     yield "signature-a-word", sealed(manifest(signature="trust me"))
     yield "signature-of-words", sealed(manifest(signature={"key": "x", "value": "y", "more": "z"}))

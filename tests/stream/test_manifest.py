@@ -25,9 +25,11 @@ GOLDEN = (
     '"elements":1000,"dense_bytes":2000,"publisher":"00ff00ff00ff00ff","created":1764000000.125,"remembers":[],'
     '"aliases":{"lm_head.weight":"model.embed_tokens.weight"},'
     '"metadata":{"step":7,"reward":0.5,"note":"größe","kept":true},'
+    f'"files":[{{"name":"config.json","sha256":"{"e" * 64}","bytes":31}},'
+    f'{{"name":"tokenizer/vocab.txt","sha256":"{"f" * 64}","bytes":0}}],'
     f'"patch":{{"base":6,"base_root":"{"a" * 64}","changed":12,"parts":[{{"sha256":"{"b" * 64}","bytes":99}}]}},'
     f'"anchor":{{"shards":[{{"sha256":"{"c" * 64}","bytes":1500}},{{"sha256":"{"d" * 64}","bytes":700}}]}},'
-    '"digest":"289cfe7f070f940bd3ee80294662879721a8dc5162783e2231c78aba71ab73f1","signature":null}'
+    '"digest":"aa2d4504b867fbe07b8f4350ce08e6db195a821e668af3508ab33d31ddcc87fc","signature":null}'
 ).encode()
 
 

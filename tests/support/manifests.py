@@ -9,7 +9,7 @@ import msgspec
 
 from pulse_rl import Store
 from pulse_rl.patch.header import parse_header
-from pulse_rl.stream.manifest import FORMAT, AnchorRef, Manifest, PatchRef, Payload
+from pulse_rl.stream.manifest import FORMAT, AnchorRef, FileRef, Manifest, PatchRef, Payload
 from pulse_rl.stream.stream import Stream
 
 FULL = Manifest(
@@ -26,6 +26,7 @@ FULL = Manifest(
     remembers=(),
     aliases={"lm_head.weight": "model.embed_tokens.weight"},
     metadata={"step": 7, "reward": 0.5, "note": "größe", "kept": True},
+    files=(FileRef("config.json", "e" * 64, 31), FileRef("tokenizer/vocab.txt", "f" * 64, 0)),
     patch=PatchRef(6, "a" * 64, 12, (Payload("b" * 64, 99),)),
     anchor=AnchorRef((Payload("c" * 64, 1500), Payload("d" * 64, 700))),
     digest="",

@@ -89,6 +89,7 @@ def sharded_stream(store: Store, name: str, states: Sequence[State], stream_id: 
             remembers=(),
             aliases={},
             metadata={"step": version},
+            files=(),
             patch=patch,
             anchor=anchor,
             digest="",

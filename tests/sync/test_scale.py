@@ -93,6 +93,7 @@ def long_stream(versions: int) -> Counted:
             remembers=(),
             aliases={},
             metadata={},
+            files=(),
             patch=patch_ref,
             anchor=anchor_ref,
             digest="",

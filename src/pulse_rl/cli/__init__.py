@@ -67,6 +67,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     writing = argparse.ArgumentParser(add_help=False)
     writing.add_argument("--force", action="store_true", help="replace the output even if it is something else")
+    layout = argparse.ArgumentParser(add_help=False)
+    layout.add_argument(
+        "--sharded",
+        action="store_true",
+        help="write the weights in the files of the checkpoint's index, or else in files of 5 GB",
+    )
     coding = argparse.ArgumentParser(add_help=False)
     coding.add_argument(
         "--codec",
@@ -96,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("-o", "--output", required=True, metavar="PATCH", help="the patch file to write")
     command.set_defaults(run=files.diff)
 
-    command = commands.add_parser("apply", parents=[common, writing], help="apply a patch to a checkpoint")
+    command = commands.add_parser("apply", parents=[common, writing, layout], help="apply a patch to a checkpoint")
     command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")
     command.add_argument("patch", metavar="PATCH", help="a patch file")
     command.add_argument(
@@ -130,6 +136,15 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--anchor", action="store_true", help="store the whole state, too, for newcomers to start from"
     )
+    beside = command.add_mutually_exclusive_group()
+    beside.add_argument(
+        "--file",
+        action="append",
+        metavar="FILE",
+        help="a small file that goes with the weights, in place of the config, tokenizer and templates in CHECKPOINT; "
+        "may be repeated",
+    )
+    beside.add_argument("--no-files", action="store_true", help="publish the weights alone")
     command.set_defaults(run=streams.publish)
 
     command = commands.add_parser(
@@ -141,7 +156,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "follow",
-        parents=[common, named, trust, writing],
+        parents=[common, named, trust, writing, layout],
         help="keep a checkpoint or a live engine up to date with a stream",
     )
     command.add_argument(
@@ -152,7 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
         "own last",
     )
     kept = command.add_mutually_exclusive_group(required=True)
-    kept.add_argument("--out", type=_path, metavar="DIR", help="DIR/model.safetensors is replaced atomically")
+    kept.add_argument("--out", type=_path, metavar="DIR", help="a folder that engines load, replaced atomically")
     kept.add_argument("--engine", metavar="URL", help="a vLLM or SGLang server, started for pulse")
     command.add_argument(
         "--in-flight",

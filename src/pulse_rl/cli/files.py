@@ -15,8 +15,10 @@ from ..errors import CorruptPatch, InputError
 from ..events import progress_to
 from ..patch.blocks import Block
 from ..patch.header import PRELUDE_BYTES, Base, PatchHeader, header_end, parse_header
-from ..state.checkpoint import FILE_NAME, INDEX_NAME, load, save
+from ..state.checkpoint import FILE_NAME, current_version, load, save
+from ..state.companions import files_of
 from ..state.digest import state_digest
+from ..state.folder import check_folder, replace_folder, write_checkpoint
 from .output import Console, check_output, write_output
 
 
@@ -46,12 +48,15 @@ def diff(args: argparse.Namespace, console: Console) -> int:
 def apply(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     out = Path(args.output)
-    target = out if out.suffix == ".safetensors" else out / FILE_NAME
-    check_output(target, force=args.force)
-    if target.parent.is_dir() and (target.parent / INDEX_NAME).exists():
-        raise InputError(f"{target.parent} holds a sharded checkpoint", hint="Choose another folder or a new file.")
+    source = Path(args.base)
+    is_file = out.suffix == ".safetensors"
+    if is_file:
+        check_output(out, force=args.force)
+    else:
+        check_folder(out, [FILE_NAME], force=args.force)
     data = _read(args.patch)
-    base, metadata = load(args.base)
+    base, metadata = load(source)
+    files = files_of(current_version(source)) if source.is_dir() and not is_file else {}
     digest = state_digest(base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes))
     try:
         parsed = patch.parse_patch([data], digest)
@@ -61,16 +66,25 @@ def apply(args: argparse.Namespace, console: Console) -> int:
     applied = patch.apply_patch(
         parsed, base, digest, threads=args.threads, progress=progress_to(console, "apply", base.nbytes)
     )
-    kept = {key: text for key, text in metadata.items() if not key.startswith("pulse.")}
-    save(target, base, kept | {"pulse.root": applied.digest.root})
+    kept = {"format": "pt"} | {key: text for key, text in metadata.items() if not key.startswith("pulse.")}
+    kept["pulse.root"] = applied.digest.root
+    if is_file:
+        save(out, base, kept)
+    else:
+        replace_folder(
+            out,
+            applied.digest.root[:12],
+            lambda into: write_checkpoint(into, base, files, kept, sharded=args.sharded),
+            force=args.force,
+        )
     facts = {
         "root": applied.digest.root,
         "changed": sum(len(c) for c in applied.changes.values()),
         "tensors": len(base.specs),
-        "output": str(target),
+        "output": str(out),
         "seconds": round(time.perf_counter() - started, 6),
     }
-    console.result(facts, [f"{target}: root {applied.digest.root} verified, {facts['changed']:,} elements changed"])
+    console.result(facts, [f"{out}: root {applied.digest.root} verified, {facts['changed']:,} elements changed"])
     return 0
 
 

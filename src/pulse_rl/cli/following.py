@@ -14,12 +14,13 @@ from ..integrations import sglang, vllm
 from ..integrations.engines.handle import EngineHandle, EngineSync
 from ..integrations.sglang import is_sglang
 from ..maintenance.relay import Relay
-from ..state.checkpoint import FILE_NAME, INDEX_NAME, load
+from ..state.checkpoint import FILE_NAME, INDEX_NAME, current_version, load
+from ..state.folder import check_folder
 from ..sync.notices import absence
 from ..sync.polling import Pause, jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
-from .output import Console, check_output
+from .output import Console
 from .streams import open_lasting
 
 _MOST_ENGINE_WAIT = 30.0
@@ -102,10 +103,8 @@ _MOST_WAIT = 60.0
 
 def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
     out = Path(args.out)
-    check_output(out / FILE_NAME, force=args.force)
-    if (out / INDEX_NAME).exists():
-        raise InputError(f"{out} holds a sharded checkpoint", hint="Give --out a separate folder.")
-    base = _readable(out / FILE_NAME)
+    check_folder(out, [FILE_NAME], force=args.force)
+    base, written = _left_in(out)
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
@@ -118,13 +117,17 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
         threads=args.threads,
         on_event=console,
     )
-    for left in out.glob(f".{FILE_NAME}.????????"):  # of an earlier run that was killed while it wrote
-        left.unlink(missing_ok=True)
 
     def sync() -> None:
+        nonlocal written
         update = subscriber.sync()
+        if update is None and subscriber.version is not None and written not in (None, subscriber.version):
+            subscriber.save(out, sharded=args.sharded, force=args.force)  # the same weights, with other files
+            written = subscriber.version
         if update is not None:
-            _write_out(out, subscriber, update, console)
+            subscriber.save(out, sharded=args.sharded, force=args.force)
+            written = update.version
+            _show_written(update, console)
             update.acknowledge()
         elif subscriber.version is None:
             raise EmptyStream(f"stream {args.stream!r}: {absence(open_lasting(args.store[-1]), args.stream)}")
@@ -164,21 +167,20 @@ def keep_on(
         pause(wait)
 
 
-def _readable(file: Path) -> Path | None:
-    """``file``, the checkpoint of an earlier run; None if there is none or it is damaged: then the state comes from an
-    anchor."""
+def _left_in(out: Path) -> tuple[Path | None, int | None]:
+    """(the checkpoint of an earlier run, its version); None where there is none or it is damaged: then the state comes
+    from an anchor."""
+    shown = current_version(out)
     try:
-        if not file.exists():
-            return None
-        load(file)
-    except (FormatError, UnsupportedTensor):
-        return None
-    return file
+        if not ((shown / FILE_NAME).exists() or (shown / INDEX_NAME).exists()):
+            return None, None
+        version = load(shown)[1].get("pulse.version", "")
+    except (FormatError, UnsupportedTensor, InputError):
+        return None, None
+    return shown, int(version) if version.isdecimal() else None
 
 
-def _write_out(out: Path, subscriber: Subscriber, update: Update, console: Console) -> None:
-    metadata = {"format": "pt", "pulse.version": str(update.version), "pulse.root": update.root}
-    subscriber.save(out / FILE_NAME, metadata)
+def _show_written(update: Update, console: Console) -> None:
     facts = {
         "version": update.version,
         "previous": update.previous,

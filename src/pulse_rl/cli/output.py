@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import stat
 import sys
 import time
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from .._util.files import open_regular, write_atomically
 from ..errors import InputError, PulseError
 from ..events import BaselineRestored, Event, FallbackUsed, Hint, Progress
 from ..patch.header import MAGIC as PATCH_MAGIC
+from ..state.folder import CHECKPOINT_MARK, check_file
 
 _BAR = 28
 _REDRAW_SECONDS = 0.1
@@ -105,9 +105,6 @@ def _printable(text: str) -> str:
 
 PAGE_MARK = b'<meta name="generator" content="pulse-rl'
 """In the head of every page of `pulse_rl.report`."""
-CHECKPOINT_MARK = b'"pulse.root":"'
-"""In the metadata, which come first, of every checkpoint that `apply` and `follow` write."""
-_HEAD = 4096
 
 
 def check_output(out: Path, *, force: bool) -> None:
@@ -116,20 +113,11 @@ def check_output(out: Path, *, force: bool) -> None:
     InputError.
     """
     try:
-        mode = out.stat().st_mode
+        check_file(out, force=force, marks=(PATCH_MAGIC, PAGE_MARK, CHECKPOINT_MARK))
     except (FileNotFoundError, NotADirectoryError):  # writing has an error for the second
         return
     except OSError as error:
         raise InputError(f"cannot write {shortened(out)}: {error.strerror}", hint="Check the path.") from None
-    if stat.S_ISDIR(mode):
-        raise InputError(f"{shortened(out)} is a folder", hint="Give the path of a file.")
-    if not stat.S_ISREG(mode):
-        raise InputError(f"{shortened(out)} is not a regular file", hint="Give the path of a file.")
-    if not force and not _is_own(out):
-        raise InputError(
-            f"{shortened(out)} exists and was not written by this command",
-            hint="Choose another path, or replace it with --force.",
-        )
 
 
 def write_output(out: Path, chunks: Iterable[bytes | memoryview], *, force: bool) -> None:
@@ -147,15 +135,6 @@ def read_study(path: Path) -> Any:
         hint = "Give the output of `pulse study --json`."
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"cannot read {shortened(path)}: {reason}", hint=hint) from None
-
-
-def _is_own(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            start = opened.read(_HEAD)
-    except OSError as error:
-        raise InputError(f"cannot read {shortened(file)}: {error.strerror}", hint="Check the path.") from None
-    return start.startswith(PATCH_MAGIC) or PAGE_MARK in start or CHECKPOINT_MARK in start
 
 
 def shortened(path: Path | str) -> str:

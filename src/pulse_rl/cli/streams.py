@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from .._util.settings import format_bytes
 from ..errors import InputError, InvalidName, PulseError
@@ -14,7 +15,8 @@ from ..events import Published
 from ..maintenance.compaction import anchor_stream, fold_stream
 from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
-from ..state.checkpoint import load
+from ..state.checkpoint import current_version, load
+from ..state.companions import checked_files, files_of, of_dtype
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
@@ -41,7 +43,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
     head = publisher.head()
     if head is not None and head.signature and not args.sign_key:
         raise InputError(f"stream {args.stream!r} is signed", hint="Give the key with --sign-key, or another stream.")
-    done = publisher.publish(state, dtype=args.dtype, anchor=args.anchor)
+    done = publisher.publish(state, dtype=args.dtype, anchor=args.anchor, files=_files(args))
     _print_published(done, console)
     return 0
 
@@ -148,6 +150,16 @@ def _print_published(done: Published, console: Console) -> None:
         "seconds": round(done.seconds, 6),
     }
     console.result(facts, [f"{done}, root {done.root}"])
+
+
+def _files(args: argparse.Namespace) -> dict[str, bytes] | None:
+    """What goes with the weights: those of the version before where a file of weights is published alone."""
+    folder = Path(args.checkpoint)
+    if args.no_files:
+        return {}
+    if args.file:
+        return of_dtype(checked_files({Path(file).name: file for file in args.file}), args.dtype)
+    return of_dtype(files_of(current_version(folder)), args.dtype) if folder.is_dir() else None
 
 
 def _signer(args: argparse.Namespace) -> Signer | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
 from collections import deque
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from .._util import extra
@@ -13,19 +16,21 @@ from .._util import extra
 with extra("torch"):
     import torch
     from torch import nn
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.dynamic_module_utils import custom_object_save
 
 from .._util.settings import checked_count
 from ..errors import PulseError
 from ..events import Metadata, Published, checked_listener
 from ..state.cast import compute_dtype_named
+from ..state.companions import files_of, of_dtype
 from ..store import Store
 from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import Submission
 from .peft import ADAPTER_CONFIG
-from .weights import adapter_weights, advice, logged, policy_weights
+from .weights import adapter_weights, advice, base_of, logged, policy_weights
 
-__all__ = ["PulseCallback", "checkpoint_weights"]
+__all__ = ["PulseCallback", "checkpoint_files", "checkpoint_weights"]
 
 _log = logging.getLogger(__name__)
 _OURS = "pulse/"
@@ -46,6 +51,31 @@ def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return policy_weights(model, gather=False)
 
 
+def checkpoint_files(model: nn.Module, *processors: Any, dtype: str | None = "BF16") -> dict[str, bytes]:
+    """The files that ``save_pretrained`` of ``model`` and of its ``processors`` (a tokenizer, an image processor)
+    writes beside the weights: config, generation config, tokenizer, chat template, a model's own code. For a training
+    loop of one's own: ``publisher.publish(weights, files=checkpoint_files(model, tokenizer), dtype="BF16")``.
+
+    ``dtype`` is the compute dtype to which wider weights are published; the config names it. Of what is no model of
+    transformers there is no config. Raises what ``save_pretrained`` raises, and InputError for too many or too large
+    files.
+    """
+    core: Any = base_of(model)
+    with TemporaryDirectory() as folder:
+        if isinstance(core, PreTrainedModel):
+            config: Any = copy.deepcopy(core.config)
+            config.architectures = [type(core).__name__.removeprefix("FSDP")]
+            config.dtype = str(core.dtype).removeprefix("torch.")
+            if core._auto_class is not None:
+                custom_object_save(core, folder, config=config)
+            config.save_pretrained(folder)
+            if core.can_generate() and core.generation_config is not None:
+                core.generation_config.save_pretrained(folder)
+        for processor in processors:
+            processor.save_pretrained(folder)
+        return of_dtype(files_of(Path(folder)), dtype)
+
+
 class PulseCallback(TrainerCallback):
     """Publishes the policy as a new version of a stream before the first step, after each ``every`` steps, and at the
     end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run", stream="policy")])``.
@@ -54,8 +84,10 @@ class PulseCallback(TrainerCallback):
     ``signer``, ``folds`` …).
     Versions have the tensors that ``save_pretrained`` of the base model writes (see `checkpoint_weights`): DDP's and
     torch.compile's parts of names are taken off, FSDP2's shards are gathered by all ranks and published by the first,
-    PEFT adapters are merged into copies. Floats are cast to the
-    compute dtype ``dtype`` as `Publisher.publish` does; None publishes them as they are. With ``adapter`` a version is
+    PEFT adapters are merged into copies. Floats are cast to the compute dtype ``dtype`` as `Publisher.publish` does;
+    None publishes them as they are. A version carries what ``save_pretrained`` of the model and of the trainer's
+    tokenizer or processor writes beside the weights (`checkpoint_files`), as it was when the training began, so that
+    what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With ``adapter`` a version is
     the PEFT adapter alone, by PEFT's names, with its config in the metadata: `pulse_rl.integrations.peft` makes a
     folder of it on the other side.
 
@@ -91,6 +123,7 @@ class PulseCallback(TrainerCallback):
         publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
         self._publisher = Publisher(store, stream=stream, **publisher)
         self._stream = stream
+        self._files: dict[str, bytes] | None = None
         self._ended: deque[tuple[int, Submission]] = deque()
         self._since_log: list[Published] = []
         self._blocked: list[float] = []
@@ -130,9 +163,11 @@ class PulseCallback(TrainerCallback):
                 for words in advice(model, kwargs.get("optimizer"), args.learning_rate, self._dtype):
                     _log.warning("stream %s: %s", self._stream, words)
             self._publisher.head()
+            self._files = None if self._adapter else self._beside(model, kwargs)
         weights, facts = self._take(model, first)
         if first:
-            done = self._publisher.publish(weights, metadata=_metadata(state) | facts, dtype=self._dtype)
+            metadata = _metadata(state) | facts
+            done = self._publisher.publish(weights, metadata=metadata, dtype=self._dtype, files=self._files)
             self._committed(state.global_step, done)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -214,12 +249,25 @@ class PulseCallback(TrainerCallback):
         weights, config = adapter_weights(model, self._dtype, keep=keep)
         return weights, {ADAPTER_CONFIG: config}
 
+    def _beside(self, model: nn.Module, given: dict[str, Any]) -> dict[str, bytes] | None:
+        """The files beside the weights, of what the Trainer has ``given``; None, and a warning, where there are none to
+        be had."""
+        processor = given.get("processing_class") or given.get("tokenizer")
+        processors = [processor] if hasattr(processor, "save_pretrained") else []
+        try:
+            return checkpoint_files(model, *processors, dtype=self._dtype)
+        except Exception as error:  # of somebody's own tokenizer or config: the weights are worth more than it
+            _log.warning("stream %s: config and tokenizer are not published: %s", self._stream, error)
+            return None
+
     def _hand_over(
         self, weights: dict[str, torch.Tensor], facts: Metadata, state: TrainerState, *, replace: bool
     ) -> None:
         self._raise_fatal()
         metadata = _metadata(state) | facts
-        submission = self._publisher.submit(weights, metadata=metadata, dtype=self._dtype, replace=replace)
+        submission = self._publisher.submit(
+            weights, metadata=metadata, dtype=self._dtype, files=self._files, replace=replace
+        )
         step = state.global_step
 
         def ended(done: Any) -> None:

@@ -20,7 +20,16 @@ from ..events import BaselineRestored, Event, FallbackUsed, Hint, Listener
 from ..state.cast import compute_dtype_named
 from ..state.checkpoint import unwrapped
 
-__all__ = ["adapter_weights", "advice", "as_saved", "cast_to_host", "is_sharded", "policy_weights", "torch_dtype"]
+__all__ = [
+    "adapter_weights",
+    "advice",
+    "as_saved",
+    "base_of",
+    "cast_to_host",
+    "is_sharded",
+    "policy_weights",
+    "torch_dtype",
+]
 
 _TORCH = {
     "BF16": torch.bfloat16,
@@ -63,7 +72,7 @@ def policy_weights(
     target = torch_dtype(dtype)
     if not (keep or is_sharded(model)):
         return {}
-    core = _base_model(_without_wrappers(model))
+    core = base_of(model)
     _refuse_hidden_shards(core)
     adapters = _Adapters(core)
     if adapters.modules and not gather and is_sharded(model):
@@ -127,6 +136,11 @@ def cast_to_host(tensor: torch.Tensor, target: torch.dtype | None, *, keep: bool
 def torch_dtype(dtype: str | None) -> torch.dtype | None:
     """torch's name of a compute dtype. Raises InputError."""
     return None if dtype is None else _TORCH[compute_dtype_named(dtype).name]
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The model inside of DDP, torch.compile and PEFT. Raises UnsupportedTensor for prompt learning."""
+    return _base_model(_without_wrappers(model))
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

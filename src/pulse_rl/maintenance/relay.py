@@ -31,7 +31,7 @@ from ..patch.reader import read_header
 from ..store import Store, open_store
 from ..stream.digest_trees import copy_digests
 from ..stream.manifest import Link, Manifest, Payload
-from ..stream.names import PATCH, SHARD
+from ..stream.names import FILE, PATCH, SHARD
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
@@ -102,6 +102,7 @@ class Relay:
         self._pause = Pause(self.source.store)
         self._links: list[Link] = []
         self._nbytes = 0
+        self._files: set[Payload] = set()
 
     def __repr__(self) -> str:
         held = "nothing yet" if self._have is None else f"version {self._have}"
@@ -277,6 +278,7 @@ class Relay:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for it: the target is the
         relay's. Raises PublisherConflict where another version of the stream stands there."""
         copy_digests(self.source, self._target, manifest, leaves=False)
+        self._copy_files(manifest)
         hit("relay.before")
         for _ in range(_TRIES):
             if self._target.commit(manifest):
@@ -323,6 +325,19 @@ class Relay:
             yield chunk
         if running.hexdigest() != payload.sha256:
             raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
+
+    def _copy_files(self, manifest: Manifest) -> None:
+        """Copies the files of a version that those of the version before are not. One that is lost in the source does
+        not hold the weights up, and is tried again with the next version."""
+        there = set[Payload]()
+        for file in manifest.files:
+            try:
+                if file.payload not in self._files:
+                    self._copy_payload(file.payload, FILE)
+                there.add(file.payload)
+            except BROKEN_LINK as error:
+                self._tell(f"{file.name} of version {manifest.version}", error)
+        self._files = there
 
     # -- anchors, and what they make superfluous
 
@@ -386,6 +401,7 @@ class Relay:
         self.source.forget()
         self._target.forget()
         self._have, self._knows, self._anchor = None, None, None
+        self._files = set()
 
     def _refused(self, version: int, error: PulseError) -> None:
         self._tell(f"version {version}", error)

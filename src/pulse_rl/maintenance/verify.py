@@ -15,6 +15,7 @@ from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream.manifest import Link, Manifest, is_digest, links_of
+from ..stream.names import FILE
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..sync.catch_up import catch_up, follow_link
@@ -49,7 +50,8 @@ def verify_stream(
 ) -> Iterator[VersionReport]:
     """Replays the stream ``stream`` of ``store`` from its first version and yields one report per version.
 
-    Every patch is applied to its base version and every anchor is restored on its own; with ``trusted_keys`` (Ed25519
+    Every patch is applied to its base version, every anchor is restored on its own, and every file beside the weights
+    is read; with ``trusted_keys`` (Ed25519
     public keys, 64 hexadecimal digits each) every manifest must be signed by one of them, and all must be of the stream
     ``stream_id``, or of the newest one's where that is not given. ``threads``: the maximum number (None: one per core);
     ``on_event`` gets the events of the replay. Raises InputError; while it yields EmptyStream and StoreUnavailable.
@@ -80,6 +82,7 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
         return host
 
     chain = HostState(threads=threads, listener=on_event)
+    checked: dict[str, str] = {}
     for version in versions:
         try:
             manifest = where.manifest(version)
@@ -89,7 +92,7 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
             yield VersionReport(version, None, (), (str(error),))
             continue
         good: list[str] = []
-        problems: list[str] = []
+        problems = _check_files(where, manifest, checked)
         named = links_of(manifest)
         if manifest.patch and manifest.patch.base not in listed:
             # The base was collected as garbage, and the anchor leads here; or a relay took a fold in the patch's place.
@@ -105,9 +108,24 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
             else:
                 good.append(str(link))
                 chain = host if chain.version != version else chain
-        if not good and not problems:
+        if not good and not named:
             problems.append("no link leads to it")
         yield VersionReport(version, manifest.root, tuple(good), tuple(problems))
+
+
+def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> list[str]:
+    """What is wrong with the files of a version; ``checked`` are those of the versions before, by digest."""
+    for file in manifest.files:
+        if file.sha256 not in checked:
+            try:
+                where.fetch(file.payload, FILE)
+            except StoreUnavailable:
+                raise
+            except PulseError as error:
+                checked[file.sha256] = str(error)
+            else:
+                checked[file.sha256] = ""
+    return [f"{file.name}: {checked[file.sha256]}" for file in manifest.files if checked[file.sha256]]
 
 
 def _stream_id(stream: Stream) -> str | None:

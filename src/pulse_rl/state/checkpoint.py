@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from .tensors import DTYPES, State, TensorSpec, UIntArray, check_tensor_name, dt
 MAX_HEADER_BYTES = 100 << 20
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
+PRIVATE, CURRENT = ".pulse", "current"
+"""In a folder that pulse writes: what holds its versions, and the link to the one that is shown (see `folder`)."""
 _SAFE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _COPY_BYTES = 64 << 20
 _READ_HINT = "Check the path and its permissions."
@@ -64,6 +67,17 @@ def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
     for name in sorted(listed - data.keys()):
         raise CorruptCheckpoint(f"the index of {path} lists tensor {name!r}, which its files do not hold")
     return State(tuple(specs), data), metadata
+
+
+def current_version(folder: Path) -> Path:
+    """The folder of the version that ``folder`` shows, which stays as it is while another one takes its place;
+    ``folder`` itself where pulse did not write it."""
+    shown = f"{PRIVATE}/{CURRENT}/"
+    for name in (FILE_NAME, INDEX_NAME):
+        with suppress(OSError, ValueError):
+            if os.readlink(folder / name) == shown + name and (folder / shown / name).is_file():
+                return (folder / PRIVATE / CURRENT).resolve(strict=True)
+    return folder
 
 
 def save(path: str | os.PathLike[str], state: State, metadata: Mapping[str, str] | None = None) -> None:
@@ -151,6 +165,7 @@ def header_length(prefix: bytes | memoryview, file_bytes: int) -> int:
 
 def _files(path: Path) -> tuple[list[Path], set[str]]:
     """(the checkpoint's files, the names that its index lists, if it has one)."""
+    path = current_version(path)
     try:
         if path.is_file():
             return [path], set()

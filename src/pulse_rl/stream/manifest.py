@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import ChainGap, CorruptManifest, InputError
 from ..events import Metadata
+from ..state.companions import flaw_of
 
 FORMAT = "pulse.manifest.1"
 MAX_PARTS = 1 << 16
@@ -45,6 +46,19 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     sha256: str
     bytes: int
+
+
+class FileRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file beside the weights: its ``name``, and the payload that holds it."""
+
+    name: str
+    sha256: str
+    bytes: int
+
+    @property
+    def payload(self) -> Payload:
+        """Where its bytes are."""
+        return Payload(self.sha256, self.bytes)
 
 
 class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +92,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     stream of this name. ``remembers`` are the changes of the versions before it by which patches from it may be coded,
     or the last of them: windows of so many versions, oldest first. ``root`` is the root of the state, which
     has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the other names of tied tensors to the stored
-    ones; ``metadata`` is the publisher's own data. ``epoch`` is the publisher's claim to the stream, ``publisher`` a
+    ones; ``metadata`` is the publisher's own data, and ``files`` are those beside the weights, such
+    as a config and a tokenizer. ``epoch`` is the publisher's claim to the stream, ``publisher`` a
     random identifier of the process that wrote the manifest: two publishers never write equal manifests. ``digest`` is
     the SHA-256 of the bytes with an empty digest and no ``signature``. ``created`` is in Unix seconds and informational
     only. At least one of ``patch`` and ``anchor`` is present.
@@ -97,6 +112,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     remembers: tuple[int, ...]
     aliases: dict[str, str]
     metadata: Metadata
+    files: tuple[FileRef, ...]
     patch: PatchRef | None
     anchor: AnchorRef | None
     digest: str
@@ -164,6 +180,8 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield "remembers what cannot have been"
     if patch and len({part.sha256 for part in patch.parts}) < len(patch.parts):
         yield "lists a part twice"
+    if flaw := flaw_of((file.name, file.bytes) for file in manifest.files):
+        yield flaw
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
     facts = [value for value in manifest.metadata.values() if isinstance(value, int)]
     if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in [*counts, *(p.bytes for p in payloads), *facts]):
@@ -175,6 +193,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     if not payloads or any(p.bytes <= 0 for p in payloads):
         yield "lists nothing to restore the version from"
     digests = [manifest.root, *([patch.base_root] if patch else ()), *(p.sha256 for p in payloads)]
+    digests += [file.sha256 for file in manifest.files]
     if not all(_HEX64.fullmatch(digest) for digest in digests):
         yield "has a digest that is not 64 lower-case hexadecimal digits"
     signature = manifest.signature

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from ..errors import InvalidName, StreamError
 from ..store.base import Store
 
-PATCH, SHARD = "patch", "safetensors"
-"""The kinds of payload: a patch, and one file of an anchor."""
+PATCH, SHARD, FILE = "patch", "safetensors", "file"
+"""The kinds of payload: a patch, one file of an anchor, and a file beside the weights."""
 
 TENSORS, LEAVES = "tensors", "leaves"
 """What is stored of a state's digests: the tensors' digests; the tensors' specs and leaves."""
@@ -47,7 +47,7 @@ class VersionName(NamedTuple):
 
 
 class PayloadName(NamedTuple):
-    """A payload by the SHA-256 of its bytes; ``kind`` is `PATCH` or `SHARD`."""
+    """A payload by the SHA-256 of its bytes; ``kind`` is `PATCH`, `SHARD` or `FILE`."""
 
     sha256: str
     kind: str
@@ -159,7 +159,7 @@ class StreamNames:
         folder, _, last = name.rpartition("/")
         if folder == self.versions and (found := _VERSION.fullmatch(last)):
             return VersionName(int(found[1]))
-        if folder == self.payloads and (found := _PAYLOAD.fullmatch(last)) and found[2] in (PATCH, SHARD):
+        if folder == self.payloads and (found := _PAYLOAD.fullmatch(last)) and found[2] in (PATCH, SHARD, FILE):
             return PayloadName(found[1], found[2])
         if folder == self.digests and (found := _DIGESTS.fullmatch(last)):
             return DigestsName(found[1], found[2])

@@ -24,7 +24,7 @@ from ..store.wrappers import expect
 from . import manifest as manifests
 from .claims import Claims
 from .manifest import Link, Manifest, ManifestCache, Payload, is_stream_id, named
-from .names import PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
+from .names import FILE, PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
 from .signing import MAX_FOLD_BYTES, Signer, TrustedKeys, fold_name, read_fold, write_fold
 from .unreadable import UnreadableObjects, read_again
 
@@ -157,6 +157,7 @@ class Stream:
         patch = manifest.patch.parts if manifest.patch else ()
         shards = manifest.anchor.shards if manifest.anchor else ()
         named = [*((payload, PATCH) for payload in patch), *((payload, SHARD) for payload in shards)]
+        named += [(file.payload, FILE) for file in manifest.files]
         return all(self._has(self.names.payload(payload.sha256, kind)) for payload, kind in named)
 
     def forget(self) -> None:
@@ -224,6 +225,13 @@ class Stream:
         self.store.put(self.names.payload(payload.sha256, kind), data)
         hit("payload.after")
 
+    def has_payload(self, payload: Payload, kind: str) -> bool:
+        """Whether the store has a payload, by its name and length."""
+        try:
+            return self.store.head(self.names.payload(payload.sha256, kind)).nbytes == payload.bytes
+        except NotFound:
+            return False
+
     def fetch(self, payload: Payload, kind: str) -> bytes:
         """A payload's verified bytes. Raises NotFound and DigestMismatch.
 
@@ -234,7 +242,9 @@ class Stream:
             stored = self.store.head(name).nbytes
             if stored == payload.bytes:
                 expect(self.store, name, payload.bytes)
-                data = self.store.get(name, 0, payload.bytes)
+                data = (
+                    self.store.get(name, 0, payload.bytes) if payload.bytes else b""
+                )  # some stores have no empty range
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
         raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from hashlib import sha256
 from typing import Any, NamedTuple, NoReturn
@@ -22,8 +22,8 @@ from ..patch.blocks import runs_of
 from ..state.tensors import Segment
 from ..stream import manifest as manifests
 from ..stream.anchor import in_file_order, sliced_header
-from ..stream.manifest import AnchorRef, Manifest, PatchRef, Payload
-from ..stream.names import PATCH, SHARD, next_unused, plausible
+from ..stream.manifest import AnchorRef, FileRef, Manifest, PatchRef, Payload
+from ..stream.names import FILE, PATCH, SHARD, next_unused, plausible
 from ..stream.signing import Signer
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
@@ -56,6 +56,34 @@ class Stored(NamedTuple):
     def from_message(cls, message: bytes) -> Stored:
         parts, shards, changed = json.loads(message)
         return cls([Payload(*p) for p in parts], [Payload(*p) for p in shards], changed)
+
+
+class FileStore:
+    """Stores the files beside the weights, each once while it does not change."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._seen: set[str] = set()
+        self._last: tuple[Mapping[str, bytes], tuple[FileRef, ...]] = ({}, ())
+
+    def store(self, files: Mapping[str, bytes], named: Collection[FileRef]) -> tuple[FileRef, ...]:
+        """What a manifest says of ``files``, all of which are stored: those that the head has ``named`` are looked for
+        once, and not again, since garbage collection keeps them. Raises StoreError."""
+        kept = {file.payload for file in named}
+        if files != self._last[0]:
+            made = (FileRef(name, sha256(data).hexdigest(), len(data)) for name, data in sorted(files.items()))
+            self._last = files, tuple(made)
+        refs = self._last[1]
+        for ref in refs:
+            known = ref.payload in kept
+            if not known or not (ref.sha256 in self._seen or self._stream.has_payload(ref.payload, FILE)):
+                self._stream.put_payload(ref.payload, FILE, files[ref.name])
+            self._seen.add(ref.sha256)
+        return refs
+
+    def forget(self) -> None:
+        """The store may have lost what was there."""
+        self._seen.clear()
 
 
 def store_patch(stream: Stream, chunks: Sequence[bytes]) -> Payload:
@@ -134,13 +162,15 @@ def _chunks(draft: PendingVersion, group: tuple[Segment, ...]) -> Iterator[bytes
 
 class Content(NamedTuple):
     """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``;
-    ``remembers``: the spans of what the next patch may be coded by."""
+    ``remembers``: the spans of what the next patch may be coded by; ``files`` are those beside the weights, None: the
+    head's."""
 
     root: str
     elements: int
     nbytes: int
     aliases: dict[str, str]
     remembers: tuple[int, ...] = ()
+    files: tuple[FileRef, ...] | None = None
 
 
 class Committer:
@@ -165,6 +195,11 @@ class Committer:
     def version(self) -> int | None:
         """The head's."""
         return self.head.version if self.head else None
+
+    @property
+    def files(self) -> tuple[FileRef, ...]:
+        """The head's."""
+        return self.head.files if self.head else ()
 
     @property
     def stream_id(self) -> str:
@@ -210,6 +245,7 @@ class Committer:
             remembers=content.remembers,
             aliases=content.aliases,
             metadata=metadata,
+            files=self.files if content.files is None else content.files,
             patch=uploaded.patch,
             anchor=uploaded.anchor,
             digest="",
@@ -308,6 +344,7 @@ class StreamHead:
         self._since_anchor = 0
         self._anchor_due = False
         self._together = self._looks_for_payloads = together
+        self._files = FileStore(stream)
 
     @property
     def next(self) -> int:
@@ -334,6 +371,7 @@ class StreamHead:
             if self._stream.lists(version):
                 return Found(keep=True)
             committer.reclaim()
+            self._files.forget()
             return Found(lost=version)
         committer.take()
         head = committer.head
@@ -350,6 +388,10 @@ class StreamHead:
     def needs_anchor(self, patch_bytes: int, state_bytes: int) -> bool:
         """Whether a version with a patch of so many bytes is to have an anchor beside it."""
         return self._anchor_due or self._since_anchor + patch_bytes > self._anchor_ratio * state_bytes
+
+    def store_files(self, files: Mapping[str, bytes] | None) -> tuple[FileRef, ...] | None:
+        """Stores the files that the next version is to carry; None where it keeps the head's. Raises StoreError."""
+        return None if files is None else self._files.store(files, self.committer.files)
 
     def commit(self, content: Content, uploaded: Uploaded, metadata: Metadata) -> Manifest | None:
         """The manifest of the next version, if it was committed; None if its number is taken."""

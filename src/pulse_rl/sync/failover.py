@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from ..errors import FormatError, IntegrityError, PulseError, StoreError, StreamError, StreamRecreated
 from ..events import FallbackUsed, Listener
 from ..store.wrappers import PatientStore
-from ..stream.manifest import Manifest
+from ..stream.manifest import Manifest, Payload
 from ..stream.stream import Head, Stream
 from ..stream.unreadable import UNREADABLE
 from .catch_up import catch_up
@@ -23,6 +24,8 @@ DEFAULT_PATIENCE_SECONDS = 30.0
 _PASSED = (StoreError, StreamError, FormatError, IntegrityError)
 _JITTER = 0.25
 _ORIGIN_SECONDS = 600.0
+
+T = TypeVar("T")
 
 
 def check_recreated(version: int, stream: Stream, found: Head) -> None:
@@ -96,14 +99,11 @@ class Failover:
 
     def reach(self, host: HostState, target: int) -> dict[str, float]:
         """Moves to version ``target``. Raises what `catch_up` raises from the last of the stores."""
-        for place, stream in enumerate(self.streams[:-1]):
-            try:
-                with self._limited(place):
-                    return self._to(host, stream, target)
-            except _PASSED as refused:
-                self._pass(place, refused)
-        with self._limited(len(self.streams) - 1):
-            return self._to(host, self.streams[-1], target)
+        return self._from_nearest(lambda stream: self._to(host, stream, target))
+
+    def fetch(self, payload: Payload, kind: str) -> bytes:
+        """The verified bytes of a payload. Raises what `Stream.fetch` raises from the last of the stores."""
+        return self._from_nearest(lambda stream: stream.fetch(payload, kind))
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of ``version``, first from the store from which a version came last. Raises what the last one
@@ -178,6 +178,17 @@ class Failover:
         self.adopt_id(stream.stream_id or "")
         if host.version != self._at:
             self._followed, self._at = stream, host.version
+
+    def _from_nearest(self, read: Callable[[Stream], T]) -> T:
+        """What ``read`` returns from the first store from which it can."""
+        for place, stream in enumerate(self.streams[:-1]):
+            try:
+                with self._limited(place):
+                    return read(stream)
+            except _PASSED as refused:
+                self._pass(place, refused)
+        with self._limited(len(self.streams) - 1):
+            return read(self.streams[-1])
 
     @contextmanager
     def _limited(self, place: int) -> Iterator[None]:

@@ -19,6 +19,7 @@ from .._util.threads import checked_threads, weak_callback
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import FallbackUsed, Listener, Metadata, Published, checked_listener, failures_to
 from ..state.checkpoint import StateSource
+from ..state.companions import Files
 from ..store import Store, open_store
 from ..stream.manifest import Manifest
 from ..stream.signing import Signer, TrustedKeys
@@ -172,6 +173,7 @@ class Publisher(NotCopyable):
         metadata: Metadata | None = None,
         dtype: str | None = None,
         anchor: bool = False,
+        files: Files | None = None,
         on_device: str | None = None,
     ) -> Published:
         """Commits a state as the next version and returns what it cost.
@@ -181,9 +183,12 @@ class Publisher(NotCopyable):
         compute dtype ("BF16", "F16", "F8_E4M3", "F8_E5M2") that floating-point tensors wider than it are cast to,
         rounded to nearest even as ``torch.Tensor.to`` does (NaN stays NaN); FP8 without a scale. None: as they are.
         ``anchor``: store an anchor with it, so that a newcomer can start here whatever it trusts or can reach of what
-        was before. ``on_device``: what the devices of CUDA tensors have memory for: "copy", for `submit`, a copy, until
-        it is on the host, so that training does not wait for the bus; "baseline", that, and the last version, so that
-        only what differs crosses the bus; None, nothing.
+        was before. ``files``: the small files beside the weights that a loader needs (config, tokenizer, chat template
+        …), names such as "config.json" to bytes or paths, or the folder of a checkpoint whose files they are; at most
+        256 of 128 MiB in all. They are stored once while they do not change. None keeps those of the version before,
+        ``{}`` carries none. ``on_device``: what the devices of CUDA tensors have memory for: "copy", for `submit`, a
+        copy, until it is on the host, so that training does not wait for the bus; "baseline", that, and the last
+        version, so that only what differs crosses the bus; None, nothing.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises StoreUnavailable or StoreFull,
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
@@ -193,7 +198,7 @@ class Publisher(NotCopyable):
         self._raise_unasked()
         with self._call() as number, failures_to(self._listener, self._stream.name, "publish"):
             read = partial(self._read, source, dtype)
-            request = self._request(read, metadata, dtype, anchor, on_device, PublishRequest.awaited)
+            request = self._request(read, metadata, dtype, anchor, files, on_device, PublishRequest.awaited)
             return self._serial.run(lambda: self._rank.publish(request, number=number))[0]
 
     def submit(
@@ -203,16 +208,17 @@ class Publisher(NotCopyable):
         metadata: Metadata | None = None,
         dtype: str | None = None,
         anchor: bool = False,
+        files: Files | None = None,
         on_device: str | None = None,
         replace: bool = False,
     ) -> Submission:
         """Takes a copy of a state and returns; the version is committed behind the caller's work, as `publish` does it.
 
-        ``source``, ``metadata``, ``dtype``, ``anchor`` and ``on_device`` are those of `publish`; the state may change
-        as soon as this returns. One version is in flight and one may wait; for another one this waits for room, or, to
-        ``replace``, cancels the one that waits and takes over its memory. Needs the memory of a state for each. An
-        error that nobody has asked the `Submission` for is raised by the next call, which then does nothing else;
-        `close` waits for all. ``Published.blocked_seconds`` tells how long this took.
+        ``source``, ``metadata``, ``dtype``, ``anchor``, ``files`` and ``on_device`` are those of `publish`; the state
+        may change as soon as this returns. One version is in flight and one may wait; for another one this waits for
+        room, or, to ``replace``, cancels the one that waits and takes over its memory. Needs the memory of a state for
+        each. An error that nobody has asked the `Submission` for is raised by the next call, which then does nothing
+        else; `close` waits for all. ``Published.blocked_seconds`` tells how long this took.
 
         CUDA tensors are copied into page-locked memory (as they are: they are cast behind) by a stream of their own,
         after the work that the caller's current stream has been given; what it is given later waits on the device for
@@ -228,7 +234,7 @@ class Publisher(NotCopyable):
             into = spare.copy if spare else None
             read = partial(self._read, source, dtype)
             taken = self._request(
-                read, metadata, dtype, anchor, on_device, lambda request: request.taken(into, self._threads)
+                read, metadata, dtype, anchor, files, on_device, lambda request: request.taken(into, self._threads)
             )
             blocked = time.perf_counter() - began
             return taken
@@ -297,13 +303,17 @@ class Publisher(NotCopyable):
         metadata: Metadata | None,
         dtype: str | None,
         anchor: bool,
+        files: Files | None,
         on_device: str | None,
         then: Callable[[PublishRequest], PublishRequest],
     ) -> PublishRequest:
         """The request of a call, looked at in the caller's thread; among several ranks an error is kept until all can
         be told."""
         try:
-            return then(PublishRequest.of(read, metadata=metadata, dtype=dtype, anchor=anchor, on_device=on_device))
+            mine = files if self._rank.first else None  # rank 0's are the version's
+            return then(
+                PublishRequest.of(read, metadata=metadata, dtype=dtype, anchor=anchor, files=mine, on_device=on_device)
+            )
         except Exception as error:  # whatever it is: the others wait to be told
             if not self._together:
                 raise

@@ -23,7 +23,7 @@ from ..events import BaselineRestored, Event, Listener, PhaseTimer, Published, p
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
 from ..stream.digest_trees import put_digests
-from ..stream.manifest import Manifest
+from ..stream.manifest import FileRef, Manifest
 from ..stream.signing import Signer
 from ..stream.stream import Stream
 from . import messages
@@ -126,6 +126,11 @@ class RankPublisher:
         self._notices.look_at(manifest.version, draft, local.source, crowded=seen.crowded or request.crowded)
         # As an anchor, or as the head that a publisher which resumes has found it to be.
         return published, seen.owned and draft.state is seen.state
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which commits."""
+        return self._ranks.rank == 0
 
     @property
     def makes_folds(self) -> bool:
@@ -350,7 +355,10 @@ class RankPublisher:
         """None if the version's number is taken."""
         draft, layout, base = built.draft, built.draft.layout, built.draft.base
 
+        files: list[tuple[FileRef, ...] | None] = [None]
+
         def decide() -> bytes:
+            files[0] = self._head.store_files(request.files)
             due = self._head.needs_anchor(built.patch_bytes, layout.nbytes)
             with_anchor = base is None or request.anchor or due
             if built.tree:
@@ -385,7 +393,7 @@ class RankPublisher:
             self.history.take_note(draft, base, self._head.next, threads=self._threads)
 
         def commit() -> Manifest | None:
-            content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, draft.history.spans)
+            content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, draft.history.spans, files[0])
             made = uploaded(stored, (base.version, base.root) if base else None)
             return self._head.commit(content, made, request.metadata)
 

@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..events import Metadata, Published
 from ..state.cast import CastState, compute_dtype_named
 from ..state.checkpoint import StateSource, as_state
+from ..state.companions import Files, checked_files
 from ..state.memory import recorded
 from ..state.snapshot import (
     Snapshot,
@@ -90,12 +91,14 @@ class HostCopy:
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
     """What is to be published: the elements that ``local`` has, once its ``copy``, where there is one, was waited for;
-    nothing where it was ``refused``. ``crowded``: whether a device had no memory for its copy."""
+    nothing where it was ``refused``; and the ``files`` beside the weights, None for those of the version before.
+    ``crowded``: whether a device had no memory for its copy."""
 
     local: LocalState | None
     metadata: Metadata
     dtype: str | None
     anchor: bool
+    files: Mapping[str, bytes] | None = None
     on_device: str | None = None
     crowded: bool = False
     copy: HostCopy | None = None
@@ -109,13 +112,15 @@ class PublishRequest:
         metadata: Metadata | None,
         dtype: str | None,
         anchor: bool,
+        files: Files | None,
         on_device: str | None,
     ) -> Self:
         """The request of a call of `Publisher.publish`. Raises what that does for its arguments."""
         if on_device not in (None, COPY, BASELINE):
             raise InputError(f"on_device must be None, 'copy' or 'baseline', not {on_device!r}")
         facts = checked_metadata({} if metadata is None else metadata)
-        return cls(read(), facts, dtype, anchor, on_device)
+        taken = None if files is None else checked_files(files)
+        return cls(read(), facts, dtype, anchor, taken, on_device)
 
     @classmethod
     def refusing(cls, error: Exception) -> Self:

@@ -19,11 +19,12 @@ from ..patch.history import History
 from ..patch.history_file import beside, load_history, save_history
 from ..state.checkpoint import StateSource, as_state, save
 from ..state.digest import PartDigest, StateDigest, state_digest
+from ..state.folder import replace_folder, write_checkpoint
 from ..state.tensors import State
 from ..store import CachedStore, Store, open_store
 from ..store.wrappers import PatientStore
 from ..stream.manifest import Manifest
-from ..stream.names import payload_digest
+from ..stream.names import FILE, payload_digest
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
@@ -114,6 +115,7 @@ class Subscriber(NotCopyable):
         self._threads = threads
         self._listener = on_event
         self._delivered: list[Receipt] = []
+        self._files: dict[str, bytes] = {}
 
     def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
         """What the stream is read from."""
@@ -188,14 +190,49 @@ class Subscriber(NotCopyable):
         with failures_to(self._listener, self.stream.name, "sync"):
             return self._serial.run(lambda: self._sync(target))
 
-    def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-        """Writes the current state to ``path``, a safetensors file with this ``metadata``, atomically, and beside it,
-        as ``pulse.history``, what is remembered of the versions before: a Subscriber with this file as ``base`` goes on
-        from it. Raises as `state` does, InputError, StoreFull and StoreError."""
-        file = checked_path(path)
-        state, root, history = self._serial.run(lambda: (self._state(), self._digest().root, self._host.history))
-        save_history(beside(file), history, root)
-        save(file, state, metadata)
+    def files(self) -> dict[str, bytes]:
+        """The files beside the weights that the current version carries (`Publisher.publish`), verified: names such as
+        "tokenizer/vocab.txt" to bytes. Each is fetched once while it does not change. Raises as `state` does,
+        StoreError and DigestMismatch."""
+        return self._serial.run(self._read_files)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        sharded: bool = False,
+        force: bool = False,
+    ) -> None:
+        """Writes the current version to ``path``: a folder that engines load, with weights and `files`; or, where the
+        name ends with ``.safetensors``, the weights alone, as one file. ``metadata`` are added to those of the weights.
+
+        A folder changes to the new version in one step, and whenever this process is killed it is the one version or
+        the other: its files are links into ``.pulse/current``, and that is a link to a folder of one version. The
+        version before stays there until the next `save`. Weights are one file, ``model.safetensors``, or with
+        ``sharded`` those of the published index, or of 5 GB. Files that pulse did not write are replaced with ``force``
+        only; where other weights lie in the folder, it is refused.
+
+        What is remembered of the versions before is written, too, as ``pulse.history``: a Subscriber with this ``path``
+        as ``base`` goes on from it. Raises as `state` and `files` do, InputError, StoreFull and StoreError.
+        """
+        target = checked_path(path)
+        is_file = target.suffix == ".safetensors"
+        state, manifest, history, files = self._serial.run(
+            lambda: (self._state(), self._manifest(), self._host.history, {} if is_file else self._read_files())
+        )
+        root = self.root
+        facts = {"format": "pt", "pulse.version": str(manifest.version), "pulse.root": root, **(metadata or {})}
+        if is_file:
+            save_history(beside(target), history, root)
+            save(target, state, facts)
+            return
+
+        def write(into: Path) -> None:
+            write_checkpoint(into, state, files, facts, sharded=sharded)
+            save_history(beside(into), history, root)
+
+        replace_folder(target, f"{manifest.version:012d}", write, force=force)
 
     def full_update(self) -> Update:
         """The whole current state as an update, for a model that is new or missed one. Raises as `state` does."""
@@ -300,7 +337,15 @@ class Subscriber(NotCopyable):
         assert version is not None
         return self._failover.manifest(version)
 
+    def _read_files(self) -> dict[str, bytes]:
+        refs = self._manifest().files
+        self._files = {
+            ref.sha256: self._files.get(ref.sha256) or self._failover.fetch(ref.payload, FILE) for ref in refs
+        }
+        return {ref.name: self._files[ref.sha256] for ref in refs}
+
     def _forget(self) -> None:
+        self._files = {}
         self._host = HostState(threads=self._threads, listener=self._listener, selection=self._selection)
         self._delivered = []
 

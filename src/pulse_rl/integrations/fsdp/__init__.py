@@ -45,12 +45,13 @@ class ShardedPublisher(Publisher):
     for each MiB of the state; with ``folds`` about 6 bytes for every BF16 weight of its slices that changed within a
     span.
 
-    Arguments of a call are the same on all ranks but for the source. An error of one rank is raised on all. A state of
-    which the ranks publish other slices than of the version before is published with an anchor and no patch. Calls also
-    raise StateMismatch, where the ranks do not have each element once, and RankLost, if a rank dies: then nothing was
-    committed or all of it; start the ranks again. A version that one rank cancels, or gives up to ``replace`` it, is
-    cancelled on all. An error that nobody has asked a `Submission` for is raised by `wait` and `close`, which releases
-    the ranks' group. Making one is a collective. Raises InputError, InvalidName and RankLost.
+    Arguments of a call are the same on all ranks but for the source, and for ``files``, of which rank 0's count. An
+    error of one rank is raised on all. A state of which the ranks publish other slices than of the version before is
+    published with an anchor and no patch. Calls also raise StateMismatch, where the ranks do not have each element
+    once, and RankLost, if a rank dies: then nothing was committed or all of it; start the ranks again. A version that
+    one rank cancels, or gives up to ``replace`` it, is cancelled on all. An error that nobody has asked a `Submission`
+    for is raised by `wait` and `close`, which releases the ranks' group. Making one is a collective. Raises InputError,
+    InvalidName and RankLost.
     """
 
     def __init__(
