@@ -118,6 +118,7 @@ class Fleet:
                 "folds": self._folds,
                 "anchor_ratio": rng.choice((0.5, 1e9)),
                 "shard_bytes": rng.choice((500, 1 << 30)),
+                "history": rng.choice((False, True, True)),
             }
             if self._sharded and rng.random() < 0.8:
                 self._publisher = RankTrainer(
@@ -125,8 +126,7 @@ class Fleet:
                 )
                 self.counts["sharded"] += 1
             else:
-                history = rng.choice((False, True, True))
-                self._publisher = tuned(self.disks[_PUBLISHED], stream=STREAM, history=history, threads=1, **settings)
+                self._publisher = tuned(self.disks[_PUBLISHED], stream=STREAM, threads=1, **settings)
         state: State = self._trainer.step(rng)
         done = self._publisher.publish(state, anchor=rng.random() < 0.1)
         self._publisher.wait()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -155,8 +156,7 @@ class Model:
             check(self.disk.misread or not passed, f"the patch of {version} starts at {base}, not at {passed}")
             check(said["patch"]["base_root"] == self.versions[base].root, f"version {version} has a wrong base")
         part = said["patch"] and said["patch"]["parts"][0]
-        if part and self._needed(self.disk, part["sha256"]):
-            self.by_history += 1
+        self.by_history += bool(said["patch"] and self._needed(self.disk, said["patch"]))
         self.versions[version] = Committed(
             data,
             said["root"],
@@ -239,8 +239,7 @@ class Model:
                 if said["anchor"] and all(self._whole(disk, p, "safetensors") for p in said["anchor"]["shards"]):
                     edges.append(_Edge(None, version))
                 if said["patch"] and all(self._whole(disk, p, "patch") for p in said["patch"]["parts"]):
-                    needs = self._needed(disk, said["patch"]["parts"][0]["sha256"])
-                    edges.append(_Edge(said["patch"]["base"], version, needs))
+                    edges.append(_Edge(said["patch"]["base"], version, self._needed(disk, said["patch"])))
             except (KeyError, TypeError):
                 continue
         for name in disk.names(f"{STREAM}/links"):
@@ -255,8 +254,11 @@ class Model:
                 edges.append(_Edge(base, version, (), version - base))
         return sorted(edges, key=lambda e: e.version), grade
 
-    def _needed(self, disk: Disk | None, digest: str) -> Spans:
-        """The spans of the history that a stored patch names."""
+    def _needed(self, disk: Disk | None, patch: Mapping[str, Any]) -> Spans:
+        """The spans of the history that a stored patch names, in any of its parts."""
+        return max((self._named(disk, part["sha256"]) for part in patch["parts"]), key=len)
+
+    def _named(self, disk: Disk | None, digest: str) -> Spans:
         if digest not in self._needs:
             name = f"{STREAM}/payloads/{digest}.patch"
             try:

@@ -200,6 +200,7 @@ class RankTrainer:
         signer: Signer | None = None,
         stream_id: str | None = None,
         shard_bytes: int = 1 << 30,
+        history: bool | None = None,
     ) -> None:
         self._clients = clients
         self._rng = rng
@@ -225,6 +226,7 @@ class RankTrainer:
         ]
         for publisher in self._ranks:
             publisher.shard_bytes = shard_bytes
+            publisher.history.forced = history
 
     def publish(self, state: State, *, anchor: bool = False) -> Published:
         """Raises what one of them raises, the end of a process first."""

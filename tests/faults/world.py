@@ -264,7 +264,7 @@ class World(Disturbances, Upkeep):
             if self.sharded and rng.random() < 0.8:
                 clients = RankClients(self.net, rng.choice((1, 2, 2, 3)))
                 self.counts["sharded"] += 1
-                pair = self.publishers[who] = (clients, RankTrainer(clients, rng, **settings))
+                pair = self.publishers[who] = (clients, RankTrainer(clients, rng, history=self.history, **settings))
                 return pair
             client = Client(self.net)
             publisher = tuned(client, stream=STREAM, history=self.history, threads=1, **settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import Bits, State
-from pulse_rl.codec import HISTORY
 from pulse_rl.errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
 from pulse_rl.patch import BLOCK_ELEMENTS, apply_patch, build_patch, parse_patch
 from pulse_rl.patch.blocks import Block, cut
@@ -27,7 +25,6 @@ from pulse_rl.patch.header import (
     parse_header,
     slices_of,
 )
-from pulse_rl.patch.history import History, Window
 from pulse_rl.patch.undo import by_whole_blocks
 from pulse_rl.state.cast import CastState
 from pulse_rl.state.digest import LEAF_BYTES, StateDigest, state_digest
@@ -216,7 +213,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rng: Rng) -> None:
     for wrong, words in (
         (parts[:2], "in no file|not in one file"),
         ([*parts, parts[1]], "not in one file"),
-        ([parts[0], parts[1], part(old, new, slices[2], target_root="0" * 64)], "same base, target and history"),
+        ([parts[0], parts[1], part(old, new, slices[2], target_root="0" * 64)], "same base and target"),
         ([parts[0], build_patch(old, new, base).to_bytes()], "not in one file"),
         ([parts[0][:-1], *parts[1:]], "its header implies"),
     ):
@@ -244,18 +241,6 @@ def test_a_part_alone_is_not_the_patch(rng: Rng) -> None:
     old, new = pair(rng)
     with pytest.raises(CorruptPatch, match=r"in no file|not in one file"):
         parse_patch([part(old, new, cut_among(old, rng, 2)[0])], state_digest(old))
-
-
-def test_a_part_has_no_blocks_that_need_a_history(rng: Rng) -> None:
-    old, new = pair(rng)
-    files = [part(old, new, segments) for segments in cut_among(old, rng, 2)]
-    known = History((Window(1, "0" * 64, {}),))
-    for k, data in enumerate(files):
-        header, _, end = parse_header(memoryview(data))
-        entries = tuple(e._replace(codec_id=HISTORY) if e.codec_id else e for e in header.blocks)
-        files[k] = replace(header, blocks=entries, history=known.name).to_bytes() + data[end:]
-    with pytest.raises(CorruptPatch, match="not known of parts"):
-        parse_patch(files, state_digest(old))
 
 
 def test_a_damaged_header_is_refused_or_another_one(rng: Rng) -> None:

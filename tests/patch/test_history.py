@@ -22,10 +22,13 @@ from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 from tests.support import history_oracle as oracle
 from tests.support.gaps_oracle import Kind
+from tests.support.parts import part
+from tests.support.parts import slices_of as cut_among
 from tests.support.states import Rng, Tensors, bits, snapshot, weights
 
 MIB = 1 << 20
 ROOTS = [f"{k:064x}" for k in range(9)]
+BLOCKS = cut(State.of({"v": Bits(np.zeros(9, np.uint8), "U8"), "w": Bits(np.zeros(9, np.uint8), "I8")}).specs)
 
 
 def chain(rng: Rng, versions: int) -> list[State]:
@@ -53,8 +56,13 @@ def followed(states: list[State]) -> tuple[list[BuiltPatch], History]:
     for old, new in pairwise(states):
         digest = state_digest(old)
         patches.append(build_patch(old, new, digest, most_records=1 << 40, history=history))
-        history = history.then(Window(1, digest.root, patches[-1].records))
+        history = history.then(Window(1, digest.root, patches[-1].records, cut(old.specs)))
     return patches, history
+
+
+def before(history: History, version: int) -> History:
+    """What a history of single versions was at one of them."""
+    return History(history.windows[:version])
 
 
 def digested(state: State) -> tuple[State, StateDigest]:
@@ -83,7 +91,7 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
         applied = apply_patch(parsed, state, digest, history=history, most_records=1 << 20)
         assert snapshot(state) == snapshot(states[k + 1])
         assert applied.records is not None
-        history = history.then(Window(1, root, applied.records))
+        history = history.then(Window(1, root, applied.records, parsed.header.cuts))
         log = UndoLog(k, root)
         log.record(applied.undo)
         for index, block in enumerate(cut(state.specs)):
@@ -100,7 +108,7 @@ def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
     _, history = followed(states)
     digest = state_digest(states[2])
     elsewhere = State.of({s.name: bits(rng, s.dtype.name, *s.shape) for s in states[2].specs}).copy()
-    nothing = History((Window(1, ROOTS[0], {}),))
+    nothing = History((Window(1, ROOTS[0], {}, ()),))
     for new, known, options in (
         (states[1], History(), {}),
         (states[1], None, {}),
@@ -112,6 +120,37 @@ def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
         state, tree = digested(states[2])
         apply_patch(parse_patch([built.to_bytes()], tree), state, tree)
         assert snapshot(state) == snapshot(new)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_patches_in_parts_are_coded_by_any_ranks_history(ranks: int, rng: Rng) -> None:
+    """A history is the same by whatever cut it was recorded: one patch has the parts of some ranks, the next one those
+    of others."""
+    states = chain(rng, 5)
+    _, whole = followed(states)
+    state, digest = digested(states[0])
+    history, by_history = History(), 0
+    for k, new in enumerate(states[1:]):
+        files = [part(states[k], new, segments, before(whole, k)) for segments in cut_among(state, rng, ranks)]
+        patch = parse_patch(files, digest)
+        by_history += sum(file.history is not None for file in patch.header.files)
+        applied = apply_patch(patch, state, digest, history=history, most_records=1 << 20)
+        assert snapshot(state) == snapshot(new)
+        history = history.after(Window(1, digest.root, applied.records, patch.header.cuts), (1,) * (k + 1), 1 << 20)
+        assert same_records(history.of(cut(state.specs)), before(whole, k + 1))
+        digest = applied.digest
+    assert by_history > ranks
+    assert same_records(history.regrouped((4,)).of(cut(state.specs)), whole.regrouped((4,)))
+
+
+def test_parts_that_name_different_histories_are_refused(rng: Rng) -> None:
+    states = chain(rng, 4)
+    _, history = followed(states)
+    first, second = cut_among(states[0], rng, 2)
+    known = before(history, 2)
+    files = [part(states[2], states[3], first, known), part(states[2], states[3], second, known.last(1))]
+    with pytest.raises(CorruptPatch, match="different histories"):
+        parse_patch(files, state_digest(states[2]))
 
 
 def test_another_history_is_refused_before_anything_is_changed(rng: Rng) -> None:
@@ -139,7 +178,7 @@ def test_another_history_is_refused_before_anything_is_changed(rng: Rng) -> None
     with pytest.raises(WrongBase) as caught:
         apply_patch(patch, *digested(states[1]), history=base)
     assert not isinstance(caught.value, WrongHistory)
-    older = History((Window(7, ROOTS[2], {}), *base.windows))
+    older = History((Window(7, ROOTS[2], {}, ()), *base.windows))
     apply_patch(patch, state, digest, history=older)
     assert snapshot(state) == snapshot(states[3])
 
@@ -202,7 +241,7 @@ def records(*steps: int) -> np.ndarray:
 
 def windows(*spans: int) -> History:
     """Each with two steps in the first block, the last one in the second block, too."""
-    found = [Window(span, ROOTS[k], {0: records(1, k + 1)}) for k, span in enumerate(spans)]
+    found = [Window(span, ROOTS[k], {0: records(1, k + 1)}, BLOCKS) for k, span in enumerate(spans)]
     found[-1] = found[-1]._replace(records={**found[-1].records, 1: records(7)})
     return History(tuple(found))
 
@@ -212,19 +251,19 @@ def test_names_and_parts_of_a_history() -> None:
     digest = sha256(b"".join(map(bytes.fromhex, ROOTS[2:4]))).digest()[:8]
     last = History(history.windows[2:])
     assert last.name == HistoryName((1, 1), digest)
-    assert history.named(last.name) == last
-    assert history.named(history.name) == history
-    assert history.named(None) == History()
+    assert history.named(last.name, BLOCKS) == last
+    assert history.named(history.name, BLOCKS) == history
+    assert history.named(None, BLOCKS) == History()
     assert History().name is None
     for spans in ((1, 1, 1), (2, 1), (8, 2, 1), (4, 8, 2, 1, 1)):
         with pytest.raises(WrongHistory):
-            history.named(HistoryName(spans, digest))
+            history.named(HistoryName(spans, digest), BLOCKS)
     with pytest.raises(WrongHistory, match=r"spans of \[2, 1\], known are \[8, 2, 1, 1\]"):
-        history.named(HistoryName((2, 1), digest))
+        history.named(HistoryName((2, 1), digest), BLOCKS)
     with pytest.raises(WrongHistory):
-        history.named(HistoryName((1, 1), bytes(32)))
+        history.named(HistoryName((1, 1), bytes(32)), BLOCKS)
     with pytest.raises(WrongHistory):
-        History().named(last.name)
+        History().named(last.name, BLOCKS)
 
 
 def test_the_past_of_a_block_and_what_it_takes() -> None:
@@ -238,7 +277,7 @@ def test_the_past_of_a_block_and_what_it_takes() -> None:
     assert History().past(0) == ()
     assert history.nbytes == 4 * 5
     assert History().nbytes == 0
-    longer = history.then(Window(1, ROOTS[7], {0: records(1)}))
+    longer = history.then(Window(1, ROOTS[7], {0: records(1)}, BLOCKS))
     assert (longer.spans, history.spans, longer.nbytes) == ((2, 1, 1), (2, 1), 24)
 
 
@@ -262,12 +301,12 @@ def test_regrouped_windows_are_those_between_the_states(
     """A history is a function of the states: merged from single versions, or by one patch over several."""
     states = chain(rng, 5)
     _, history = followed(states)
-    regrouped = history.regrouped(asked, states[0].specs)
+    regrouped = history.regrouped(asked)
     expected, at = History(), len(states) - 1 - sum(found)
     for span in found:
         digest = state_digest(states[at])
         built = build_patch(states[at], states[at + span], digest, most_records=1 << 40)
-        expected = expected.then(Window(span, digest.root, built.records))
+        expected = expected.then(Window(span, digest.root, built.records, cut(states[at].specs)))
         at += span
     assert regrouped.spans == found
     assert same_records(regrouped, expected)
@@ -275,16 +314,14 @@ def test_regrouped_windows_are_those_between_the_states(
 
 def test_windows_are_not_split() -> None:
     history = windows(4, 2, 1)
-    specs = State.of({"v": Bits(np.zeros(9, np.uint8), "U8"), "w": Bits(np.zeros(9, np.uint8), "I8")}).specs
-    assert history.regrouped((2, 1, 1), specs).spans == (1,)
-    assert history.regrouped((1, 1), specs).spans == (1,)
-    assert history.regrouped((4, 3), specs).spans == (4, 3)
+    assert history.regrouped((2, 1, 1)).spans == (1,)
+    assert history.regrouped((1, 1)).spans == (1,)
+    assert history.regrouped((4, 3)).spans == (4, 3)
 
 
 def test_of_changes_that_cancel_each_other_only_the_class_is_kept() -> None:
-    specs = State.of({"w": Bits(np.zeros(9, np.uint8), "U8")}).specs
-    both = History((Window(1, ROOTS[0], {0: records(1, -3)}), Window(1, ROOTS[1], {0: records(-1, 3)})))
-    (merged,) = both.regrouped((2,), specs).windows
+    first, second = Window(1, ROOTS[0], {0: records(1, -3)}, BLOCKS), Window(1, ROOTS[1], {0: records(-1, 3)}, BLOCKS)
+    (merged,) = History((first, second)).regrouped((2,)).windows
     assert (merged.span, merged.base_root, list(merged.records)) == (2, ROOTS[0], [0])
     assert merged.records[0].tolist() == records(0, 0).tolist()
 
@@ -362,7 +399,7 @@ def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs
         assert apply_patch(parsed, state, known, history=history).digest.root == state_digest(new).root
         named.append(built.header.history is not None)
         assert built.records is not None
-        history, old = history.then(Window(1, digest.root, built.records)), new
+        history, old = history.then(Window(1, digest.root, built.records, cut(old.specs))), new
     assert any(named) == (recurs == 1)
 
 

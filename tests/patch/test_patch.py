@@ -258,7 +258,7 @@ def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(codec_id: 
     made = built(old, mutated(rng, old))
     junk = b"\xff" * 40
     entry = made.header.blocks[1]._replace(codec_id=codec_id, length=len(junk), check=check_of(junk))
-    known = History((Window(1, "0" * 64, {}),) if codec_id == codec.HISTORY else ())
+    known = History((Window(1, "0" * 64, {}, ()),) if codec_id == codec.HISTORY else ())
     lying = dataclasses.replace(made.header, blocks=(made.header.blocks[0], entry), history=known.name)
     state, digest = digested(old)
     with pytest.raises((CorruptPatch, DigestMismatch)) as caught:

@@ -10,13 +10,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pulse_rl import Bits, LocalStore, Publisher, verify_stream
+from pulse_rl import Bits, LocalStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import PulseError, StoreUnavailable
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from tests.support.trainers import Trainer as Rank
 from tests.support.trainers import together
 
 from .oracle import STREAM, Flaky, Worker, root_of
+from .test_history import states
 
 pytestmark = pytest.mark.slow
 VERSIONS = 4
@@ -153,3 +154,40 @@ def test_a_rank_that_dies_commits_nothing_and_a_restart_goes_on(tmp_path: Any) -
     assert together(publishing, 2, str(tmp_path), range(1, 2))[0] == [(1, root(1))]
     worker.sync()
     assert (worker.subscriber.version, worker.root) == (1, root(1))
+
+
+def recurring(rank: Rank, folder: str, steps: range) -> list[tuple[int, int, str]]:
+    """Bytes, remembered windows and root of versions in which the same weights change again and again."""
+    rank.connect(f"world-{steps.start}")
+    mesh, given, done = init_device_mesh("cpu", (rank.size,)), states(recurs=True), []
+    with ShardedPublisher(LocalStore(folder), stream=STREAM, anchor_ratio=1e9, threads=1) as publisher:
+        for step in range(steps.stop):
+            weight = torch.from_numpy(next(given)["weight"].array.view(np.int16)).view(torch.bfloat16)
+            if step in steps:
+                published = publisher.publish({"weight": distribute_tensor(weight, mesh, [Shard(0)])})
+                head = publisher.head()
+                assert head is not None
+                done.append((published.patch_bytes, len(head.remembers), published.root))
+    return done
+
+
+def test_ranks_code_by_what_changed_before(tmp_path: Any) -> None:
+    """By themselves, as one process does, and in as many bytes but for each file's own (of patches of 4 kB here); other
+    ranks and one process that come after them know what they remembered."""
+    store, given = LocalStore(tmp_path / "ranks"), states(recurs=True)
+    alone = together(recurring, 1, str(tmp_path / "alone"), range(14))[0]
+    follower, part = Worker(store), Subscriber(store, stream=STREAM, select="weight")
+    seen: list[int] = []
+    for size, steps in ((3, range(14)), (2, range(14, 18)), (1, range(18, 22))):
+        for done in together(recurring, size, str(tmp_path / "ranks"), steps):
+            seen = [remembered for _, remembered, _ in done]
+            assert all(seen[9:] if size == 3 else seen), "from the first patch on where it goes on"
+            follower.sync(steps[-1])
+            part.sync(steps[-1])
+            assert follower.root == part.root == done[-1][2]
+        if size == 3:
+            assert [root for *_, root in done] == [root for *_, root in alone]
+            assert sum(nbytes for nbytes, *_ in done[8:]) < 1.1 * sum(nbytes for nbytes, *_ in alone[8:])
+            assert sum(nbytes for nbytes, *_ in done[8:]) < 0.8 * 6 * done[1][0]
+    assert [state_root(next(given)) for _ in range(22)][-1] == follower.root
+    assert all(not report.problems for report in verify_stream(store, STREAM))

@@ -8,11 +8,13 @@ from hashlib import sha256
 import numpy as np
 
 from pulse_rl import State, Store
-from pulse_rl.patch import parse_patch
+from pulse_rl.codec import HISTORY
+from pulse_rl.patch import build_patch, parse_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.build import encode_proved, entry_of
 from pulse_rl.patch.header import PatchHeader
 from pulse_rl.patch.header import slices_of as header_slices
+from pulse_rl.patch.history import History, Window
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import Segment
 from pulse_rl.stream.anchor import in_file_order, sliced_header
@@ -37,15 +39,18 @@ def slices_of(state: State, rng: Rng, ranks: int) -> list[tuple[Segment, ...]]:
     return [tuple(of) for of in found]
 
 
-def part(old: State, new: State, segments: Sequence[Segment], **other: str) -> bytes:
-    """The part of the patch from ``old`` to ``new`` that holds ``segments``; ``other`` fields of its header."""
+def part(old: State, new: State, segments: Sequence[Segment], known: History | None = None, **other: str) -> bytes:
+    """The part of the patch from ``old`` to ``new`` that holds ``segments``, coded by the history that is ``known``;
+    ``other`` fields of its header."""
     blocks = cut(old.specs, segments)
-    coded = [encode_proved(block, block.read(old), block.read(new))[0] for block in blocks]
+    known = (known or History()).of(blocks)
+    coded = [encode_proved(b, b.read(old), b.read(new), known.past(k))[0] for k, b in enumerate(blocks)]
     header = PatchHeader(
         other.get("base_root", state_digest(old).root),
         other.get("target_root", state_digest(new).root),
         header_slices(old.specs, segments),
         tuple(map(entry_of, coded)),
+        known.name if any(encoded.codec_id == HISTORY for encoded in coded) else None,
     )
     return header.to_bytes() + b"".join(encoded.payload for encoded in coded)
 
@@ -61,13 +66,16 @@ def payload(data: bytes) -> Payload:
 
 
 def sharded_stream(store: Store, name: str, states: Sequence[State], stream_id: str, rng: Rng, ranks: int) -> None:
-    """A stream of ``states``: an anchor in slices, then patches in parts."""
-    stream = Stream(store, name)
+    """A stream of ``states``: an anchor in slices, then patches in parts, coded by what changed before."""
+    stream, known = Stream(store, name), History()
     for version, state in enumerate(states):
         slices, patch, anchor = slices_of(state, rng, ranks), None, None
         if version:
             before = states[version - 1]
-            files = [part(before, state, segments) for segments in slices]
+            files = [part(before, state, segments, known) for segments in slices]
+            built = build_patch(before, state, state_digest(before), most_records=state.nbytes)
+            assert built.records is not None
+            known = known.then(Window(1, built.header.base_root, built.records, cut(state.specs)))
             changed = sum(entry.changed for entry in parse_patch(files, state_digest(before)).header.blocks)
             patch = PatchRef(version - 1, state_digest(before).root, changed, tuple(map(payload, files)))
         else:
@@ -86,7 +94,7 @@ def sharded_stream(store: Store, name: str, states: Sequence[State], stream_id: 
             dense_bytes=state.nbytes,
             publisher="5" * 16,
             created=1764000000.5,
-            remembers=(),
+            remembers=known.spans,
             aliases={},
             metadata={"step": version},
             files=(),

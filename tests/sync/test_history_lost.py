@@ -14,8 +14,10 @@ import pytest
 from pulse_rl import Bits, MemoryStore, Publisher, Relay, State, Subscriber, fold_stream, state_root
 from pulse_rl._util.threads import running
 from pulse_rl.events import Event, FallbackUsed, Synced
+from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.history import History, Records, Window
 from pulse_rl.patch.history_file import load_history, save_history
+from pulse_rl.state.digest import state_digest
 from pulse_rl.stream.stream import Stream
 from tests.support.publishers import tuned
 from tests.sync.test_history import Made, momentum
@@ -142,10 +144,10 @@ def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) 
     first.sync()
     first.save(tmp_path / "model.safetensors")
     file = tmp_path / "pulse.history"
-    history = load_history(file, first.root)
+    history = load_history(file, first.digest)
     assert history is not None
-    windows = [Window(s.span, s.base_root, WRONG[wrong](dict(s.records))) for s in history.windows]
-    save_history(file, History(tuple(windows)), first.root)
+    windows = [s._replace(records=WRONG[wrong](dict(s.records))) for s in history.windows]
+    save_history(file, History(tuple(windows)), first.digest)
     again, _ = made.subscriber(base=tmp_path)
     for _ in range(4):
         made.publish()
@@ -155,10 +157,10 @@ def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) 
 
 @pytest.mark.parametrize("bytes_of_a_record", [3, 5])
 def test_records_of_another_kind_are_none(tmp_path: Path, bytes_of_a_record: int) -> None:
-    root = "0" * 64
-    file = tmp_path / "pulse.history"
-    save_history(file, History((Window(1, root, {0: np.zeros(2 * bytes_of_a_record, np.uint8)}),)), root)
-    assert load_history(file, root) is None
+    digest = state_digest(State.of({"w": np.zeros(99, np.uint8)}))
+    file, records = tmp_path / "pulse.history", {0: np.zeros(2 * bytes_of_a_record, np.uint8)}
+    save_history(file, History((Window(1, digest.root, records, cut(digest.specs)),)), digest)
+    assert load_history(file, digest) is None
 
 
 def test_junk_in_the_place_of_versions_does_not_stop_the_publisher() -> None:

@@ -77,7 +77,7 @@ def apply_patch(
 
     The state's root must be the patch's base root (WrongBase), so that applying twice is refused rather than harmful.
     ``history``: what changed up to ``state``; a patch that needs another one is refused (WrongHistory).
-    ``most_records``: the bytes of records of it that may be kept, for a history; none of a patch in parts.
+    ``most_records``: the bytes of records of it that may be kept, for a history.
     Every block's bytes are checked against the header, every changed leaf is hashed again and the root compared with
     the target root (DigestMismatch). On any failure, cancellation included, what was written is undone first.
     """
@@ -87,11 +87,9 @@ def apply_patch(
     patch.require(state, digest)
     blocks, payloads = header.cuts, patch.payloads
     needed = header.history if any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads) else None
-    known = (history or History()).named(needed)
+    known = (history or History()).named(needed, blocks)
     sliced = not header.is_whole  # blocks begin and end within leaves, which are hashed at the end
-    recorder = None
-    if most_records and not sliced:
-        recorder = Recorder(most_records)
+    recorder = Recorder(most_records) if most_records else None
     indices = list(payloads)
     if sliced:
         groups = [[index] for index in indices]

@@ -6,7 +6,7 @@ Sender and receiver compute the same cut, so a patch header lists no block bound
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -62,7 +62,9 @@ class Block(NamedTuple):
         return f"{first.spec.name} … {last.spec.name}"
 
 
-def cut(specs: Sequence[TensorSpec], held: Sequence[Segment] | None = None, *, most: int | None = None) -> list[Block]:
+def cut(
+    specs: Sequence[TensorSpec], held: Sequence[Segment] | None = None, *, most: int | None = None
+) -> tuple[Block, ...]:
     """The blocks of a file that holds the slices ``held`` of the tensors ``specs``, both in order; None: all of them.
 
     Tensors of at most `BLOCK_ELEMENTS` elements share a block with their neighbours of one dtype while the whole
@@ -98,7 +100,7 @@ def cut(specs: Sequence[TensorSpec], held: Sequence[Segment] | None = None, *, m
             group += slices
             room -= spec.elements
     close()
-    return blocks
+    return tuple(blocks)
 
 
 def runs_of(segment: Segment, most: int | None = None) -> list[Segment]:
@@ -123,3 +125,30 @@ def pieces_of(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Ch
         if last > first:
             yield segment, base, Changes(changes.positions[first:last], changes.values[first:last])
         base, first = end, last
+
+
+def recut(changes: Mapping[int, Changes], old: Sequence[Block], new: Sequence[Block]) -> dict[int, Changes]:
+    """Changes by index of the blocks ``old`` as those of ``new``, another cut of the same tensors. What lies in no
+    block of ``new`` is left out."""
+    of: dict[str, list[tuple[Segment, Changes]]] = {}
+    for index, found in changes.items():
+        for segment, base, piece in pieces_of(old[index], found):
+            placed = Changes(piece.positions - np.uint32(base), piece.values)
+            of.setdefault(segment.spec.name, []).append((segment, placed))
+    for pieces in of.values():
+        pieces.sort(key=lambda item: item[0].start)
+    made: dict[int, Changes] = {}
+    for index, block in enumerate(new):
+        positions, values, base = [], [], 0
+        for spec, start, stop in block.segments:
+            for segment, piece in of.get(spec.name, ()):
+                low, high = max(start, segment.start), min(stop, segment.stop)
+                if low < high:
+                    first, last = bits.below(piece.positions, (low - segment.start, high - segment.start))
+                    shift = base + segment.start - start
+                    positions.append((piece.positions[first:last].astype(np.int64) + shift).astype(np.uint32))
+                    values.append(piece.values[first:last])
+            base += stop - start
+        if sum(map(len, positions)):
+            made[index] = Changes(np.concatenate(positions), np.concatenate(values))
+    return made

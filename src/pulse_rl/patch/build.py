@@ -19,7 +19,7 @@ from ..state.memory import SpareMemory
 from ..state.tensors import State, UIntArray
 from .blocks import Block, cut
 from .header import BlockEntry, PatchHeader, all_of, check_of
-from .history import History, HistoryName, Recorder, Records
+from .history import Blocks, History, HistoryName, Recorder, Records
 from .tree import TreeUpdate, changed_leaves, hashed_together
 
 H = TypeVar("H")
@@ -164,7 +164,7 @@ def _file_bytes(header: PatchHeader) -> int:
 
 
 def code_blocks(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     old: State,
     tasks: Iterable[tuple[range, State]],
     hashed: Callable[[Sequence[ChangedBlock]], H],
@@ -181,7 +181,7 @@ def code_blocks(
     ``old``; ``recorder`` gets what is to be remembered. Raises IntegrityError where a block does not decode to the new
     elements, which means that they changed during the call.
     """
-    known = history or History()
+    known = (history or History()).of(blocks)
     spare = SpareMemory()
 
     def run(task: tuple[range, State]) -> CodedGroup[H]:

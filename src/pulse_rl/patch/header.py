@@ -169,7 +169,7 @@ class Base:
         history = _NUMBER_BYTES * (1 + MAX_WINDOWS) + CHECK_BYTES
         return 64 + history + _NUMBER_BYTES * (2 + 2 * slices) + blocks * (1 + 2 * _NUMBER_BYTES + CHECK_BYTES)
 
-    def cut(self, slices: Sequence[Slice], room: Room) -> list[Block]:
+    def cut(self, slices: Sequence[Slice], room: Room) -> tuple[Block, ...]:
         """The blocks of a file that holds ``slices``. Raises CorruptPatch."""
         segments: list[Segment] = []
         for start, stop in slices:
@@ -258,7 +258,7 @@ class _Reader:
             raise WrongBase(f"the patch applies to root {base[:16]}…, the state has {state.root[:16]}…")
         history = self._history()
         slices = self._slices(elements, room.left)
-        cuts = None if state is None else tuple(state.cut(slices, room))
+        cuts = None if state is None else state.cut(slices, room)
         count = self._number(min(MAX_BLOCKS, len(self._data) - self._at))
         if cuts is not None and count != len(cuts):
             raise CorruptPatch(f"the header lists {count} blocks, but there are {len(cuts)} in its slices")
@@ -343,8 +343,10 @@ class JoinedHeader:
     def of(cls, parsed: Sequence[ParsedHeader], state: Base) -> JoinedHeader:
         """Raises CorruptPatch unless the files belong together and hold each element once."""
         files = tuple(each.header for each in parsed)
-        if len({(file.base_root, file.target_root, file.history) for file in files}) != 1:
-            raise CorruptPatch("the files of the patch do not have the same base, target and history")
+        if len({(file.base_root, file.target_root) for file in files}) != 1:
+            raise CorruptPatch("the files of the patch do not have the same base and target")
+        if len({file.history for file in files if file.history}) > 1:
+            raise CorruptPatch("the files of the patch name different histories")
         at = 0
         for start, stop in sorted(one for file in files for one in file.slices):
             if start != at:
@@ -352,8 +354,6 @@ class JoinedHeader:
             at = stop
         if at != state.elements:
             raise CorruptPatch(f"element {at} of the state is in no file of the patch")
-        if len(files) > 1 and any(entry.codec_id == HISTORY for file in files for entry in file.blocks):
-            raise CorruptPatch("a block of a part is coded by a history, which is not known of parts")
         cuts = tuple(block for each in parsed for block in each.cuts or ())
         return cls(state.specs, files, cuts, tuple(entry for file in files for entry in file.blocks))
 
@@ -367,7 +367,8 @@ class JoinedHeader:
 
     @property
     def history(self) -> HistoryName | None:
-        return self.files[0].history
+        """That of the files that name one."""
+        return next((file.history for file in self.files if file.history), None)
 
     @property
     def is_whole(self) -> bool:

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from .._native import history_merged, history_records
 from .._util.threads import ordered_map
-from ..codec import Changes, Past, element_kind
+from ..codec import MAX_BLOCK_ELEMENTS, Changes, Past, element_kind
 from ..errors import WrongHistory
-from ..state.tensors import DType, TensorSpec, UIntArray
-from .blocks import Block, cut
+from ..state.tensors import DType, UIntArray
+from .blocks import Block, recut
 
 MAX_WINDOWS = 64
 MAX_SPAN = 64
@@ -29,6 +29,7 @@ MAX_SPAN = 64
 RECORD_BYTES = 4
 
 Records = npt.NDArray[np.uint8]
+Blocks = tuple[Block, ...]
 
 
 class HistoryName(NamedTuple):
@@ -41,11 +42,22 @@ class HistoryName(NamedTuple):
 
 class Window(NamedTuple):
     """The net steps of ``span`` versions from the one with root ``base_root``: records (`history_records`) by index of
-    the block of the default cut; blocks without a change are left out."""
+    the block of a cut, ``blocks``; what did not change, or is not held, is left out."""
 
     span: int
     base_root: str
     records: Mapping[int, Records]
+    blocks: Blocks
+
+    def of(self, blocks: Blocks) -> Window:
+        """The same by another cut of the same tensors."""
+        if self.blocks is blocks:
+            return self
+        if self.blocks == blocks:
+            return self._replace(blocks=blocks)
+        changes = {index: _decoded(records) for index, records in self.records.items()}
+        made = recut(changes, self.blocks, blocks)
+        return self._replace(records={index: _encoded(found) for index, found in made.items()}, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -70,8 +82,9 @@ class History:
         roots = b"".join(bytes.fromhex(window.base_root) for window in self.windows)
         return HistoryName(self.spans, sha256(roots).digest()[:8])
 
-    def named(self, name: HistoryName | None) -> History:
-        """The part of this history that a patch names; raises WrongHistory where it is not that."""
+    def named(self, name: HistoryName | None, blocks: Blocks) -> History:
+        """The part of this history that a patch names, by the patch's blocks; raises WrongHistory where it is not
+        that."""
         if name is None:
             return History()
         found = History(self.windows[-len(name.spans) :])
@@ -80,26 +93,41 @@ class History:
                 f"the patch needs the changes of the last {sum(name.spans)} versions in spans of {list(name.spans)}, "
                 f"known are {list(self.spans)}"
             )
-        return found
+        return found.of(blocks)
+
+    def of(self, blocks: Blocks) -> History:
+        """The same by another cut of the same tensors."""
+        return History(tuple(window.of(blocks) for window in self.windows))
 
     def past(self, index: int) -> Past:
-        """What is known of a block of the default cut: all windows, also where nothing in it changed."""
+        """What is known of a block: all windows, also where nothing in it changed."""
         return tuple((window.records.get(index, _NOTHING), window.span) for window in self.windows)
 
     def then(self, window: Window) -> History:
         """Followed by one more window."""
         return History((*self.windows, window))
 
+    def last(self, count: int) -> History:
+        """The last so many windows."""
+        return History(self.windows[len(self.windows) - count :]) if count < len(self.windows) else self
+
+    def after(self, window: Window | None, spans: Sequence[int], most: int, *, threads: int | None = None) -> History:
+        """What a reader remembers at a version that remembers ``spans``, once it has come there by a ``window`` more:
+        as much of it as can be had, and at most so many bytes. None: what that changed is not known."""
+        if not spans or window is None:
+            return History()
+        return self.then(window).regrouped(spans, threads=threads).within(most)
+
     def within(self, nbytes: int) -> History:
         """The last windows, of at most so many bytes."""
         kept = self
         while kept.nbytes > nbytes:
-            kept = History(kept.windows[1:])
+            kept = kept.last(len(kept.windows) - 1)
         return kept
 
-    def regrouped(self, spans: Sequence[int], specs: tuple[TensorSpec, ...], *, threads: int | None = None) -> History:
+    def regrouped(self, spans: Sequence[int], *, threads: int | None = None) -> History:
         """The same changes in windows of ``spans``, of which several of this history's make one; what is older is
-        forgotten, and all that is older than a span which they do not make. ``specs`` are the whole state's."""
+        forgotten, and all that is older than a span which they do not make."""
         groups: list[tuple[Window, ...]] = []
         end = len(self.windows)
         for span in reversed(spans):
@@ -111,8 +139,7 @@ class History:
                 break
             groups.insert(0, group)
             end = start
-        blocks = cut(specs) if any(len(group) > 1 for group in groups) else []
-        return History(tuple(_merged(group, blocks, threads) for group in groups))
+        return History(tuple(_merged(group, threads) for group in groups))
 
 
 def records_of(dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, new: UIntArray) -> Records | None:
@@ -151,10 +178,12 @@ class Recorder:
                 self.records[index] = found
 
 
-def _merged(group: Sequence[Window], blocks: Sequence[Block], threads: int | None) -> Window:
+def _merged(group: Sequence[Window], threads: int | None) -> Window:
     if len(group) == 1:
         return group[0]
-    indices = sorted({index for window in group for index in window.records if index < len(blocks)})
+    blocks = group[-1].blocks
+    group = [window.of(blocks) for window in group]
+    indices = sorted({index for window in group for index in window.records})
 
     def run(index: int) -> Records:
         parts = [(s.records[index], s.span) for s in group if index in s.records]
@@ -162,7 +191,29 @@ def _merged(group: Sequence[Window], blocks: Sequence[Block], threads: int | Non
 
     records = zip(indices, ordered_map(run, indices, threads), strict=True)
     span = sum(window.span for window in group)
-    return Window(span, group[0].base_root, {index: found for index, found in records if len(found)})
+    return Window(span, group[0].base_root, {index: found for index, found in records if len(found)}, blocks)
+
+
+_LONGEST_GAP = 65535
+"""A record: u16 elements since the one before, the net step, the class. A longer gap is said by records of its own,
+with so many elements and step 0."""
+
+
+def _decoded(records: Records) -> Changes:
+    """The positions of which records speak, and what they say as numbers."""
+    said = records.view("<u4")
+    speaks = (said & 0xFFFFFF) != _LONGEST_GAP
+    ends = np.cumsum((said & _LONGEST_GAP) + speaks, dtype=np.int64)
+    speaks &= ends <= MAX_BLOCK_ELEMENTS
+    return Changes((ends[speaks] - 1).astype(np.uint32), said[speaks] >> 16)
+
+
+def _encoded(changes: Changes) -> Records:
+    gaps = np.diff(changes.positions.astype(np.int64), prepend=-1) - 1
+    longer, rest = np.divmod(gaps, _LONGEST_GAP)
+    records = np.full(len(gaps) + int(longer.sum()), _LONGEST_GAP, "<u4")
+    records[np.arange(len(gaps)) + np.cumsum(longer)] = rest.astype(np.uint32) | changes.values << np.uint32(16)
+    return records.view(np.uint8)
 
 
 _NOTHING: Records = np.empty(0, np.uint8)

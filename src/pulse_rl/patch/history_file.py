@@ -12,9 +12,10 @@ import numpy as np
 
 from ..errors import PulseError
 from ..state.checkpoint import load, save
+from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import Bits, State
-from .header import MAX_BLOCKS
-from .history import MAX_SPAN, MAX_WINDOWS, RECORD_BYTES, History, Records, Window
+from .blocks import cut
+from .history import MAX_SPAN, MAX_WINDOWS, RECORD_BYTES, Blocks, History, Records, Window
 
 FILE_NAME = "pulse.history"
 _FORMAT = "pulse.history.1"
@@ -26,16 +27,17 @@ def beside(checkpoint: Path) -> Path:
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / FILE_NAME
 
 
-def save_history(path: Path, history: History, root: str) -> None:
-    """Writes ``history``, which ends at the state with this ``root``, atomically; removes the file where nothing is
+def save_history(path: Path, history: History, digest: StateDigest) -> None:
+    """Writes ``history``, which ends at the state with this ``digest``, atomically; removes the file where nothing is
     remembered. Raises StoreFull and StoreError."""
     if not history.windows:
         path.unlink(missing_ok=True)
         return
+    history = history.of(_blocks(digest))
     records = {f"{k}.{index}": found for k, s in enumerate(history.windows) for index, found in s.records.items()}
     metadata = {
         "format": _FORMAT,
-        "root": root,
+        "root": digest.root,
         "spans": json.dumps(history.spans),
         "roots": json.dumps([window.base_root for window in history.windows]),
         "sha256": _digest(records),
@@ -43,14 +45,15 @@ def save_history(path: Path, history: History, root: str) -> None:
     save(path, State.of({name: Bits(found, "U8") for name, found in records.items()}), metadata)
 
 
-def load_history(path: Path, root: str) -> History | None:
-    """The history that ends at the state with this ``root``; None where the file is another's, damaged or missing."""
+def load_history(path: Path, digest: StateDigest) -> History | None:
+    """The history that ends at the state with this ``digest``; None where the file is another's, damaged or missing."""
     try:
         if not path.is_file():
             return None
         state, metadata = load(path)
-        if (metadata.get("format"), metadata.get("root")) != (_FORMAT, root):
+        if (metadata.get("format"), metadata.get("root")) != (_FORMAT, digest.root):
             return None
+        blocks = _blocks(digest)
         spans, roots = json.loads(metadata["spans"]), json.loads(metadata["roots"])
         records = {name: state.read(name).copy() for name in state.names}
         if metadata["sha256"] != _digest(records) or not _are_windows(spans, roots):
@@ -58,12 +61,17 @@ def load_history(path: Path, root: str) -> History | None:
         found: list[dict[int, Records]] = [{} for _ in spans]
         for name, data in records.items():
             window, index = map(int, name.split("."))
-            if window < 0 or not 0 <= index < MAX_BLOCKS or data.dtype != np.uint8 or data.size % RECORD_BYTES:
+            if window < 0 or not 0 <= index < len(blocks) or data.dtype != np.uint8 or data.size % RECORD_BYTES:
                 return None
             found[window][index] = data.reshape(-1)
     except (PulseError, OSError, ValueError, KeyError, IndexError, RecursionError):
         return None
-    return History(tuple(Window(*each) for each in zip(spans, roots, found, strict=True)))
+    return History(tuple(Window(*each, blocks) for each in zip(spans, roots, found, strict=True)))
+
+
+def _blocks(digest: StateDigest) -> Blocks:
+    """The cut of the whole state."""
+    return cut(digest.whole if isinstance(digest, PartDigest) else digest.specs)
 
 
 def _digest(records: dict[str, Records]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from ..codec import Changes
 from ..state import bits
 from ..state.tensors import UIntArray
-from .blocks import cut, pieces_of
+from .blocks import cut, recut
 from .header import JoinedHeader
 
 _PIECES = 8
@@ -23,23 +23,7 @@ def by_whole_blocks(header: JoinedHeader, undo: Mapping[int, Changes]) -> Mappin
     """The old bits by block of the cut of whole tensors, from those by block of a patch with this ``header``."""
     if header.is_whole:
         return undo
-    of: dict[str, list[tuple[int, Changes]]] = {}
-    for index, changes in undo.items():
-        for segment, base, piece in pieces_of(header.cuts[index], changes):
-            of.setdefault(segment.spec.name, []).append((segment.start - base, piece))
-    found: dict[int, Changes] = {}
-    for index, block in enumerate(cut(header.specs)):
-        positions, values, base = [], [], 0
-        for spec, start, stop in block.segments:
-            for shift, piece in sorted(of.get(spec.name, ()), key=lambda item: item[0] + int(item[1].positions[0])):
-                places = piece.positions.astype(np.int64) + shift
-                inside = slice(*np.searchsorted(places, [start, stop]).tolist())
-                positions.append((places[inside] - start + base).astype(np.uint32))
-                values.append(piece.values[inside])
-            base += stop - start
-        if sum(map(len, positions)):
-            found[index] = Changes(np.concatenate(positions), np.concatenate(values))
-    return found
+    return recut(undo, header.cuts, cut(header.specs))
 
 
 class UndoLog:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..patch.blocks import Block
+from ..patch.blocks import Block, cut
 from ..patch.header import BlockEntry
 from ..patch.history import History, HistoryName, Records, Window
 from ..state.tensors import DType, TensorSpec, UIntArray
@@ -241,15 +241,15 @@ class Remembered:
     def __init__(self, specs: tuple[TensorSpec, ...], blocks: Mapping[int, Block]) -> None:
         self.now = self.before = History()
         self._rule = Memory()
-        self._specs = specs
+        self._cut = cut(specs)
         self._nbytes = {index: block.nbytes for index, block in blocks.items()}
 
     def take(self, records: Mapping[int, Records], version: int, *, threads: int | None = None) -> None:
         """The next version, and what is to be remembered of it by index of the block."""
         self.before = self.now
-        window = Window(1, _ROOT, records)
+        window = Window(1, _ROOT, records, self._cut)
         nbytes = sum(self._nbytes.values())
-        self.now = self._rule.after(self.now, window, version - 1, version, self._specs, nbytes, threads=threads)
+        self.now = self._rule.after(self.now, window, version - 1, version, nbytes, threads=threads)
 
     def keep(self, indices: Collection[int]) -> None:
         """Lets go of all other blocks."""

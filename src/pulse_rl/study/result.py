@@ -110,7 +110,7 @@ class Tally:
     def __init__(self, specs: tuple[TensorSpec, ...], ks: Sequence[int], *, history: bool = False) -> None:
         self.specs = specs
         self.ks = tuple(ks)
-        self.blocks: list[Block] = cut(specs)
+        self.blocks = cut(specs)
         self.elements = sum(s.elements for s in specs)
         self.layers = [layer_of(s.name) for s in specs]
         self.main_dtype = self._main_dtype()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from .. import codec as codecs
 from .._util.collective import RankGroup
 from .._util.threads import ordered_map
-from ..errors import ChainGap, StateMismatch, WrongHistory
+from ..errors import ChainGap, StateMismatch
 from ..events import Listener
 from ..patch.apply import decode_block, scatter
 from ..patch.blocks import BLOCK_ELEMENTS, Block, cut
+from ..patch.history import History, Recorder, Records, Window
 from ..patch.reader import PatchFiles
 from ..state.tensors import Segment, SlicedState, State, TensorSpec, UIntArray
 from ..stream.anchor import AnchorFiles
@@ -21,7 +24,7 @@ from ..stream.manifest import Link, Payload
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .catch_up import catch_up
-from .host_state import HostState
+from .host_state import HostState, most_remembered
 from .layout import Layout, whole_layout
 from .leaves import Leaves, gather_tree, hash_shared, inner_leaves
 from .pending import Baseline
@@ -50,7 +53,7 @@ def restore_whole(
         (name, k): of[32 * k : 32 * k + 32] for name, of in host.digest.leaves.items() for k in range(len(of) // 32)
     }
     blocks = cut(layout.specs)
-    return Baseline(version, root, layout, layout.segments(0), blocks, host.state, leaves, host.history)
+    return Baseline(version, root, layout, layout.segments(0), blocks, host.state, leaves, host.history.of(blocks))
 
 
 def restore_baseline(
@@ -61,19 +64,21 @@ def restore_baseline(
     path = _said(ranks.on_rank0(lambda: _or_reason(lambda: _path_to(stream, version))))
     if isinstance(path, str):
         return path
-    links, made = _links_of(path), list[Baseline]()
+    steps, made = _steps_of(path), list[Baseline]()
 
     def restore() -> bytes:
         segments = layout.segments(ranks.rank)
-        state = _restore_slices(stream, links, layout.specs, segments, threads=threads)
+        state, history = _restore_slices(stream, steps, layout.specs, segments, threads=threads)
         blocks = cut(layout.specs, segments)
         leaves = inner_leaves(blocks, lambda segment: state.read(*segment.place))
-        made.append(Baseline(version, root, layout, segments, blocks, state, leaves))
-        return b""
+        made.append(Baseline(version, root, layout, segments, blocks, state, leaves, history.of(blocks)))
+        return str(len(history.windows)).encode()
 
+    remembered = []
     for message in ranks.run_on_all(lambda: _or_reason(restore)):
-        if isinstance(reason := _said(message), str):
-            return reason
+        if isinstance(said := _said(message), str):
+            return said
+        remembered.append(int(said))
     (baseline,) = made
 
     def elements(segment: Segment) -> UIntArray:
@@ -84,23 +89,38 @@ def restore_baseline(
         tree = gather_tree(layout, ranks, leaves)
     if ranks.on_rank0(lambda: tree.root.encode() if tree else b"").decode() != root:
         return "what was restored has another root"
-    return baseline._replace(leaves=leaves)
+    return baseline._replace(leaves=leaves, history=baseline.history.last(min(remembered)))
+
+
+class _Step(NamedTuple):
+    """A link of a path, and what is remembered at its end."""
+
+    link: Link
+    remembers: Sequence[int]
 
 
 def _path_to(stream: Stream, version: int) -> bytes:
-    """The links from an anchor to ``version``, as `_links_of` reads them. Raises ChainGap, and what reading manifests
-    raises."""
-    path = [stream.resolved(planned) for planned in Planner(stream, version).plan(None)]
-    return json.dumps(
-        [[link.base, link.version, [[p.sha256, p.bytes] for p in link.payloads or ()]] for link in path]
-    ).encode()
+    """The steps from an anchor to ``version``, as `_steps_of` reads them: where it can be, such that all is known that
+    patches on it need. Raises ChainGap, and what reading manifests raises."""
+    planner = Planner(stream, version)
+    while True:
+        path = [stream.resolved(planned) for planned in planner.plan(None)]
+        steps = [(link, stream.manifest(link.version)) for link in path]
+        if not any(planner.forgets(*step) for step in steps):
+            break  # else folds of which the planner did not know are avoided
+    said = [
+        [link.base, link.version, [[p.sha256, p.bytes] for p in link.payloads or ()], link.is_fold, manifest.remembers]
+        for link, manifest in steps
+    ]
+    return json.dumps(said).encode()
 
 
-def _links_of(message: bytes) -> list[Link]:
+def _steps_of(message: bytes) -> list[_Step]:
     found = []
-    for base, version, said in json.loads(message):
+    for base, version, said, is_fold, remembers in json.loads(message):
         payloads = tuple(Payload(*payload) for payload in said)
-        found.append(Link(base, version, sum(payload.bytes for payload in payloads), payloads))
+        nbytes = sum(payload.bytes for payload in payloads)
+        found.append(_Step(Link(base, version, nbytes, payloads, is_fold=is_fold), remembers))
     return found
 
 
@@ -118,26 +138,29 @@ def _said(message: bytes) -> bytes | str:
 
 def _restore_slices(
     stream: Stream,
-    path: Sequence[Link],
+    path: Sequence[_Step],
     specs: tuple[TensorSpec, ...],
     segments: Sequence[Segment],
     *,
     threads: int | None = None,
-) -> SlicedState:
-    """``segments`` of the version to which ``path`` leads, a path from an anchor with the payloads of each link.
+) -> tuple[SlicedState, History]:
+    """``segments`` of the version to which ``path`` leads, a path from an anchor with the payloads of each link, and
+    what is remembered there of the blocks that were read.
 
     ``specs`` are the tensors of the state. A block is decoded as a whole, so some elements beside the segments are
     read, and forgotten. Each block is checked against its SHA-256; whoever calls this compares the root. Raises
     StateMismatch where the version has other tensors, ChainGap, and what reading raises.
     """
-    if not path or path[0].base is not None:
+    if not path or path[0].link.base is not None:
         raise ChainGap("no anchor leads to the version")
-    anchor = AnchorFiles(stream.shards(path[0].payloads or (), threads), threads=threads)
+    anchor = AnchorFiles(stream.shards(path[0].link.payloads or (), threads), threads=threads)
     if anchor.specs != specs:
         raise StateMismatch("the version before has other tensors")
-    patches = list(ordered_map(lambda link: _patch_files(stream, link, specs), path[1:], _LINKS_AT_ONCE))
-    state = SlicedState.allocate(segments)
+    patches = list(ordered_map(lambda step: PatchFiles(stream.parts(step.link), specs), path[1:], _LINKS_AT_ONCE))
+    most = most_remembered(sum(spec.nbytes for spec in specs))
+    state, histories = SlicedState.allocate(segments), list[History]()
     for batch in _batches(specs, state.segments):
+        # What a patch needs of the version before is known from its end.
         wanted: _Ranges = {s.spec.name: [(s.start, s.stop)] for s in batch}
         touched: list[list[int]] = []
         for patch in reversed(patches):
@@ -145,22 +168,36 @@ def _restore_slices(
             wanted = _joined(wanted, [patch.header.cuts[k] for k in touched[-1]])
         pieces = _Pieces([Segment(spec, *place) for spec in specs for place in wanted.get(spec.name, ())])
         anchor.read(pieces, pieces.segments)
-        for patch, chosen in zip(patches, reversed(touched), strict=True):
-            _apply(patch, chosen, pieces, threads)
+        history = History()
+        for step, patch, chosen in zip(path[1:], patches, reversed(touched), strict=True):
+            records = _apply(patch, chosen, pieces, history, most if step.remembers else 0, threads)
+            window = None if records is None else _window(step.link, patch, records)
+            history = history.after(window, step.remembers, most, threads=threads)
+        histories.append(history)
         for segment in batch:
             state.read(*segment.place)[:] = pieces.read(*segment.place)
-    return state
+    return state, _side_by_side(histories)
 
 
-def _patch_files(stream: Stream, link: Link, specs: tuple[TensorSpec, ...]) -> PatchFiles:
-    patch = PatchFiles(stream.parts(link), specs)
-    if patch.header.history:
-        raise WrongHistory(f"{link} needs a history, and slices are read without one")
-    return patch
+def _window(link: Link, patch: PatchFiles, records: Mapping[int, Records]) -> Window:
+    assert link.base is not None
+    span = link.version - link.base if link.is_fold else 1
+    return Window(span, patch.header.base_root, records, patch.header.cuts)
+
+
+def _side_by_side(histories: Sequence[History]) -> History:
+    """What all of ``histories``, each of some blocks of a state, remember together."""
+    count = min(len(history.windows) for history in histories)
+    return History(
+        tuple(
+            of[0]._replace(records={index: found for window in of for index, found in window.records.items()})
+            for of in zip(*(history.last(count).windows for history in histories), strict=True)
+        )
+    )
 
 
 def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """The segments in batches of bounded size. Small tensors that share a block stay together."""
+    """The segments in batches of bounded size, one at least. Small tensors that share a block stay together."""
     mine = {segment.spec.name: segment for segment in segments if segment.elements}
     batch: list[Segment] = []
     size = 0
@@ -173,8 +210,7 @@ def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iter
             batch, size = [], 0
         batch += held
         size += cost
-    if batch:
-        yield batch
+    yield batch
 
 
 def _touching(patch: PatchFiles, wanted: _Ranges) -> list[int]:
@@ -208,16 +244,25 @@ def _joined(wanted: _Ranges, blocks: Sequence[Block]) -> _Ranges:
     return found
 
 
-def _apply(patch: PatchFiles, chosen: list[int], pieces: _Pieces, threads: int | None) -> None:
-    payloads = patch.payloads(chosen)
+def _apply(
+    patch: PatchFiles, chosen: list[int], pieces: _Pieces, history: History, most: int, threads: int | None
+) -> Mapping[int, Records] | None:
+    """Makes the changes of the ``chosen`` blocks; what a history is to remember of them, in ``most`` bytes."""
+    header, payloads = patch.header, patch.payloads(chosen)
+    needed = header.history if any(header.blocks[k].codec_id == codecs.HISTORY for k in chosen) else None
+    known, recorder = history.named(needed, header.cuts), Recorder(most)
 
     def run(index: int) -> None:
-        block = patch.header.cuts[index]
-        changes = decode_block(index, block, patch.header.blocks[index], payloads[index], block.read(pieces))
+        block = header.cuts[index]
+        before = block.read(pieces)
+        changes = decode_block(index, block, header.blocks[index], payloads[index], before, known.past(index))
+        if most:
+            recorder.add(index, block.dtype, changes, before)
         scatter(block, pieces, changes)
 
     for _ in ordered_map(run, chosen, threads):
         pass
+    return recorder.records
 
 
 class _Pieces(State):

@@ -27,6 +27,7 @@ from ..stream.names import FILE, PATCH, SHARD, next_unused, plausible
 from ..stream.signing import Signer
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
+from .history_policy import Note
 from .pending import PendingVersion
 
 _LATEST_COMMIT_SECONDS = 600.0
@@ -42,20 +43,21 @@ class Uploaded(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What one rank has stored: its file of the patch and its shards."""
+    """What one rank has stored: its file of the patch and its shards; and what it says of a history."""
 
     parts: list[Payload]
     shards: list[Payload]
     changed: int
+    note: Note
 
     def to_message(self) -> bytes:
         payloads = [[[p.sha256, p.bytes] for p in some] for some in (self.parts, self.shards)]
-        return json.dumps([*payloads, self.changed]).encode()
+        return json.dumps([*payloads, self.changed, self.note]).encode()
 
     @classmethod
     def from_message(cls, message: bytes) -> Stored:
-        parts, shards, changed = json.loads(message)
-        return cls([Payload(*p) for p in parts], [Payload(*p) for p in shards], changed)
+        parts, shards, changed, note = json.loads(message)
+        return cls([Payload(*p) for p in parts], [Payload(*p) for p in shards], changed, Note(*note))
 
 
 class FileStore:

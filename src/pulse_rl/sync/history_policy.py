@@ -1,7 +1,7 @@
 """Which of the last changes a publisher remembers, and its readers with it (docs/protocol.md, section 12).
 
 What is remembered at a version must be known to everybody who can get there: by single patches, by a fold, or by an
-anchor.
+anchor. Each rank remembers its own blocks, all of them the same versions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import NamedTuple, Self
 from .. import codec as codecs
 from .._util.threads import ordered_map
 from ..patch.history import History, Recorder, Window
-from ..state.tensors import TensorSpec
 from .pending import Baseline, PendingVersion
 
 _WINDOW = 8
@@ -37,18 +36,10 @@ class Memory(NamedTuple):
         return cls(first, longer[0] if longer else first * _WINDOW)
 
     def after(
-        self,
-        history: History,
-        patch: Window | None,
-        base: int,
-        version: int,
-        specs: tuple[TensorSpec, ...],
-        nbytes: int,
-        *,
-        threads: int | None,
+        self, history: History, patch: Window | None, base: int, version: int, nbytes: int, *, threads: int | None
     ) -> History:
         """What is remembered at ``version``, to which ``patch`` leads from version ``base``, where ``history`` ends, of
-        a state of ``specs`` and ``nbytes``. None: the patch changes more than can be remembered.
+        ``nbytes`` of weights. None: the patch changes more than can be remembered.
 
         Versions may be left out: a multiple that is passed by counts as well.
         """
@@ -58,11 +49,20 @@ class Memory(NamedTuple):
         single = [span for span in longer.spans if span == 1]
         merged = (self.window,) if len(single) == self.window else ()
         spans = merged if version // self.window > base // self.window else longer.spans
-        return longer.regrouped(spans, specs, threads=threads).within(most_remembered(nbytes))
+        return longer.regrouped(spans, threads=threads).within(most_remembered(nbytes))
+
+
+class Note(NamedTuple):
+    """What one rank says of a version: how many ``windows`` it can remember there, and the bytes of its sample without
+    a history, ``plain``, and with it, ``coded``; 0 where they were not measured."""
+
+    windows: int = 0
+    plain: int = 0
+    coded: int = 0
 
 
 def most_remembered(nbytes: int) -> int:
-    """The bytes of what is remembered of a state of ``nbytes``, at most."""
+    """The bytes of what is remembered of ``nbytes`` of weights, at most."""
     return nbytes // _SHARE
 
 
@@ -83,7 +83,7 @@ class HistoryPolicy:
 
     Of the sample it is always known what changed before: at most a twelfth of the bytes of these blocks, one in 32 and
     two at least. Now and then they are coded both ways. A history that saves a tenth of them is turned on for all
-    blocks from the next version on; one that does not is turned off.
+    blocks from the next version on; one that does not is turned off. Ranks decide alike, by what all of them measure.
     """
 
     def __init__(self, folds: Collection[int]) -> None:
@@ -102,35 +102,53 @@ class HistoryPolicy:
     def recorder(self, base: Baseline) -> Recorder | None:
         """What takes note of the changes to ``base``, of all blocks or of the sample."""
         if self.remembers:
-            return Recorder(most_remembered(base.layout.nbytes))
+            return Recorder(most_remembered(_nbytes(base)))
         if self.forced is not None:
             return None
         sample = _sample(base)
         return Recorder(most_remembered(_nbytes(base, sample)), sample)
 
-    def take_note(self, draft: PendingVersion, base: Baseline, version: int, *, threads: int | None) -> None:
-        """What is to be remembered at ``version``, to which ``draft`` leads from ``base``. Measures what a history
-        saves, where that is to be known."""
-        specs, sample = draft.layout.specs, _sample(base)
+    def note(self, draft: PendingVersion, base: Baseline, version: int, nbytes: int, *, threads: int | None) -> Note:
+        """What this rank can remember at ``version``, to which ``draft`` leads from ``base`` by a patch of ``nbytes``
+        on all ranks. Measures what a history saves, where that is to be known. Other ranks must hear of it: `agree`."""
+        sample = _sample(base)
 
         def after(history: History, of: Collection[int] | None, nbytes: int) -> History:
             window = None
             if draft.records is not None:
                 records = {k: found for k, found in draft.records.items() if of is None or k in of}
-                window = Window(1, base.root, records)
-            return self._memory.after(history, window, base.version, version, specs, nbytes, threads=threads)
+                window = Window(1, base.root, records, base.blocks)
+            return self._memory.after(history, window, base.version, version, nbytes, threads=threads)
 
+        note = Note()
         if draft.remembers:
-            draft.history = after(base.history, None, draft.layout.nbytes)
+            draft.history = after(base.history, None, _nbytes(base))
+            note = Note(len(draft.history.windows))
         if self.forced is None:
             draft.sampled = after(base.sampled, sample, _nbytes(base, sample))
-            if self._measured < _OFTEN or version % _SELDOM == 0:
-                self._measure(draft, base, sample, threads)
+            due = self._measured < _OFTEN or version % _SELDOM == 0
+            if due and nbytes >= _LEAST_BYTES and (base.sampled.windows or draft.records is None):
+                plain, coded = self._measure(draft, base, sample, threads)
+                note = note._replace(plain=plain, coded=coded)
+        return note
 
-    def _measure(self, draft: PendingVersion, base: Baseline, sample: Sequence[int], threads: int | None) -> None:
-        known = base.sampled
-        if draft.patch_bytes < _LEAST_BYTES or not (known.windows or draft.records is None):
+    def agree(self, draft: PendingVersion, notes: Sequence[Note]) -> None:
+        """What ``draft`` remembers, and what the next version does, now that all ranks have said theirs."""
+        draft.history = draft.history.last(min(note.windows for note in notes))
+        plain, coded = sum(note.plain for note in notes), sum(note.coded for note in notes)
+        if not plain:
             return
+        saves = 1 - coded / plain
+        self._saves = _KEPT * self._saves + (1 - _KEPT) * saves if self._measured else saves
+        self._measured += 1
+        if self._measured >= _LEAST_MEASURED:
+            self.on = self._saves >= (_STILL_PAYS if self.on else _PAYS)
+
+    def _measure(
+        self, draft: PendingVersion, base: Baseline, sample: Sequence[int], threads: int | None
+    ) -> tuple[int, int]:
+        """The bytes of the sample without a history and with it."""
+        known = base.sampled
 
         def measure(index: int) -> tuple[int, int]:
             changes = draft.changes[index]
@@ -147,13 +165,7 @@ class HistoryPolicy:
             return plain, len(codecs.encode_block(before, after, layout).payload)
 
         found = list(ordered_map(measure, sample, threads))
-        if not any(plain for plain, _ in found):
-            return
-        saves = 1 - sum(coded for _, coded in found) / sum(plain for plain, _ in found)
-        self._saves = _KEPT * self._saves + (1 - _KEPT) * saves if self._measured else saves
-        self._measured += 1
-        if self._measured >= _LEAST_MEASURED:
-            self.on = self._saves >= (_STILL_PAYS if self.on else _PAYS)
+        return sum(plain for plain, _ in found), sum(coded for _, coded in found)
 
 
 def _sample(base: Baseline) -> list[int]:
@@ -163,5 +175,6 @@ def _sample(base: Baseline) -> list[int]:
     return [(2 * k + 1) * blocks // (2 * count) for k in range(count)]
 
 
-def _nbytes(base: Baseline, indices: Sequence[int]) -> int:
-    return sum(base.blocks[index].nbytes for index in indices)
+def _nbytes(base: Baseline, indices: Sequence[int] | None = None) -> int:
+    """The bytes of some of the blocks (None: of all)."""
+    return sum(base.blocks[index].nbytes for index in (range(len(base.blocks)) if indices is None else indices))

@@ -174,14 +174,12 @@ class HostState:
 
     def _remembered(self, link: Link, patch: Patch, applied: AppliedPatch, remembers: Sequence[int]) -> History:
         """The history after a patch that was applied: as far as it can be had, that of these spans."""
-        at, specs = self._position, patch.header.specs
-        if not remembers or applied.records is None:
-            return _NOTHING
         assert link.base is not None
         span = link.version - link.base if link.is_fold else 1
-        longer = at.history.then(Window(span, at.digest.root, applied.records))
-        history = longer.regrouped(remembers, specs, threads=self.threads)
-        return history.within(_most_records(patch))
+        window = None
+        if applied.records is not None:
+            window = Window(span, self.digest.root, applied.records, patch.header.cuts)
+        return self._position.history.after(window, remembers, _most_records(patch), threads=self.threads)
 
     def replace(
         self, links: Sequence[Link], state: State, digest: StateDigest, history: History, *, knows: bool = True
@@ -225,5 +223,10 @@ class HostState:
         return self._at
 
 
+def most_remembered(nbytes: int) -> int:
+    """The bytes that a reader remembers of a state of ``nbytes``, at most."""
+    return nbytes // _LARGEST_SHARE
+
+
 def _most_records(patch: Patch) -> int:
-    return sum(spec.nbytes for spec in patch.header.specs) // _LARGEST_SHARE
+    return most_remembered(sum(spec.nbytes for spec in patch.header.specs))

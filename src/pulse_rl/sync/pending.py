@@ -43,7 +43,7 @@ class Baseline(NamedTuple):
     root: str
     layout: Layout
     segments: tuple[Segment, ...]
-    blocks: list[Block]
+    blocks: tuple[Block, ...]
     state: State
     leaves: Leaves
     history: History = _NOTHING
@@ -67,7 +67,7 @@ class PendingVersion:
 
     layout: Layout
     segments: tuple[Segment, ...]
-    blocks: list[Block]
+    blocks: tuple[Block, ...]
     state: State
     base: Baseline | None
     reason: str

@@ -31,7 +31,7 @@ from .baseline import restore_baseline, restore_whole
 from .commit import Content, Found, Stored, StreamHead, published_as, store_anchor, store_patch, uploaded
 from .device_diff import DeviceDiff, Seen
 from .folds import FoldMaker
-from .history_policy import HistoryPolicy
+from .history_policy import HistoryPolicy, Note
 from .layout import Layout, difference, make_layout, whole_layout
 from .leaves import gather_tree
 from .notices import Notices
@@ -170,12 +170,8 @@ class RankPublisher:
             told.append(messages.of_held(made[0].held))
             at = self._baseline
             arguments = {"metadata": request.metadata, "dtype": request.dtype, "anchor": request.anchor}
-            return (
-                call
-                + json.dumps(
-                    [arguments, sha256(told[0]).hexdigest(), len(told[0]), f"{at.version} {at.root}" if at else ""]
-                ).encode()
-            )
+            known = f"{at.version} {at.root} {at.history.spans}" if at else ""
+            return call + json.dumps([arguments, sha256(told[0]).hexdigest(), len(told[0]), known]).encode()
 
         said = self._ranks.run_on_all(tell)
         calls = [_CALL.unpack_from(message) for message in said]
@@ -363,9 +359,10 @@ class RankPublisher:
             with_anchor = base is None or request.anchor or due
             if built.tree:
                 put_digests(self._stream, built.tree, leaves=with_anchor)
-            return b"anchor" if with_anchor else b""
+            return json.dumps([with_anchor, self._head.next]).encode()
 
-        with_anchor = bool(self._ranks.on_rank0(decide))
+        with_anchor, version = json.loads(self._ranks.on_rank0(decide))
+        remembers = base is not None and not with_anchor and self._may_remember
         stored: list[Stored] = []
 
         def put() -> bytes:
@@ -382,15 +379,19 @@ class RankPublisher:
                         threads=self._threads,
                         listener=self._listener,
                     )
-            stored.append(Stored(parts, shards, draft.changed))
+            note = Note()
+            if remembers:
+                assert base is not None
+                note = self.history.note(draft, base, version, built.patch_bytes, threads=self._threads)
+            stored.append(Stored(parts, shards, draft.changed, note))
             return b"" if self._ranks.size == 1 else stored[0].to_message()
 
         said = self._ranks.run_on_all(put)
         if self._ranks.size > 1:
             stored = [Stored.from_message(message) for message in said]
+        if remembers:
+            self.history.agree(draft, [of.note for of in stored])
         timer.end("upload")
-        if base and not with_anchor and self._may_remember:
-            self.history.take_note(draft, base, self._head.next, threads=self._threads)
 
         def commit() -> Manifest | None:
             content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, draft.history.spans, files[0])
@@ -404,8 +405,8 @@ class RankPublisher:
 
     @property
     def _may_remember(self) -> bool:
-        """Whether what changed before may code what changes now: nothing else does, and no rank has a part alone."""
-        return self._ranks.size == 1 and self._settings.codec == codecs.AUTO
+        """Whether what changed before may code what changes now."""
+        return self._settings.codec == codecs.AUTO
 
     def _follow(self, manifest: Manifest | None) -> Manifest | None:
         """Moves the baseline to the pending version, if rank 0 has committed it; else gives that up."""

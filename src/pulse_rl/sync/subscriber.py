@@ -221,16 +221,16 @@ class Subscriber(NotCopyable):
         state, manifest, history, files = self._serial.run(
             lambda: (self._state(), self._manifest(), self._host.history, {} if is_file else self._read_files())
         )
-        root = self.root
-        facts = {"format": "pt", "pulse.version": str(manifest.version), "pulse.root": root, **(metadata or {})}
+        digest = self.digest
+        facts = {"format": "pt", "pulse.version": str(manifest.version), "pulse.root": digest.root, **(metadata or {})}
         if is_file:
-            save_history(beside(target), history, root)
+            save_history(beside(target), history, digest)
             save(target, state, facts)
             return
 
         def write(into: Path) -> None:
             write_checkpoint(into, state, files, facts, sharded=sharded)
-            save_history(beside(into), history, root)
+            save_history(beside(into), history, digest)
 
         replace_folder(target, f"{manifest.version:012d}", write, force=force)
 
@@ -396,7 +396,7 @@ class Subscriber(NotCopyable):
                 self._failover.adopt_id(self.stream.stream_id or manifest.stream_id)
                 history = History()
                 if isinstance(base, str | os.PathLike):
-                    history = load_history(beside(Path(base)), digest.root) or history
+                    history = load_history(beside(Path(base)), digest) or history
                 self._host.adopt(version, own, digest, history=history, remembers=manifest.remembers)
                 break
         return True
