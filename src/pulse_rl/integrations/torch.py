@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ with extra("torch"):
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..state.checkpoint import is_wrapped
 from ..state.tensors import DTYPES, State, UIntArray
+from ..sync.layout import Box
 from ..sync.update import TensorUpdate, Update, changes_of
 from .device_scatter import Scatter, scatter
 
@@ -49,7 +51,8 @@ _TORCH = {
     if hasattr(torch, torch_name)
 }
 assert _TORCH.keys() <= DTYPES.keys()
-_DENSE = "Updates go into dense tensors; load a sharded or quantised model through its own loader."
+_SHARED_AT_ONCE = 1 << 22
+_DENSE = "Updates go into dense tensors; load a quantised model through its own loader."
 
 
 def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) -> None:
@@ -60,7 +63,9 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     `pulse_rl.integrations.transformers.checkpoint_weights`.
 
     Only the changed elements travel to the model's device and are written. A tied tensor is written once; a model that
-    holds a tied tensor under several storages, or under an alias only, gets all of its copies written.
+    holds a tied tensor under several storages, or under an alias only, gets all of its copies written. Of a DTensor
+    (FSDP2, tensor parallelism) a rank writes what it has of it: each rank calls this with the same update, of a
+    subscriber of its own. Ranks do not wait for each other.
 
     On a CUDA device changed elements are written by the stream that is current there; with Triton, up to four
     million of them, of all tensors of one width, by one transfer and one kernel launch. This returns before they are
@@ -69,9 +74,9 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     Everything is checked before the first write. Raises InputError for an update made elsewhere that does not fit its
     own tensors. Raises StateMismatch for a tensor that is missing, of another dtype or shape, or expanded, so that its
     elements share memory; and for an update that does not follow what this function wrote into the module before.
-    Raises UnsupportedTensor for one without dense memory of its
-    own: sharded, sparse, on the meta device, not initialised yet, freed. torch does not know memory that is mapped
-    read-only from other memory: writing there ends the process.
+    Raises UnsupportedTensor for one without dense memory of its own: sparse, a DTensor that is a sum still to be made,
+    on the meta device, not initialised yet, freed. torch does not know memory that is mapped read-only from other
+    memory: writing there ends the process.
     """
     if not isinstance(update, Update):
         raise InputError(f"{type(update).__name__} is not an Update", hint="Pass what subscriber.sync() has returned.")
@@ -81,10 +86,12 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     held = _required_version(model, update)
     for changed in update.tensors:
         _require_fitting(changed)
-    plan = [(t, target.detach()) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
+    plan = [(t, target) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
     _note_version(model, update, held, update.version)
     scattered = []
-    for tensor, target in plan:  # detached, and not within no_grad(): an interrupt there would leave gradients off
+    for whole, (attached, box) in plan:
+        target = attached.detach()  # and not within no_grad(): an interrupt there would leave gradients off
+        tensor = whole if box is None else _share(whole, box)
         changes = changes_of(tensor)
         if changes is not None and _is_on_cuda(target) and _is_plain(target):
             scattered.append(Scatter(changes, target.view(-1).view(_INTS[tensor.spec.dtype.width])))
@@ -93,6 +100,13 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     scatter(scattered)
     _note_version(model, update, update.version, update.version)
     update.acknowledge()
+
+
+class _Target(NamedTuple):
+    """Memory to write to: a ``tensor``, or what this rank has of a DTensor, its elements in ``box``."""
+
+    tensor: torch.Tensor
+    box: Box | None
 
 
 class _Held(NamedTuple):
@@ -154,10 +168,10 @@ def host_tensors(state: State) -> Iterator[tuple[str, torch.Tensor]]:
         yield spec.name, ints.view(_TORCH[spec.dtype.name]).reshape(spec.shape)
 
 
-def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases: dict[str, str]) -> list[torch.Tensor]:
+def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases: dict[str, str]) -> list[_Target]:
     spec = update.spec
     names = [spec.name, *(alias for alias, name in aliases.items() if name == spec.name)]
-    targets: dict[tuple[str, int], torch.Tensor] = {}
+    targets: dict[tuple[str, int], _Target] = {}
     for name in names:
         if name in tensors:
             tensor = tensors[name]
@@ -167,11 +181,46 @@ def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases:
                     f"the model's {name!r} is {tensor.dtype} {list(tensor.shape)}, "
                     f"the update's is {spec.dtype.name} {list(spec.shape)}"
                 )
-            _require_memory(name, tensor)
-            targets.setdefault((str(tensor.device), tensor.data_ptr()), tensor)
+            target = _of_this_rank(name, tensor)
+            _require_memory(name, target.tensor)
+            targets.setdefault((str(target.tensor.device), target.tensor.data_ptr()), target)
     if not targets:
         raise StateMismatch(f"the model has no tensor {spec.name!r}", hint=_names_hint(spec.name, tensors))
     return list(targets.values())
+
+
+def _of_this_rank(name: str, tensor: torch.Tensor) -> _Target:
+    """Raises UnsupportedTensor for placements of a DTensor that are no slices of it."""
+    if not _is_sharded(tensor):
+        return _Target(tensor, None)
+    from torch.distributed.tensor import DTensor
+
+    from .fsdp import local_box
+
+    assert isinstance(tensor, DTensor)
+    if tensor.device_mesh.get_coordinate() is None:  # it belongs to others
+        return _Target(tensor.to_local(), Box(((),) * tensor.dim(), tuple(tensor.shape)))
+    return _Target(tensor.to_local(), local_box(name, tensor))
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor. Its module takes half a second to import, and is there where one is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _share(update: TensorUpdate, box: Box) -> TensorUpdate:
+    """What the update writes of a box, as an update of the box."""
+    spec = replace(update.spec, shape=box.local_shape)
+    changes = changes_of(update)
+    if changes is None:
+        return TensorUpdate(spec, None, box.cut(update.values))
+    indices, values = [np.zeros(0, np.int64)], [np.zeros(0, f"u{spec.dtype.width}")]
+    for part in changes.cut(_SHARED_AT_ONCE):
+        inside, numbers = box.within(part.indices)
+        indices.append(numbers)
+        values.append(part.values[inside])
+    return TensorUpdate(spec, np.concatenate(indices), np.concatenate(values))
 
 
 def _names_hint(missing: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -196,8 +245,10 @@ def _require_dense(name: str, tensor: object) -> None:
         raise UnsupportedTensor(
             f"the model's {name!r} is not initialised", hint="A lazy module gets its sizes in the first forward pass."
         )
-    sharded = hasattr(tensor, "full_tensor")
-    if sharded or tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+    if _is_sharded(tensor):
+        return
+    foreign = hasattr(tensor, "full_tensor")  # a sharded tensor of another kind
+    if foreign or tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         kind = f"{type(tensor).__name__}, {tensor.dtype}, layout {tensor.layout}, device {tensor.device}"
         raise UnsupportedTensor(f"the model's {name!r} has no dense memory ({kind})", hint=_DENSE)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,35 @@ class Box:
             else:
                 places += np.concatenate([np.arange(*run) for run in runs])[index]
         return places
+
+    def within(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+        """Which of these ``places`` in the flattened tensor are in the box, and the numbers there of those that are."""
+        inside, numbers, stride = np.ones(len(places), np.bool_), np.zeros(len(places), np.int64), math.prod(self.shape)
+        for runs, size, local in zip(self.of, self.shape, self.local_shape, strict=True):
+            stride //= size
+            index = places // stride % size
+            numbers *= local
+            if local == size:
+                numbers += index
+                continue
+            of_this, before = np.zeros(len(places), np.bool_), 0
+            for start, stop in runs:
+                here = (start <= index) & (index < stop)
+                numbers += np.where(here, index - start + before, 0)
+                of_this |= here
+                before += stop - start
+            inside &= of_this
+        return inside, numbers[inside]
+
+    def cut(self, flat: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The box's elements of the flattened tensor ``flat``, in the box's order."""
+        found = flat.reshape(self.shape)
+        for dim, (runs, size, local) in enumerate(zip(self.of, self.shape, self.local_shape, strict=True)):
+            if local != size:
+                before = (slice(None),) * dim
+                parts = [found[(*before, slice(*run))] for run in runs]
+                found = np.concatenate(parts, axis=dim) if parts else found[(*before, slice(0))]
+        return found.reshape(-1)
 
     def places_of_rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """The places at which the rows begin in the flattened tensor of which the box's rows [``first``, ``last``) have

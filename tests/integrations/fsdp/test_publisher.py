@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pulse_rl import LocalStore, Published
 from pulse_rl.errors import InputError, RankLost, StateMismatch, UnsupportedTensor
 from pulse_rl.integrations.fsdp import ShardedPublisher
-from tests.support.sharded import followed, gathered, local, policy, require_equal, step
+from pulse_rl.integrations.torch import apply_
+from tests.support.sharded import bits, followed, gathered, local, policy, require_equal, step
 from tests.support.trainers import Trainer, each, together
 
 pytestmark = pytest.mark.slow
@@ -35,9 +36,11 @@ def followed_for(
     train: Callable[[State, int], None] = step,
     **settings: Any,
 ) -> list[Published]:
-    """Publishes some steps of ``state``; a subscriber that follows, and one that comes new, hold ``whole`` of it."""
+    """Publishes some steps of ``state``; a subscriber that follows, and one that comes new, hold ``whole`` of it. What
+    is sharded alike takes each update: a rank the elements that it has."""
     store = LocalStore(trainer.folder / f"store-of-{name}")
-    follower = followed(store)
+    follower, watcher = followed(store), followed(store)
+    live = {name: torch.zeros_like(tensor) for name, tensor in state().items()} if whole is gathered else {}
     done = []
     with ShardedPublisher(store, stream="policy", threads=2) as publisher:
         for seed in range(versions):
@@ -48,6 +51,11 @@ def followed_for(
             assert (done[-1].changed is None) == (seed == 0)
             require_equal(follower, whole(now), done[-1])
             require_equal(followed(store), whole(now), done[-1])
+            if live and not settings:
+                update = watcher.sync()
+                assert update is not None
+                apply_(live, update)
+                assert all(torch.equal(bits(local(live[name])), bits(local(now[name]))) for name in live)
     return done
 
 

@@ -91,13 +91,14 @@ def local_state(source: Mapping[str, Any], dtype: str | None) -> LocalState:
             shards[name] = value
         elif value.device_mesh.get_coordinate() is not None:
             shards[name] = value.to_local()
-            if (box := _box(name, value, tuple(shards[name].shape))) != Box.whole(box.shape):
+            if (box := local_box(name, value)) != Box.whole(box.shape):
                 boxes[name] = box
     return LocalState.of(shards, dtype)._replace(boxes=boxes)
 
 
-def _box(name: str, tensor: DTensor, local_shape: tuple[int, ...]) -> Box:
-    """The elements of a DTensor that this rank has. Raises UnsupportedTensor."""
+def local_box(name: str, tensor: DTensor) -> Box:
+    """The elements of a DTensor that this rank, which is in its mesh, has. Raises UnsupportedTensor."""
+    local_shape = tuple(tensor.to_local().shape)
     placements = list(enumerate(tensor.placements))
     for _, placement in placements:
         if not isinstance(placement, Replicate | Shard) and getattr(placement, "split_factor", None) is None:
