@@ -181,25 +181,26 @@ def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases:
                     f"the model's {name!r} is {tensor.dtype} {list(tensor.shape)}, "
                     f"the update's is {spec.dtype.name} {list(spec.shape)}"
                 )
-            target = _of_this_rank(name, tensor)
+            if (target := _of_this_rank(name, tensor)) is None:
+                continue
             _require_memory(name, target.tensor)
             targets.setdefault((str(target.tensor.device), target.tensor.data_ptr()), target)
-    if not targets:
+    if not any(name in tensors for name in names):
         raise StateMismatch(f"the model has no tensor {spec.name!r}", hint=_names_hint(spec.name, tensors))
     return list(targets.values())
 
 
-def _of_this_rank(name: str, tensor: torch.Tensor) -> _Target:
-    """Raises UnsupportedTensor for placements of a DTensor that are no slices of it."""
+def _of_this_rank(name: str, tensor: torch.Tensor) -> _Target | None:
+    """None where a DTensor is on other ranks. Raises UnsupportedTensor for placements that are no slices of it."""
     if not _is_sharded(tensor):
         return _Target(tensor, None)
     from torch.distributed.tensor import DTensor
 
-    from .fsdp import local_box
+    from .dtensor import local_box
 
     assert isinstance(tensor, DTensor)
-    if tensor.device_mesh.get_coordinate() is None:  # it belongs to others
-        return _Target(tensor.to_local(), Box(((),) * tensor.dim(), tuple(tensor.shape)))
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
     return _Target(tensor.to_local(), local_box(name, tensor))
 
 
