@@ -40,20 +40,41 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _is_quick(config: pytest.Config) -> bool:
+    return bool(config.getoption("markexpr") == "not slow")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("markexpr") == "not slow" and not config.getoption("--hypothesis-profile"):
+    if _is_quick(config) and not config.getoption("--hypothesis-profile"):
         settings.load_profile("quick")
 
 
-def pytest_collection_finish() -> None:
-    """What is imported stays: a garbage collection that looks through torch takes 0.3 s, and some tests ask for one."""
-    gc.collect()
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test with many parameters, a quick run takes the first and the last, unless one is asked for by name."""
+    if not _is_quick(config) or any("::" in argument for argument in config.args):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for several in cases.values() for item in (several[0], several[-1])}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """What is imported stays: looking through torch takes a garbage collection 0.3 s, and some tests ask for one."""
+    gc.disable()
+    done = yield
     gc.freeze()
+    gc.enable()
+    return done
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A quick run does not import what it would leave out as a whole: some of it imports transformers, for seconds."""
-    if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+    if not _is_quick(config) or collection_path.suffix != ".py":
         return None
     return True if "\npytestmark = pytest.mark.slow" in collection_path.read_text() else None
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
 MOST_PRIVATE_SHARE = 0.4
 """Of the files with tests, those that may import a module of `pulse_rl` which is not public: pure functions of formats

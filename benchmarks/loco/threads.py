@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -16,11 +16,13 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.loco.jobs import TRAINERS, WARM_UP
-from benchmarks.loco.tasks import TASKS, Task, evaluate_theta
 from pulse_rl.loco import PulseLoCo, Round
 from pulse_rl.loco import loop as loop_module
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
+
+if TYPE_CHECKING:
+    from benchmarks.loco.tasks import Task
 
 _WAIT_SECONDS = 3600.0
 _MAX_NORM = 1.0
@@ -78,6 +80,8 @@ def train(
     task: str, trainers: int, make_loop: MakeLoop, *, lr: float, rounds: int, seed: int = 0, evaluate: bool = False
 ) -> list[Trained]:
     """So many rounds of so many trainers, by rank. ``evaluate``: the first `TRAINERS` share what is held out."""
+    from benchmarks.loco.tasks import TASKS, evaluate_theta  # transformers, which a test of threads does without
+
     found: list[Trained | None] = [None] * trainers
 
     def run(rank: int) -> None:

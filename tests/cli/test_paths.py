@@ -38,6 +38,7 @@ def steps(tmp_path: Path, rng: Rng) -> Path:
     return tmp_path / "steps"
 
 
+@pytest.mark.slow
 def test_no_command_replaces_what_it_did_not_write(pulse: Pulse, tmp_path: Path, steps: Path, rng: Rng) -> None:
     old, new, patch, page = steps / "0.safetensors", steps / "1.safetensors", tmp_path / "p", tmp_path / "page.html"
     Publisher(LocalStore(tmp_path / "store"), stream="policy").publish(history(rng, 1)[0])

@@ -17,6 +17,7 @@ def checked_at(monkeypatch: pytest.MonkeyPatch, store: Store) -> Store:
     return store
 
 
+@pytest.mark.slow
 def test_a_sound_store_is_safe_and_left_as_it_was(pulse: Pulse, tmp_path: Path) -> None:
     pulse.refused("store-check", tmp_path / "stroe", kind="input", match="no folder")
     assert not (tmp_path / "stroe").exists()

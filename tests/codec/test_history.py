@@ -204,6 +204,7 @@ def test_nothing_is_coded_where_the_past_does_not_help() -> None:
     assert history_encode(block.old, block.old, block.layout) is None
 
 
+@pytest.mark.slow
 def test_remembered_elements_of_classes_that_are_not_listed_are_others(rng: np.random.Generator) -> None:
     """63 classes are listed, those of most changes; here by either codec for the others."""
     for each in (20, 700):

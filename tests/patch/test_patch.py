@@ -306,6 +306,7 @@ def test_the_same_patch_as_block_by_block(
     assert snapshot(before) == snapshot(new)
 
 
+@pytest.mark.slow
 def test_a_damaged_block_in_the_middle_of_a_group_is_undone(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pulse_rl.patch.tree._ROUNDS", 0)  # however little there is to do
     old = many_blocks(rng)

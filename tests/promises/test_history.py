@@ -41,6 +41,7 @@ def published(
     return sizes, remembered
 
 
+@pytest.mark.slow
 def test_it_turns_on_where_it_saves_and_off_where_it_does_not() -> None:
     store = MemoryStore()
     with Publisher(store, stream="s", anchor_ratio=1e9) as publisher, Subscriber(store, stream="s") as worker:

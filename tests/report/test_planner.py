@@ -33,6 +33,7 @@ SCENARIOS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_planner_of_the_page_shows_what_the_library_plans(script: quickjs.Context, scenario: Scenario) -> None:
     """At each place of the slider of the density, and on another link."""

@@ -107,6 +107,7 @@ def test_shapes_at_the_caps_are_kept() -> None:
     assert TensorSpec("w", BF16, (1,) * 16).elements == 1
 
 
+@pytest.mark.slow
 def test_too_many_tensors_are_refused() -> None:
     with pytest.raises(InputError, match="262145 tensors"):
         State(tuple(TensorSpec(f"{k:06}", BF16, (1,)) for k in range((1 << 18) + 1)), {})

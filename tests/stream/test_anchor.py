@@ -60,6 +60,7 @@ def test_a_restored_anchor_is_the_state(shard_bytes: int, threads: int, rng: Rng
     assert snapshot(restored(shards_of(state, shard_bytes), state, threads)) == snapshot(state)
 
 
+@pytest.mark.slow
 def test_the_tree_comes_with_the_state(rng: Rng) -> None:
     state = State.of({f"w{k}": weights(rng, (9 << 19) + k) for k in range(3)} | policy(rng))
     for size in (1 << 20, 1 << 30):

@@ -284,6 +284,7 @@ def test_an_unknown_place_is_refused() -> None:
         Publisher(MemoryStore(), stream="policy").publish({}, on_device="yes")
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_changed_tensor_reads_as_the_new_one(data: st.DataObject) -> None:

@@ -107,6 +107,7 @@ def test_members_of_any_name_meet(name: str, clock: Clock) -> None:
         stream.publish()
 
 
+@pytest.mark.slow
 def test_an_idle_poll_costs_the_same_at_any_age(clock: Clock) -> None:
     """After many versions, and thousands of members that are no more."""
     store = MemoryStore()

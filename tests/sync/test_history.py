@@ -264,6 +264,7 @@ def test_a_dense_stream_remembers_no_more_than_its_share(density: float) -> None
     assert (newcomer.root, detours(seen)) == (made.roots[-1], [])
 
 
+@pytest.mark.slow
 def test_a_relay_and_garbage_collection() -> None:
     made, target = Made(10), MemoryStore()
     relay = Relay(made.store, target, stream="s", keep=2, threads=1)

@@ -95,6 +95,7 @@ def test_a_relays_readers_go_on_after_folds_of_other_spans(before: int, spans: t
     assert (newest.version, newest.root) == (source.version, source.root)
 
 
+@pytest.mark.slow
 def test_a_base_that_is_a_later_version_too(tmp_path: Path) -> None:
     """The trainer went back to it: what came before it then is not what is remembered now."""
     store, states = MemoryStore(), momentum(chance=0.7)
@@ -163,6 +164,7 @@ def test_records_of_another_kind_are_none(tmp_path: Path, bytes_of_a_record: int
     assert load_history(file, digest) is None
 
 
+@pytest.mark.slow
 def test_junk_in_the_place_of_versions_does_not_stop_the_publisher() -> None:
     store, states = MemoryStore(), momentum(density=0.0005)
     made = publisher(store)
