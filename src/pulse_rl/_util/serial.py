@@ -14,10 +14,12 @@ import threading
 import time
 import weakref
 from _thread import allocate_lock, get_ident, start_new_thread
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
 
 from ..errors import ConcurrentUse, InputError
 from .threads import LOOK_SECONDS, Call, running
@@ -69,6 +71,21 @@ class NotCopyable:
         raise InputError(
             f"a {type(self).__name__} cannot be copied or pickled", hint="Make a new one where it is needed."
         )
+
+
+class Closing(ABC):
+    """What is closed at the end of a ``with``."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class SerialThread(NotCopyable):

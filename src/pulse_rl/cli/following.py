@@ -23,7 +23,7 @@ from ..sync.update import Update
 from .output import Console
 from .streams import open_lasting
 
-_MOST_ENGINE_WAIT = 30.0
+_LEAST_WAIT, _MOST_WAIT = 0.1, 60.0
 _LOOK_SECONDS = 30.0
 
 
@@ -36,37 +36,38 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         raise InputError("an engine needs all tensors of its model", hint="Leave --select out, or give --out.")
     if args.store[0].startswith("memory:"):
         raise InputError("an engine cannot open a memory:// store", hint="Give a folder or an object store.")
+    return _follow_into_an_engine(args, console)
+
+
+def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> int:
     handle: EngineHandle | None = None
-    wait = args.poll
+
+    def sync() -> None:
+        nonlocal handle
+        try:
+            handle = handle or _connect(args)
+            done = handle.sync()
+        except ConcurrentUse:
+            handle = None  # taken over: once the other is silent, another session is begun
+            raise
+        if done is not None:
+            _show_live(done, console)
+        elif args.once:
+            version = handle.version
+            console.result({"version": version, "changed": False}, [f"version {version} is the newest, and live"])
+
+    def pause(seconds: float) -> None:
+        if handle is not None:
+            handle.wait_for_version(seconds)
+        else:
+            _sleep(seconds)
+
+    def may_pass(error: PulseError) -> bool:
+        # Whoever was killed while it drove the engine is forgotten after some seconds.
+        return error.retryable or isinstance(error, ConcurrentUse)
+
     try:
-        while True:
-            try:
-                handle = handle or _connect(args)
-                done = handle.sync()
-                if done is not None:
-                    _show_live(done, console)
-                elif args.once:
-                    version = handle.version
-                    console.result(
-                        {"version": version, "changed": False}, [f"version {version} is the newest, and live"]
-                    )
-            except PulseError as error:
-                # Whoever was killed while it drove the engine is forgotten after some seconds.
-                if args.once or not (error.retryable or isinstance(error, ConcurrentUse)):
-                    raise
-                if isinstance(error, ConcurrentUse):
-                    handle = None  # taken over: once the other is silent, another session is begun
-                console.note(f"{error}; retrying")
-                wait = min(2 * max(wait, 0.1), _MOST_ENGINE_WAIT)
-            else:
-                console.forget_notes()
-                wait = args.poll
-            if args.once:
-                return 0
-            if handle is not None and wait == args.poll:
-                handle.wait_for_version(wait)
-            else:
-                time.sleep(jittered(wait))
+        return keep_on(sync, args, console, pause, may_pass)
     finally:
         if handle is not None:
             handle.close()
@@ -95,10 +96,6 @@ def _show_live(done: EngineSync, console: Console) -> None:
         f"paused {1e3 * done.pause_seconds:.0f} ms{proved}"
     )
     console.result(facts, [line])
-
-
-_LEAST_WAIT = 0.1
-_MOST_WAIT = 60.0
 
 
 def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
@@ -143,16 +140,20 @@ def _sleep(seconds: float) -> None:
 
 
 def keep_on(
-    work: Callable[[], None], args: argparse.Namespace, console: Console, pause: Callable[[float], None]
+    work: Callable[[], None],
+    args: argparse.Namespace,
+    console: Console,
+    pause: Callable[[float], None],
+    may_pass: Callable[[PulseError], bool] = lambda error: error.retryable,
 ) -> int:
-    """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that may pass it
-    says so once, and tries again after ever longer."""
+    """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that ``may_pass`` it says so
+    once, and tries again after ever longer."""
     wait = args.poll
     while True:
         try:
             work()
         except PulseError as error:
-            if args.once or not error.retryable:
+            if args.once or not may_pass(error):
                 raise
             console.note(f"{error}; retrying")
             if not isinstance(error, EmptyStream):  # what is missing or damaged is fetched again at each try

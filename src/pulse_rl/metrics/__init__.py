@@ -24,10 +24,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from .._util.files import open_regular
+from .._util.serial import Closing
 from ..errors import FormatError, InputError, IntegrityError, PulseError
 from ..events import (
     CallFailed,
@@ -71,7 +71,7 @@ def fan_out(*listeners: Listener) -> Listener:
     return send_to_all
 
 
-class JsonLines:
+class JsonLines(Closing):
     """Appends each event but `Progress` to the file ``path`` as one line, in a single write.
 
     A line is the event's fields with ``event``, its name in snake case ("published", "synced" …), and ``time``, seconds
@@ -100,14 +100,6 @@ class JsonLines:
         line = {"event": _snake_case(type(event).__name__), "time": round(time.time(), 6), **asdict(event)}
         with self._lock:
             self._file.write(json.dumps(line).encode() + b"\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes the file; later events raise ValueError."""

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from email.utils import formatdate
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from .._util.serial import Closing
 from ..errors import InputError, StoreError
 from .base import MAX_NAME, is_name
 from .http import MAX_WAIT_SECONDS, MAX_WAITED, PAGE
@@ -45,7 +45,7 @@ _Key = tuple[int, int] | None
 T = TypeVar("T")
 
 
-class FolderServer:
+class FolderServer(Closing):
     """Serves the objects below ``folder`` to whoever reaches ``bind`` at ``port`` (0: a free one), read-only, on a
     thread of its own, until `close`. A context manager.
 
@@ -89,14 +89,6 @@ class FolderServer:
 
     def __repr__(self) -> str:
         return f"<FolderServer at {self.url}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(self) -> None:
         try:

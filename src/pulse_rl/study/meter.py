@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .._util.serial import Closing
 from .._util.threads import ordered_map
 from ..errors import InputError, UnsupportedTensor
 from ..state.cast import COMPUTE_DTYPES
@@ -18,7 +18,7 @@ from .recurrence import Remembered
 from .result import STEP_SECONDS, Tally, study_dict
 
 
-class SparsityMeter:
+class SparsityMeter(Closing):
     """Takes a state after every ``every``-th optimizer step and compares it, bitwise after the cast to ``dtype``, with
     the states ``ks`` before; the first state is taken when the meter is created. ::
 
@@ -115,14 +115,6 @@ class SparsityMeter:
 
     def __repr__(self) -> str:
         return f"<SparsityMeter of {len(self._live.specs)} tensors: {len(self._states)} states>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._optimizer is None and self._live.is_trained_by(optimizer):

@@ -9,11 +9,11 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from .. import codec as codecs
 from .._util.collective import Alone, RankGroup
-from .._util.serial import NotCopyable, SerialThread
+from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_collection, checked_number
 from .._util.threads import checked_threads, weak_callback
 from ..errors import ConcurrentUse, InputError, PulseError
@@ -56,7 +56,7 @@ class PublisherSettings(TypedDict, total=False):
     on_event: Listener | None
 
 
-class Publisher(NotCopyable):
+class Publisher(Closing, NotCopyable):
     """Publishes the states of one policy as versions 0, 1, 2 … of a stream. A context manager (see `close`).
 
     ``store``: a store, or its address (see `open_store`). ``stream``: its name; a stream that exists is continued.
@@ -280,9 +280,6 @@ class Publisher(NotCopyable):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._stream.name!r} in {self._stream.store!r}>"
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

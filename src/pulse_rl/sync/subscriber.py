@@ -7,10 +7,9 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from .._util.serial import NotCopyable, SerialThread
+from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, PulseError, StreamRecreated, SubscriberPoisoned
@@ -39,7 +38,7 @@ _SEARCHED_FOR_BASE = 1000
 _KEPT_RECEIPTS = 8
 
 
-class Subscriber(NotCopyable):
+class Subscriber(Closing, NotCopyable):
     """Holds one version of a stream in host memory and moves it forward on `sync`. A context manager; see `close`.
 
     ``store``: a store, or its address (see `open_store`); or several in order of preference, the stream's own last,
@@ -269,14 +268,6 @@ class Subscriber(NotCopyable):
     def __repr__(self) -> str:
         held = "nothing yet" if self.version is None else f"version {self.version}"
         return f"<{type(self).__name__.strip('_')} of {self.stream.name!r} in {self.stream.store!r}: {held}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _sync(self, target: int | None) -> Update | None:
         started = time.perf_counter()

@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from .._util.serial import NotCopyable, Operation, pooled
+from .._util.serial import Closing, NotCopyable, Operation, pooled
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import Stopped
 from ..errors import ConcurrentUse, InputError, PulseError
@@ -77,7 +76,7 @@ class _Followed(Turn):
         self.told = ""
 
 
-class Subscribers(NotCopyable):
+class Subscribers(Closing, NotCopyable):
     """Follows ``streams``, hundreds of adapters say, of one ``store`` (or several, nearest first) with ``threads``
     threads in all, however many streams there are. A context manager; see `close`.
 
@@ -244,14 +243,6 @@ class Subscribers(NotCopyable):
 
     def __repr__(self) -> str:
         return f"<Subscribers of {len(self)} streams in {self._stores[0]!r}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- the threads
 

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from types import TracebackType
 from typing import Literal, Self
 
+from ..._util.serial import Closing
 from ..._util.settings import checked_number
 from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
 from ...events import Metadata
@@ -47,7 +47,7 @@ class EngineSync:
     fetched_bytes: int
 
 
-class EngineHandle:
+class EngineHandle(Closing):
     """Made by `connect`. A context manager; see `close`. May be used by several threads, one call at a time."""
 
     _transport: Transport
@@ -197,14 +197,6 @@ class EngineHandle:
 
     def __repr__(self) -> str:
         return f"<EngineHandle of {self._info.stream!r} in {self._info.store!r}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- the parts
 
