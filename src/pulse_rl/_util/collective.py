@@ -191,22 +191,30 @@ class GlooTransport:
     """A `Transport` between the ranks of ``group``, a torch.distributed.ProcessGroup or the ranks themselves (None: all
     ranks); of this process alone if torch.distributed is not initialised. ``owner``: words for messages.
 
-    Whatever the caller's backend is: what is sent is in host memory, and does not mix with the caller's collectives. No
-    call waits for another rank for longer than ``timeout_seconds``: one that died, or stalls, raises ``lost`` on the
-    others. Making it is a collective of the group. Raises InputError.
+    Whatever the caller's backend is: what is sent is in host memory, a lost peer is an error and not an abort, and
+    nothing mixes with the caller's collectives. No call waits for another rank for longer than ``timeout_seconds``: one
+    that died, or stalls, is an error on the others, which ``lost`` makes of torch's (None: RankLost). Making it is a
+    collective of the group. Raises InputError.
     """
 
-    def __init__(self, group: Any, timeout_seconds: float, *, owner: str, lost: type[PulseError] = RankLost) -> None:
+    def __init__(
+        self,
+        group: Any,
+        timeout_seconds: float,
+        *,
+        owner: str,
+        lost: Callable[[Exception], PulseError] | None = None,
+    ) -> None:
         self.size, self.rank = 1, 0
         self._timeout_seconds = timeout_seconds
-        self._lost = lost
+        self._lost = lost or self._rank_lost
         self._group: Any = None
         self._torch: Any = sys.modules.get("torch")
         dist = self._dist
         if dist is None or not (dist.is_available() and dist.is_initialized()):
             if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise InputError(
-                    "there are several ranks, but torch.distributed is not initialised",
+                    "there are several processes, but torch.distributed is not initialised",
                     hint="Call torch.distributed.init_process_group() first.",
                 )
             return
@@ -219,15 +227,46 @@ class GlooTransport:
         self._group = self._guard(lambda: dist.new_group(members, timeout, "gloo", use_local_synchronization=local))
         self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
 
+    @property
+    def store(self) -> Any:
+        """The group's key-value store, None where there is none."""
+        if self._group is None:
+            return None
+        try:
+            return self._group.get_group_store()
+        except (AttributeError, RuntimeError):  # an older torch, or a backend without a store
+            known: Any = getattr(self._dist.distributed_c10d, "_get_process_group_store", None)
+            return None if known is None else known(self._group)
+
     def all_gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks, which have one length."""
         if self.size == 1:
             return [message]
-        torch = self._torch
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        out = [torch.empty_like(own) for _ in range(self.size)]
+        return [array.tobytes() for array in self.gather_arrays(np.frombuffer(message, np.uint8))]
+
+    def gather_arrays(self, data: Bytes) -> list[Bytes]:
+        """The arrays of all ranks, which have one length."""
+        own = self._tensor(data)
+        out = [self._torch.empty_like(own) for _ in range(self.size)]
         self._guard(lambda: self._dist.all_gather(out, own, group=self._group))
-        return [piece.numpy().tobytes() for piece in out]
+        return [piece.numpy() for piece in out]
+
+    def all_to_all(self, sent: Sequence[Bytes], lengths: Sequence[int]) -> list[Bytes]:
+        """Sends an array to each rank, and returns those of the ranks for this one, of ``lengths`` bytes."""
+        own = self._tensor(np.concatenate(sent))
+        out = self._torch.empty(sum(lengths), dtype=self._torch.uint8, device="cpu")
+        sizes = [len(array) for array in sent]
+        self._guard(lambda: self._dist.all_to_all_single(out, own, [*lengths], sizes, group=self._group))
+        return np.split(out.numpy(), np.cumsum(lengths[:-1]))
+
+    def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
+        """Replaces ``array`` by that of rank ``source``, in place."""
+        data = self._torch.from_numpy(array)
+        self._guard(lambda: self._dist.broadcast(data, self._global(source), self._group))
+
+    def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
+        """Replaces ``array`` by the sum over all ranks, in place."""
+        self._guard(lambda: self._dist.all_reduce(self._torch.from_numpy(array), group=self._group))
 
     def exchange(self, sent: Mapping[int, Bytes], received: Mapping[int, Bytes]) -> None:
         """Sends arrays to other ranks, and fills those that other ranks send."""
@@ -236,8 +275,7 @@ class GlooTransport:
         def run() -> None:
             works: list[Any] = []
             for rank, array in sent.items():
-                data = self._torch.from_numpy(array if array.flags.writeable else array.copy())
-                works.append(dist.isend(data, self._global(rank), self._group))
+                works.append(dist.isend(self._tensor(array), self._global(rank), self._group))
             for rank, array in received.items():
                 works.append(dist.irecv(self._torch.from_numpy(array), self._global(rank), self._group))
             for work in works:
@@ -249,6 +287,7 @@ class GlooTransport:
         """Gives the group up. Safe after a failure, and safe to repeat."""
         group, self._group = self._group, None
         if group is not None and self._dist.is_initialized():
+            # After a re-initialisation torch.distributed no longer knows the group, and says so by a ValueError.
             with suppress(ValueError, RuntimeError):
                 self._dist.destroy_process_group(group)
 
@@ -260,9 +299,15 @@ class GlooTransport:
         assert self._group is not None
         return int(self._dist.get_global_rank(self._group, rank))
 
+    def _tensor(self, array: Bytes) -> Any:
+        return self._torch.from_numpy(array if array.flags.writeable else array.copy())
+
+    def _rank_lost(self, error: Exception) -> PulseError:
+        return RankLost(f"a rank died or stalled for {self._timeout_seconds:g} s: {error}")
+
     def _guard(self, call: Callable[[], R]) -> R:
         """torch.distributed raises RuntimeErrors of many kinds when a peer is gone; all of them mean one thing here."""
         try:
             return call()
         except RuntimeError as error:
-            raise self._lost(f"a rank died or stalled for {self._timeout_seconds:g} s: {error}") from error
+            raise self._lost(error) from error

@@ -4,22 +4,18 @@ lost (docs/loco.md, sections 4 and 4.2)."""
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from functools import partial
 from hashlib import sha256
 from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
 
+from .._util.collective import Bytes, GlooTransport
 from ..errors import CorruptMessage, Diverged, InputError, TrainerLeft, TrainerLost
 from ..state.digest import StateDigest
 
@@ -34,44 +30,24 @@ _CAUSES = "fewer batches, or steps that a GradScaler skipped"
 class TrainerGroup:
     """One trainer's side of a group of trainers; a single trainer if torch.distributed is not initialised.
 
-    It creates its own gloo group, whatever the user's backend is: messages are small and made on the host, a lost peer
-    is an error and not an abort, and collectives do not mix with the user's. No call takes longer than
-    ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all others. ``sent_bytes``
-    counts what left this process: gathered messages travel around a ring, each process to the next rank, so each
-    forwards all but one of them, padded. ``between_bytes`` counts those of them that went to a trainer of another one
-    of the ``sites``, names by rank, "" of all trainers until they have met; broadcasts, which are in no round, it does
-    not count.
-    ``progress`` knows what the errors tell of the others.
+    No call takes longer than ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all
+    others. ``sent_bytes`` counts what left this process: gathered messages travel around a ring, each process to the
+    next rank, so each forwards all but one of them, padded. ``between_bytes`` counts those of them that went to a
+    trainer of another one of the ``sites``, names by rank, "" of all trainers until they have met; broadcasts, which
+    are in no round, it does not count. ``progress`` knows what the errors tell of the others.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:
         if timeout_seconds <= 0:
             raise InputError(f"timeout_seconds is {timeout_seconds}", hint="Give a number of seconds above 0.")
-        self.timeout_seconds = timeout_seconds
         self.sent_bytes = self.between_bytes = 0
-        self._group: dist.ProcessGroup | None = None
-        self.size, self.rank = 1, 0
-        self.sites = [""]
         self.progress = Progress(None, 0, 1)
-        if not (dist.is_available() and dist.is_initialized()):
-            if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise InputError(
-                    "there are several trainers, but torch.distributed is not initialised",
-                    hint="Call torch.distributed.init_process_group() first.",
-                )
-            return
-        if group is not None and dist.get_rank(group) < 0:
-            raise InputError(
-                "this process is not in the group", hint="Create a PulseLoCo only on the trainers of its group."
-            )
-        ranks = None if group is None else dist.get_process_group_ranks(group)
-        local = ranks is not None
-        self._group = self._guard(
-            lambda: dist.new_group(ranks, timedelta(seconds=timeout_seconds), "gloo", use_local_synchronization=local)
+        self._transport = GlooTransport(
+            group, timeout_seconds, owner="PulseLoCo", lost=lambda error: self.progress.lost(error, timeout_seconds)
         )
-        self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self.size, self.rank = self._transport.size, self._transport.rank
         self.sites = [""] * self.size
-        self.progress = Progress(self._group, self.rank, self.size)
+        self.progress = Progress(self._transport.store, self.rank, self.size)
 
     def all_gather(self, message: bytes, *, max_bytes: int) -> list[bytes]:
         """Every trainer's message, in rank order. They may differ in length: headers first, then padded messages.
@@ -134,15 +110,15 @@ class TrainerGroup:
             return
         step = _MAX_BROADCAST_BYTES // array.itemsize
         for start in range(0, len(array), step):
-            piece = torch.from_numpy(array[start : start + step])
-            self._guard(partial(dist.broadcast, piece, self._global_rank(source), self._group))
+            piece = array[start : start + step]
+            self._transport.broadcast(piece, source)
             self.sent_bytes += piece.nbytes if self.rank == source else 0
 
     def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
         """Replaces ``array`` by the sum over all trainers, in place; for the baselines. Raises TrainerLost."""
         if self.size == 1:
             return
-        self._guard(lambda: dist.all_reduce(torch.from_numpy(array), group=self._group))
+        self._transport.all_reduce(array)
         self._count_ring(2 * (self.size - 1) * array.nbytes // self.size)
 
     def failures(self, problem: Exception | None) -> list[int]:
@@ -170,29 +146,18 @@ class TrainerGroup:
 
     def close(self) -> None:
         """Gives the group up. Safe after a failure."""
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            # After a re-initialisation torch.distributed no longer knows the group, and says so by a ValueError.
-            with suppress(ValueError, RuntimeError):
-                dist.destroy_process_group(group)
+        self._transport.close()
 
-    def _all_gather_array(self, data: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
-        own = torch.from_numpy(data if data.flags.writeable else data.copy())
-        out = [torch.empty_like(own) for _ in range(self.size)]
-        self._guard(lambda: dist.all_gather(out, own, group=self._group))
+    def _all_gather_array(self, data: Bytes) -> list[Bytes]:
+        found = self._transport.gather_arrays(data)
         self._count_ring((self.size - 1) * len(data))
-        return [piece.numpy() for piece in out]
+        return found
 
-    def _all_to_all_arrays(
-        self, pieces: list[npt.NDArray[np.uint8]], lengths: list[int]
-    ) -> list[npt.NDArray[np.uint8]]:
+    def _all_to_all_arrays(self, pieces: list[Bytes], lengths: list[int]) -> list[Bytes]:
         """The pieces for this trainer, of ``lengths`` bytes."""
-        own = torch.from_numpy(np.concatenate(pieces))
-        out = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-        sizes = [len(piece) for piece in pieces]
-        self._guard(lambda: dist.all_to_all_single(out, own, lengths, sizes, group=self._group))
-        self._count_each(sizes)
-        return np.split(out.numpy(), np.cumsum(lengths[:-1]))
+        found = self._transport.all_to_all(pieces, lengths)
+        self._count_each([len(piece) for piece in pieces])
+        return found
 
     def _count_ring(self, count: int) -> None:
         """So many bytes went to the next rank."""
@@ -207,17 +172,6 @@ class TrainerGroup:
     def _count(self, count: int, to: int) -> None:
         self.sent_bytes += count
         self.between_bytes += count if self.sites[to] != self.sites[self.rank] else 0
-
-    def _global_rank(self, rank: int) -> int:
-        assert self._group is not None
-        return dist.get_global_rank(self._group, rank)
-
-    def _guard(self, call: Callable[[], T]) -> T:
-        """torch.distributed raises RuntimeErrors of many kinds when a peer is gone; all of them mean one thing here."""
-        try:
-            return call()
-        except RuntimeError as error:
-            raise self.progress.lost(error, self.timeout_seconds) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +191,11 @@ class Note:
 
 
 class Progress:
-    """One trainer's notes and its view of the others'. Without a store, or where it fails, it knows nothing."""
+    """One trainer's notes and its view of the others', in the group's key-value ``store``. Without one, or where it
+    fails, it knows nothing."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-        self._store: Any = None if group is None else _store_of(group)
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store
         self._rank, self._size = rank, size
         self._met = False
         self._own = Note(0, 0, 0)
@@ -318,15 +273,6 @@ class Progress:
             self._store = None
             return None
         return result[0]
-
-
-def _store_of(group: dist.ProcessGroup) -> Any:
-    """The group's key-value store, None where there is none."""
-    try:
-        return group.get_group_store()
-    except (AttributeError, RuntimeError):  # an older torch, or a backend without a store
-        known: Any = getattr(dist.distributed_c10d, "_get_process_group_store", None)
-        return None if known is None else known(group)
 
 
 def _key(rank: int) -> str:
