@@ -14,10 +14,10 @@ import torch
 from pulse_rl._native import add_entries
 from pulse_rl.errors import CorruptMessage, NonFinite
 from pulse_rl.loco import PulseLoCo
-from pulse_rl.loco.exchange import exchange_of
+from pulse_rl.loco.exchange import PendingRound, Phase, exchange_of
 from pulse_rl.loco.gate import Gate
 from pulse_rl.loco.group import TrainerGroup
-from pulse_rl.loco.loop import OuterLoop, PendingRound, Phase
+from pulse_rl.loco.loop import OuterLoop
 from pulse_rl.loco.outer import OuterState, Residual
 from pulse_rl.loco.parameters import FlatBlock, Floats, Parameters, Positions, is_finite
 from pulse_rl.loco.wire import Entries

@@ -6,20 +6,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from itertools import islice
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from .._native import sum_entries
 from .._util.threads import ordered_map
-from ..errors import CorruptMessage, InputError, NonFinite
-from .gate import ReduceGate
+from ..errors import CorruptMessage, Diverged, InputError, NonFinite
+from .gate import Gate, ReduceGate
 from .group import TrainerGroup
+from .outer import OuterState, Residual
 from .parameters import FlatBlock, is_finite
-from .wire import Coder, Entries, LocalMessage, SumsMessage, Unit, Wire, digest_of
+from .wire import Classes, Coder, Entries, LocalMessage, SumsMessage, Unit, Wire, digest_of
 
 _NON_FINITE = b"PLSN"
 _TOO_LARGE = b"PLSH"
@@ -386,3 +389,95 @@ def _not_finite(messages: Sequence[bytes]) -> str | None:
             name = message.removeprefix(_NON_FINITE).decode(errors="replace")
             return f"trainer {rank}: the pseudo-gradient of {name!r} is not finite"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRound:
+    """A round whose messages have all arrived. What is left cannot fail: ``apply`` gives theta, momentum and the model
+    what follows from them, the model's next start by the lookahead that it gets, and returns the number of parameters
+    whose sum is not 0. ``entries`` and ``payload_bytes`` are those of this trainer's own message; ``messages`` the
+    digests of all trainers' messages, by rank."""
+
+    entries: int
+    payload_bytes: int
+    apply: Callable[[np.float32], int]
+    messages: list[str]
+    scattered: bool = False
+
+
+class Reduction(Protocol):
+    """How pseudo-gradients become one outer step: what a method is, beside the loop that all methods share.
+
+    ``residual``: what is not sent, if there is error feedback."""
+
+    @property
+    def residual(self) -> Residual | None: ...
+
+    def settings(self) -> dict[str, object]:
+        """What all trainers must have in common."""
+
+    def forget(self) -> None:
+        """Theta, momentum or the trainers have become others since the last round."""
+
+    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
+        """Exchanges the pseudo-gradients of the round after ``number``. Theta, momentum and residual do not change yet.
+        Raises NonFinite, CorruptMessage and Diverged on all trainers alike, and TrainerLost."""
+
+
+class GatedReduction:
+    """PULSELoCo's: entries that pass the gate are sent and summed in rank order, the others stay in the residual."""
+
+    def __init__(self, state: OuterState, residual: Residual, gate: Gate, exchange: Exchange) -> None:
+        self.residual, self.gate, self.exchange = residual, gate, exchange
+        self._state, self._wire = state, Wire(exchange.wire_dtype)
+        self._classes = Classes(state.parameters.blocks)
+
+    def settings(self) -> dict[str, object]:
+        travel = {"wire_dtype": str(self._wire.dtype), "gate_sums": self.exchange.gate_sums}
+        return {**self.gate.settings(), **travel, "lookahead": float(self.residual.lookahead)}
+
+    def forget(self) -> None:
+        self._classes.forget()
+
+    def sites(self, group: TrainerGroup) -> Sites:
+        return Sites.of(group.sites)
+
+    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
+        state, residual, rounding = self._state, self.residual, self.gate.rounding
+        residual.forget_message()
+        with phase("gate"):
+            own = self.gate.local_message(state, residual, self._wire)
+
+        def announce(digest: str) -> None:  # before the message is sent: it may count although this trainer fails
+            residual.pending_message = None if own.bad else digest
+
+        coder = Coder(number, state.theta, state.momentum, rounding, self._wire, self._classes, state.threads)
+        require_same = partial(group.require_same_tensors, number, state.digests)
+        transfer = Transfer(group, coder, state.parameters.blocks, phase, require_same, announce)
+        arrived: Transferred | None = None
+        sites, reduce_gate = self.sites(group), None
+        try:
+            if gates_sums(self.exchange.gate_sums, sites, lookahead=bool(residual.lookahead)):
+                reduce_gate = ReduceGate(state.theta, rounding, self.gate.scale, self._wire)
+                residual.add_held_back = reduce_gate.add_residual
+            if reduce_gate or sites.several or group.size >= SCATTER_FROM:
+                arrived = transfer.scatter(own, sites, reduce_gate)
+            if arrived is None:  # few trainers, or a sum that no message takes
+                residual.add_held_back = None
+                arrived = transfer.gather(own)
+        except (NonFinite, CorruptMessage, Diverged):  # on all trainers alike: the message has counted with none
+            residual.forget_message()
+            raise
+        return self._pending(group.size, sum(len(positions) for positions, _ in own.entries), arrived)
+
+    def _pending(self, trainers: int, entries: int, arrived: Transferred) -> PendingRound:
+        residual, rounding = self.residual, self.gate.rounding
+
+        def apply(lookahead: np.float32) -> int:
+            residual.complete_next()
+            summed = self._state.sparse_step(arrived.entries, trainers, residual, lookahead, rounding, self._classes)
+            residual.started_with = lookahead
+            residual.take_next()
+            return summed
+
+        return PendingRound(entries, arrived.payload_bytes, apply, arrived.messages, arrived.scattered)

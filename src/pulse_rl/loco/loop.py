@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,26 +16,10 @@ import torch.distributed as dist
 from .._util.serial import NotCopyable, SerialThread
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from ..events import OneLine
-from .buffers import FrozenAndBuffers
-from .exchange import SCATTER_FROM, Exchange, Sites, Transfer, Transferred, gates_sums
-from .gate import Gate, ReduceGate
+from .exchange import Exchange, Reduction
 from .group import Note, TrainerGroup
-from .membership import (
-    Handshake,
-    delivery_of,
-    exchange_handshakes,
-    find_behind,
-    find_leader,
-    require_no_divergence,
-    require_same_model_and_settings,
-    specs_digest,
-)
-from .outer import OuterState, Residual, averaged
-from .parameters import Floats, parts
-from .wire import Classes, Coder, Wire
-
-MAX_SCALE = 1024.0
-Phase = Callable[[str], AbstractContextManager[None]]
+from .outer import OuterState, averaged
+from .trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -80,133 +63,6 @@ class Round(OneLine):
         return {"round": self.number, "loco_sent_bytes": self.sent_bytes, "loco_dense_bytes": self.dense_bytes}
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRound:
-    """A round whose messages have all arrived. What is left cannot fail: ``apply`` gives theta, momentum and the model
-    what follows from them, the model's next start by the lookahead that it gets, and returns the number of parameters
-    whose sum is not 0. ``entries`` and ``payload_bytes`` are those of this trainer's own message; ``messages`` the
-    digests of all trainers' messages, by rank."""
-
-    entries: int
-    payload_bytes: int
-    apply: Callable[[np.float32], int]
-    messages: list[str]
-    scattered: bool = False
-
-
-class Reduction(Protocol):
-    """How pseudo-gradients become one outer step: what a method is, beside the loop that all methods share.
-
-    ``residual``: what is not sent, if there is error feedback."""
-
-    @property
-    def residual(self) -> Residual | None: ...
-
-    def settings(self) -> dict[str, object]:
-        """What all trainers must have in common."""
-
-    def forget(self) -> None:
-        """Theta, momentum or the trainers have become others since the last round."""
-
-    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
-        """Exchanges the pseudo-gradients of the round after ``number``. Theta, momentum and residual do not change yet.
-        Raises NonFinite, CorruptMessage and Diverged on all trainers alike, and TrainerLost."""
-
-
-class GatedReduction:
-    """PULSELoCo's: entries that pass the gate are sent and summed in rank order, the others stay in the residual."""
-
-    def __init__(self, state: OuterState, residual: Residual, gate: Gate, exchange: Exchange) -> None:
-        self.residual, self.gate, self.exchange = residual, gate, exchange
-        self._state, self._wire = state, Wire(exchange.wire_dtype)
-        self._classes = Classes(state.parameters.blocks)
-
-    def settings(self) -> dict[str, object]:
-        travel = {"wire_dtype": str(self._wire.dtype), "gate_sums": self.exchange.gate_sums}
-        return {**self.gate.settings(), **travel, "lookahead": float(self.residual.lookahead)}
-
-    def forget(self) -> None:
-        self._classes.forget()
-
-    def sites(self, group: TrainerGroup) -> Sites:
-        return Sites.of(group.sites)
-
-    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
-        state, residual, rounding = self._state, self.residual, self.gate.rounding
-        residual.forget_message()
-        with phase("gate"):
-            own = self.gate.local_message(state, residual, self._wire)
-
-        def announce(digest: str) -> None:  # before the message is sent: it may count although this trainer fails
-            residual.pending_message = None if own.bad else digest
-
-        coder = Coder(number, state.theta, state.momentum, rounding, self._wire, self._classes, state.threads)
-        require_same = partial(group.require_same_tensors, number, state.digests)
-        transfer = Transfer(group, coder, state.parameters.blocks, phase, require_same, announce)
-        arrived: Transferred | None = None
-        sites, reduce_gate = self.sites(group), None
-        try:
-            if gates_sums(self.exchange.gate_sums, sites, lookahead=bool(residual.lookahead)):
-                reduce_gate = ReduceGate(state.theta, rounding, self.gate.scale, self._wire)
-                residual.add_held_back = reduce_gate.add_residual
-            if reduce_gate or sites.several or group.size >= SCATTER_FROM:
-                arrived = transfer.scatter(own, sites, reduce_gate)
-            if arrived is None:  # few trainers, or a sum that no message takes
-                residual.add_held_back = None
-                arrived = transfer.gather(own)
-        except (NonFinite, CorruptMessage, Diverged):  # on all trainers alike: the message has counted with none
-            residual.forget_message()
-            raise
-        return self._pending(group.size, sum(len(positions) for positions, _ in own.entries), arrived)
-
-    def _pending(self, trainers: int, entries: int, arrived: Transferred) -> PendingRound:
-        residual, rounding = self.residual, self.gate.rounding
-
-        def apply(lookahead: np.float32) -> int:
-            residual.complete_next()
-            summed = self._state.sparse_step(arrived.entries, trainers, residual, lookahead, rounding, self._classes)
-            residual.started_with = lookahead
-            residual.take_next()
-            return summed
-
-        return PendingRound(entries, arrived.payload_bytes, apply, arrived.messages, arrived.scattered)
-
-
-class DenseReduction:
-    """DiLoCo's: an all-reduce of all FP32 pseudo-gradients, without a residual."""
-
-    def __init__(self, state: OuterState) -> None:
-        self._state = state
-        self.residual = None
-
-    def settings(self) -> dict[str, object]:
-        return {}
-
-    def forget(self) -> None:
-        pass
-
-    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
-        state, parameters = self._state, self._state.parameters
-        total = np.empty_like(state.theta)
-        with phase("gate"):
-            for block in parameters.blocks:
-                out, start = block.of(total), parameters.as_written(block, block.of(state.theta))
-                for part, segment in parts(block):
-                    np.subtract(start[part], parameters.now(segment), out=out[part])
-        with phase("exchange"):
-            group.all_reduce(total)
-        # The sum is the same on all trainers, so all of them raise this, and before theta changes.
-        if name := parameters.first_non_finite(total):
-            raise NonFinite(f"the sum of the pseudo-gradients of {name!r} is not finite")
-
-        def apply(_: np.float32) -> int:
-            state.dense_step(total, group.size)
-            parameters.write(state.theta)
-            return parameters.count
-
-        return PendingRound(parameters.count, total.nbytes, apply, [])
-
-
 class OuterLoop(NotCopyable):
     """Hooks the inner optimizers' ``step``; after every ``sync_every`` steps one outer round runs inside that call.
 
@@ -235,19 +91,25 @@ class OuterLoop(NotCopyable):
             )
         self.sync_every, self.on_round = sync_every, on_round
         self.exchange, self.reduction, self.state = exchange, reduction, state
-        self.parameters = state.parameters
-        self.buffers = FrozenAndBuffers(model, self.parameters.tensors)
-        self.round = self.inner_step = 0
+        self.trainer = Trainer(model, state, reduction.residual)
+        self.parameters, self.buffers = state.parameters, self.trainer.buffers
         self.last_round: Round | None = None
         self._serial = SerialThread(type(self).__name__)
         self._process_group = exchange.group
         self._group: TrainerGroup | None = None
         self._hooks: list[Any] = []
         self._seconds: dict[str, float] = {}
-        self._messages: list[str] = []
-        # The others may have completed rounds since this state was saved, with messages that it knows nothing of.
-        self._from_checkpoint = False
         self._in_global_weights = False
+
+    @property
+    def round(self) -> int:
+        """Rounds that are completed."""
+        return self.trainer.round
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps of the round under way that are taken."""
+        return self.trainer.inner_step
 
     @property
     def threads(self) -> int | None:
@@ -261,7 +123,7 @@ class OuterLoop(NotCopyable):
     # -- a round
 
     def _after_step(self) -> None:
-        self.inner_step += 1
+        self.trainer.inner_step += 1
         if self._group is not None:
             self._group.progress.note(self._note())
         if self.inner_step >= self.sync_every:
@@ -288,8 +150,7 @@ class OuterLoop(NotCopyable):
                 with self._phase("update"):
                     # Who is told of the round is shown theta.
                     summed = pending.apply(np.float32(0) if self.on_round else self._lookahead())
-                    self._messages = pending.messages
-                    self.round, self.inner_step = self.round + 1, 0
+                    self.trainer.complete_round(pending.messages)
                     buffers.commit()
                 return summed
 
@@ -330,9 +191,7 @@ class OuterLoop(NotCopyable):
 
     def __enter__(self) -> Self:
         if not self._hooks:
-            if self.round == 0 and not self._from_checkpoint:
-                self.state.theta[:] = self.parameters.read()  # the model may have been loaded since
-                self.buffers.read_common()
+            self.trainer.take_initial()
             self._join()
             self._hooks = self.parameters.optimizers.hook(self._after_step)
             self._restart()
@@ -368,13 +227,7 @@ class OuterLoop(NotCopyable):
     def rewind(self) -> None:
         """Gives the model the start of the round and the last common buffers, and discards the local steps since."""
         self.buffers.require()
-
-        def rewind() -> None:
-            self.inner_step = 0
-            self._start_steps(self._lookahead())
-            self.buffers.restore()
-
-        self._serial.run(rewind, whole=True)
+        self._serial.run(lambda: self.trainer.rewind(self._lookahead()), whole=True)
 
     def _leave(self, error: BaseException | None = None) -> None:
         """Gives the group up. The others are told that it was on purpose, or because of ``error``."""
@@ -387,12 +240,17 @@ class OuterLoop(NotCopyable):
 
     def _join(self) -> None:
         """Makes the group, takes up the common state, and runs a round that is due."""
-        if name := self.parameters.first_non_finite(self.state.theta):
-            raise NonFinite(f"theta is not finite at {name!r}", hint="Start from weights without NaN and Inf.")
+        self.trainer.require_finite()
         group = TrainerGroup(self._process_group, timeout_seconds=self.exchange.timeout_seconds)
         group.progress.begin(self._note())
         try:
-            self._rendezvous(group)
+            take_up = self.trainer.meet(group, self._settings(), self.exchange.site, self._lookahead())
+
+            def begin() -> None:
+                take_up()
+                self.reduction.forget()
+
+            self._serial.run(begin, whole=True)
         except BaseException:
             group.close()
             raise
@@ -400,60 +258,6 @@ class OuterLoop(NotCopyable):
         group.progress.note(self._note())
         if self.inner_step >= self.sync_every:
             self._run_round()
-
-    def _rendezvous(self, group: TrainerGroup) -> None:
-        """Brings all trainers to one outer state. An error leaves this trainer as it was."""
-        handshakes = exchange_handshakes(group, self._handshake())
-        group.progress.met()
-        require_same_model_and_settings(handshakes, group.rank)
-        group.sites = [handshake.site for handshake in handshakes]
-        leader = find_leader(handshakes)
-        require_no_divergence(handshakes, leader)
-        behind = find_behind(handshakes, leader)
-        take_up_buffers = self.buffers.meet(group, leader)
-        theta, momentum = self._fetch_state(group, leader, behind)
-
-        def take_up() -> None:
-            from_checkpoint, self._from_checkpoint = self._from_checkpoint, False
-            take_up_buffers()
-            if group.rank in behind:
-                self._take_up(handshakes[leader], theta, momentum, from_checkpoint)
-            self.reduction.forget()
-
-        self._serial.run(take_up, whole=True)
-
-    def _handshake(self) -> Handshake:
-        digests = self.state.digests()
-        return Handshake(
-            settings=self._settings(),
-            round=self.round,
-            root=digests["theta"].root,
-            momentum=digests["momentum"].root,
-            messages=self._messages,
-            specs=specs_digest(self.parameters.specs, self.buffers.specs),
-            site=self.exchange.site or "",
-        )
-
-    def _fetch_state(self, group: TrainerGroup, leader: int, behind: list[int]) -> tuple[Floats, Floats]:
-        """The leader's theta and momentum, if any are ``behind``. All trainers take part; those receive into copies."""
-        theta, momentum = self.state.theta, self.state.momentum
-        if not behind:
-            return theta, momentum
-        if group.rank in behind:
-            theta, momentum = theta.copy(), momentum.copy()
-        group.broadcast(theta, leader)
-        group.broadcast(momentum, leader)
-        return theta, momentum
-
-    def _take_up(self, leader: Handshake, theta: Floats, momentum: Floats, from_checkpoint: bool) -> None:
-        residual = self.reduction.residual
-        if leader.round != self.round and residual is not None:
-            message = residual.pending_message
-            residual.catch_up(delivery_of(message, self.round, leader, from_checkpoint=from_checkpoint))
-        self.state.theta[:], self.state.momentum[:] = theta, momentum
-        self.round, self.inner_step, self._messages = leader.round, 0, list(leader.messages)
-        self._start_steps(self._lookahead())
-        self.buffers.restore()
 
     def _note(self) -> Note:
         return Note(self.round + 1, self.inner_step, self.sync_every)
@@ -467,19 +271,11 @@ class OuterLoop(NotCopyable):
             return np.float32(0)
         return residual.lookahead
 
-    def _start_steps(self, lookahead: np.float32) -> None:
-        """Gives the model its local start; all of it, as the model may hold anything."""
-        if (residual := self.reduction.residual) is not None:
-            residual.started_with = lookahead
-            residual.write_start()
-        else:
-            self.parameters.write(self.state.theta)
-
     def _restart(self) -> None:
         """Between rounds, gives the model the local start that is due, unless it holds it."""
         residual = self.reduction.residual
         if residual is not None and self.inner_step == 0 and residual.started_with != self._lookahead():
-            self._serial.run(lambda: self._start_steps(self._lookahead()), whole=True)
+            self._serial.run(lambda: self.trainer.write_start(self._lookahead()), whole=True)
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -550,7 +346,7 @@ class OuterLoop(NotCopyable):
         Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three together resume
         to the same bits.
         """
-        return self._serial.run(self._state_dict)
+        return self._serial.run(self.trainer.saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the saved ``state``, before the first round or after it. Raises StateMismatch and NonFinite, with
@@ -559,53 +355,13 @@ class OuterLoop(NotCopyable):
         At a round's boundary (``inner_step`` 0) the model gets theta and the buffers; mid-round it is left to its own
         checkpoint, as frozen parameters always are. A state without buffers leaves the model's.
         """
-        fresh = {key: np.empty_like(flat) for key, flat in self._arrays().items()}
-        missing = {"round", "inner_step", "messages", *fresh} - state.keys()
-        if missing:
-            raise StateMismatch(f"the saved state has no {sorted(missing)}")
-        ahead = state.get("started_with", 0.0)
-        if not isinstance(ahead, float) or not 0 <= ahead <= MAX_SCALE:
-            raise StateMismatch(f"the saved state's steps started with lookahead {ahead!r}")
-        buffers = self.buffers.loaded(state["buffers"]) if "buffers" in state else None
-        counters, messages = (state["round"], state["inner_step"]), state["messages"]
-        if not (isinstance(messages, list) and all(isinstance(m, str) for m in messages)) or not all(
-            isinstance(n, int) and n >= 0 for n in counters
-        ):
-            raise StateMismatch(f"the saved state's counters {counters} or messages are not what they should be")
-        for key, flat in fresh.items():
-            self.parameters.load(state[key], flat, f"saved {key}")
+        load = self.trainer.loaded(state)
 
-        def load() -> None:
-            for key, flat in self._arrays().items():
-                flat[:] = fresh[key]
-            (self.round, self.inner_step), self._messages, self._from_checkpoint = counters, list(messages), True
+        def take_up() -> None:
+            load(self._lookahead())
             self.reduction.forget()
-            if (residual := self.reduction.residual) is not None:
-                residual.forget_message()
-                residual.started_with = np.float32(ahead)
-            self.buffers.load(buffers)
-            if self.inner_step == 0:
-                self._start_steps(self._lookahead())
-                self.buffers.restore()
 
-        self._serial.run(load, whole=True)
-
-    def _state_dict(self) -> dict[str, Any]:
-        buffers, residual = self.buffers.saved(), self.reduction.residual
-        return {
-            **({"buffers": buffers} if buffers else {}),
-            "round": self.round,
-            "inner_step": self.inner_step,
-            "messages": list(self._messages),
-            **{key: self.parameters.copies(flat) for key, flat in self._arrays().items()},
-            **({"started_with": float(residual.started_with)} if residual and residual.started_with else {}),
-        }
-
-    def _arrays(self) -> dict[str, Floats]:
-        """The flat arrays that a checkpoint holds."""
-        residual = self.reduction.residual
-        held_back = {} if residual is None else {"residual": residual.flat}
-        return {"theta": self.state.theta, "momentum": self.state.momentum, **held_back}
+        self._serial.run(take_up, whole=True)
 
     def _settings(self) -> dict[str, object]:
         """What all trainers must have in common."""

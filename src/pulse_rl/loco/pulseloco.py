@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from .._util.settings import checked_number
-from .exchange import Exchange, exchange_of
+from ..errors import NonFinite
+from .exchange import Exchange, GatedReduction, PendingRound, Phase, exchange_of
 from .gate import Gate
-from .loop import MAX_SCALE, DenseReduction, GatedReduction, OuterLoop, Round
+from .group import TrainerGroup
+from .loop import OuterLoop, Round
 from .outer import OuterState, Residual
-from .parameters import Parameters
+from .parameters import Parameters, parts
+from .trainer import MAX_SCALE
 
 
 class PulseLoCo(OuterLoop):
@@ -69,6 +73,41 @@ class PulseLoCo(OuterLoop):
         super().__init__(model, state, reduction, exchange, sync_every=sync_every, on_round=on_round)
         self.reduction: GatedReduction = reduction
         self.lookahead = residual.lookahead
+
+
+class DenseReduction:
+    """DiLoCo's: an all-reduce of all FP32 pseudo-gradients, without a residual."""
+
+    def __init__(self, state: OuterState) -> None:
+        self._state = state
+        self.residual = None
+
+    def settings(self) -> dict[str, object]:
+        return {}
+
+    def forget(self) -> None:
+        pass
+
+    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
+        state, parameters = self._state, self._state.parameters
+        total = np.empty_like(state.theta)
+        with phase("gate"):
+            for block in parameters.blocks:
+                out, start = block.of(total), parameters.as_written(block, block.of(state.theta))
+                for part, segment in parts(block):
+                    np.subtract(start[part], parameters.now(segment), out=out[part])
+        with phase("exchange"):
+            group.all_reduce(total)
+        # The sum is the same on all trainers, so all of them raise this, and before theta changes.
+        if name := parameters.first_non_finite(total):
+            raise NonFinite(f"the sum of the pseudo-gradients of {name!r} is not finite")
+
+        def apply(_: np.float32) -> int:
+            state.dense_step(total, group.size)
+            parameters.write(state.theta)
+            return parameters.count
+
+        return PendingRound(parameters.count, total.nbytes, apply, [])
 
 
 class DiLoCo(OuterLoop):
