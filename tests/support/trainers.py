@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pulse_rl.errors import PulseError, TrainerLost
-from pulse_rl.loco import loop as loop_module
+from pulse_rl.loco import exchange as exchange_module
 from pulse_rl.loco.exchange import SCATTER_FROM
 from pulse_rl.loco.group import TrainerGroup
 
@@ -144,7 +144,7 @@ def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int
 
 def force_scattered(scattered: bool | None) -> None:
     """From now on all rounds of this process are scattered, none is, or (None) the rule decides."""
-    loop_module.SCATTER_FROM = SCATTER_FROM if scattered is None else 1 if scattered else 1 << 30
+    exchange_module.SCATTER_FROM = SCATTER_FROM if scattered is None else 1 if scattered else 1 << 30
 
 
 @contextmanager
