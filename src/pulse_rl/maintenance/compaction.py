@@ -46,8 +46,8 @@ def fold_stream(
     gets the events of folding and replay. ``signer`` signs the folds' links: workers with trusted keys use no others;
     its key and ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) are those whose versions are folded.
     ``stream_id``: the stream's, where it is known. Versions that cannot be read are passed over. Restores the stream at
-    the base of the first missing fold and replays it. Raises InputError; while it yields EmptyStream, and ChainGap if a
-    version is unreachable.
+    the base of the first missing fold and replays it. Raises InputError; while it yields EmptyStream, why no
+    version can be read where none can, and ChainGap if one is unreachable.
     """
     checked_threads(threads)
     checked_listener(on_event)
@@ -61,12 +61,14 @@ def fold_stream(
 def _fold(
     where: Stream, spans: list[int], codec: str, threads: int | None, on_event: Listener | None
 ) -> Iterator[tuple[int, int]]:
-    listed = {(link.base, link.version) for link in where.links()}
-    head = where.newest().manifest
-    if head is None:
-        raise EmptyStream(f"stream {where.name!r} has no versions")
-    where.stream_id = where.stream_id or head.stream_id or None
-    versions = [version for version in where.versions() if version <= head.version]
+    with where.limited():
+        listed = {(link.base, link.version) for link in where.links()}
+        found = where.newest()
+        if found.manifest is None:
+            raise found.error or EmptyStream(f"stream {where.name!r} has no versions")
+        head = found.manifest
+        where.stream_id = where.stream_id or head.stream_id or None
+        versions = [version for version in where.versions() if version <= head.version]
     there = set(versions)
     missing = {(v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there} - listed
     if not missing:
@@ -83,8 +85,9 @@ def _fold(
     host = HostState(threads=threads, listener=on_event, watcher=_Follower(maker))
     first, last = min(b for b, _ in missing), max(v for _, v in missing)
     for version in versions:
-        if first <= version <= last and _is_readable(where, version):
-            catch_up(host, where, version)
+        with where.limited():
+            if first <= version <= last and _is_readable(where, version):
+                catch_up(host, where, version)
     yield from sorted(maker.stored)
 
 

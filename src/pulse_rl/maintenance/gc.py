@@ -197,6 +197,11 @@ def gc_stream(
     checked_count("keep", keep)
     checked_number("grace_seconds", grace_seconds, most=_LONGEST_GRACE)
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
+    with where.limited():
+        return _gc(where, keep, grace_seconds, dry_run=dry_run)
+
+
+def _gc(where: Stream, keep: int, grace_seconds: float, *, dry_run: bool) -> GcPlan:
     folders = (where.names.links, where.names.versions, where.names.payloads, where.names.digests)
     objects = [info for folder in folders for info in where.store.list(folder)]
     # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.

@@ -125,7 +125,7 @@ class Relay:
         """
         if shards is not None:
             checked_count("shards", shards)
-        with failures_to(self._listener, self.source.name, "relay"):
+        with failures_to(self._listener, self.source.name, "relay"), self.source.limited(), self._target.limited():
             return self._sync(shards)
 
     def wait_for_new(self, poll_seconds: float = 1.0, most_seconds: float = math.inf) -> None:

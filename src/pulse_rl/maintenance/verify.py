@@ -64,14 +64,16 @@ def verify_stream(
 
 
 def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> Iterator[VersionReport]:
-    where.stream_id = where.stream_id or _stream_id(where)
-    versions = where.versions()
-    if not versions:
-        raise EmptyStream(f"stream {where.name!r} has no versions")
-    listed = set(versions)
-    folds = [link for link in where.links() if link.base in listed]
+    with where.limited():
+        where.stream_id = where.stream_id or _stream_id(where)
+        versions = where.versions()
+        if not versions:
+            raise EmptyStream(f"stream {where.name!r} has no versions")
+        listed = set(versions)
+        folds = [link for link in where.links() if link.base in listed]
+    chain = HostState(threads=threads, listener=on_event)
 
-    def reached_by(link: Link, chain: HostState) -> HostState:
+    def reached_by(link: Link) -> HostState:
         """A host state at the link's version: ``chain`` itself where it can be led on."""
         host = chain
         if link.base is None or link.base != chain.version:
@@ -81,16 +83,16 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
         follow_link(host, where, link)
         return host
 
-    chain = HostState(threads=threads, listener=on_event)
     checked: dict[str, str] = {}
-    for version in versions:
+
+    def report(version: int) -> VersionReport:
+        nonlocal chain
         try:
             manifest = where.manifest(version)
         except StoreUnavailable:
             raise
         except PulseError as error:
-            yield VersionReport(version, None, (), (str(error),))
-            continue
+            return VersionReport(version, None, (), (str(error),))
         good: list[str] = []
         problems = _check_files(where, manifest, checked)
         named = links_of(manifest)
@@ -100,7 +102,7 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
             named = [*(link for link in named if link.base is None), *folded] or named
         for link in named:
             try:
-                host = reached_by(link, chain)
+                host = reached_by(link)
             except StoreUnavailable:
                 raise
             except PulseError as error:
@@ -110,7 +112,12 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
                 chain = host if chain.version != version else chain
         if not good and not named:
             problems.append("no link leads to it")
-        yield VersionReport(version, manifest.root, tuple(good), tuple(problems))
+        return VersionReport(version, manifest.root, tuple(good), tuple(problems))
+
+    for version in versions:
+        with where.limited():
+            found = report(version)
+        yield found
 
 
 def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> list[str]:

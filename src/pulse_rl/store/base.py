@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from ..errors import AlreadyExists, InvalidName, StoreError
+from ..errors import AlreadyExists, FormatError, InvalidName, NotFound, StoreError, StoreUnavailable
 
 Data = bytes | Iterable[bytes | memoryview]
 """Bytes, or chunks of them in order."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME = 512
+MAX_LISTED = 1_000_000
 
 
 class ObjectInfo(NamedTuple):
@@ -100,5 +101,23 @@ def create_or_confirm(store: Store, name: str, data: bytes) -> bool:
     try:
         store.put_new(name, data)
     except AlreadyExists:
-        return store.get(name) == data
+        return holds(store, name, data)
     return True
+
+
+def holds(store: Store, name: str, data: bytes) -> bool:
+    """Whether the object ``name`` is these bytes. Raises NotFound."""
+    return store.head(name).nbytes == len(data) and store.get(name, 0, len(data)) == data
+
+
+def whole(store: Store, name: str, nbytes: int) -> bytes:
+    """The object ``name``, which was said to have ``nbytes``: no more is read. Raises NotFound, and FormatError where
+    it is shorter."""
+    try:
+        return store.get(name, 0, nbytes)
+    except (NotFound, StoreUnavailable):
+        raise
+    except StoreError as error:
+        if store.head(name).nbytes >= nbytes:
+            raise
+        raise FormatError(f"{name} has fewer bytes than it had: {error}") from error

@@ -23,13 +23,12 @@ from urllib.parse import quote, urlsplit
 from .._util.settings import checked_number
 from .._util.threads import checkpoint
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
-from .base import Data, ObjectInfo, check_folder, check_name, check_range, is_name
+from .base import MAX_LISTED, Data, ObjectInfo, check_folder, check_name, check_range, is_name
 
 MAX_WHOLE_BYTES: Final = 256 << 20
 """Largest object that is read without saying how many bytes are expected."""
 PAGE: Final = 1000
 """Objects in a page of a listing; one with fewer is the last."""
-MAX_LISTED: Final = 1_000_000
 _LISTING_TIMEOUTS = 10
 MAX_WAIT_SECONDS: Final = 25.0
 MAX_WAITED: Final = 4096

@@ -1,8 +1,9 @@
 """Stores that read another one: with a cache folder, so that a restart does not download everything again; at a bounded
-rate; with bounded patience (docs/protocol.md, section 2). And which of them can be waited for."""
+rate; within the bounds of docs/protocol.md, section 2. And which of them can be waited for."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from .._util.threads import checkpoint
 from ..errors import NotFound, StoreError, StoreUnavailable
-from .base import Data, ObjectInfo, Store
+from .base import MAX_LISTED, MAX_NAME, Data, ObjectInfo, Store
 from .local import LocalStore
 
 CACHE_FOLDER = "pulse-cache"
@@ -24,6 +25,8 @@ _LEAST_CHUNK = 64 << 10  # of a paced read
 _LOOK_SECONDS = 0.1
 _REQUEST_SECONDS = 1.0  # what is not late, for each call and each so many bytes a second
 _LEAST_RATE = 16 << 10
+DEFAULT_LATE_SECONDS = 600.0
+_CHECK = "Try the store with `pulse store-check`."
 T = TypeVar("T")
 
 
@@ -236,9 +239,11 @@ def _await(begin: float) -> None:
         time.sleep(min(left, _LOOK_SECONDS))
 
 
-class PatientStore:
-    """``store``, whose reading calls may be late for a while: a second for each call and each 16 KiB is its due, what
-    takes longer is lateness. A listing is one call, however many pages it has."""
+class BoundedStore:
+    """``store``, of which nothing is taken for granted but what it should be trusted with. A listing has at most 10^6
+    objects, in order and where they belong; a length is one. Within `limited`, reading calls may be late for a while:
+    a second for each call and each 16 KiB is its due, what takes longer is lateness. A listing is one call, however
+    many pages it has."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -246,13 +251,13 @@ class PatientStore:
         self._lock = threading.Lock()
 
     @contextmanager
-    def limited(self, seconds: float) -> Iterator[None]:
+    def limited(self, seconds: float = DEFAULT_LATE_SECONDS) -> Iterator[None]:
         """Within it, reading calls raise StoreUnavailable once they were late by so many ``seconds`` in all."""
-        self._left = seconds
+        before, self._left = self._left, seconds
         try:
             yield
         finally:
-            self._left = None
+            self._left = before
 
     def __repr__(self) -> str:
         return repr(self.store)
@@ -267,10 +272,11 @@ class PatientStore:
         return self._timed(name, lambda: self.store.get(name, start, stop))
 
     def head(self, name: str) -> ObjectInfo:
-        return self._timed(name, lambda: self.store.head(name))
+        return _checked(name, self._timed(name, lambda: self.store.head(name)))
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        found, due = iter(self.store.list(folder, start_after)), _REQUEST_SECONDS
+        found, due, count = iter(self.store.list(folder, start_after)), _REQUEST_SECONDS, 0
+        last = start_after or ""
         while True:
             began = time.monotonic()
             info = next(found, None)
@@ -280,7 +286,14 @@ class PatientStore:
                 due = 0.0
             if info is None:
                 return
-            yield info
+            count += 1
+            if count > MAX_LISTED:
+                raise StoreError(f"the store lists more than {MAX_LISTED} objects in {folder}", hint=_CHECK)
+            if info.name <= last or not info.name.startswith(f"{folder}/" if folder else ""):
+                raise StoreError(f"{info.name[:80]!r} has no place in the store's list of {folder}", hint=_CHECK)
+            last = info.name
+            if len(last) <= MAX_NAME:
+                yield _checked(last, info)
 
     def delete(self, name: str) -> None:
         self.store.delete(name)
@@ -302,6 +315,19 @@ class PatientStore:
                 raise StoreUnavailable(f"{name}: the store answers too slowly", hint="The next call tries it again.")
 
 
+def _checked(name: str, info: ObjectInfo) -> ObjectInfo:
+    if info.name != name or info.nbytes < 0 or not math.isfinite(info.modified):
+        raise StoreError(f"the store says nonsense of {name}: {info!r:.200}", hint=_CHECK)
+    return info
+
+
+def bounded_in(store: Store) -> BoundedStore | None:
+    """The bounded store that ``store`` is, or reads."""
+    if isinstance(store, CachedStore | PacedStore):
+        return bounded_in(store.store)
+    return store if isinstance(store, BoundedStore) else None
+
+
 @runtime_checkable
 class Notifier(Protocol):
     """A store that tells of new objects (`HttpStore`)."""
@@ -313,6 +339,6 @@ class Notifier(Protocol):
 
 def notifier_of(store: Store) -> Notifier | None:
     """The store itself, or the one that it reads, if it can be waited for."""
-    if isinstance(store, CachedStore | PacedStore | PatientStore):
+    if isinstance(store, CachedStore | PacedStore | BoundedStore):
         return notifier_of(store.store)
     return store if isinstance(store, Notifier) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .._util.faults import hit
 from ..errors import FormatError, PublisherConflict, Untrusted
-from ..store.base import ObjectInfo, Store, create_or_confirm
+from ..store.base import ObjectInfo, Store, create_or_confirm, whole
 from .names import EpochName, StreamNames, next_unused, plausible
 from .signing import MAX_CLAIM_BYTES, NOBODY, Claim, Signer, TrustedKeys, read_claim
 from .unreadable import UnreadableObjects, read_again
@@ -76,7 +76,7 @@ class Claims:
             if listed[epoch].nbytes > MAX_CLAIM_BYTES:
                 raise FormatError(f"the claim to epoch {epoch} has {listed[epoch].nbytes} bytes")
             claim = read_again(
-                lambda: self._store.get(self._names.epoch(epoch)),
+                lambda: whole(self._store, self._names.epoch(epoch), listed[epoch].nbytes),
                 lambda data: read_claim(data, self._names.stream, epoch, self._trusted),
             )
             if self._trusted and stream_id and claim.stream_id != stream_id and claim.previous != publisher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from hashlib import sha256
 from typing import NamedTuple
@@ -19,8 +20,8 @@ from ..errors import (
     PulseError,
     Untrusted,
 )
-from ..store.base import Data, ObjectInfo, Store, create_or_confirm
-from ..store.wrappers import expect
+from ..store.base import Data, ObjectInfo, Store, create_or_confirm, holds, whole
+from ..store.wrappers import DEFAULT_LATE_SECONDS, BoundedStore, bounded_in, expect
 from . import manifest as manifests
 from .claims import Claims
 from .manifest import Link, Manifest, ManifestCache, Payload, is_stream_id, named
@@ -61,11 +62,12 @@ class Stream:
     ) -> None:
         if stream_id is not None and not is_stream_id(stream_id):
             raise InputError(f"{stream_id!r} is not a stream ID", hint="It has 32 hexadecimal digits.")
-        self.store = store
+        self._bounds = bounded_in(store) or BoundedStore(store)
+        self.store = store if bounded_in(store) else self._bounds
         self.name = name
         self.names = StreamNames(name)
         self.stream_id = stream_id
-        self.claims = Claims(store, self.names, signer, trusted)
+        self.claims = Claims(self.store, self.names, signer, trusted)
         self._signer = signer
         self._trusted = trusted
         self._on_refused = on_refused
@@ -74,6 +76,11 @@ class Stream:
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
         self._accepted: int | None = None
+
+    def limited(self, seconds: float = DEFAULT_LATE_SECONDS) -> AbstractContextManager[None]:
+        """The span of one call: within it, reads of the store raise StoreUnavailable once they were late by so many
+        ``seconds`` in all."""
+        return self._bounds.limited(seconds)
 
     def versions(self, after: int | None = None) -> list[int]:
         """The committed versions greater than ``after``, ascending."""
@@ -140,7 +147,7 @@ class Stream:
         """Whether the store has this very manifest."""
         name = self.names.version(manifest.version)
         try:
-            return self.store.get(name) == manifest.to_bytes()
+            return holds(self.store, name, manifest.to_bytes())
         except NotFound:
             return False
 
@@ -252,13 +259,14 @@ class Stream:
     def _read_fold(self, fold: FoldName) -> tuple[tuple[Payload, ...], bytes]:
         """What the link of a fold lists, and its content."""
         name = self.names.fold(fold)
-        if self.store.head(name).nbytes > MAX_FOLD_BYTES:
+        nbytes = self.store.head(name).nbytes
+        if nbytes > MAX_FOLD_BYTES:
             raise FormatError(f"{name} has more than {MAX_FOLD_BYTES} bytes")
 
         def parse(data: bytes) -> tuple[tuple[Payload, ...], bytes]:
             return read_fold(data, self.name, self.stream_id or "", fold, self._trusted), data
 
-        return read_again(lambda: self.store.get(name), parse)
+        return read_again(lambda: whole(self.store, name, nbytes), parse)
 
     def _is_ours(self, manifest: Manifest) -> bool:
         return not self.stream_id or manifest.stream_id == self.stream_id
@@ -288,7 +296,7 @@ class Stream:
                 self._trusted.check(manifest)
             return manifest
 
-        return read_again(lambda: self.store.get(name), parse)
+        return read_again(lambda: whole(self.store, name, nbytes), parse)
 
     def reader(self, payload: Payload, kind: str) -> RangeReader:
         """Reads ranges of a payload. Raises NotFound, and DigestMismatch where it has another length."""

@@ -93,7 +93,9 @@ class StoredStream:
     def __init__(self, store: Store | str, stream: str, *, threads: int | None = None) -> None:
         self._store, self._stream, self._threads = open_store(store), stream, threads
         self.name = f"{store if isinstance(store, str) else type(store).__name__} stream {stream}"
-        self._versions = Stream(self._store, stream).versions()
+        where = Stream(self._store, stream)
+        with where.limited():
+            self._versions = where.versions()
         if len(self._versions) < 2:
             raise InputError(
                 f"stream {stream!r} holds {len(self._versions)} versions, at least 2 are needed", hint=_FEWER

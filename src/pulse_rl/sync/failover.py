@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ..errors import FormatError, IntegrityError, PulseError, StoreError, StreamError, StreamRecreated
 from ..events import FallbackUsed, Listener
-from ..store.wrappers import PatientStore
+from ..store.wrappers import DEFAULT_LATE_SECONDS
 from ..stream.manifest import Manifest, Payload
 from ..stream.stream import Head, Stream
 from ..stream.unreadable import UNREADABLE
@@ -23,7 +23,6 @@ from .host_state import HostState
 DEFAULT_PATIENCE_SECONDS = 30.0
 _PASSED = (StoreError, StreamError, FormatError, IntegrityError)
 _JITTER = 0.25
-_ORIGIN_SECONDS = 600.0
 
 T = TypeVar("T")
 
@@ -44,7 +43,7 @@ def check_recreated(version: int, stream: Stream, found: Head) -> None:
 
 
 class Failover:
-    """``streams`` are one stream in each of the ``stores``, the nearest first; the last one is the origin.
+    """``streams`` are one stream in each of several stores, the nearest first; the last one is the origin.
 
     A nearer store decides what is newest, unless it is away or damaged, or a farther one has had a newer version for
     ``patience_seconds``; from then on the farther one decides, until the nearer one has what was taken from there.
@@ -52,14 +51,8 @@ class Failover:
     ``patience_seconds`` in one call is passed over. One that failed after some time is left alone for as long.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[Stream],
-        stores: Sequence[PatientStore],
-        listener: Listener | None,
-    ) -> None:
+    def __init__(self, streams: Sequence[Stream], listener: Listener | None) -> None:
         self.streams = tuple(streams)
-        self._stores = tuple(stores)
         self.patience_seconds = DEFAULT_PATIENCE_SECONDS
         self._listener = listener
         self._followed = self.streams[0]
@@ -195,7 +188,7 @@ class Failover:
         is_origin = place == len(self.streams) - 1
         began = time.monotonic()
         try:
-            with self._stores[place].limited(_ORIGIN_SECONDS if is_origin else self.patience_seconds):
+            with self.streams[place].limited(DEFAULT_LATE_SECONDS if is_origin else self.patience_seconds):
                 yield
         except _PASSED:
             now = time.monotonic()
@@ -215,7 +208,7 @@ class Failover:
             self._look_at = now + self.patience_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
             for there, stream in enumerate(farther, place + 1):
                 try:
-                    with self._stores[there].limited(self.patience_seconds):
+                    with stream.limited(self.patience_seconds):
                         found = stream.newest(version - 1 if version else None)
                         if found.manifest and found.manifest.version > version:
                             self._ahead = self._ahead or (found.manifest.version, now)

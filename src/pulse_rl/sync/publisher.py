@@ -317,7 +317,8 @@ class Publisher(Closing, NotCopyable):
             return PublishRequest.refusing(error)
 
     def _head(self) -> Manifest | None:
-        found = self._stream.newest()
+        with self._stream.limited():
+            found = self._stream.newest()
         if found.error:
             raise found.error
         return found.manifest

@@ -109,8 +109,9 @@ class RankPublisher:
         timer = PhaseTimer()
         self.make_folds()
         try:
-            local = self._meet(request, number, submission)
-            manifest, draft, seen = self._commit_together(request, local, timer)
+            with self._stream.limited():
+                local = self._meet(request, number, submission)
+                manifest, draft, seen = self._commit_together(request, local, timer)
         except BaseException as error:
             if self._ranks.size > 1 and error is not self._ranks.common_error:
                 # The others do not know of it: none of them may mistake its next step for theirs.

@@ -21,7 +21,7 @@ from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.folder import replace_folder, write_checkpoint
 from ..state.tensors import State
 from ..store import CachedStore, Store, open_store
-from ..store.wrappers import PatientStore
+from ..store.wrappers import BoundedStore
 from ..stream.manifest import Manifest
 from ..stream.names import FILE, payload_digest
 from ..stream.signing import trusted_by
@@ -81,7 +81,7 @@ class Subscriber(Closing, NotCopyable):
         if allow_recreated and stream_id is not None:
             raise InputError("allow_recreated contradicts a fixed stream_id", hint="Give one of the two.")
         given: Sequence[Any] = store if isinstance(store, list | tuple) else [store]
-        opened = [PatientStore(open_store(each)) for each in given]
+        opened = [BoundedStore(open_store(each)) for each in given]
         if not opened:
             raise InputError("no store was given", hint="Give a store, or several in order of preference.")
         if select is not None and cache is not None:
@@ -101,7 +101,7 @@ class Subscriber(Closing, NotCopyable):
             for each in opened
         ]
         self.stream = streams[0]
-        self._failover = Failover(streams, opened, on_event)
+        self._failover = Failover(streams, on_event)
         self._pause = Pause(streams[0].store)
         self.patience_seconds = self._failover.patience_seconds
         self._absence = Absence(opened[-1].store, stream, on_event)
