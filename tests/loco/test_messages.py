@@ -13,12 +13,7 @@ import torch
 from pulse_rl.errors import CorruptMessage
 from pulse_rl.loco import buffers
 from pulse_rl.loco.exchange import Sites
-from pulse_rl.loco.membership import (
-    Delivery,
-    Handshake,
-    delivery_of,
-    specs_digest,
-)
+from pulse_rl.loco.trainer import Delivery, Handshake, delivery_of, specs_digest
 from pulse_rl.loco.wire import Message
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from tests.support.entry_blocks import WIRES

@@ -4,6 +4,7 @@ sections 1 and 1.2)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,6 @@ from ..errors import CorruptMessage, InputError
 from ..state.cast import Rounding
 from ..state.digest import StateDigest, state_digest
 from .group import TrainerGroup
-from .membership import Delivery
 from .parameters import BLOCK_ELEMENTS, FlatBlock, Floats, Parameters, is_finite, parts
 from .wire import Classes, Entries
 
@@ -99,6 +99,14 @@ class OuterState:
             return int(summed[0])
 
         return sum(self.each_block(step))
+
+
+class Delivery(Enum):
+    """What became of the message that a trainer sent in a round whose end it did not see."""
+
+    COUNTED = "counted"
+    NOT_COUNTED = "not counted"
+    UNKNOWN = "unknown"
 
 
 class Residual:

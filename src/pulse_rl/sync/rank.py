@@ -26,13 +26,21 @@ from ..stream.digest_trees import put_digests
 from ..stream.manifest import FileRef, Manifest
 from ..stream.signing import Signer
 from ..stream.stream import Stream
-from . import messages
 from .baseline import restore_baseline, restore_whole
 from .commit import Content, Found, Stored, StreamHead, published_as, store_anchor, store_patch, uploaded
 from .device_diff import DeviceDiff, Seen
 from .folds import FoldMaker
 from .history_policy import HistoryPolicy, Note
-from .layout import Layout, difference, make_layout, whole_layout
+from .layout import (
+    Layout,
+    difference,
+    held_from_bytes,
+    held_to_bytes,
+    layout_from_bytes,
+    layout_to_bytes,
+    make_layout,
+    whole_layout,
+)
 from .leaves import gather_tree
 from .notices import Notices
 from .pending import NO_SMALLER, Baseline, Built, PendingVersion, hash_shared_leaves, make_pending
@@ -168,7 +176,7 @@ class RankPublisher:
             made.append(request.arrived())
             if self._ranks.size == 1:
                 return call
-            told.append(messages.of_held(made[0].held))
+            told.append(held_to_bytes(made[0].held))
             at = self._baseline
             arguments = {"metadata": request.metadata, "dtype": request.dtype, "anchor": request.anchor}
             known = f"{at.version} {at.root} {at.history.spans}" if at else ""
@@ -331,21 +339,21 @@ class RankPublisher:
         if self._ranks.size == 1 and not local.boxes:
             state = seen.state.stored_as(known)
             return whole_layout(state.specs, state.aliases)
-        told = self._told if self._told is not None else [messages.of_held(local.held)]
+        told = self._told if self._told is not None else [held_to_bytes(local.held)]
         key = tuple(told), known
         if self._layout is None or self._layout[0] != key:
             made, views = list[Layout](), dict[int, Bytes]()
 
             def make() -> bytes:
-                made.append(make_layout([messages.to_held(message) for message in self._messages or told], known))
+                made.append(make_layout([held_from_bytes(message) for message in self._messages or told], known))
                 for rank in range(1, self._ranks.size):
-                    views[rank] = np.frombuffer(messages.of_layout(made[0].of_rank(rank)), np.uint8)
+                    views[rank] = np.frombuffer(layout_to_bytes(made[0].of_rank(rank)), np.uint8)
                 return json.dumps([0, *(len(view) for view in views.values())]).encode()
 
             lengths = json.loads(self._ranks.on_rank0(make))
             mine = lengths[self._ranks.rank]
             came = self._ranks.exchange(views, {0: mine} if mine else {})
-            self._layout = key, messages.to_layout(came[0].tobytes()) if mine else made[0]
+            self._layout = key, layout_from_bytes(came[0].tobytes()) if mine else made[0]
         return self._layout[1]
 
     def _store_and_commit(self, request: PublishRequest, built: Built, timer: PhaseTimer) -> Manifest | None:

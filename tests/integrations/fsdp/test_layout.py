@@ -14,8 +14,17 @@ from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import slices_of
 from pulse_rl.state.digest import LEAF_BYTES
 from pulse_rl.state.tensors import DTYPES, Segment, TensorSpec
-from pulse_rl.sync.layout import Box, Held, Layout, make_layout, whole_leaves
-from pulse_rl.sync.messages import of_held, of_layout, to_held, to_layout
+from pulse_rl.sync.layout import (
+    Box,
+    Held,
+    Layout,
+    held_from_bytes,
+    held_to_bytes,
+    layout_from_bytes,
+    layout_to_bytes,
+    make_layout,
+    whole_leaves,
+)
 from pulse_rl.sync.windows import _put
 
 
@@ -142,7 +151,7 @@ def test_a_rank_is_told_what_it_needs() -> None:
         [(LARGE, Box.whole(LARGE.shape))],
     )
     for rank in range(3):
-        told = to_layout(of_layout(layout.of_rank(rank)))
+        told = layout_from_bytes(layout_to_bytes(layout.of_rank(rank)))
         assert told == layout.of_rank(rank)
         assert told.segments(rank) == layout.segments(rank)
         assert (told.specs, told.shares, told.digest) == (layout.specs, layout.shares, layout.digest)
@@ -152,7 +161,7 @@ def test_a_rank_is_told_what_it_needs() -> None:
         mine = {k: of for k, of in layout.shared.items() if any(f.rank == rank for f in of)}
         assert told.shared == mine
     held = [Held(matrix, columns[0], 3), Held(LARGE, Box.whole(LARGE.shape), None)]
-    assert to_held(of_held(held)) == held
+    assert held_from_bytes(held_to_bytes(held)) == held
 
 
 def test_what_a_rank_is_told_does_not_grow_with_the_ranks() -> None:
@@ -161,7 +170,7 @@ def test_what_a_rank_is_told_does_not_grow_with_the_ranks() -> None:
         ends = [(64 << 10) * (rank + 1) // ranks for rank in range(ranks)]
         boxes = rows(specs[0], *ends)
         layout = layout_of(*([(spec, boxes[rank]) for spec in specs] for rank in range(ranks)))
-        return len(of_layout(layout.of_rank(1))), len(of_layout(layout))
+        return len(layout_to_bytes(layout.of_rank(1))), len(layout_to_bytes(layout))
 
     few, many = told(4), told(256)
     assert many[0] < 2 * few[0]  # with leaves that it shares with the next one
