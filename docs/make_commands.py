@@ -48,7 +48,7 @@ def _section(name: str, summary: str, parser: argparse.ArgumentParser) -> Iterat
     for action in actions:
         words = ", ".join(action.option_strings) or str(action.metavar)
         yield f"| `{words}` | {action.help} |".replace("%%", "%")
-    yield ""
+    yield f"\n{(parser.epilog or '').capitalize().replace(': ', ': `', 1)}`\n"
 
 
 def _usage(action: argparse.Action) -> str:

@@ -15,7 +15,6 @@ from . import events as events
 from .errors import PulseError
 from .events import Published
 from .maintenance.compaction import anchor_stream, fold_stream
-from .maintenance.gc import GcPlan, gc_stream
 from .maintenance.relay import Relay
 from .maintenance.verify import AuditReport, VersionReport, audit, verify_stream
 from .state.checkpoint import StateSource, as_state, unwrapped
@@ -23,6 +22,7 @@ from .state.digest import state_digest
 from .state.tensors import Bits, DType, State, TensorSpec
 from .store import HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.signing import Signer
+from .sync.gc import GcPlan, gc_stream
 from .sync.group import GroupMember
 from .sync.publisher import Publisher
 from .sync.request import Submission

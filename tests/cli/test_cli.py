@@ -225,7 +225,6 @@ def test_sharded_folders_are_not_written_into(pulse: Pulse, pair: Any, tmp_path:
 @pytest.mark.parametrize(
     "args",
     [
-        [],
         ["nothing"],
         ["diff", "a", "b"],
         ["digest", "x", "--threads", "0"],

@@ -10,7 +10,7 @@ from typing import Any
 from pulse_rl import Publisher, PulseError, Relay, State, Subscriber
 from pulse_rl.errors import ChainGap, EmptyStream, PublisherConflict
 from pulse_rl.maintenance.compaction import fold_stream
-from pulse_rl.maintenance.gc import gc_stream
+from pulse_rl.sync.gc import gc_stream
 from tests.support.publishers import tuned
 
 from .model import STREAM, Snapshot, check, snapshot

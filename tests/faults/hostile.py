@@ -27,8 +27,8 @@ import numpy as np
 
 from pulse_rl import Bits, LocalStore, PulseError, Subscriber, state_root
 from pulse_rl.errors import PublisherConflict
-from pulse_rl.maintenance.gc import gc_stream
 from pulse_rl.stream.manifest import parse
+from pulse_rl.sync.gc import gc_stream
 from tests.support.histories import named_in_small_patches
 from tests.support.publishers import tuned
 

@@ -219,7 +219,7 @@ class RankTrainer:
                     stream_id=stream_id,
                 ),
                 RankGroup(_Group(wire, rank, clients)),
-                Settings("auto", anchor_ratio, folds, (), signer, 1),
+                Settings(anchor_ratio, folds, None, (), signer, 1),
                 listener=None,
             )
             for rank, client in enumerate(clients.each)

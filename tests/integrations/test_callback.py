@@ -276,7 +276,7 @@ def test_no_version_is_committed_twice_at_the_end_and_a_second_training_goes_on(
     assert steps(store) == [0, 1, 1, 2]
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "F32"}, {"every": 0}, {"every": True}, {"on_event": 3}, {"codec": "?"}])
+@pytest.mark.parametrize("settings", [{"dtype": "F32"}, {"every": 0}, {"every": True}, {"on_event": 3}, {"keep": 0}])
 def test_settings_that_make_no_sense_are_refused_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Training(MemoryStore(), **settings)

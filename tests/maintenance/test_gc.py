@@ -8,6 +8,7 @@ import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Store, Subscriber, gc_stream, state_root, verify_stream
 from pulse_rl.errors import EmptyStream, InputError, StoreUnavailable
+from pulse_rl.events import CallFailed, Event
 from tests.support.states import TinyTrainer
 from tests.support.stores import FaultyStore, names
 
@@ -129,3 +130,37 @@ def test_a_clock_that_goes_backwards_loses_nothing(monkeypatch: pytest.MonkeyPat
     reader.sync()
     assert reader.root == state_root(trainer.state)
     assert all(report.ok for report in verify_stream(store, "s"))
+
+
+def test_a_publisher_keeps_what_it_is_told_to() -> None:
+    store, trainer = MemoryStore(), TinyTrainer()
+    with Publisher(store, stream="s", anchor_ratio=0.02, keep=5) as publisher:
+        for _ in range(30):
+            trainer.step()
+            root = publisher.publish(trainer.state).root
+    left = [int(name[-17:-5]) for name in names(store, "s/versions")]
+    assert left == list(range(left[0], 30))
+    assert 0 < left[0] <= 25
+    newcomer = Subscriber(store, stream="s")
+    newcomer.sync(25)
+    newcomer.sync()
+    assert newcomer.root == root
+    with Publisher(store, stream="s", anchor_ratio=0.02, keep=1) as again:
+        trainer.step()
+        again.publish(trainer.state, anchor=True)
+    assert names(store, "s/versions") == [f"s/versions/{30:012d}.json"], "a restarted one begins with what was left"
+    with pytest.raises(InputError, match="keep"):
+        Publisher(store, stream="s", keep=0)
+
+
+def test_what_cannot_be_deleted_is_said_and_the_version_is_there() -> None:
+    events, store, trainer = list[Event](), FaultyStore(MemoryStore()), TinyTrainer()
+    with Publisher(store, stream="s", anchor_ratio=0.0, keep=1, on_event=events.append) as publisher:
+        for _ in range(3):
+            trainer.step()
+            store.fail_on("delete", "links")
+            publisher.publish(trainer.state)
+    failed = [event for event in events if isinstance(event, CallFailed)]
+    assert failed
+    assert {(event.call, event.kind) for event in failed} == {("gc", "store_unavailable")}
+    assert publisher.head() is not None

@@ -16,21 +16,49 @@ from contextlib import suppress
 
 from .. import __version__
 from .. import codec as codecs
-from .._util.settings import parse_seconds
 from ..errors import InputError, PulseError
-from ..maintenance.gc import DEFAULT_GRACE_SECONDS
 from ..state.cast import COMPUTE_DTYPES
 from ..sync.folds import DEFAULT_FOLDS
-from . import files, following, plan, streams, study
+from ..sync.gc import DEFAULT_GRACE_SECONDS
+from . import files, following, inventory, plan, streams, study
+from .arguments import complete, count, fact, number, path, port, seconds
 from .output import Console, open_streams, shortened
 
-_MOST_SECONDS = 1e9
+_EXAMPLES = {
+    "diff": "pulse diff step-100 step-110 -o update.patch",
+    "apply": "pulse apply step-100 update.patch -o step-110",
+    "inspect": "pulse inspect update.patch --base step-100",
+    "digest": "pulse digest step-100",
+    "publish": "pulse publish step-100 s3://bucket/run --stream policy --dtype BF16 --metadata step=100",
+    "anchor": "pulse anchor s3://bucket/run --stream policy",
+    "follow": "pulse follow s3://bucket/run --stream policy --out policy",
+    "checkout": "pulse checkout s3://bucket/run --stream policy --version 40 --out policy-40",
+    "list": "pulse list s3://bucket/run",
+    "log": "pulse log s3://bucket/run --stream policy --last 5",
+    "status": "pulse status s3://bucket/run",
+    "verify": "pulse verify s3://bucket/run --stream policy",
+    "fold": "pulse fold s3://bucket/run --stream policy --folds 8 64",
+    "gc": "pulse gc s3://bucket/run --stream policy --keep 100 --dry-run",
+    "relay": "pulse relay s3://bucket/run /near --stream policy",
+    "serve": "pulse serve /near --bind 0.0.0.0",
+    "keygen": "pulse keygen trainer.key",
+    "store-check": "pulse store-check s3://bucket/run",
+    "plan": "pulse plan --params 7B --density 0.86% --step-seconds 50s --bandwidth 0.2Gbit",
+    "study": "pulse study checkpoints -o study.html",
+    "report": "pulse report runs/policy -o run.html",
+    "completion": 'eval "$(pulse completion bash)"',
+}
+_EPILOG = "examples:\n" + "\n".join(f"  {_EXAMPLES[name]}" for name in ("publish", "follow", "list", "gc", "plan"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     try:
-        args = make_parser().parse_args(argv)
+        parser = make_parser()
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return 0
         console = Console(args.json)
         try:
             status: int = args.run(args, console)
@@ -40,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             if error.filename is None:  # not of a path, but of the output
                 raise
-            path = shortened(str(error.filename))
-            console.error(InputError(f"cannot use {path}: {error.strerror}", hint="Check the path."))
+            shown = shortened(str(error.filename))
+            console.error(InputError(f"cannot use {shown}: {error.strerror}", hint="Check the path."))
             return 1
     except OSError as error:
         # The output cannot take what was printed. What is left to flush must not fail again at exit.
@@ -58,12 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; each command sets ``run``."""
-    parser = argparse.ArgumentParser(prog="pulse", description="Lossless sparse sync of model weights.")
+    parser = argparse.ArgumentParser(
+        prog="pulse",
+        description="Lossless sparse sync of model weights.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"pulse {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON")
     common.add_argument(
-        "--threads", type=_count, default=None, metavar="N", help="number of threads (default: one per core)"
+        "--threads", type=count, default=None, metavar="N", help="number of threads (default: one per core)"
     )
     writing = argparse.ArgumentParser(add_help=False)
     writing.add_argument("--force", action="store_true", help="replace the output even if it is something else")
@@ -94,7 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
     trust.add_argument("--stream-id", metavar="ID", help="accept only versions of the stream with this ID")
     signing = argparse.ArgumentParser(add_help=False)
     signing.add_argument("--sign-key", metavar="FILE", help="sign with this private key (see keygen)")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     command = commands.add_parser("diff", parents=[common, coding, writing], help="make a patch from two checkpoints")
     command.add_argument("old", metavar="OLD", help="a checkpoint: a .safetensors file or a folder")
@@ -106,7 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")
     command.add_argument("patch", metavar="PATCH", help="a patch file")
     command.add_argument(
-        "-o", "--output", type=_path, required=True, metavar="OUT", help="the result: a folder or a .safetensors file"
+        "-o", "--output", type=path, required=True, metavar="OUT", help="the result: a folder or a .safetensors file"
     )
     command.set_defaults(run=files.apply)
 
@@ -145,6 +178,15 @@ def make_parser() -> argparse.ArgumentParser:
         "may be repeated",
     )
     beside.add_argument("--no-files", action="store_true", help="publish the weights alone")
+    command.add_argument(
+        "--metadata",
+        type=fact,
+        action="append",
+        metavar="KEY=VALUE",
+        help="say this of the version, such as step=40; may be repeated",
+    )
+    command.add_argument("--keep", type=count, metavar="N", help="then keep the newest N versions (see gc)")
+    command.add_argument("--folds", type=count, nargs="+", metavar="N", help="then make folds (see fold)")
     command.set_defaults(run=streams.publish)
 
     command = commands.add_parser(
@@ -167,7 +209,7 @@ def make_parser() -> argparse.ArgumentParser:
         "own last",
     )
     kept = command.add_mutually_exclusive_group(required=True)
-    kept.add_argument("--out", type=_path, metavar="DIR", help="a folder that engines load, replaced atomically")
+    kept.add_argument("--out", type=path, metavar="DIR", help="a folder that engines load, replaced atomically")
     kept.add_argument("--engine", metavar="URL", help="a vLLM or SGLang server, started for pulse")
     command.add_argument(
         "--in-flight",
@@ -187,13 +229,25 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--poll",
-        type=_seconds,
+        type=seconds,
         default=1.0,
         metavar="SECONDS",
         help="seconds between polls of the store; an http:// one is waited for instead (default: 1)",
     )
-    command.add_argument("--cache", type=_path, metavar="DIR", help="keep downloaded payloads in this folder")
+    command.add_argument("--cache", type=path, metavar="DIR", help="keep downloaded payloads in this folder")
+    command.add_argument("--name", metavar="W", help="tell in the store which version this worker holds (see status)")
     command.set_defaults(run=following.follow)
+
+    command = commands.add_parser(
+        "checkout", parents=[common, stream, trust, layout, writing], help="write a version as a checkpoint"
+    )
+    command.add_argument("--version", type=number, required=True, metavar="N", help="the version's number")
+    command.add_argument("--out", type=path, required=True, metavar="DIR", help="a folder that engines load")
+    command.set_defaults(
+        run=following.checkout, once=True, poll=1.0, select=None, cache=None, allow_recreated=False, name=None
+    )
+
+    inventory.add_parsers(commands, [common], trust)
 
     command = commands.add_parser("verify", parents=[common, stream, trust], help="replay and check a whole stream")
     command.set_defaults(run=streams.verify)
@@ -205,7 +259,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--folds",
-        type=_count,
+        type=count,
         nargs="+",
         default=list(DEFAULT_FOLDS),
         metavar="N",
@@ -216,10 +270,10 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "gc", parents=[common, stream, trust], help="delete what the kept versions do not need"
     )
-    command.add_argument("--keep", type=_count, required=True, metavar="N", help="number of newest versions to keep")
+    command.add_argument("--keep", type=count, required=True, metavar="N", help="number of newest versions to keep")
     command.add_argument(
         "--grace",
-        type=_seconds,
+        type=seconds,
         default=DEFAULT_GRACE_SECONDS,
         metavar="SECONDS",
         help="keep payloads written in the last SECONDS (default: 3600)",
@@ -236,7 +290,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--stream", required=True, action="append", metavar="S", help="a stream's name; may be repeated"
     )
     command.add_argument(
-        "--keep", type=_count, metavar="N", help="keep the newest N versions of the target restorable (default: all)"
+        "--keep", type=count, metavar="N", help="keep the newest N versions of the target restorable (default: all)"
     )
     command.add_argument("--once", action="store_true", help="copy what is there, then exit")
     command.add_argument(
@@ -244,7 +298,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--poll",
-        type=_seconds,
+        type=seconds,
         default=1.0,
         metavar="SECONDS",
         help="seconds between polls of the source; an http:// one is waited for instead (default: 1)",
@@ -263,7 +317,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--port",
-        type=_port,
+        type=port,
         default=streams.DEFAULT_PORT,
         metavar="N",
         help=f"port to listen at; 0: a free one (default: {streams.DEFAULT_PORT})",
@@ -281,32 +335,11 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_parser(commands)
     study.add_parser(commands)
     study.add_report_parser(commands)
+
+    command = commands.add_parser("completion", help="print a shell's completion of this command")
+    command.add_argument("shell", choices=["bash", "zsh"], help="the shell")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=complete, parser=make_parser)
+    for name, command in commands.choices.items():
+        command.epilog = f"example: {_EXAMPLES[name]}"
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
-    return int(text)
-
-
-def _path(text: str) -> str:
-    if not text:  # of a shell variable that is not set; it would be the current folder
-        raise argparse.ArgumentTypeError("the path is empty")
-    return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = parse_seconds(text)
-    except InputError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if value > _MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is longer than a run")
-    return value

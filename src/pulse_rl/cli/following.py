@@ -14,6 +14,7 @@ from ..integrations import sglang, vllm
 from ..integrations.engines.handle import EngineHandle, EngineSync
 from ..integrations.sglang import is_sglang
 from ..maintenance.relay import Relay
+from ..metrics import Heartbeat, fan_out
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, current_version, load
 from ..state.folder import check_folder
 from ..sync.notices import absence
@@ -40,6 +41,7 @@ def follow(args: argparse.Namespace, console: Console) -> int:
 
 
 def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> int:
+    heartbeat = Heartbeat(args.store[0], args.name) if args.name else None
     handle: EngineHandle | None = None
 
     def sync() -> None:
@@ -52,6 +54,8 @@ def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> int:
             raise
         if done is not None:
             _show_live(done, console)
+            if heartbeat:
+                heartbeat.beat(args.stream, done.version)
         elif args.once:
             version = handle.version
             console.result({"version": version, "changed": False}, [f"version {version} is the newest, and live"])
@@ -71,6 +75,11 @@ def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> int:
     finally:
         if handle is not None:
             handle.close()
+
+
+def checkout(args: argparse.Namespace, console: Console) -> int:
+    args.store = [args.store]
+    return _follow_into_a_folder(args, console, args.version)
 
 
 def _connect(args: argparse.Namespace) -> EngineHandle:
@@ -98,10 +107,12 @@ def _show_live(done: EngineSync, console: Console) -> None:
     console.result(facts, [line])
 
 
-def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
+def _follow_into_a_folder(args: argparse.Namespace, console: Console, target: int | None = None) -> int:
+    """``target``: the version; None: the newest."""
     out = Path(args.out)
     check_folder(out, [FILE_NAME], force=args.force)
-    base, written = _left_in(out)
+    # From a later version no path leads back.
+    base, written = _left_in(out) if target is None else (None, None)
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
@@ -112,12 +123,16 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
         allow_recreated=args.allow_recreated,
         select=args.select,
         threads=args.threads,
-        on_event=console,
+        on_event=fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console,
     )
 
     def sync() -> None:
         nonlocal written
-        update = subscriber.sync()
+        there = [] if target is None else subscriber.stream.versions()
+        if there and target not in there:
+            has = f"it has {there[0]} to {there[-1]}"
+            raise InputError(f"stream {args.stream!r} has no version {target}: {has}", hint="`pulse log` shows them.")
+        update = subscriber.sync(target)
         if update is None and subscriber.version is not None and written not in (None, subscriber.version):
             subscriber.save(out, sharded=args.sharded, force=args.force)  # the same weights, with other files
             written = subscriber.version

@@ -13,12 +13,12 @@ from .._util.settings import format_bytes
 from ..errors import InputError, InvalidName, PulseError
 from ..events import Published
 from ..maintenance.compaction import anchor_stream, fold_stream
-from ..maintenance.gc import gc_stream
 from ..maintenance.verify import verify_stream
 from ..state.checkpoint import current_version, load
 from ..state.companions import checked_files, files_of, of_dtype
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
 from ..stream.signing import Signer
+from ..sync.gc import gc_stream
 from ..sync.publisher import Publisher
 from ..testing import StoreConformance
 from .output import Console
@@ -33,17 +33,22 @@ def publish(args: argparse.Namespace, console: Console) -> int:
     publisher = Publisher(
         open_lasting(args.store),
         stream=args.stream,
-        codec=args.codec,
+        keep=args.keep,
         signer=_signer(args),
         trusted_keys=args.trust or (),
         stream_id=args.stream_id,
         threads=args.threads,
         on_event=console,
     )
+    publisher.codec = args.codec
     head = publisher.head()
     if head is not None and head.signature and not args.sign_key:
         raise InputError(f"stream {args.stream!r} is signed", hint="Give the key with --sign-key, or another stream.")
-    done = publisher.publish(state, dtype=args.dtype, anchor=args.anchor, files=_files(args))
+    metadata = dict(args.metadata or ())
+    done = publisher.publish(state, dtype=args.dtype, anchor=args.anchor, metadata=metadata, files=_files(args))
+    publisher.close()
+    if args.folds:
+        list(_folds(args, console))
     _print_published(done, console)
     return 0
 
@@ -82,8 +87,8 @@ def verify(args: argparse.Namespace, console: Console) -> int:
     return 1 if problems else 0
 
 
-def fold(args: argparse.Namespace, console: Console) -> int:
-    folds = fold_stream(
+def _folds(args: argparse.Namespace, console: Console) -> Iterator[tuple[int, int]]:
+    return fold_stream(
         open_lasting(args.store),
         args.stream,
         tuple(args.folds),
@@ -93,7 +98,10 @@ def fold(args: argparse.Namespace, console: Console) -> int:
         threads=args.threads,
         on_event=console,
     )
-    made = list(folds)
+
+
+def fold(args: argparse.Namespace, console: Console) -> int:
+    made = list(_folds(args, console))
     lines = [f"fold {base}->{version}" for base, version in made]
     console.result(
         {"stream": args.stream, "folds": [{"base": b, "version": v} for b, v in made]},
@@ -119,10 +127,20 @@ def gc(args: argparse.Namespace, console: Console) -> int:
         "objects": len(plan.names),
         "bytes": plan.nbytes,
         "dry_run": args.dry_run,
+        "wanted": plan.wanted,
+        "young_bytes": plan.young,
     }
     verb = "would be deleted" if args.dry_run else "deleted"
     line = f"{len(plan.names)} objects {verb}, {format_bytes(plan.nbytes)}, {len(plan.versions)} versions"
-    console.result(facts, [f"{line}; version {plan.oldest} is the oldest kept"])
+    lines = [f"{line}; version {plan.oldest} is the oldest kept"]
+    if plan.oldest < plan.wanted:
+        lines.append(
+            f"version {plan.wanted}, the oldest of the newest {args.keep}, is restored from the anchor of version "
+            f"{plan.oldest}, so what is between stays (`pulse anchor` publishes a newer anchor)"
+        )
+    if plan.young:
+        lines.append(f"{format_bytes(plan.young)} that nothing names stay for now: written in the last --grace seconds")
+    console.result(facts, lines)
     return 0
 
 

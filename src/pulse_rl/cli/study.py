@@ -15,6 +15,7 @@ from ..state.tensors import TensorSpec
 from ..study import CheckpointFolder, StateSequence, StoredStream, study
 from ..study.result import STEP_SECONDS
 from ..study.run import DEFAULT_KS
+from .arguments import seconds
 from .output import Console, check_output, read_study, write_output
 
 _SHOWN_TENSORS = 8
@@ -44,10 +45,10 @@ def add_parser(commands: Any) -> None:
     command.add_argument("--lr", type=float, metavar="LR", help="learning rate; adds the density that theory predicts")
     command.add_argument(
         "--step-seconds",
-        type=float,
+        type=seconds,
         default=STEP_SECONDS,
         metavar="T",
-        help="seconds of compute between syncs (default: 50)",
+        help="compute between syncs: 50 or 50s (default: 50)",
     )
     command.add_argument("-o", "--output", metavar="REPORT", help="also write an HTML report")
     command.add_argument("--force", action="store_true", help="replace REPORT even if it is something else")

@@ -36,9 +36,9 @@ from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from ..sync.failover import check_recreated
+from ..sync.gc import gc_stream
 from ..sync.planner import BROKEN_LINK, Planner
 from ..sync.polling import LONGEST_POLL, Pause
-from .gc import gc_stream
 
 _TRIES = 2
 _SEARCHED_ANCHORS = 16

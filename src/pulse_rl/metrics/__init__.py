@@ -1,4 +1,4 @@
-"""Listeners for long runs: JSON lines, Prometheus, and a watch over density.
+"""Listeners for long runs: JSON lines, Prometheus, a worker's heartbeat, and a watch over density.
 
 ::
 
@@ -15,20 +15,23 @@ same update.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice, takewhile
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .._util.files import open_regular
 from .._util.serial import Closing
-from ..errors import FormatError, InputError, IntegrityError, PulseError
+from ..errors import FormatError, InputError, IntegrityError, PulseError, StoreError
 from ..events import (
     CallFailed,
     DensityDrift,
@@ -41,13 +44,17 @@ from ..events import (
     Published,
     Synced,
 )
+from ..store import Store, open_store
+from ..stream.names import StreamNames, WorkerName, check_word
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["DriftWatch", "JsonLines", "PrometheusMetrics", "fan_out", "read_events"]
+__all__ = ["DriftWatch", "Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out", "read_events"]
 
 MAX_LINE_BYTES = 1 << 20
+_MOST_OF_A_WORKER = 100
+_log = logging.getLogger("pulse_rl")
 WINDOW = 100
 """Versions over which the running median is taken."""
 QUIET = 50
@@ -132,6 +139,50 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def _snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Heartbeat:
+    """Tells in ``store`` which version a worker holds, for ``pulse status``: whenever it has synced, as a small object.
+
+    ``name``: the worker's (default: of the machine and the process). The worker needs the right to write and delete
+    below ``STREAM/workers``; where it cannot, that is logged once, and it goes on. There is one object for each worker,
+    and `gc_stream` deletes those at versions that are gone. Whoever can write to the store can write what is not so.
+    Raises InvalidName and what `open_store` raises.
+    """
+
+    def __init__(self, store: Store | str, name: str | None = None) -> None:
+        self._store = open_store(store)
+        self._name = name or re.sub(r"[^A-Za-z0-9._-]", "-", f"w-{socket.gethostname()[:100]}-{os.getpid()}")
+        check_word(self._name, "a worker")
+        self._written: dict[str, list[str]] = {}
+        self._failed = False
+
+    def __repr__(self) -> str:
+        return f"<Heartbeat of {self._name!r} in {self._store!r}>"
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Synced):
+            self.beat(event.stream, event.version)
+
+    def beat(self, stream: str, version: int) -> None:
+        """Says that the worker holds ``version`` of ``stream``: for an engine, whose own processes sync."""
+        names = StreamNames(stream)
+        try:
+            if stream not in self._written:
+                start = f"{names.workers}/{self._name}-"
+                own = takewhile(lambda info: info.name.startswith(start), self._store.list(names.workers, start))
+                found = ((info.name, names.parse(info.name)) for info in islice(own, _MOST_OF_A_WORKER))
+                self._written[stream] = [n for n, of in found if isinstance(of, WorkerName) and of.worker == self._name]
+            now = names.worker(self._name, version)
+            self._store.put(now, b"")
+            old, self._written[stream] = self._written[stream], [now]
+            for name in old:
+                if name != now:
+                    self._store.delete(name)
+        except StoreError as error:
+            if not self._failed:
+                self._failed = True
+                _log.warning("stream %s: no heartbeat of %s: %s. %s", stream, self._name, error, error.hint)
 
 
 class DriftWatch:

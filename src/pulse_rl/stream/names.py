@@ -30,6 +30,7 @@ _VERSION = re.compile(r"([0-9]{12})\.json")
 _PAYLOAD = re.compile(r"([0-9a-f]{64})\.([a-z]+)")
 _DIGESTS = re.compile(r"([0-9a-f]{64})\.(tensors|leaves)")
 _FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
+_WORKER = re.compile(rf"({_WORD.pattern})-([0-9]{{12}})")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 _NOTE = re.compile(
     rf"({_WORD.pattern})-([0-9]{{15}})-([0-9a-f]{{16}})-(?:(away|empty)|([0-9]{{12}})-(staged|switched))"
@@ -83,6 +84,13 @@ class EpochName(NamedTuple):
     epoch: int
 
 
+class WorkerName(NamedTuple):
+    """The heartbeat of ``worker``, which holds ``version``."""
+
+    worker: str
+    version: int
+
+
 class NoteName(NamedTuple):
     """The note of one process of ``member``, told apart by ``word`` (16 hexadecimal digits), which took the name at
     ``claimed`` (milliseconds by the store's clock; 0 while it does not know). ``step`` is `AWAY`, `EMPTY`, `STAGED` or
@@ -96,7 +104,7 @@ class NoteName(NamedTuple):
     version: int | None = None
 
 
-ObjectName = VersionName | PayloadName | DigestsName | FoldName | AnchorName | EpochName
+ObjectName = VersionName | PayloadName | DigestsName | FoldName | AnchorName | EpochName | WorkerName
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,10 @@ class StreamNames:
         return f"{self.stream}/epochs"
 
     @property
+    def workers(self) -> str:
+        return f"{self.stream}/workers"
+
+    @property
     def groups(self) -> str:
         return f"{self.stream}/groups"
 
@@ -151,6 +163,10 @@ class StreamNames:
         """Sorts before the links to ``version`` and after those to the versions before it."""
         return f"{self.links}/{version:012d}"
 
+    def worker(self, worker: str, version: int) -> str:
+        check_word(worker, "a worker")
+        return f"{self.workers}/{worker}-{version:012d}"
+
     def epoch(self, epoch: int) -> str:
         return f"{self.epochs}/{epoch:012d}"
 
@@ -167,6 +183,8 @@ class StreamNames:
             return FoldName(int(found[1]), int(found[2]), int(found[3]), found[4])
         if folder == self.links and (found := _ANCHOR.fullmatch(last)):
             return AnchorName(int(found[1]), int(found[2]))
+        if folder == self.workers and (found := _WORKER.fullmatch(last)):
+            return WorkerName(found[1], int(found[2]))
         if folder == self.epochs and _NUMBER.fullmatch(last):
             return EpochName(int(last))
         return None

@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack
 from .. import codec as codecs
 from .._util.collective import Alone, RankGroup
 from .._util.serial import Closing, NotCopyable, SerialThread
-from .._util.settings import checked_collection, checked_number
+from .._util.settings import checked_collection, checked_count, checked_number
 from .._util.threads import checked_threads, weak_callback
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import FallbackUsed, Listener, Metadata, Published, checked_listener, failures_to
@@ -35,7 +35,7 @@ def _shared(store: Store | str, stream: Stream, settings: Settings) -> dict[str,
         "store": store if isinstance(store, str) else type(store).__name__,
         "stream": stream.name,
         "stream_id": stream.stream_id,
-        "codec": settings.codec,
+        "keep": settings.keep,
         "anchor_ratio": settings.anchor_ratio,
         "folds": list(settings.folds),
         "signer": settings.signer.public_key if settings.signer else None,
@@ -46,9 +46,9 @@ def _shared(store: Store | str, stream: Stream, settings: Settings) -> dict[str,
 class PublisherSettings(TypedDict, total=False):
     """The settings of `Publisher`, by name."""
 
-    codec: str
     anchor_ratio: float
     folds: Collection[int]
+    keep: int | None
     signer: Signer | None
     trusted_keys: Collection[str]
     stream_id: str | None
@@ -60,10 +60,12 @@ class Publisher(Closing, NotCopyable):
     """Publishes the states of one policy as versions 0, 1, 2 … of a stream. A context manager (see `close`).
 
     ``store``: a store, or its address (see `open_store`). ``stream``: its name; a stream that exists is continued.
-    ``codec``: "auto" or "zstd", the layout of the PULSE paper. ``anchor_ratio``: an anchor is stored along with a patch
+    ``anchor_ratio``: an anchor is stored along with a patch
     whenever the patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``folds``: the spans, in
     versions, over which folds are made in the background, for about 6 bytes of memory for every BF16 weight that
-    changed within a span (``pulse fold`` makes them on any machine). ``signer`` signs every manifest, claim and fold;
+    changed within a span (``pulse fold`` makes them on any machine). ``keep``: the newest versions that stay; what they
+    do not need is deleted in the background, as `gc_stream` does, whenever an anchor has become old enough (None: all
+    stay). ``signer`` signs every manifest, claim and fold;
     then only what is signed by its key or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed.
     ``stream_id``: the stream's (`Manifest.stream_id`) where the caller knows it; versions of another stream of this
     name are then passed over. ``threads``: the maximum number of threads (None: one per core). ``on_event`` gets the
@@ -84,9 +86,9 @@ class Publisher(Closing, NotCopyable):
         store: Store | str,
         *,
         stream: str,
-        codec: str = codecs.AUTO,
         anchor_ratio: float = 1.0,
         folds: Collection[int] = (),
+        keep: int | None = None,
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
         stream_id: str | None = None,
@@ -97,9 +99,9 @@ class Publisher(Closing, NotCopyable):
             RankGroup(Alone()),
             store,
             stream=stream,
-            codec=codec,
             anchor_ratio=anchor_ratio,
             folds=folds,
+            keep=keep,
             signer=signer,
             trusted_keys=trusted_keys,
             stream_id=stream_id,
@@ -144,10 +146,11 @@ class Publisher(Closing, NotCopyable):
     def _checked(self, store: Store | str, stream: str, **given: Unpack[PublisherSettings]) -> tuple[Stream, Settings]:
         for name in given.keys() - PublisherSettings.__annotations__.keys():
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
-        codec, threads = given.get("codec", codecs.AUTO), given.get("threads")
+        threads, keep = given.get("threads"), given.get("keep")
         anchor_ratio, folds = given.get("anchor_ratio", 1.0), given.get("folds", ())
         signer = given.get("signer")
-        codecs.check_codec(codec)
+        if keep is not None:
+            checked_count("keep", keep)
         checked_threads(threads)
         checked_listener(given.get("on_event"))
         checked_number("anchor_ratio", anchor_ratio)
@@ -164,7 +167,7 @@ class Publisher(Closing, NotCopyable):
             stream_id=given.get("stream_id"),
             on_refused=weak_callback(self._refused),
         )
-        return opened, Settings(codec, anchor_ratio, spans, tuple(sorted({*keys})), signer, threads)
+        return opened, Settings(anchor_ratio, spans, keep, tuple(sorted({*keys})), signer, threads)
 
     def publish(
         self,
@@ -260,13 +263,24 @@ class Publisher(Closing, NotCopyable):
         return self._serial.run(self._head)
 
     @property
+    def codec(self) -> str:
+        """How changes are coded: "auto", until it is set, or "zstd", the layout of the PULSE paper. Raises
+        InputError."""
+        return self._rank.codec
+
+    @codec.setter
+    def codec(self, codec: str) -> None:
+        codecs.check_codec(codec)
+        self._rank.codec = codec
+
+    @property
     def stream_id(self) -> str | None:
         """The stream's ID, 32 hexadecimal digits, for subscribers to pin; None before the first publish."""
         return self._stream.stream_id
 
     def wait(self) -> None:
-        """Waits until what was submitted is published, and the background folds are stored."""
-        self._serial.run(self._rank.make_folds)
+        """Waits until what was submitted is published, the background folds are stored, and old versions deleted."""
+        self._serial.run(self._rank.keep_up)
         self._submissions.raise_unasked()
 
     def close(self) -> None:
@@ -343,6 +357,6 @@ class Publisher(Closing, NotCopyable):
             self._calls -= 1
             raise
         finally:
-            if self._rank.makes_folds:
+            if self._rank.has_upkeep:
                 with suppress(PulseError):
-                    self._serial.post(self._rank.make_folds)
+                    self._serial.post(self._rank.keep_up)

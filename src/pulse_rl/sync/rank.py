@@ -30,6 +30,7 @@ from .baseline import restore_baseline, restore_whole
 from .commit import Content, Found, Stored, StreamHead, published_as, store_anchor, store_patch, uploaded
 from .device_diff import DeviceDiff, Seen
 from .folds import FoldMaker
+from .gc import Retention
 from .history_policy import HistoryPolicy, Note
 from .layout import (
     Layout,
@@ -56,9 +57,9 @@ _CALL = struct.Struct("<Q?")  # a call's number, and whether this rank goes on w
 class Settings(NamedTuple):
     """Those of `Publisher`; ``keys`` are all that are trusted."""
 
-    codec: str
     anchor_ratio: float
     folds: Collection[int]
+    keep: int | None
     keys: tuple[str, ...]
     signer: Signer | None
     threads: int | None
@@ -98,10 +99,12 @@ class RankPublisher:
             stream,
             ranks,
             settings.folds,
-            codec=settings.codec,
+            codec=codecs.AUTO,
             threads=settings.threads,
             tell=self._untold.append,
         )
+        first = ranks.rank == 0
+        self._retention = Retention(stream, settings.keep if first else None, settings.keys, listener)
 
     def publish(
         self,
@@ -115,7 +118,7 @@ class RankPublisher:
         Raises what `Publisher.publish` raises. ``number``: of the call, the same on all ranks, which part where it is
         not. Raises CancelledError, on all, if the ``submission`` is cancelled on one."""
         timer = PhaseTimer()
-        self.make_folds()
+        self.keep_up()
         try:
             with self._stream.limited():
                 local = self._meet(request, number, submission)
@@ -130,6 +133,7 @@ class RankPublisher:
             self._ranks.common_error = None  # it would keep what the call worked on
             request.let_go()
             self._tell_what_waited()  # a listener that fails must not part the ranks
+        self._retention.committed(manifest)
         published = published_as(manifest, timer, draft.reason, blocked_seconds)
         self._tell(published)
         self._notices.look_at(manifest.version, draft, local.source, crowded=seen.crowded or request.crowded)
@@ -142,18 +146,28 @@ class RankPublisher:
         return self._ranks.rank == 0
 
     @property
-    def makes_folds(self) -> bool:
-        """Whether folds are to be made at all."""
-        return self._folds.wanted
+    def codec(self) -> str:
+        return self._folds.codec
 
-    def make_folds(self) -> None:
-        """Makes the folds that are due; a collective where some are. Without folds readers take the patches."""
+    @codec.setter
+    def codec(self, codec: str) -> None:
+        self._folds.codec = codec
+
+    @property
+    def has_upkeep(self) -> bool:
+        """Whether there is anything that `keep_up` may do."""
+        return self._folds.wanted or self._retention.keep is not None
+
+    def keep_up(self) -> None:
+        """Makes the folds that are due, a collective where some are, and deletes what is not to be kept. Without folds
+        readers take the patches."""
         self._folds.make()
         self._tell_what_waited()
+        self._retention.collect()
 
     def forget(self) -> None:
         """Makes the folds that are due, and releases all that is held, and the ranks."""
-        self.make_folds()
+        self.keep_up()
         self._folds.forget()
         self._devices.forget()
         self._baseline, self._pending, self._told, self._layout = None, None, None, None
@@ -179,6 +193,7 @@ class RankPublisher:
             told.append(held_to_bytes(made[0].held))
             at = self._baseline
             arguments = {"metadata": request.metadata, "dtype": request.dtype, "anchor": request.anchor}
+            arguments["codec"] = self.codec
             known = f"{at.version} {at.root} {at.history.spans}" if at else ""
             return call + json.dumps([arguments, sha256(told[0]).hexdigest(), len(told[0]), known]).encode()
 
@@ -317,7 +332,7 @@ class RankPublisher:
                 base,
                 reason,
                 owned=seen.owned and self._ranks.size == 1,
-                codec=self._settings.codec,
+                codec=self.codec,
                 history=base.history if base and remembers else None,
                 recorder=self.history.recorder(base) if base and self._may_remember else None,
                 threads=self._threads,
@@ -378,7 +393,7 @@ class RankPublisher:
             parts, shards = [], []
             if layout.has_file(self._ranks.rank):
                 if base:
-                    chunks = draft.file(built.root, codec=self._settings.codec, threads=self._threads)
+                    chunks = draft.file(built.root, codec=self.codec, threads=self._threads)
                     parts.append(store_patch(self._stream, chunks))
                 if with_anchor:
                     shards = store_anchor(
@@ -415,7 +430,7 @@ class RankPublisher:
     @property
     def _may_remember(self) -> bool:
         """Whether what changed before may code what changes now."""
-        return self._settings.codec == codecs.AUTO
+        return self.codec == codecs.AUTO
 
     def _follow(self, manifest: Manifest | None) -> Manifest | None:
         """Moves the baseline to the pending version, if rank 0 has committed it; else gives that up."""

@@ -10,15 +10,25 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._util.settings import checked_count, checked_number
-from ..errors import ChainGap, EmptyStream, NotFound
+from ..errors import ChainGap, EmptyStream, NotFound, PulseError
+from ..events import CallFailed, Hint, Listener, hint_to
 from ..store import Store, open_store
 from ..store.base import ObjectInfo
 from ..stream.manifest import Manifest, Payload
-from ..stream.names import AnchorName, DigestsName, FoldName, ObjectName, PayloadName, StreamNames, VersionName
+from ..stream.names import (
+    AnchorName,
+    DigestsName,
+    FoldName,
+    ObjectName,
+    PayloadName,
+    StreamNames,
+    VersionName,
+    WorkerName,
+)
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from ..sync.group import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
+from .group import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
 
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0
@@ -29,13 +39,16 @@ _LONGEST_GRACE = 1e9
 class GcPlan:
     """What is deleted: ``versions``, and the objects ``names`` in order of deletion, ``nbytes`` bytes in total.
 
-    ``oldest`` is the first version that remains: the anchor from which the kept versions are restored.
+    ``oldest`` is the first version that remains: the anchor from which the ``wanted`` one, the oldest that is to be
+    kept, is restored. ``young`` bytes of payloads that nothing names stay for now, since they were written lately.
     """
 
     oldest: int
     versions: tuple[int, ...]
     names: tuple[str, ...]
     nbytes: int
+    wanted: int
+    young: int
 
 
 def plan_gc(
@@ -69,7 +82,7 @@ def plan_gc(
     named |= {payload.sha256 for of in parts for payload in of or ()}
     roots = {manifest.root for manifest in kept}
 
-    links, old, payloads, digests = [], [], [], []
+    links, old, payloads, digests, beats = [], [], [], [], []
     for info, name in found:
         match name:
             case FoldName(version, base) if min(version, base) < oldest:
@@ -82,12 +95,17 @@ def plan_gc(
                 payloads.append((info, digest))
             case DigestsName(root) if root not in roots and info.modified < before:
                 digests.append(info)
+            case WorkerName(_, version) if version < oldest:
+                beats.append(info)
     unnamed = [info for info, digest in payloads if digest not in named and info.modified < before]
+    young = sum(info.nbytes for info, digest in payloads if digest not in named and info.modified >= before)
     # Links before manifests before payloads: whoever stops in between leaves nothing that names what is gone. Manifests
     # from the newest down, so that those that are left still lead from their anchor on.
-    doomed = [*links, *sorted(old, reverse=True), *unnamed, *digests]
+    doomed = [*links, *sorted(old, reverse=True), *unnamed, *digests, *beats]
     gone = sorted(name.version for _, name in found if isinstance(name, VersionName) and name.version < oldest)
-    return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), sum(info.nbytes for info in doomed))
+    wanted = kept[min(keep, len(kept)) - 1].version
+    nbytes = sum(info.nbytes for info in doomed)
+    return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), nbytes, wanted, young)
 
 
 class _Stored(NamedTuple):
@@ -202,7 +220,8 @@ def gc_stream(
 
 
 def _gc(where: Stream, keep: int, grace_seconds: float, *, dry_run: bool) -> GcPlan:
-    folders = (where.names.links, where.names.versions, where.names.payloads, where.names.digests)
+    names = where.names
+    folders = (names.links, names.versions, names.payloads, names.digests, names.workers)
     objects = [info for folder in folders for info in where.store.list(folder)]
     # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.
     newest = max((info.modified for info in objects), default=0.0) + 1
@@ -277,3 +296,38 @@ def _modified(store: Store, name: str) -> float | None:
         return store.head(name).modified
     except NotFound:
         return None
+
+
+class Retention:
+    """Deletes what the newest ``keep`` versions of a stream do not need, as its publisher commits them: at first, and
+    whenever an anchor has become the one to restore them from. ``keys`` are those that are trusted. What fails is said,
+    and tried again with the next anchor."""
+
+    def __init__(self, stream: Stream, keep: int | None, keys: Collection[str], listener: Listener | None) -> None:
+        self.keep = keep
+        self._stream = stream
+        self._keys = keys or None
+        self._listener = listener
+        self._anchors: list[int] = [0]
+        self._newest = 0
+
+    def committed(self, manifest: Manifest) -> None:
+        """A version was committed."""
+        self._newest = manifest.version
+        if manifest.anchor and self.keep is not None:
+            self._anchors.append(manifest.version)
+
+    def collect(self) -> None:
+        """Deletes, where something is due. Raises nothing of the store's."""
+        oldest = -1 if self.keep is None or self._newest == 0 else self._newest - self.keep
+        if self.keep is None or min(self._anchors, default=self._newest) > oldest:
+            return
+        self._anchors = [version for version in self._anchors if version > oldest]
+        store, name = self._stream.store, self._stream.name
+        try:
+            gc_stream(store, name, keep=self.keep, trusted_keys=self._keys, stream_id=self._stream.stream_id)
+        except PulseError as error:
+            if self._listener:
+                self._listener(CallFailed(name, "gc", error.kind, str(error)))
+            else:
+                hint_to(None, Hint(name, self._newest, "retention", f"old versions stay: {error}", error.hint))

@@ -1,0 +1,92 @@
+"""What arguments of commands are read as, and the completion of a shell from the parsers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .._util.settings import parse_seconds
+from ..errors import InputError
+from .output import Console
+
+_MOST_SECONDS = 1e9
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+def path(text: str) -> str:
+    if not text:  # of a shell variable that is not set; it would be the current folder
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
+def seconds(text: str) -> float:
+    try:
+        value = parse_seconds(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(f"{error}: {error.hint}") from None
+    if value > _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is longer than a run")
+    return value
+
+
+def fact(text: str) -> tuple[str, str | int | float | bool]:
+    """KEY=VALUE of a version's metadata: a number or true or false where the value is spelled so."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    if value in ("true", "false"):
+        return key, value == "true"
+    for read in (int, float):
+        try:
+            return key, read(value)
+        except ValueError:
+            pass
+    return key, value
+
+
+_BASH = """_pulse() {{
+  local words="{commands}"
+  case "${{COMP_WORDS[1]}}" in
+{cases}
+  esac
+  [ "$COMP_CWORD" -eq 1 ] || [[ "$2" == -* ]] || words=""
+  COMPREPLY=($(compgen -W "$words" -- "$2"))
+}}
+complete -o default -F _pulse pulse"""
+_ZSH = "autoload -U +X bashcompinit && bashcompinit"
+
+
+def complete(args: argparse.Namespace, console: Console) -> int:
+    """Prints what a shell is to run: commands, their options, and files elsewhere."""
+    commands = commands_of(args.parser())
+    cases = [
+        f'    {name}) [ "$COMP_CWORD" -eq 1 ] || words="{" ".join(sorted(parser._option_string_actions))}";;'
+        for name, parser in commands.choices.items()
+    ]
+    script = _BASH.format(commands=" ".join(commands.choices), cases="\n".join(cases))
+    lines = [*([_ZSH] if args.shell == "zsh" else []), *script.split("\n")]
+    console.result({"shell": args.shell, "script": "\n".join(lines)}, lines)
+    return 0
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Any:
+    """The action of a parser that holds its commands."""
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return commands

@@ -1,0 +1,245 @@
+"""Commands that show what is in a store: list, log, and status, who follows."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from .._util.settings import format_bytes, format_duration, format_percent
+from ..errors import EmptyStream, PulseError
+from ..events import Metadata
+from ..store import Store
+from ..stream.manifest import Manifest
+from ..stream.names import AnchorName, VersionName, WorkerName, streams_in
+from ..stream.signing import trusted_by
+from ..stream.stream import Stream
+from ..sync.notices import absence
+from .arguments import number
+from .output import Console
+from .streams import open_lasting
+
+_MOST_WORKERS = 10_000
+_SHOWN_ANCHORS = 5
+
+
+def add_parsers(commands: Any, common: list[argparse.ArgumentParser], trust: argparse.ArgumentParser) -> None:
+    """Adds the commands to ``commands``, argparse's sub-parsers."""
+    store = argparse.ArgumentParser(add_help=False)
+    store.add_argument("store", metavar="STORE", help="a folder, or a file://, http://, s3://, gs:// or az:// URL")
+
+    command = commands.add_parser("list", parents=[*common, trust, store], help="show the streams of a store")
+    command.set_defaults(run=show_streams)
+
+    command = commands.add_parser("log", parents=[*common, trust, store], help="show the versions of a stream")
+    command.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
+    command.add_argument(
+        "--last", type=number, default=20, metavar="N", help="the newest N versions (default: 20); 0: all of them"
+    )
+    command.set_defaults(run=log)
+
+    command = commands.add_parser(
+        "status", parents=[*common, trust, store], help="show which version each worker and group of a store holds"
+    )
+    command.add_argument("--stream", metavar="S", help="of this stream only")
+    command.set_defaults(run=status)
+
+
+def show_streams(args: argparse.Namespace, console: Console) -> int:
+    store = open_lasting(args.store)
+    found = [_facts_of(_opened(store, name, args)) for name in streams_in(store)]
+    rows = [
+        (
+            each["stream"],
+            _range(each),
+            _age(each["age_seconds"]),
+            format_bytes(each["bytes"]),
+            format_bytes(each["dense_bytes"]) if each["dense_bytes"] is not None else "?",
+            _few(each["anchors"]),
+            each["problem"] or _metadata(each["metadata"]),
+        )
+        for each in found
+    ]
+    heads = ("stream", "versions", "age", "stored", "state", "anchors", "metadata")
+    lines = _table([heads, *rows]) if rows else [f"{args.store} has no streams"]
+    console.result({"store": args.store, "streams": found}, lines)
+    return 0
+
+
+def log(args: argparse.Namespace, console: Console) -> int:
+    stream = _opened(open_lasting(args.store), args.stream, args)
+    versions = _versions_of(stream)
+    found = [_version_facts(stream, version) for version in versions[-args.last :]]
+    rows = [
+        (
+            str(each["version"]),
+            _age(each["age_seconds"]),
+            "full" if each["density"] is None else format_percent(each["density"]),
+            format_bytes(each["patch_bytes"]) if each["patch_bytes"] else "",
+            format_bytes(each["anchor_bytes"]) if each["anchor_bytes"] else "",
+            _metadata(each["metadata"]),
+        )
+        if not each["problem"]
+        else (str(each["version"]), "", "", "", "", each["problem"])
+        for each in reversed(found)
+    ]
+    lines = _table([("version", "age", "changed", "patch", "anchor", "metadata"), *rows])
+    more = len(versions) - len(found)
+    console.result(
+        {"stream": args.stream, "stream_id": stream.stream_id, "versions": found},
+        [*lines, *([f"(and {more} older ones: --last 0)"] if more else [])],
+    )
+    return 0
+
+
+def status(args: argparse.Namespace, console: Console) -> int:
+    store = open_lasting(args.store)
+    found = [_followers(_opened(store, name, args)) for name in ([args.stream] if args.stream else streams_in(store))]
+    lines = []
+    for each in found:
+        workers, newest = each["workers"], each["newest"]
+        lines.append(f"{each['stream']}: version {newest}, {len(workers)} workers")
+        rows = [
+            (
+                f"  {worker['worker']}",
+                f"version {worker['version']}",
+                "newest" if worker["behind"] == 0 else f"{worker['behind']} behind",
+                f"since {_age(worker['age_seconds'])}",
+                f"group {worker['group']}, {worker['step']}" if worker["group"] else "",
+            )
+            for worker in workers
+        ]
+        lines += _table(rows)
+    if not any(each["workers"] for each in found):
+        lines.append("no worker says what it holds: pulse follow --name W, or pulse_rl.metrics.Heartbeat")
+    console.result({"store": args.store, "streams": found}, lines)
+    return 0
+
+
+def _opened(store: Store, name: str, args: argparse.Namespace) -> Stream:
+    return Stream(store, name, trusted_by(args.trust), stream_id=args.stream_id)
+
+
+def _versions_of(stream: Stream) -> list[int]:
+    """All listed versions, ascending. Raises EmptyStream."""
+    versions = stream.versions()
+    if not versions:
+        raise EmptyStream(f"stream {stream.name!r}: {absence(stream.store, stream.name)}")
+    return versions
+
+
+def _facts_of(stream: Stream) -> dict[str, Any]:
+    head, problem = None, ""
+    try:
+        found = stream.newest()
+        head, problem = found.manifest, str(found.error or "")
+    except PulseError as error:
+        problem = str(error)
+    names = stream.names
+    listed = [names.parse(info.name) for info in stream.store.list(names.versions)]
+    versions = [name.version for name in listed if isinstance(name, VersionName)]
+    links = (names.parse(info.name) for info in stream.store.list(names.links))
+    return {
+        "stream": stream.name,
+        "stream_id": stream.stream_id or (head.stream_id if head else None),
+        "versions": len(versions),
+        "oldest": min(versions, default=None),
+        "newest": head.version if head else None,
+        "age_seconds": _since(head.created) if head else None,
+        "bytes": sum(info.nbytes for info in stream.store.list(names.payloads)),
+        "dense_bytes": head.dense_bytes if head else None,
+        "anchors": sorted(name.version for name in links if isinstance(name, AnchorName)),
+        "publisher": head.publisher if head else None,
+        "epoch": head.epoch if head else None,
+        "key": head.signature.key if head and head.signature else None,
+        "metadata": head.metadata if head else {},
+        "problem": problem,
+    }
+
+
+def _version_facts(stream: Stream, version: int) -> dict[str, Any]:
+    facts: dict[str, Any] = dict.fromkeys(
+        ("age_seconds", "root", "density", "patch_bytes", "anchor_bytes", "dense_bytes", "epoch"), None
+    )
+    try:
+        manifest = stream.manifest(version)
+    except PulseError as error:
+        return {"version": version, **facts, "metadata": {}, "problem": f"cannot be read: {error}"}
+    stream.stream_id = stream.stream_id or manifest.stream_id
+    return {"version": version, **facts, **_manifest_facts(manifest), "problem": ""}
+
+
+def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
+    patch, anchor = manifest.patch, manifest.anchor
+    return {
+        "age_seconds": _since(manifest.created),
+        "root": manifest.root,
+        "density": patch.changed / max(manifest.elements, 1) if patch else None,
+        "patch_bytes": sum(part.bytes for part in patch.parts) if patch else 0,
+        "anchor_bytes": sum(shard.bytes for shard in anchor.shards) if anchor else 0,
+        "dense_bytes": manifest.dense_bytes,
+        "epoch": manifest.epoch,
+        "metadata": manifest.metadata,
+    }
+
+
+def _followers(stream: Stream) -> dict[str, Any]:
+    """What the workers of a stream have said last, those that are farthest behind first."""
+    newest = _versions_of(stream)[-1]
+    names, store = stream.names, stream.store
+    said: dict[tuple[str, str | None], tuple[float, int, str]] = {}
+
+    def hear(worker: str, group: str | None, modified: float, version: int, step: str) -> None:
+        if modified >= said.get((worker, group), (0.0, 0, ""))[0]:
+            said[worker, group] = (modified, version, step)
+
+    for info in islice(store.list(names.workers), _MOST_WORKERS):
+        if isinstance(name := names.parse(info.name), WorkerName):
+            hear(name.worker, None, info.modified, name.version, "")
+    for info in islice(store.list(names.groups), _MOST_WORKERS):
+        group, note = names.parse_note(info.name) or (None, None)
+        if note is not None and note.version is not None:
+            hear(note.member, group, info.modified, note.version, note.step)
+    workers = [
+        {
+            "worker": worker,
+            "group": group,
+            "step": step,
+            "version": version,
+            "behind": max(newest - version, 0),
+            "age_seconds": _since(modified),
+        }
+        for (worker, group), (modified, version, step) in said.items()
+    ]
+    workers.sort(key=lambda each: (each["version"], each["worker"]))
+    return {"stream": stream.name, "newest": newest, "workers": workers}
+
+
+def _since(unix_seconds: float) -> float:
+    return round(max(time.time() - unix_seconds, 0.0), 3)
+
+
+def _age(seconds: float | None) -> str:
+    return "?" if seconds is None else format_duration(max(round(seconds), 1))
+
+
+def _range(each: dict[str, Any]) -> str:
+    return f"{each['versions']}, none readable" if each["newest"] is None else f"{each['oldest']} to {each['newest']}"
+
+
+def _few(anchors: list[int]) -> str:
+    shown = [str(version) for version in anchors[-_SHOWN_ANCHORS:]]
+    return ", ".join(["…"] * (len(anchors) > _SHOWN_ANCHORS) + shown)
+
+
+def _metadata(metadata: Metadata) -> str:
+    shown = (f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in metadata.items())
+    return " ".join(text if len(text) < 60 else f"{text[:57]}…" for text in shown)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows with their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
