@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, Signer, State
+from pulse_rl import MemoryStore, Publisher, Signer
 from pulse_rl.errors import Untrusted
-from pulse_rl.state import checkpoint
-from pulse_rl.stream.stream import Stream
+from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
+from tests.support.manifests import manifest_of
 from tests.support.states import Rng, bits, history
 
 
@@ -33,7 +33,7 @@ def test_an_empty_path_is_not_the_current_folder(pulse: Pulse, tmp_path: Path, m
 def test_publish_casts_and_tells_what_would_be_better(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     file, store = tmp_path / "m.safetensors", tmp_path / "store"
     for step in range(2):
-        checkpoint.save(file, State.of({"_orig_mod.w": rng.standard_normal(3000, np.float32)}))
+        write_checkpoint(file, {"_orig_mod.w": rng.standard_normal(3000, np.float32)})
         pulse("publish", file, store, "--stream", "wide")
         assert ("--dtype BF16" in pulse.err) == (step == 1)
         assert "unwrapped" in pulse.err
@@ -46,7 +46,7 @@ def test_publish_casts_and_tells_what_would_be_better(pulse: Pulse, tmp_path: Pa
 
 def test_names_cannot_speak_to_the_terminal(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     name = "w\x1b]0;owned\x07\nroot"
-    checkpoint.save(tmp_path / "a.safetensors", State.of({name: bits(rng, "BF16", 4)}))
+    write_checkpoint(tmp_path / "a.safetensors", {name: bits(rng, "BF16", 4)})
     shown = pulse("digest", tmp_path / "a.safetensors", "--tensors")
     assert "\x1b" not in shown
     assert "\x07" not in shown
@@ -66,7 +66,7 @@ def test_a_signing_publisher_takes_nothing_from_a_stranger(rng: Rng) -> None:
     assert (head.version, head.metadata) == (0, {"step": 7})
     done = publisher.publish(strange)
     assert done.version == 2
-    patch = Stream(store, "policy").manifest(2).patch
+    patch = manifest_of(store, "policy", 2).patch
     assert patch is not None
     assert patch.base == 0, "no patch rests on what nobody signed"
     assert [event.how for event in events if hasattr(event, "how")] == ["restored"]  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def test_a_signing_publisher_takes_nothing_from_a_stranger(rng: Rng) -> None:
 def test_identities_anchors_and_restarts_by_command(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     states = history(rng, 4)
     for k, state in enumerate(states):
-        checkpoint.save(tmp_path / f"{k}.safetensors", State.of(state))
+        write_checkpoint(tmp_path / f"{k}.safetensors", state)
     store, old, new = tmp_path / "store", tmp_path / "old.key", tmp_path / "new.key"
     old_key, new_key = pulse("keygen", old).strip(), pulse("keygen", new).strip()
     publish = ["publish", tmp_path / "0.safetensors", store, "--stream", "policy", "--json"]

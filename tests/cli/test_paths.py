@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, Publisher, State
-from pulse_rl.state import checkpoint
+from pulse_rl import LocalStore, Publisher
+from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
 from tests.support.states import Rng, history, mutated, policy
 
@@ -33,7 +33,7 @@ def steps(tmp_path: Path, rng: Rng) -> Path:
     """A folder of two checkpoints."""
     state = policy(rng)
     for k in range(2):
-        checkpoint.save(tmp_path / f"steps/{k}.safetensors", State.of(state))
+        write_checkpoint(tmp_path / f"steps/{k}.safetensors", state)
         state = mutated(rng, state)
     return tmp_path / "steps"
 
@@ -127,7 +127,7 @@ def test_a_name_that_no_file_can_have_is_said_as_any_other_error(pulse: Pulse, t
 @pytest.mark.slow
 def test_what_an_output_cannot_take_is_said_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
-    checkpoint.save(file, State.of({"gewicht-é\U0001f600": np.zeros(3, np.float32)}))
+    write_checkpoint(file, {"gewicht-é\U0001f600": np.zeros(3, np.float32)})
     shown = pulse_process("digest", file, "--tensors", ascii_only=True)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "gewicht-\\xe9\\U0001f600" in shown.stdout

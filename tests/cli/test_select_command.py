@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl.state.checkpoint import load, save
-from pulse_rl.state.tensors import State
+from pulse_rl import as_state
+from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
 from tests.support.states import Rng, Tensors, history, roots
 
@@ -18,26 +18,21 @@ def states(rng: Rng) -> list[Tensors]:
     return history(rng, 3)
 
 
-def checkpoint(path: Path, state: Tensors) -> Path:
-    save(path, State.of(state), {"format": "pt"})
-    return path
-
-
 def test_a_part_is_followed(pulse: Pulse, tmp_path: Path, states: list[Tensors]) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     publish = ("publish", "--stream", "policy")
     follow = ("follow", store, "--stream", "policy", "--out", out, "--once")
     for k, state in enumerate(states):
-        pulse(*publish, checkpoint(tmp_path / f"{k}.safetensors", state), store)
+        pulse(*publish, write_checkpoint(tmp_path / f"{k}.safetensors", state), store)
         found = pulse.json(*follow, "--select", "embed.*", "--select", "layers.0.mlp.weight")
         assert (found["version"], found["root"]) == (k, roots(states)[k])
-        held, _ = load(out / "model.safetensors")
-        assert [spec.name for spec in held.specs] == ["embed.weight", "layers.0.mlp.weight"]
+        held = as_state(out)
+        assert held.names == ["embed.weight", "layers.0.mlp.weight"]
     assert "nothing" in pulse.json(*follow, "--select", "nothing.*", status=1)["message"]
     assert pulse.json(*follow)["version"] == 2, "the whole, where there was a part"
-    whole, _ = load(out / "model.safetensors")
+    whole = as_state(out)
     assert np.array_equal(held.read("embed.weight"), whole.read("embed.weight"))
-    assert len(whole.specs) == len(states[2])
+    assert len(whole) == len(states[2])
 
 
 def test_an_engine_takes_all(pulse: Pulse, tmp_path: Path) -> None:

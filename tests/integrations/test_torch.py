@@ -13,7 +13,6 @@ from torch import nn
 from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, Update, as_state, state_root
 from pulse_rl.errors import StateMismatch
 from pulse_rl.integrations.torch import apply_, to_torch
-from pulse_rl.state.tensors import DTYPES
 from tests.support.interrupts import Boom, Steps
 from tests.support.states import Live, Rng, Tensors, all_dtypes, bits, history, mutated, snapshot, weights
 
@@ -270,7 +269,7 @@ def test_to_torch_gives_every_name_its_bits(rng: Rng) -> None:
     assert snapshot(found) == snapshot(state)
     assert found["tied"].data_ptr() == found["BF16.values"].data_ptr()
     assert {n: tuple(t.shape) for n, t in found.items()} == {n: state.spec(n).shape for n in state}
-    assert {DTYPES[state.spec(n).dtype.name].width for n in state} == {t.element_size() for t in found.values()}
+    assert {n: t.nbytes for n, t in found.items()} == {n: state.spec(n).nbytes for n in state}
 
 
 def test_to_torch_of_a_subscribers_state_is_a_copy(rng: Rng) -> None:

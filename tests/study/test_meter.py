@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import State
 from pulse_rl.errors import InputError, UnsupportedTensor
-from pulse_rl.state import checkpoint
-from pulse_rl.study import CheckpointFolder, study
-from pulse_rl.study.meter import SparsityMeter
+from pulse_rl.study import CheckpointFolder, SparsityMeter, study
+from tests.support.checkpoints import write_checkpoint
 
 Snapshot = dict[str, torch.Tensor]
 
@@ -204,7 +202,7 @@ def test_live_and_stored_give_one_study(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def save() -> None:
-        checkpoint.save(tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors", State.of(model.state_dict()))
+        write_checkpoint(tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors", model.state_dict())
 
     save()
     with SparsityMeter(model, ks=(1, 4)) as meter:

@@ -72,6 +72,12 @@ HOSTILE: dict[str, bytes] = {
 }
 
 
-def write_checkpoint(folder: Path, tensors: Any) -> None:
-    """A folder with a model of these tensors, as safetensors itself writes it."""
-    save_file(to_torch(State.of(tensors).copy()), folder / "model.safetensors")
+def write_checkpoint(path: Path, tensors: Any) -> Path:
+    """These tensors in a file, or in model.safetensors of a folder, as safetensors itself writes them: of two names
+    for one tensor the first. Returns ``path``."""
+    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    state = State.of(tensors).copy()
+    whole = to_torch(state)
+    save_file({spec.name: whole[spec.name] for spec in state.specs}, file, {"format": "pt"})
+    return path

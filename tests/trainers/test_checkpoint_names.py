@@ -11,12 +11,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
-from pulse_rl import MemoryStore, Publisher, Store, Subscriber, state_root
+from pulse_rl import MemoryStore, Publisher, Store, Subscriber, as_state, state_root
 from pulse_rl.errors import StateMismatch
 from pulse_rl.events import Event, Hint
 from pulse_rl.integrations.torch import apply_
 from pulse_rl.integrations.transformers import PulseCallback, checkpoint_weights
-from pulse_rl.state.checkpoint import load
 from tests.trainers.models import EXPERTS, FAMILIES, family
 from tests.trainers.support import arguments, sentences
 
@@ -29,7 +28,7 @@ def newest(store: Store) -> tuple[list[str], str]:
 
 def written(model: Any, folder: Path) -> tuple[list[str], str]:
     model.save_pretrained(folder)
-    return load(folder)[0].names, state_root(folder)
+    return as_state(folder).names, state_root(folder)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
