@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
-MOST_PRIVATE_SHARE = 0.4
+MOST_PRIVATE_SHARE = 0.33
 """Of the files with tests, those that may import a module of `pulse_rl` which is not public: pure functions of formats
 and kernels are tested inside. It only ever falls."""
 

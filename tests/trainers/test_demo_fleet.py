@@ -16,8 +16,7 @@ from examples.fleet.policies import advantages, verdict_rewards
 from examples.grpo.run import RunFolder
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay
 from pulse_rl.errors import StoreUnavailable
-from pulse_rl.stream.manifest import Manifest
-from pulse_rl.stream.stream import Stream
+from tests.support.manifests import manifest_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,9 +35,9 @@ def test_a_short_run(tmp_path: Path) -> None:
     for note in ("killing worker-1", "worker-7 joins far", "far is cut off", "far is back"):
         assert note in done.stdout
     for policy in ("solver", "verifier"):
-        newest: Manifest | None = Stream(LocalStore(tmp_path / "run" / "origin"), policy).newest().manifest
-        assert newest is not None
-        assert newest.version == 12
+        store = LocalStore(tmp_path / "run" / "origin")
+        assert [info.name for info in store.list(f"{policy}/versions")][-1] == f"{policy}/versions/000000000012.json"
+        newest = manifest_of(store, policy, 12)
         assert newest.patch is not None
         assert len(newest.patch.parts) == 2, "one of each rank"
 

@@ -10,8 +10,7 @@ from pulse_rl import LocalStore, Signer, Store
 from pulse_rl.errors import InputError
 from pulse_rl.events import Event, Folded, FoldFailed
 from pulse_rl.integrations.fsdp import ShardedPublisher
-from pulse_rl.stream.signing import TrustedKeys
-from pulse_rl.stream.stream import Stream
+from tests.support.manifests import folds_of
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.stores import FaultyStore
 from tests.support.trainers import Trainer, each, together
@@ -19,9 +18,8 @@ from tests.support.trainers import Trainer, each, together
 pytestmark = pytest.mark.slow
 
 
-def folds_in(store: Store, signer: Signer | None = None) -> list[tuple[int | None, int]]:
-    trusted = TrustedKeys([signer.public_key]) if signer else None
-    return [(link.base, link.version) for link in Stream(store, "policy", trusted).links() if link.base is not None]
+def folds_in(store: Store) -> list[tuple[int, int]]:
+    return [(fold.base, fold.version) for fold in folds_of(store, "policy")]
 
 
 def model_of(trainer: Trainer, steps: int = 0) -> policy:  # type: ignore[valid-type]
@@ -45,7 +43,7 @@ def spans(trainer: Trainer) -> None:
             step(state, seed)
             published = publisher.publish(state)
         publisher.wait()
-        assert folds_in(store, signer) == [(0, 2), (0, 4), (2, 4)]
+        assert folds_in(store) == [(0, 2), (0, 4), (2, 4)]
         told = [(event.base, event.version) for event in events if isinstance(event, Folded)]
         assert sorted(told) == [(0, 2), (0, 4), (2, 4)]
         assert all(event.nbytes < event.patch_bytes for event in events if isinstance(event, Folded))
