@@ -36,7 +36,7 @@ class Policy:
         self.store = str(folder / "store")
         self.publisher = pulse_rl.Publisher(self.store, stream="policy", threads=1)
         self.generator = torch.Generator().manual_seed(seed + 1)
-        self.version = self.publisher.publish(self.model.state_dict()).version
+        self.version = self.publisher.publish(self.model.state_dict(), files=self.checkpoint).version
 
     def save(self, name: str) -> str:
         """Writes the model and a tokenizer of one word a token as a checkpoint, and returns its path."""
@@ -54,6 +54,13 @@ class Policy:
                 weight.copy_(torch.where(chosen, drawn.to(weight.dtype), weight))
         self.version = self.publisher.publish(self.model.state_dict()).version
         return self.version
+
+    def log_probabilities_of_the_next(self) -> torch.Tensor:
+        """Of every token after PROMPT, as Hugging Face computes them in FP32: float32 [vocabulary]."""
+        with torch.no_grad():
+            logits = self.model.float()(torch.tensor([PROMPT])).logits[0, -1]
+            self.model.to(torch.bfloat16)
+        return logits.log_softmax(-1)
 
     def log_probabilities(self) -> torch.Tensor:
         """Of PROMPT, as Hugging Face computes them in FP32: float32 [len(PROMPT) - 1]."""

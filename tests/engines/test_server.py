@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import pulse_rl
-from pulse_rl import PulseError
+from pulse_rl import PulseError, Subscriber
 from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable
 from pulse_rl.integrations.vllm import EngineSync, connect
 
@@ -100,6 +100,20 @@ def test_late_restarted_and_away_servers_catch_up(policy: Policy, tmp_path: Path
         with pytest.raises(EngineError, match="backend pulse"):
             connect(url, store=policy.store, stream="policy")
     assert {name: live[name] for name in fresh if "norm" in name} == {n: s for n, s in fresh.items() if "norm" in n}
+
+
+def test_a_followed_folder_is_served(policy: Policy, tmp_path: Path) -> None:
+    """Its config, tokenizer and weights are the stream's: nothing of it was written by transformers."""
+    policy.step()
+    with Subscriber(policy.store, stream="policy") as worker:
+        worker.sync()
+        worker.save(tmp_path / "followed")
+    expected = policy.log_probabilities_of_the_next()
+    with server(str(tmp_path / "followed"), tmp_path / "server.log", pulse=False) as url:
+        (choice,) = complete(url, tokens=1)["choices"]
+    assert choice["text"].strip() == f"t{choice['token_ids'][0]}"
+    assert abs(choice["logprobs"]["token_logprobs"][0] - expected[choice["token_ids"][0]]) < 0.1
+    assert expected.max() - expected[choice["token_ids"][0]] < 0.1
 
 
 @pytest.mark.slow

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +16,12 @@ from safetensors.numpy import load_file
 from pulse_rl import LocalStore, Publisher, Subscriber, state_root
 from pulse_rl.errors import InputError
 from tests.support.commands import Pulse
+from tests.support.killed import Killed, follow
 from tests.support.states import Rng
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = {"a.weight": np.zeros(5000, np.float32), "b.weight": np.ones((3, 7), np.int32)}
 PLACES = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}
-
-KILLED_AT = """
-import os, signal, sys
-from pulse_rl.cli import main
-out, numbers, *command = sys.argv[1:]
-EVENTS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink"}
-left = 0
-def hook(event, args):
-    global left
-    if event in EVENTS and left and any(out in str(a) for a in args):
-        left -= 1
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-for number in map(int, numbers.split()):
-    pid = os.fork()
-    if not pid:
-        sys.addaudithook(hook)
-        left = number
-        os._exit(main(command))
-    status = os.waitpid(pid, 0)[1]
-    print(number, os.waitstatus_to_exitcode(status), flush=True)
-    sys.stdin.readline()
-"""
-"""Runs a command again and again, in processes of their own, killed at their first, second … change of the folder."""
 
 
 def files_of(version: int) -> dict[str, bytes]:
@@ -91,38 +66,6 @@ def version_of(folder: Path, *, sharded: bool = False) -> int:
     assert (found["b.weight"] == version).all()
     assert state_root(found) == state_root(folder)
     return version
-
-
-def follow(store: Path, out: Path, *options: str) -> list[str]:
-    return ["follow", str(store), "--stream", "policy", "--out", str(out), "--once", *options]
-
-
-class Killed:
-    """A command that is killed at each change of ``out``, one after another."""
-
-    def __init__(self, out: Path, command: list[str], numbers: Iterable[int] = range(1, 500)) -> None:
-        program = [sys.executable, "-c", KILLED_AT, str(out), " ".join(map(str, numbers)), *command]
-        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def next(self) -> int:
-        """Runs it once more; how it ended."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.split()[0].isdecimal() and len(line.split()) == 2:
-                return int(line.split()[1])
-        raise AssertionError("the program ended")
-
-    def go_on(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-
-    def __enter__(self) -> Killed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])

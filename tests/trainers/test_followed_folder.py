@@ -1,0 +1,119 @@
+"""What follows a stream is a checkpoint: transformers loads it, whatever published it, and whenever its writer died."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Trainer
+
+from pulse_rl import Publisher, Subscriber
+from pulse_rl.cli import main
+from pulse_rl.integrations.transformers import PulseCallback, checkpoint_files, checkpoint_weights
+from tests.support.killed import Killed, follow
+from tests.trainers.models import FAMILIES, family
+from tests.trainers.support import arguments, sentences, tiny, tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+
+
+def words() -> Any:
+    found = tokenizer()
+    found.chat_template = TEMPLATE
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    theirs = other.state_dict()
+    return one.state_dict().keys() == theirs.keys() and all(
+        torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items()
+    )
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """What a folder shows, without weights and pulse's own."""
+    return {
+        entry.name: entry.read_bytes()
+        for entry in folder.iterdir()
+        if not entry.name.startswith((".", "pulse.")) and entry.suffix != ".safetensors"
+    }
+
+
+def test_what_the_callback_publishes_is_followed_into_a_checkpoint(tmp_path: Path) -> None:
+    store, out = tmp_path / "store", tmp_path / "followed"
+    trained = tiny(dtype=torch.float32)
+    trained.generation_config = GenerationConfig(max_new_tokens=7, eos_token_id=1, pad_token_id=0)
+    settings = arguments(tmp_path, learning_rate=1e-3)
+    callback = PulseCallback(str(store), stream="policy")
+    Trainer(trained, settings, train_dataset=sentences(), processing_class=words(), callbacks=[callback]).train()
+    assert main(follow(store, out)) == 0
+    followed = AutoModelForCausalLM.from_pretrained(out)
+    assert followed.dtype == torch.bfloat16
+    assert same(followed, trained.to(torch.bfloat16))
+    assert followed.generation_config.max_new_tokens == 7
+    loaded = PreTrainedTokenizerFast.from_pretrained(out)
+    text = loaded.apply_chat_template([{"content": "w1 w2"}], tokenize=False)
+    assert text == "w1 w2<eos>"
+    assert loaded("w1 w9")["input_ids"] == words()("w1 w9")["input_ids"]
+    trained.save_pretrained(tmp_path / "saved")
+    words().save_pretrained(tmp_path / "saved")
+    assert files_in(out) == files_in(tmp_path / "saved")
+    assert followed.generate(torch.tensor([[3, 4, 5]]), do_sample=False).shape == (1, 10)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_loop_of_ones_own_publishes_checkpoints(name: str, tmp_path: Path) -> None:
+    model = family(name, torch.float32)
+    with Publisher(str(tmp_path / "store"), stream="policy") as publisher:
+        publisher.publish(checkpoint_weights(model), dtype="BF16", files=checkpoint_files(torch.compile(model)))
+    with Subscriber(str(tmp_path / "store"), stream="policy") as worker:
+        worker.sync()
+        worker.save(tmp_path / "followed")
+    assert AutoConfig.from_pretrained(tmp_path / "followed").architectures == [type(model).__name__]
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "followed"), model.to(torch.bfloat16))
+
+
+def test_a_sharded_checkpoint_is_published_and_followed_as_it_was(tmp_path: Path) -> None:
+    first, out = tmp_path / "first", tmp_path / "followed"
+    model = tiny(torch.bfloat16)
+    model.save_pretrained(first, max_shard_size="60KB")
+    words().save_pretrained(first)
+    assert len(list(first.glob("*.safetensors"))) > 2
+    assert main(["publish", str(first), str(tmp_path / "store"), "--stream", "policy"]) == 0
+    for options in (["--sharded"], []):
+        assert main(follow(tmp_path / "store", out, *options)) == 0
+        assert same(AutoModelForCausalLM.from_pretrained(out), model)
+        shards = {path.name for path in out.glob("*.safetensors")}
+        assert shards == ({path.name for path in first.glob("*.safetensors")} if options else {"model.safetensors"})
+        if not options:
+            assert files_in(out).keys() | {"model.safetensors.index.json"} == files_in(first).keys()
+        shutil.rmtree(out)
+
+
+def test_a_folder_whose_follower_is_killed_always_loads(tmp_path: Path) -> None:
+    store, out = tmp_path / "store", tmp_path / "followed"
+    model, versions = tiny(torch.bfloat16), []
+    with Publisher(str(store), stream="policy") as publisher:
+        for version in range(2):
+            model.model.norm.weight.data.fill_(version)
+            model.config.pad_token_id = version
+            files = checkpoint_files(model) | {f"only-{version}.txt": b""}
+            publisher.publish(checkpoint_weights(model), files=files)
+            with Subscriber(str(store), stream="policy") as worker:
+                worker.sync()
+                worker.save(tmp_path / f"version-{version}")
+    with Killed(out, follow(store, out), range(1, 100, 3)) as killed:
+        shutil.copytree(tmp_path / "version-0", out, symlinks=True)
+        while killed.next() != 0:
+            found = AutoModelForCausalLM.from_pretrained(out)
+            versions.append(int(found.model.norm.weight[0]))
+            assert (found.model.norm.weight == versions[-1]).all()
+            assert found.config.pad_token_id == versions[-1]
+            shutil.rmtree(out)
+            shutil.copytree(tmp_path / "version-0", out, symlinks=True)
+            killed.go_on()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
