@@ -75,7 +75,7 @@ def test_the_error_of_an_update_is_told_until_the_next(world: World, worker: Wor
     assert worker.answer("status", "a")["error"] is None
     assert worker.update(None) is None
     assert worker.answer("audit", "a")["differing"] == []
-    assert worker.answer("close", "a") == {"open": False, "error": None}
+    assert worker.answer("close", "a") == {"open": False, "asleep": [], "error": None}
 
 
 def test_an_update_is_made_for_its_owner_alone(world: World, worker: Worker) -> None:

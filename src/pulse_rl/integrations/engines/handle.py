@@ -15,7 +15,7 @@ from ..._util.settings import checked_number
 from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
 from ...events import Metadata
 from ...sync.polling import LONGEST_POLL, jittered
-from .transport import InitInfo, Status, Transport, raise_reported
+from .transport import WEIGHTS, InitInfo, Status, Transport, asleep, raise_reported
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
@@ -62,6 +62,7 @@ class EngineHandle(Closing):
     _untagged: bool
     _paused: bool
     _waits: bool
+    _asleep: frozenset[str]
 
     @classmethod
     def _on(cls, transport: Transport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
@@ -84,6 +85,7 @@ class EngineHandle(Closing):
         self._follower = None
         self._closing = threading.Event()
         self._stale = self._untagged = self._paused = self._waits = False
+        self._asleep = frozenset()
         self._open()
         return self
 
@@ -98,7 +100,8 @@ class EngineHandle(Closing):
         """Moves the engine to ``version``, or to the newest one; None if that is live already.
 
         Fetches and verifies while the engine generates, then pauses it, writes what changed, empties the prefix cache,
-        tags later outputs with the version, and resumes. Other versions than the newest need a handle
+        tags later outputs with the version, and resumes. An engine that sleeps in part, its weights awake, is neither
+        paused nor resumed. Other versions than the newest need a handle
         with ``follow=False``. When this raises, the engine goes on with the weights that it has; what is kept in the
         prefix cache was then computed with these. If the error is that the engine refuses to empty it, the next sync
         begins with that.
@@ -109,6 +112,8 @@ class EngineHandle(Closing):
                 self._open()  # the server was restarted
             self._settle()
             leader = self._stage(version)
+            if WEIGHTS in self._asleep:
+                raise asleep()
             self._waits = leader.get("waits", False)
             live, newest = leader["version"], leader["held"]
             if live is not None and live == (newest if version is None else version):
@@ -202,7 +207,7 @@ class EngineHandle(Closing):
 
     def _open(self) -> None:
         """Starts a session in the engine, unless another handle has one."""
-        if any(status["open"] for status in self._ask("hello")):
+        if any(status["open"] for status in self._ask("hello")) and not self._asleep:
             with suppress(PulseError):  # there may be nothing to end
                 self._transport.recover()
         try:
@@ -254,6 +259,9 @@ class EngineHandle(Closing):
     @contextmanager
     def _pause(self) -> Iterator[None]:
         """Nothing is generated within. An engine that could not be resumed is by the next sync."""
+        if self._asleep:  # it generates nothing until whoever put it to sleep wakes it up
+            yield
+            return
         self._paused = True
         try:
             self._transport.pause(self._in_flight)
@@ -265,7 +273,8 @@ class EngineHandle(Closing):
         self._resume()
 
     def _resume(self) -> None:
-        self._transport.resume()
+        if not self._asleep:  # it may have been put to sleep meanwhile
+            self._transport.resume()
         self._paused = False
 
     def _settle(self) -> None:
@@ -314,6 +323,7 @@ class EngineHandle(Closing):
     def _ask(self, action: str, version: int | None = None) -> list[Status]:
         statuses = self._transport.pulse(action, self._owner, version)
         raise_reported("failure", statuses)
+        self._asleep = frozenset(part for status in statuses for part in status.get("asleep", ()))
         return statuses
 
     def _leader(self, statuses: list[Status]) -> Status:

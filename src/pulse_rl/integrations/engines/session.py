@@ -164,6 +164,11 @@ class Session:
             return 1
         return self._derived.left(self.live_version)
 
+    def forget(self) -> None:
+        """The live parameters are no known version any more."""
+        self.live.version = None
+        self._derived.forget()
+
     def close(self) -> None:
         self.staging.close()
         self._node.close_folder()

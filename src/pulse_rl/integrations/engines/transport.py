@@ -17,6 +17,8 @@ from ...errors import EngineError, EngineUnavailable, InputError, PulseError
 
 Status = dict[str, Any]
 """What a worker says of itself; see `worker.Worker.answer`."""
+WEIGHTS = "weights"
+"""The part of an engine's memory that updates are written to, as engines name it."""
 _MOST_WORDS = 400
 _JSON = {"Content-Type": "application/json"}
 
@@ -75,6 +77,12 @@ class Transport(Protocol):
     def reset_prefix_cache(self, running: bool) -> bool:
         """Whether nothing of it is left. ``running``: requests in flight start over with the new weights."""
         ...
+
+
+def asleep() -> EngineUnavailable:
+    return EngineUnavailable(
+        "the engine sleeps, without its weights in memory", hint="Wake it up, its weights at least, and sync then."
+    )
 
 
 def raise_reported(field: str, statuses: list[Status]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...errors import ConcurrentUse, InputError, PulseError
 from .node import Node
 from .session import ProvedMap, Session
-from .transport import InitInfo, Status
+from .transport import WEIGHTS, InitInfo, Status, asleep
 
 LEASE_SECONDS = 15.0
 
@@ -29,6 +29,7 @@ class Worker:
         self._map = ProvedMap()
         self._heard_of_owner = 0.0
         self._error: PulseError | None = None
+        self._asleep: set[str] = set()
 
     @property
     def node(self) -> Node:
@@ -54,6 +55,7 @@ class Worker:
         def work() -> None:
             if owner:
                 self._hear(owner)
+            self._require_awake()
             self._opened().update(version)
             self._heard_of_owner = time.monotonic()  # its owner waited for it, and could not renew the lease
 
@@ -64,6 +66,24 @@ class Worker:
         if self._session is not None:
             self._session.close()
         self._session = self._info = None
+
+    # -- what the engine does to its weights besides
+
+    def sleep(self, parts: Iterable[str], *, lost: bool) -> None:
+        """The memory of ``parts`` is taken away until `wake_up`; ``lost``: that of the weights comes back empty."""
+        self._asleep.update(parts)
+        if lost:
+            self.forget()
+
+    def wake_up(self, parts: Iterable[str] | None = None) -> None:
+        """The memory of ``parts``, None: of all, is there again."""
+        self._asleep.difference_update(self._asleep if parts is None else set(parts))
+
+    def forget(self) -> None:
+        """Something else writes to the weights, or they are lost: the next update writes all of them."""
+        self._map.written = True
+        if self._session is not None:
+            self._session.forget()
 
     # -- what a handle asks for
 
@@ -77,9 +97,9 @@ class Worker:
             "hello": lambda: _raise(self._refused(owner)),
             "status": lambda: None,
             "stage": lambda: self._stage(version),
-            "prepare": lambda: self._opened().prepare(),
-            "audit": lambda: self._opened().audit(),
-            "prove": lambda: self._opened().prove(),
+            "prepare": lambda: self._awake().prepare(),
+            "audit": lambda: self._awake().audit(),
+            "prove": lambda: self._awake().prove(),
             "close": self.close,
         }
         try:
@@ -94,7 +114,7 @@ class Worker:
 
     def status(self) -> Status:
         session, error = self._session, self._error
-        status: Status = {"open": session is not None}
+        status: Status = {"open": session is not None, "asleep": sorted(self._asleep)}
         if session is not None and self._info is not None:
             staging = session.staging
             prepared = staging.prepared
@@ -125,6 +145,7 @@ class Worker:
         refusal = self.node.common(self._refused(info.owner))  # not each by its own clock
         if refusal is not None:
             raise refusal
+        self._require_awake()
         self.close()
         self._error = None
         self._info = info
@@ -135,6 +156,14 @@ class Worker:
         if self._session is None:
             raise InputError("the engine follows no stream", hint="Open a session first, as connect() does.")
         return self._session
+
+    def _awake(self) -> Session:
+        self._require_awake()
+        return self._opened()
+
+    def _require_awake(self) -> None:
+        if WEIGHTS in self._asleep:
+            raise asleep()
 
     def _refused(self, owner: str) -> ConcurrentUse | None:
         """Why ``owner`` may not take the engine: each call of its owner renews a lease."""

@@ -91,7 +91,7 @@ class Offline:
         engine: Any = getattr(self._llm, "llm_engine", None)
         if hasattr(engine, "reset_encoder_cache"):
             engine.reset_encoder_cache()  # the other forms of the engine do it in their pause
-        return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True))
 
 
 class Async:
@@ -152,7 +152,7 @@ class Async:
         self._wait(lambda: self._engine.finish_weight_update(*_tag(self._engine, weight_version)))
 
     def reset_prefix_cache(self, running: bool) -> bool:
-        return bool(self._wait(lambda: self._engine.reset_prefix_cache(reset_running_requests=running)))
+        return bool(self._wait(lambda: self._engine.reset_prefix_cache(running, reset_connector=True)))
 
 
 def _tag(engine: Any, weight_version: str) -> tuple[str, ...]:

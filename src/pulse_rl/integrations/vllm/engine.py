@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ..engines.node import Node
 from ..engines.processed import pre_quant_layers
 from ..engines.proof import Fresh
 from ..engines.session import ProvedMap, Session, local_checkpoint
-from ..engines.transport import InitInfo
+from ..engines.transport import WEIGHTS, InitInfo
 from ..engines.worker import Worker
 from .plugin import require_fixed_places, require_known, require_plain_weights
 from .processing import processed_layers, quantised_layers
@@ -63,6 +64,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         super().__init__(*args)
         self.worker = Worker(self._open_session, _workers)
         self.left_open = False
+        watch_workers(WorkerBase)
 
     # -- vLLM's contract
 
@@ -143,6 +145,43 @@ def _pulse(self: Any, action: str, owner: str = "", version: int | None = None) 
 
 
 WorkerBase.pulse = _pulse  # how `collective_rpc` reaches the engine, over HTTP as well
+
+
+_SLEEPS = frozenset({WEIGHTS, "kv_cache"})
+_WRITES = ("reload_weights", "reset_weights")
+
+
+def watch_workers(kind: type) -> None:
+    """Lets the workers of all classes under ``kind`` tell our engine of what else they do to the weights: sleep, which
+    takes the memory away, and at level 2 what is in it; and loading. May be called again."""
+    for name in ("sleep", "wake_up", "discard", *_WRITES):
+        call = vars(kind).get(name)
+        if call is not None and not hasattr(call, "_pulse"):
+            setattr(kind, name, _told(name, call))
+    for under in kind.__subclasses__():
+        watch_workers(under)
+
+
+def _told(name: str, call: Any) -> Any:
+    @wraps(call)
+    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = getattr(self, "weight_transfer_engine", None)
+        worker = engine.worker if isinstance(engine, PulseWeightTransferEngine) else None
+        given = inspect.signature(call).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        if worker is not None and name == "sleep" and given.arguments["level"]:
+            worker.sleep(_SLEEPS, lost=given.arguments["level"] > 1)
+        elif worker is not None and name == "discard":
+            worker.sleep(given.arguments["tags"], lost=WEIGHTS in given.arguments["tags"])
+        elif worker is not None and name in _WRITES:
+            worker.forget()
+        result = call(self, *args, **kwargs)
+        if worker is not None and name == "wake_up":
+            worker.wake_up(given.arguments["tags"])
+        return result
+
+    telling._pulse = True  # type: ignore[attr-defined]
+    return telling
 
 
 @contextmanager

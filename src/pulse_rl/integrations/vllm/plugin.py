@@ -77,12 +77,18 @@ def for_pulse() -> bool:
 
 
 def require_fixed_places(config: Any) -> None:
-    """Raises EngineError where vLLM moves experts between ranks while it runs: the map would lead to others."""
-    if getattr(config.parallel_config, "enable_eplb", False):
-        raise EngineError(
-            "the engine moves experts between its workers (--enable-eplb)",
-            hint="Start it without: the map of places is made once.",
-        )
+    """Raises EngineError where vLLM moves weights while it runs, or wraps its layers after it has loaded them: a map
+    would lead to others."""
+    parallel, offload = config.parallel_config, getattr(config, "offload_config", None)
+    if getattr(parallel, "enable_eplb", False) or getattr(parallel, "enable_elastic_ep", False):
+        does = "moves experts between its workers (--enable-eplb, --enable-elastic-ep)"
+    elif offload is not None and (offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size):
+        does = "moves layers through buffers that they share (--offload-group-size)"
+    elif getattr(config, "lora_config", None) is not None:
+        does = "wraps its layers for adapters (--enable-lora)"
+    else:
+        return
+    raise EngineError(f"the engine {does}", hint="Start it without. Adapters are published merged.")
 
 
 def require_known(base: type, version: str) -> None:
