@@ -22,37 +22,39 @@ def lose(worker: Any) -> None:
 
 @pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_that_sleep_and_reloading_take_away_are_written_again(policy: Policy, tensor_parallel: int) -> None:
-    with engine(policy.checkpoint, tensor_parallel=tensor_parallel) as llm:
-        with connect(llm, store=policy.store, stream="policy") as handle:
-            policy.step()
-            assert handle.sync() is not None
-            bits = checksums(llm)
-            # 1. Level 1 keeps the weights: there is nothing to do, and no word of it while they are away.
-            llm.sleep(level=1)
-            with pytest.raises(EngineUnavailable, match="sleeps"):
-                handle.sync()
-            with pytest.raises(EngineUnavailable, match="sleeps"):
-                handle.audit()
-            llm.wake_up()
-            assert (handle.sync(), handle.version) == (None, 1)
-            # 2. Level 2 loses them. They are written while the cache of keys still sleeps.
-            llm.sleep(level=2)
-            llm.collective_rpc(lose)
-            llm.wake_up(tags=["weights"])
-            report = handle.sync()
-            assert report is not None
-            assert (report.version, report.full, checksums(llm)) == (1, True, bits)
-            assert llm.llm_engine.is_sleeping()
-            llm.wake_up(tags=["kv_cache"])
-            followed = answer(llm)
-            # 3. vLLM's own loader brings the checkpoint's back.
-            llm.collective_rpc("reload_weights")
-            assert handle.version is None
-            assert checksums(llm) != bits
-            report = handle.sync()
-            assert report is not None
-            assert (report.version, report.full, checksums(llm)) == (1, True, bits)
-            assert torch.equal(answer(llm)[0], followed[0])
+    with (
+        engine(policy.checkpoint, tensor_parallel=tensor_parallel) as llm,
+        connect(llm, store=policy.store, stream="policy") as handle,
+    ):
+        policy.step()
+        assert handle.sync() is not None
+        bits = checksums(llm)
+        # 1. Level 1 keeps the weights: there is nothing to do, and no word of it while they are away.
+        llm.sleep(level=1)
+        with pytest.raises(EngineUnavailable, match="sleeps"):
+            handle.sync()
+        with pytest.raises(EngineUnavailable, match="sleeps"):
+            handle.audit()
+        llm.wake_up()
+        assert (handle.sync(), handle.version) == (None, 1)
+        # 2. Level 2 loses them. They are written while the cache of keys still sleeps.
+        llm.sleep(level=2)
+        llm.collective_rpc(lose)
+        llm.wake_up(tags=["weights"])
+        report = handle.sync()
+        assert report is not None
+        assert (report.version, report.full, checksums(llm)) == (1, True, bits)
+        assert llm.llm_engine.is_sleeping()
+        llm.wake_up(tags=["kv_cache"])
+        followed = answer(llm)
+        # 3. vLLM's own loader brings the checkpoint's back.
+        llm.collective_rpc("reload_weights")
+        assert handle.version is None
+        assert checksums(llm) != bits
+        report = handle.sync()
+        assert report is not None
+        assert (report.version, report.full, checksums(llm)) == (1, True, bits)
+        assert torch.equal(answer(llm)[0], followed[0])
 
 
 @pytest.mark.slow
@@ -68,11 +70,20 @@ def test_a_draft_of_its_own_never_changes_what_is_answered(policy: Policy) -> No
         assert followed[1] == answer(llm)[1]
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "wraps its layers for adapters": {"enable_lora": True, "max_lora_rank": 8},
+    "computed in ExampleConnector, which cannot be emptied": {
+        "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    },
+}
+
+
 @pytest.mark.slow
-def test_layers_that_are_wrapped_for_adapters_are_refused(policy: Policy) -> None:
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_would_keep_old_weights_is_refused(policy: Policy, reason: str) -> None:
     with (
-        engine(policy.checkpoint, enable_lora=True, max_lora_rank=8) as llm,
-        pytest.raises(EngineError, match="wraps its layers for adapters"),
+        engine(policy.checkpoint, **REFUSED[reason]) as llm,
+        pytest.raises(EngineError, match=reason),
         connect(llm, store=policy.store, stream="policy"),
     ):
         pass

@@ -103,10 +103,12 @@ class Worker:
         self.manager = SchedulerWeightUpdaterManager(
             tp_worker=worker,
             draft_worker=None,
-            memory_saver_adapter=None,
+            memory_saver_adapter=SimpleNamespace(pause=self.lose, resume=lambda tag: None),
             flush_cache=lambda empty_cache=True: self.flush(),
             is_fully_idle=lambda **how: self.running == 0,
-            scheduler=SimpleNamespace(record_weight_version_change=lambda new_version: None),
+            scheduler=SimpleNamespace(
+                record_weight_version_change=lambda new_version: None, _engine_paused=False, disaggregation_mode=None
+            ),
         )
 
     @torch.inference_mode()
@@ -121,6 +123,10 @@ class Worker:
                 return self.manager.end_weight_update(request)
             case io_struct.CheckWeightsReqInput():
                 return self.manager.check_weights(request)
+            case io_struct.ReleaseMemoryOccupationReqInput():
+                return self.manager.release_memory_occupation(request)
+            case io_struct.ResumeMemoryOccupationReqInput():
+                return self.manager.resume_memory_occupation(request)
             case io_struct.FlushCacheReqInput():
                 return io_struct.FlushCacheReqOutput(success=self.flush())
             case io_struct.UpdateWeightVersionReqInput():
@@ -136,6 +142,10 @@ class Worker:
                 live = dict(self.runner.model.named_parameters())
                 return [name for name, weight in live.items() if not torch.equal(bits(weight), bits(fresh[name]))]
         return None
+
+    def lose(self, tag: str) -> None:
+        for weight in self.runner.model.parameters() if tag == "weights" else ():
+            weight.data.fill_(float("nan"))
 
     def flush(self) -> bool:
         return self.running == 0 or self.paused == "retract"

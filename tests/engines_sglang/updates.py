@@ -15,7 +15,7 @@ install()
 import pytest  # noqa: E402
 
 from pulse_rl import PulseError  # noqa: E402
-from pulse_rl.errors import ConcurrentUse, EngineError  # noqa: E402
+from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable  # noqa: E402
 from pulse_rl.integrations.sglang import LOADER, EngineHandle, connect, is_sglang  # noqa: E402  # noqa: E402
 from tests.engines.policy import Policy  # noqa: E402
 
@@ -35,6 +35,7 @@ def main(folder: Path, size: int, tied: bool) -> None:
             thirty_versions_at_once(policy, server, handle)
             a_flipped_bit_is_found_and_repaired(policy, server, handle)
             a_refused_flush_retracts(policy, server, handle)
+            released_memory_is_filled_again(policy, server, handle)
             with pytest.raises(ConcurrentUse):
                 connect(server.url, store=policy.store, stream="policy", timeout_seconds=60)
         what_sglang_refuses(server)
@@ -96,6 +97,17 @@ def a_refused_flush_retracts(policy: Policy, server: Server, handle: EngineHandl
     assert server.first.paused == ""
     server.first.running = 0
     handle._in_flight = "keep"
+
+
+def released_memory_is_filled_again(policy: Policy, server: Server, handle: EngineHandle) -> None:
+    assert post(server, "release_memory_occupation", {})[0] == 200
+    with pytest.raises(EngineUnavailable, match="sleeps"):
+        handle.sync()
+    assert post(server, "resume_memory_occupation", {"tags": ["weights"]})[0] == 200
+    done = handle.sync()
+    assert done is not None
+    assert (done.full, equal(policy, server)) == (True, True)
+    assert post(server, "resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})[0] == 200
 
 
 def what_sglang_refuses(server: Server) -> None:

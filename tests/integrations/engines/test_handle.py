@@ -37,13 +37,14 @@ class Engine:
         self.failing = ""
         self.lost = ""
         self.cache_refuses = 0
+        self.asleep: list[str] = []
 
     def init(self, init_info: dict[str, Any]) -> None:
         self.calls.append("init")
         self.owner = init_info["owner"]
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[dict[str, Any]]:
-        status: dict[str, Any] = {"open": self.owner is not None, "error": self.error}
+        status: dict[str, Any] = {"open": self.owner is not None, "error": self.error, "asleep": self.asleep}
         if self.owner not in (None, owner):
             return [status | {"failure": {"kind": "concurrent_use", "message": "another handle", "hint": "wait"}}]
         if action == "stage":
@@ -113,6 +114,18 @@ def test_a_sync_pauses_once_and_tags_what_follows() -> None:
     assert engine.calls == ["init", "pause keep", "start", "update", "finish 3", "reset False", "resume"]
     assert handle.version == 3
     assert handle.audit() == ("a",)
+
+
+def test_an_engine_that_sleeps_is_not_written_to_and_not_resumed() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    engine.newest, engine.asleep = 1, ["kv_cache", "weights"]
+    with pytest.raises(EngineUnavailable, match="sleeps"):
+        handle.sync()
+    assert engine.calls == ["init"]
+    engine.asleep = ["kv_cache"]
+    assert handle.sync() is not None
+    assert engine.calls == ["init", "start", "update", "finish 1", "reset False"]
 
 
 def test_a_failed_update_resumes_and_tells_the_workers_reason() -> None:

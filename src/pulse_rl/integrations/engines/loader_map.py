@@ -157,13 +157,13 @@ class LoaderMap:
     """Where the elements of the checkpoint tensors go on this rank.
 
     ``boxes`` by the tensor's name; ``derived``: such that lead into parameters which the engine then derives others
-    from (`derived`); ``padding``: elements by parameter that the loader fills with a constant; ``unused``: tensors of
-    which this rank holds nothing.
+    from (`derived`); ``padding``: the constants with which the loader fills elements, by parameter; ``unused``:
+    tensors of which this rank holds nothing.
     """
 
     boxes: dict[str, tuple[Box, ...]]
     derived: dict[str, tuple[Box, ...]]
-    padding: dict[str, int]
+    padding: dict[str, frozenset[float]]
     unused: tuple[str, ...]
 
 
@@ -221,6 +221,7 @@ class _Written:
 
     boxes: dict[Box, str] = field(default_factory=dict)
     padding: int = 0
+    constants: set[float] = field(default_factory=set)
     odd: str = ""
 
 
@@ -238,7 +239,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written: dict[str, _Written] = {}
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self._copied: set[str] = set()
-        self._constant: set[str] = set()
+        self._constant: dict[str, float] = {}
         self._altered: dict[str, str] = {}
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -261,7 +262,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._note(name, written, operation, args)
                     return written
                 if source := self._source(written):
-                    self._alter(source, written, operation)
+                    self._alter(source, written, operation, args)
                     return written
         result = func(*args, **kwargs)
         if operation in _ALIASES and (source := self._source(args[0])) and result.dtype == args[0].dtype:
@@ -284,10 +285,12 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = self._written.setdefault(name, _Written())
         if operation in ("fill_", "zero_"):
             written.padding += target.numel()
+            written.constants.add(_constant(args))
             return
         source = self._source(args[1]) if operation == "copy_" else None
         if source in self._constant:
             written.padding += target.numel()
+            written.constants.add(self._constant[source])
             return
         if source in self._altered:
             written.odd = written.odd or f"{self._altered[source]} changes {source!r} before it is copied"
@@ -314,13 +317,13 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written.boxes.setdefault(box, source) != source:
             written.odd = f"{source!r} and {written.boxes[box]!r} go to the same place"
 
-    def _alter(self, source: str, written: torch.Tensor, operation: str) -> None:
+    def _alter(self, source: str, written: torch.Tensor, operation: str, args: Sequence[Any]) -> None:
         """Notes that the loader writes into what it was given: all of it becomes a constant, as a bias that only one of
         several ranks may add, or it is no part of the checkpoint any more. A copy that the loader made of it stands for
         the tensor itself here, so that it cannot be told which of the two is written."""
         whole = written.untyped_storage().nbytes() == written.numel() * written.element_size()
         if operation in ("fill_", "zero_") and whole and source not in self._copied:
-            self._constant.add(source)
+            self._constant[source] = _constant(args)
         else:
             self._altered[source] = operation
 
@@ -349,10 +352,15 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for written in self._written.values():
             for box, source in written.boxes.items():
                 (into_derived if box.parameter in derived else plain).setdefault(source, []).append(box)
-        padding = {name: w.padding for name, w in self._written.items() if w.padding}
+        padding = {name: frozenset(w.constants) for name, w in self._written.items() if w.padding}
         held = plain.keys() | into_derived.keys()
         unused = tuple(spec.name for spec in self.state.specs if spec.name not in held and spec.elements)
         return LoaderMap(_frozen(plain), _frozen(into_derived), padding, unused)
+
+
+def _constant(args: Sequence[Any]) -> float:
+    """Of the arguments of ``fill_`` or ``zero_``."""
+    return float(args[1]) if len(args) > 1 else 0.0
 
 
 def _frozen(boxes: dict[str, list[Box]]) -> dict[str, tuple[Box, ...]]:

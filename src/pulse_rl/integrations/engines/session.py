@@ -49,13 +49,15 @@ _TAKE_OVER_SECONDS = 60.0
 @dataclass(slots=True)
 class ProvedMap:
     """What a worker knows of its model beyond one session: the map for the tensors ``specs``, whether it has been
-    proved by the checkpoint that the model's own loader had read, and whether an update has ``written`` to it.
-    ``proof``: how far that by a second model went: "computed", "bits only: ...", "left out: ..."; empty before it."""
+    proved by the checkpoint that the model's own loader had read, and whether an update, or something else, has
+    ``written`` to it. ``lost``: whether the engine has dropped what was in the parameters. ``proof``: how far that by
+    a second model went: "computed", "bits only: ...", "left out: ..."; empty before it."""
 
     loader_map: LoaderMap | None = None
     specs: object = None
     proved: bool = False
     written: bool = False
+    lost: bool = False
     proof: str = ""
 
 
@@ -211,6 +213,22 @@ class Session:
             self.live.version = self._node.shared(self._base_version())
             self.live.digest, self.live.stream_id = base, self._stream_id()
 
+    def _pad(self) -> None:
+        """Where all that was in the parameters is lost, fills those again of which the loader fills a part with a
+        constant, for the stream to be written over it."""
+        loader_map = self._map.loader_map
+        if not self._map.lost or loader_map is None:
+            return
+        for name, parameter in self._model.named_parameters():
+            constants = loader_map.padding.get(name, frozenset())
+            if len(constants) > 1:
+                raise UnsupportedTensor(
+                    f"the engine has lost its {name!r}, which its loader pads with {sorted(constants)}",
+                    hint="Restart the engine.",
+                )
+            for constant in constants:
+                parameter.data.fill_(constant)
+
     def _unlike_fresh(self, stream: State) -> list[str]:
         """The modules that compute something else than those of a fresh model, once both have weights of trial for the
         tensors of ``stream``. The live weights are what they were then. Notes the ``proof``. Collective."""
@@ -222,6 +240,7 @@ class Session:
         short = next((found for found in self._node.gathered(short) if found is not None), None)
         if short is not None:
             return self._say(f"left out: no memory for a second model ({short})")
+        self._node.together(self._pad)
         fresh, trial = self._fresh, trial_state(stream.specs, stream.aliases)
         other = self._node.together(lambda: fresh.make(as_tensors(trial)))
         journal = Journal(self._weights)
@@ -333,6 +352,7 @@ class Session:
             journal.roll_back()
             self.live.version = before
             raise
+        self._map.lost = self._map.lost and prepared is not None  # not after a whole state
         # 5. The version is live: the subscriber's update is acknowledged, and the report says what it cost.
         self._derived.forget()
         self.live.version, self.live.digest, self.live.stream_id = now.number, now.digest, now.stream_id
@@ -445,6 +465,7 @@ class Session:
             follower = self.staging.subscriber
             state = follower.state if follower else None
             if self._map.proved or self._forms.layers:
+                self._node.together(self._pad)
                 write_all(self._node, journal, self._map.loader_map, state)
             else:
                 load_all(self._node, journal, self._model, self._reloading, state)

@@ -73,6 +73,7 @@ class Worker:
         """The memory of ``parts`` is taken away until `wake_up`; ``lost``: that of the weights comes back empty."""
         self._asleep.update(parts)
         if lost:
+            self._map.lost = True
             self.forget()
 
     def wake_up(self, parts: Iterable[str] | None = None) -> None:

@@ -19,13 +19,14 @@ import torch
 from ...errors import EngineError, InputError, PulseError, UnsupportedTensor
 from ..engines.node import Node
 from ..engines.session import ProvedMap, Session, local_checkpoint
-from ..engines.transport import InitInfo, Status
+from ..engines.transport import WEIGHTS, InitInfo, Status
 from ..engines.worker import Worker, described
 from . import ACTION, LOADER
 
-_CHECKS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATES = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
 _DERIVED = ("w_kc", "w_vc")
+_PARTS = frozenset({WEIGHTS, "kv_cache", "cuda_graph"})
 _models: WeakKeyDictionary[torch.nn.Module, _Followed] = WeakKeyDictionary()
 
 
@@ -33,7 +34,9 @@ def register() -> None:
     """Called by SGLang once in each of its processes, before its hooks are applied."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_CHECKS, check_weights, HookType.AROUND)
+    HookRegistry.register(f"{_MANAGER}.check_weights", check_weights, HookType.AROUND)
+    HookRegistry.register(f"{_MANAGER}.release_memory_occupation", release_memory, HookType.AROUND)
+    HookRegistry.register(f"{_MANAGER}.resume_memory_occupation", resume_memory, HookType.AROUND)
     HookRegistry.register(_UPDATES, update_weights_from_tensor, HookType.AROUND)
 
 
@@ -49,6 +52,19 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         return CheckWeightsReqOutput(success=True, message=json.dumps(statuses))
     except Exception as error:  # whatever is raised here ends the server
         return CheckWeightsReqOutput(success=False, message=f"pulse: {type(error).__name__}: {error}")
+
+
+def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Notes what is taken away: weights come back with what they had only under some of SGLang's options."""
+    parts = request.tags or _PARTS
+    _followed(manager.tp_worker.model_runner).worker.sleep(parts, lost=WEIGHTS in parts)
+    return original(manager, request)
+
+
+def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    result = original(manager, request)
+    _followed(manager.tp_worker.model_runner).worker.wake_up(request.tags or None)
+    return result
 
 
 def update_weights_from_tensor(
@@ -74,12 +90,17 @@ class _Followed:
     failure: PulseError | None = None
 
 
-def answer(runner: Any, asked: dict[str, Any]) -> list[Status]:
-    """What all workers say to a request of a handle: ``action``, ``owner``, and ``version`` as of `Worker.answer`, or
-    the action "open" with an ``init_info``. ``runner``: SGLang's runner of the target model. Collective."""
+def _followed(runner: Any) -> _Followed:
     followed = _models.get(runner.model)
     if followed is None:
         followed = _models[runner.model] = _Followed(Worker(lambda *parts: _open_session(runner, *parts), _workers))
+    return followed
+
+
+def answer(runner: Any, asked: dict[str, Any]) -> list[Status]:
+    """What all workers say to a request of a handle: ``action``, ``owner``, and ``version`` as of `Worker.answer`, or
+    the action "open" with an ``init_info``. ``runner``: SGLang's runner of the target model. Collective."""
+    followed = _followed(runner)
     worker, action = followed.worker, asked["action"]
     if action == "open":
         failure = worker.open(InitInfo(**asked["init_info"]))

@@ -33,7 +33,7 @@ from ..engines.proof import Fresh
 from ..engines.session import ProvedMap, Session, local_checkpoint
 from ..engines.transport import WEIGHTS, InitInfo
 from ..engines.worker import Worker
-from .plugin import require_fixed_places, require_known, require_plain_weights
+from .plugin import require_caches_that_empty, require_fixed_places, require_known, require_plain_weights
 from .processing import processed_layers, quantised_layers
 
 require_known(WeightTransferEngine, vllm.__version__)
@@ -91,6 +91,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
     def _open_session(self, info: InitInfo, node: Node, known: ProvedMap) -> Session:
         require_plain_weights(self.model)
         require_fixed_places(self.vllm_config)
+        require_caches_that_empty(self.vllm_config)
         base = info.base or local_checkpoint(self.model_config.model, self.model_config.revision)
         around = partial(reloading, self.model, self.model_config)
         forms = node.together(self._pre_quant_layers)

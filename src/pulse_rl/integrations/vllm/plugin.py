@@ -91,6 +91,24 @@ def require_fixed_places(config: Any) -> None:
     raise EngineError(f"the engine {does}", hint="Start it without. Adapters are published merged.")
 
 
+def require_caches_that_empty(config: Any) -> None:
+    """Raises EngineError where what old weights have computed is kept outside of the engine, by a connector that does
+    not drop it when it is asked to."""
+    keys, outputs = (getattr(config, f"{kind}_transfer_config", None) for kind in ("kv", "ec"))
+    kept = getattr(outputs, "ec_connector", None)
+    if keys is not None and keys.kv_connector:
+        from vllm.distributed.kv_transfer.kv_connector import factory, v1
+
+        kind = factory.KVConnectorFactory.get_connector_class(keys)
+        if kind.reset_cache is v1.KVConnectorBase_V1.reset_cache:
+            kept = keys.kv_connector
+    if kept:
+        raise EngineError(
+            f"the engine keeps what it has computed in {kept}, which cannot be emptied",
+            hint="Start it without: requests would be answered from the old weights. A connector needs reset_cache().",
+        )
+
+
 def require_known(base: type, version: str) -> None:
     """Raises EngineError unless vLLM's class ``base`` asks its subclasses for what this package implements."""
     found = tuple(inspect.signature(base).parameters)
