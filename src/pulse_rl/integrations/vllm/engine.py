@@ -159,7 +159,8 @@ def watch_workers(kind: type) -> None:
         call = vars(kind).get(name)
         if call is not None and not hasattr(call, "_pulse"):
             setattr(kind, name, _told(name, call))
-    for under in kind.__subclasses__():
+    below: list[type] = kind.__subclasses__()
+    for under in below:
         watch_workers(under)
 
 
