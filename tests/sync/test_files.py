@@ -23,6 +23,7 @@ from pulse_rl import (
     verify_stream,
 )
 from pulse_rl.errors import DigestMismatch, InputError, NotFound
+from pulse_rl.events import Event, FallbackUsed
 from tests.support.states import Rng, history
 
 CONFIG, TOKENS = b'{"model_type": "tiny"}', bytes(range(256)) * 40
@@ -93,7 +94,7 @@ def test_another_publisher_keeps_them_and_stores_none_again(rng: Rng) -> None:
 
 
 def test_what_the_store_has_lost_is_stored_again(rng: Rng) -> None:
-    store, states = Counted(), history(rng, 2)
+    store, states, events = Counted(), history(rng, 4), list[Event]()
     Publisher(store, stream="policy").publish(states[0], files=FILES)
     lost = payloads(store)[0]
     store.delete(lost)
@@ -103,7 +104,15 @@ def test_what_the_store_has_lost_is_stored_again(rng: Rng) -> None:
     assert reader.sync() is not None, "weights do not wait for it"
     with pytest.raises(NotFound):
         reader.files()
-    Publisher(store, stream="policy").publish(states[1], files=FILES)
+    with Publisher(store, stream="policy", on_event=events.append) as publisher:
+        publisher.publish(states[1])
+        publisher.publish(states[2])
+    (said,) = [event for event in events if isinstance(event, FallbackUsed)]
+    assert said.kind == "not_found"
+    rest = newest(store)
+    assert len(rest) == 2
+    assert said.link not in rest
+    publisher.publish(states[3], files=FILES)
     assert newest(store) == FILES
 
 

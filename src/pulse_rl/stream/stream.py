@@ -159,12 +159,12 @@ class Stream:
         """Whether the store has a manifest of this version."""
         return self._has(self.names.version(version))
 
-    def stores(self, manifest: Manifest) -> bool:
-        """Whether the store has all payloads that a manifest names."""
+    def stores(self, manifest: Manifest, *, files: bool = True) -> bool:
+        """Whether the store has all payloads that a manifest names, ``files`` among them."""
         patch = manifest.patch.parts if manifest.patch else ()
         shards = manifest.anchor.shards if manifest.anchor else ()
         named = [*((payload, PATCH) for payload in patch), *((payload, SHARD) for payload in shards)]
-        named += [(file.payload, FILE) for file in manifest.files]
+        named += [(file.payload, FILE) for file in manifest.files if files]
         return all(self._has(self.names.payload(payload.sha256, kind)) for payload, kind in named)
 
     def forget(self) -> None:

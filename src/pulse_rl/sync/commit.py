@@ -61,7 +61,8 @@ class Stored(NamedTuple):
 
 
 class FileStore:
-    """Stores the files beside the weights, each once while it does not change."""
+    """Stores the files beside the weights, each once while it does not change. What the head names is looked for once,
+    and not again: garbage collection keeps it."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -69,19 +70,26 @@ class FileStore:
         self._last: tuple[Mapping[str, bytes], tuple[FileRef, ...]] = ({}, ())
 
     def store(self, files: Mapping[str, bytes], named: Collection[FileRef]) -> tuple[FileRef, ...]:
-        """What a manifest says of ``files``, all of which are stored: those that the head has ``named`` are looked for
-        once, and not again, since garbage collection keeps them. Raises StoreError."""
+        """What a manifest says of ``files``, all of them stored then; ``named`` are the head's. Raises StoreError."""
         kept = {file.payload for file in named}
         if files != self._last[0]:
             made = (FileRef(name, sha256(data).hexdigest(), len(data)) for name, data in sorted(files.items()))
             self._last = files, tuple(made)
         refs = self._last[1]
         for ref in refs:
-            known = ref.payload in kept
-            if not known or not (ref.sha256 in self._seen or self._stream.has_payload(ref.payload, FILE)):
+            if ref.payload not in kept or not self._holds(ref):
                 self._stream.put_payload(ref.payload, FILE, files[ref.name])
             self._seen.add(ref.sha256)
         return refs
+
+    def held(self, named: Collection[FileRef]) -> tuple[FileRef, ...]:
+        """Those of the head's files that the store holds."""
+        return tuple(ref for ref in named if self._holds(ref))
+
+    def _holds(self, ref: FileRef) -> bool:
+        if ref.sha256 not in self._seen and self._stream.has_payload(ref.payload, FILE):
+            self._seen.add(ref.sha256)
+        return ref.sha256 in self._seen
 
     def forget(self) -> None:
         """The store may have lost what was there."""
@@ -164,15 +172,15 @@ def _chunks(draft: PendingVersion, group: tuple[Segment, ...]) -> Iterator[bytes
 
 class Content(NamedTuple):
     """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``;
-    ``remembers``: the spans of what the next patch may be coded by; ``files`` are those beside the weights, None: the
-    head's."""
+    ``remembers``: the spans of what the next patch may be coded by; ``files`` are those beside the
+    weights."""
 
     root: str
     elements: int
     nbytes: int
     aliases: dict[str, str]
     remembers: tuple[int, ...] = ()
-    files: tuple[FileRef, ...] | None = None
+    files: tuple[FileRef, ...] = ()
 
 
 class Committer:
@@ -247,7 +255,7 @@ class Committer:
             remembers=content.remembers,
             aliases=content.aliases,
             metadata=metadata,
-            files=self.files if content.files is None else content.files,
+            files=content.files,
             patch=uploaded.patch,
             anchor=uploaded.anchor,
             digest="",
@@ -391,9 +399,14 @@ class StreamHead:
         """Whether a version with a patch of so many bytes is to have an anchor beside it."""
         return self._anchor_due or self._since_anchor + patch_bytes > self._anchor_ratio * state_bytes
 
-    def store_files(self, files: Mapping[str, bytes] | None) -> tuple[FileRef, ...] | None:
-        """Stores the files that the next version is to carry; None where it keeps the head's. Raises StoreError."""
-        return None if files is None else self._files.store(files, self.committer.files)
+    def store_files(self, files: Mapping[str, bytes] | None) -> tuple[tuple[FileRef, ...], tuple[FileRef, ...]]:
+        """(the files of the next version, all of them stored, those that are lost): ``files``, or, for None, what the
+        store has of the head's. Raises StoreError."""
+        named = self.committer.files
+        if files is not None:
+            return self._files.store(files, named), ()
+        kept = self._files.held(named)
+        return kept, tuple(ref for ref in named if ref not in kept)
 
     def commit(self, content: Content, uploaded: Uploaded, metadata: Metadata) -> Manifest | None:
         """The manifest of the next version, if it was committed; None if its number is taken."""
@@ -403,7 +416,7 @@ class StreamHead:
         # Before it is created for good: what no reader could parse must not be committed.
         manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
         if self._looks_for_payloads or (manifest.anchor and self._together):
-            if not self._stream.stores(manifest):
+            if not self._stream.stores(manifest, files=False):
                 raise InputError(
                     "rank 0 does not find in its store what the ranks have stored",
                     hint="Give all ranks the same store, by an address that means the same everywhere.",

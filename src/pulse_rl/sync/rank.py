@@ -18,8 +18,8 @@ import numpy as np
 from .. import codec as codecs
 from .._util.collective import Bytes, RankGroup
 from .._util.serial import shield
-from ..errors import InputError, PublisherConflict, RankLost
-from ..events import BaselineRestored, Event, Listener, PhaseTimer, Published, progress_to
+from ..errors import InputError, NotFound, PublisherConflict, RankLost
+from ..events import BaselineRestored, Event, FallbackUsed, Listener, PhaseTimer, Published, progress_to
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
 from ..stream.digest_trees import put_digests
@@ -375,10 +375,13 @@ class RankPublisher:
         """None if the version's number is taken."""
         draft, layout, base = built.draft, built.draft.layout, built.draft.base
 
-        files: list[tuple[FileRef, ...] | None] = [None]
+        files: list[tuple[FileRef, ...]] = [()]
 
         def decide() -> bytes:
-            files[0] = self._head.store_files(request.files)
+            files[0], lost = self._head.store_files(request.files)
+            for ref in lost:
+                reason = "the store no longer holds it, and no version names it from now on"
+                self._untold.append(FallbackUsed(self._stream.name, f"file {ref.name!r}", reason, NotFound.kind))
             due = self._head.needs_anchor(built.patch_bytes, layout.nbytes)
             with_anchor = base is None or request.anchor or due
             if built.tree:

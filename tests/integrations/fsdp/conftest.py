@@ -46,7 +46,10 @@ def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
         for seed in range(VERSIONS):
             state = model.state_dict()
             step(state, seed)
-            publisher.publish(state, metadata={"step": seed}, anchor=seed == 5)
+            files = (
+                {"rank.txt" if trainer.rank == 0 else "../no name": str(trainer.rank).encode()} if seed == 2 else None
+            )
+            publisher.publish(state, metadata={"step": seed}, anchor=seed == 5, files=files)
             states.append(gathered(state))
     trainer.barrier("published", tuple(range(trainer.size)))
     objects = {info.name: store.get(info.name) for info in store.list("policy")} if trainer.rank == 0 else {}

@@ -37,6 +37,12 @@ def test_parts_and_shards_are_the_ranks(sharded_stream: ShardedStream) -> None:
         assert manifest.anchor is None or len(manifest.anchor.shards) == 3
 
 
+def test_files_are_rank_0s(sharded_stream: ShardedStream) -> None:
+    reader = followed(sharded_stream.store())
+    found = [(reader.sync(version), reader.files())[1] for version in range(VERSIONS)]
+    assert found == [{}] * 2 + [{"rank.txt": b"0"}] * 7
+
+
 def test_what_changed_is_told_exactly(sharded_stream: ShardedStream) -> None:
     """An update along several versions has each changed element once, with its bits now."""
     store = sharded_stream.store()
