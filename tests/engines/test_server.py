@@ -16,7 +16,8 @@ import pytest
 import pulse_rl
 from pulse_rl import PulseError, Subscriber
 from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable
-from pulse_rl.integrations.vllm import EngineSync, connect
+from pulse_rl.integrations.engines.handle import EngineSync
+from pulse_rl.integrations.vllm import connect
 
 from .policy import Policy
 from .server import checksums, complete, free_port, server

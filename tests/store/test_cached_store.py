@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pulse_rl import Publisher, Subscriber, state_root
-from pulse_rl.store import CachedStore, ObjectInfo
+from pulse_rl.store import ObjectInfo
+from pulse_rl.store.wrappers import CachedStore
 from tests.support.relays import Counted
 from tests.support.states import TinyTrainer
 from tests.support.stores import digest_of

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from pulse_rl import HttpStore, LocalStore, MemoryStore, ObjectStore, Store, open_store
-from pulse_rl.store import CachedStore, create_or_confirm
+from pulse_rl.store.base import create_or_confirm
 from pulse_rl.store.server import FolderServer
+from pulse_rl.store.wrappers import CachedStore
 from pulse_rl.testing import StoreConformance
 from tests.support.http import ServedStore
 from tests.support.stores import digest_of, s3_store

@@ -13,7 +13,7 @@ import pytest
 
 from pulse_rl import Publisher, Store, Subscriber, open_store, state_root, verify_stream
 from pulse_rl.errors import AlreadyExists, PublisherConflict, StoreUnavailable
-from pulse_rl.store import create_or_confirm
+from pulse_rl.store.base import create_or_confirm
 from tests.support.proxy import Proxy, Rule, proxied
 from tests.support.states import Rng, Tensors, history, mutated, policy
 from tests.support.stores import KEYS, names, s3_store

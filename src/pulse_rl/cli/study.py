@@ -12,9 +12,9 @@ from ..events import progress_to
 from ..report import read_run, render
 from ..state.cast import COMPUTE_DTYPES, cast_specs
 from ..state.tensors import TensorSpec
-from ..study import CheckpointFolder, StateSequence, StoredStream, study
+from ..study import CheckpointFolder, StoredStream, study
 from ..study.result import STEP_SECONDS
-from ..study.run import DEFAULT_KS
+from ..study.run import DEFAULT_KS, StateSequence
 from .arguments import seconds
 from .output import Console, check_output, read_study, write_output
 

@@ -13,7 +13,7 @@ from ..events import Metadata
 from ..state.checkpoint import save
 from ..state.tensors import State
 
-__all__ = ["ADAPTER_CONFIG", "write_adapter"]
+__all__ = ["write_adapter"]
 
 ADAPTER_CONFIG = "adapter_config"
 """The key of a version's metadata that holds the adapter's config, as JSON."""

@@ -13,14 +13,12 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from ..errors import InputError
-from .base import Data, ObjectInfo, Store, create_or_confirm
+from .base import Data, ObjectInfo, Store
 from .http import HttpStore
 from .local import LocalStore, MemoryStore
 from .object import ObjectStore
-from .wrappers import CachedStore
 
 __all__ = [
-    "CachedStore",
     "Data",
     "HttpStore",
     "LocalStore",
@@ -28,7 +26,6 @@ __all__ = [
     "ObjectInfo",
     "ObjectStore",
     "Store",
-    "create_or_confirm",
     "open_store",
 ]
 

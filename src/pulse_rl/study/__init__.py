@@ -75,12 +75,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._util import extra
-from .run import CheckpointFolder, StateSequence, StoredStream, study
+from .run import CheckpointFolder, StoredStream, study
 
 if TYPE_CHECKING:
     from .meter import SparsityMeter
 
-__all__ = ["CheckpointFolder", "SparsityMeter", "StateSequence", "StoredStream", "study"]
+__all__ = ["CheckpointFolder", "SparsityMeter", "StoredStream", "study"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,8 +20,8 @@ from ..state.checkpoint import StateSource, as_state, save
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.folder import replace_folder, write_checkpoint
 from ..state.tensors import State
-from ..store import CachedStore, Store, open_store
-from ..store.wrappers import BoundedStore
+from ..store import Store, open_store
+from ..store.wrappers import BoundedStore, CachedStore
 from ..stream.manifest import Manifest
 from ..stream.names import FILE, payload_digest
 from ..stream.signing import trusted_by

@@ -38,7 +38,7 @@ from ..errors import AlreadyExists, InvalidName, NotFound, StoreError, StoreUnav
 from ..store import Store
 from ..store.base import MAX_NAME
 
-__all__ = ["Guarantee", "StoreConformance"]
+__all__ = ["StoreConformance"]
 
 BAD_NAMES = (
     *("", ".", "..", "../x", "a/../b", "a/..", "/a", "a/", "a//b", ".a", "a/.b", "-a", "a b", "a\\b", "ü", "a\0b"),

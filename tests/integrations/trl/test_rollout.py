@@ -13,7 +13,8 @@ from torch import nn
 
 from pulse_rl import Subscriber
 from pulse_rl.errors import EngineUnavailable, InputError
-from pulse_rl.integrations.trl import PulseRollout, pulse_rollout
+from pulse_rl.integrations.trl import pulse_rollout
+from pulse_rl.integrations.trl.rollout import PulseRollout
 
 from .server import PretendedServer
 

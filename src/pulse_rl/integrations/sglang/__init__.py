@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import Any, Unpack
 
 from ...errors import EngineError
-from ..engines.handle import EngineHandle, EngineSync, InFlight
+from ..engines.handle import EngineHandle, InFlight
 from ..engines.transport import Answer, Client, InitInfo, Status, SubscriberOptions, raise_reported
 
-__all__ = ["EngineHandle", "EngineSync", "connect", "load"]
+__all__ = ["EngineHandle", "connect", "load"]
 
 LOADER = "pulse_rl.integrations.sglang.load"
 """The ``load_format`` of an update, and the value of ``--custom-weight-loader``."""

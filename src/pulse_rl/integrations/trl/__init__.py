@@ -6,7 +6,7 @@ GRPOTrainer. Neither imports TRL or vLLM.
 
 from __future__ import annotations
 
-from .rollout import PulseRollout, pulse_rollout
+from .rollout import pulse_rollout
 from .transfer import PulseWeightTransfer
 
-__all__ = ["PulseRollout", "PulseWeightTransfer", "pulse_rollout"]
+__all__ = ["PulseWeightTransfer", "pulse_rollout"]

@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...errors import EngineUnavailable, InputError, PulseError
 from ...events import Listener, Metadata, Published
-from ..vllm import EngineSync
+from ..engines.handle import EngineSync
 from ..weights import advice, policy_weights
 from .transfer import Completion, Link, log
 

@@ -16,8 +16,9 @@ from ...errors import ConcurrentUse, EmptyStream, EngineError, EngineUnavailable
 from ...events import Listener, Metadata, Published, checked_listener
 from ...state.checkpoint import unwrapped
 from ...sync.publisher import Publisher
+from ..engines.handle import EngineSync
 from ..engines.transport import Client
-from ..vllm import EngineHandle, EngineSync, connect
+from ..vllm import EngineHandle, connect
 from ..weights import cast_to_host, logged, torch_dtype
 
 __all__ = ["PulseWeightTransfer"]

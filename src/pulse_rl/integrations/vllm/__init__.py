@@ -14,10 +14,10 @@ from typing import Any, TypeVar, Unpack
 from urllib.parse import urlencode
 
 from ...errors import EngineError, EngineUnavailable, InputError
-from ..engines.handle import EngineHandle, EngineSync, InFlight
+from ..engines.handle import EngineHandle, InFlight
 from ..engines.transport import Answer, Client, InitInfo, Status, SubscriberOptions, Transport
 
-__all__ = ["EngineHandle", "EngineSync", "connect"]
+__all__ = ["EngineHandle", "connect"]
 
 T = TypeVar("T")
 _ROUTES = (
