@@ -60,6 +60,7 @@ HANDED_OUT = {
     "pulse_rl.state.tensors.DType",
     "pulse_rl.study.run.StateSequence",
     "pulse_rl.sync.request.Submission",
+    "pulse_rl.testing.Guarantee",
     "pulse_rl.sync.update.TensorUpdate",
     "pulse_rl.integrations.engines.transport.SubscriberOptions",
     "pulse_rl.maintenance.verify.Module",

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from pulse_rl import MemoryStore, Publisher, Subscriber
 from pulse_rl.errors import InputError, StoreError
-from pulse_rl.integrations.peft import ADAPTER_CONFIG, write_adapter
+from pulse_rl.integrations.peft import write_adapter
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 CONFIG = {"peft_type": "LORA", "r": 2}
@@ -22,7 +22,7 @@ CONFIG = {"peft_type": "LORA", "r": 2}
 def test_the_folder_is_what_peft_saves(tmp_path: Path) -> None:
     store = MemoryStore()
     weights = {NAME: np.arange(6, dtype=np.float32).reshape(2, 3)}
-    Publisher(store, stream="adapter").publish(weights, metadata={ADAPTER_CONFIG: json.dumps(CONFIG), "step": 1})
+    Publisher(store, stream="adapter").publish(weights, metadata={"adapter_config": json.dumps(CONFIG), "step": 1})
     subscriber = Subscriber(store, stream="adapter")
     update = subscriber.sync()
     assert update is not None
@@ -48,7 +48,7 @@ def test_a_version_of_a_whole_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "adapter").exists()
     (tmp_path / "file").touch()
     with pytest.raises(StoreError):
-        write_adapter(subscriber.state, tmp_path / "file", {ADAPTER_CONFIG: "{}"})
+        write_adapter(subscriber.state, tmp_path / "file", {"adapter_config": "{}"})
 
 
 @pytest.mark.slow

@@ -1,18 +1,47 @@
-"""A subscriber with a cache folder downloads each payload once, whatever happens to the folder."""
+"""A subscriber with a cache folder downloads each payload once, whatever happens to the folder. And what a store is to
+Pulse beside its six calls: created or found to be there."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
 import pytest
 
-from pulse_rl import Publisher, Subscriber, state_root
+from pulse_rl import MemoryStore, Publisher, Store, Subscriber, open_store, state_root
 from pulse_rl.store import ObjectInfo
+from pulse_rl.store.base import create_or_confirm
 from pulse_rl.store.wrappers import CachedStore
+from tests.store.test_conformance import OwnStore
 from tests.support.relays import Counted
 from tests.support.states import TinyTrainer
-from tests.support.stores import digest_of
+from tests.support.stores import digest_of, s3_store
+
+counter = itertools.count()
+
+
+class TestCachedStore(OwnStore):
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> None:
+        self.root = tmp_path
+        self.inner = MemoryStore()
+
+    def new_store(self) -> Store:
+        return CachedStore(self.inner, self.root / "cache", digest_of)
+
+    def peer_of(self, store: Store) -> Store:
+        return CachedStore(self.inner, self.root / f"cache-{next(counter)}", digest_of)
+
+
+@pytest.mark.parametrize("kind", ["memory", "folder", "s3"])
+def test_create_or_confirm(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    store = s3_store(request.getfixturevalue("s3"), "confirmed") if kind == "s3" else open_store(tmp_path)
+    store = open_store("memory://") if kind == "memory" else store
+    assert create_or_confirm(store, "a/b", b"mine")
+    assert create_or_confirm(store, "a/b", b"mine"), "its own object is success"
+    assert not create_or_confirm(store, "a/b", b"other")
+    assert store.get("a/b") == b"mine"
 
 
 def stream(versions: int = 5) -> tuple[Counted, TinyTrainer, Publisher]:

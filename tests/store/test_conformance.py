@@ -11,25 +11,16 @@ import numpy as np
 import pytest
 
 from pulse_rl import HttpStore, LocalStore, MemoryStore, ObjectStore, Store, open_store
-from pulse_rl.store.base import create_or_confirm
 from pulse_rl.store.server import FolderServer
-from pulse_rl.store.wrappers import CachedStore
 from pulse_rl.testing import StoreConformance
 from tests.support.http import ServedStore
-from tests.support.stores import digest_of, s3_store
+from tests.support.stores import s3_store
 
 counter = itertools.count()
 
 
 class OwnStore(StoreConformance):
     many_objects: ClassVar[int] = 103  # a store in this process has no pages
-
-    def test_create_or_confirm(self) -> None:
-        store = self.new_store()
-        assert create_or_confirm(store, "a/b", b"mine")
-        assert create_or_confirm(store, "a/b", b"mine"), "its own object is success"
-        assert not create_or_confirm(store, "a/b", b"other")
-        assert store.get("a/b") == b"mine"
 
     def test_put_takes_the_memory_of_arrays(self) -> None:
         store = self.new_store()
@@ -57,19 +48,6 @@ class TestMemoryStore(OwnStore):
         store = open_store("memory://")
         assert isinstance(store, MemoryStore)
         return store
-
-
-class TestCachedStore(OwnStore):
-    @pytest.fixture(autouse=True)
-    def folder(self, tmp_path: Path) -> None:
-        self.root = tmp_path
-        self.inner = MemoryStore()
-
-    def new_store(self) -> Store:
-        return CachedStore(self.inner, self.root / "cache", digest_of)
-
-    def peer_of(self, store: Store) -> Store:
-        return CachedStore(self.inner, self.root / f"cache-{next(counter)}", digest_of)
 
 
 class TestServedStore(OwnStore):
