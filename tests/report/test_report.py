@@ -72,6 +72,27 @@ def test_a_real_run_becomes_a_page(tmp_path: Path, rng: Rng, pulse: Pulse) -> No
     assert len(headline) == 3
 
 
+def test_a_watched_run_is_written_again(tmp_path: Path, pulse: Pulse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever there is news, until it is interrupted."""
+    run, out = write_run(tmp_path / "run", 3), tmp_path / "report.html"
+    pages: list[str] = []
+
+    def meanwhile(seconds: float) -> None:
+        pages.append(out.read_text())
+        if len(pages) == 2:
+            write_run(tmp_path / "run", 5)
+        if len(pages) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", meanwhile)
+    said = pulse("report", run, "-o", out, "--watch", status=130)
+    assert pages[0] == pages[1] != pages[2] == pages[3]
+    assert len(said.splitlines()) == 2
+    assert 'http-equiv="refresh" content="5"' in pages[0]
+    pulse("report", run, "-o", out)
+    assert 'http-equiv="refresh"' not in out.read_text()
+
+
 def test_the_three_numbers(tmp_path: Path) -> None:
     page = Page(render(run=read_run(write_run(tmp_path, 30))))
     names = [text for _, text in page.all("dt")]

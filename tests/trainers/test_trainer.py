@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback
 
 from pulse_rl import LocalStore, MemoryStore, Published, Subscriber
@@ -74,6 +75,33 @@ def test_metrics_become_metadata_and_ours_go_into_the_log(tmp_path: Path) -> Non
     assert all(row["pulse/bytes"] < callback.published.dense_bytes / 20 for row in news)
     assert all(row["pulse/blocked_seconds"] > 0 for row in rows if row["step"] == 4 and "loss" in row)
     assert not any(name.startswith("pulse/") for name in facts)
+
+
+def reported(folder: Path) -> dict[str, list[float]]:
+    """What TensorBoard would show of the runs below ``folder``."""
+    runs = {file.parent for file in folder.rglob("events.out.tfevents.*")}
+    (run,) = (EventAccumulator(str(path)).Reload() for path in runs)
+    return {tag: [point.value for point in run.Scalars(tag)] for tag in run.Tags()["scalars"]}
+
+
+def test_our_figures_are_reported_as_the_trainers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reporters come before a user's callbacks, and had reported the log before ours were added."""
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    store = MemoryStore()
+    trained(tmp_path, PulseCallback(store, stream="policy", replace=False), report_to="tensorboard")
+    shown = reported(tmp_path / "board")
+    assert {"train/loss", "train/pulse/version", "train/pulse/density", "train/pulse/bytes"} <= shown.keys()
+    assert len(shown["train/pulse/version"]) == len(shown["train/loss"]) + 1  # of the last log, too
+
+
+def test_two_callbacks_have_figures_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    store = MemoryStore()
+    half, full = (PulseCallback(store, stream=name, dtype=dtype) for name, dtype in (("half", "BF16"), ("full", None)))
+    trained(tmp_path, half, full, report_to="tensorboard")
+    shown = reported(tmp_path / "board")
+    assert max(shown["train/pulse/half/density"]) < 0.05 < min(shown["train/pulse/full/density"])
+    assert {"train/pulse/half/version", "train/pulse/full/version"} <= shown.keys()
 
 
 def test_every_second_step_and_the_end(tmp_path: Path) -> None:

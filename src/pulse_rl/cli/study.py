@@ -4,6 +4,7 @@ page."""
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,7 @@ def _nbytes(specs: tuple[TensorSpec, ...], dtype: str) -> int:
 
 
 STUDY_NAME = "study.json"
+_WATCH_SECONDS = 5
 
 
 def add_report_parser(commands: Any) -> None:
@@ -214,25 +216,40 @@ def add_report_parser(commands: Any) -> None:
     command.add_argument("-o", "--output", required=True, metavar="HTML", help="the HTML file to write")
     command.add_argument("--force", action="store_true", help="replace HTML even if it is something else")
     command.add_argument("--stream", metavar="S", help="the stream to show, if the run has several")
+    command.add_argument(
+        "--watch", action="store_true", help="write the page again while the run goes on, until interrupted"
+    )
     command.set_defaults(run=report)
 
 
 def report(args: argparse.Namespace, console: Console) -> int:
-    source, out = Path(args.source), Path(args.output)
+    out = Path(args.output)
     check_output(out, force=args.force)
+    written = _write_report(args, console, b"")
+    while args.watch:
+        time.sleep(_WATCH_SECONDS)
+        written = _write_report(args, console, written)
+    return 0
+
+
+def _write_report(args: argparse.Namespace, console: Console, last: bytes) -> bytes:
+    """Writes the page, unless it is the ``last`` one, and returns it."""
+    source, out = Path(args.source), Path(args.output)
     study = _study_of(source)
     drawn = None
     if source.is_file():
         drawn = None if study is not None else read_run(source, stream=args.stream)
     elif study is None or args.stream is not None or any(source.glob("events*.jsonl")):
         drawn = read_run(source, stream=args.stream)
-    page = render(run=drawn, study=study, title=f"Pulse report: {source.resolve().name}").encode()
-    write_output(out, [page], force=args.force)
-    shown = {"run": drawn is not None, "study": study is not None}
-    facts = {"output": str(out), "bytes": len(page), **shown, "summary": drawn["summary"] if drawn else None}
-    what = " and ".join(name for name, there in shown.items() if there)
-    console.result(facts, [f"{out}: {what} report, {format_bytes(len(page))}"])
-    return 0
+    title, again = f"Pulse report: {source.resolve().name}", _WATCH_SECONDS if args.watch else None
+    page = render(run=drawn, study=study, title=title, refresh_seconds=again).encode()
+    if page != last:
+        write_output(out, [page], force=args.force)
+        shown = {"run": drawn is not None, "study": study is not None}
+        facts = {"output": str(out), "bytes": len(page), **shown, "summary": drawn["summary"] if drawn else None}
+        what = " and ".join(name for name, there in shown.items() if there)
+        console.result(facts, [f"{out}: {what} report, {format_bytes(len(page))}"])
+    return page
 
 
 def _study_of(source: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 import time
@@ -18,6 +19,7 @@ with extra("torch"):
     from torch import nn
     from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.dynamic_module_utils import custom_object_save
+    from transformers.trainer_callback import CallbackHandler
 
 from .._util.settings import checked_count
 from ..errors import PulseError
@@ -94,9 +96,11 @@ class PulseCallback(TrainerCallback):
     The training is held up for merging, gathering and copying; the rest is done behind it (`Publisher.submit`). Where
     the store is slower than the steps, the newest weights ``replace`` those that still wait, which then get no version;
     with ``replace=False`` the training waits instead. The metadata of a version are its ``step``, ``epoch``, and the
-    numbers that the trainer has last logged, at ``logged_step``. The trainer's log gets the newest ``pulse/version``,
-    and of the versions since the last log ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and
-    ``pulse/blocked_seconds``, each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts, if not 0.
+    numbers that the trainer has last logged, at ``logged_step``. The trainer's log, and so TensorBoard, W&B and
+    whatever else it reports to, gets the newest ``pulse/version``, and of the versions since the last log
+    ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and ``pulse/blocked_seconds``, each the mean; and
+    ``pulse/replaced`` and ``pulse/failed``, counts, if not 0. Where a trainer has several of these callbacks, the names
+    are ``pulse/STREAM/version`` and so on.
 
     The first version is committed before the first step, and any error is raised, so that a wrong address, model or
     permission is found at once. After it a store that is away (`PulseError.retryable`) is logged as a warning, and the
@@ -123,6 +127,7 @@ class PulseCallback(TrainerCallback):
         publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
         self._publisher = Publisher(store, stream=stream, **publisher)
         self._stream = stream
+        self._prefix = _OURS
         self._files: dict[str, bytes] | None = None
         self._ended: deque[tuple[int, Submission]] = deque()
         self._since_log: list[Published] = []
@@ -155,6 +160,7 @@ class PulseCallback(TrainerCallback):
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
+        self._prefix = _put_in_front(self)
         self._collect()
         self._committed_step = self._fatal = None
         first, model = state.is_world_process_zero, kwargs["model"]
@@ -328,7 +334,30 @@ class PulseCallback(TrainerCallback):
                 figures[name] = sum(values) / len(values)
         figures |= {name: count for name, count in self._counts.items() if count}
         self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
-        return {_OURS + name: value for name, value in figures.items()}
+        return {self._prefix + name: value for name, value in figures.items()}
+
+
+def _put_in_front(callback: PulseCallback) -> str:
+    """Moves the callback before those that report the trainer's log: a log that they have reported cannot be added to.
+    Returns what its figures' names begin with."""
+    handler = _handler_of(callback)
+    if handler is None:  # somebody calls the callback by other means, and has the figures in the log all the same
+        return _OURS
+    ours = [one for one in handler.callbacks if isinstance(one, PulseCallback)]
+    # A new list: the handler is going through the old one.
+    handler.callbacks = [*ours, *(one for one in handler.callbacks if not isinstance(one, PulseCallback))]
+    return _OURS if len(ours) == 1 else f"{_OURS}{callback._stream}/"
+
+
+def _handler_of(callback: PulseCallback) -> CallbackHandler | None:
+    """The Trainer's list of callbacks. Callbacks are not given it, but it is what calls them."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler) and callback in caller.callbacks:
+            return caller
+        frame = frame.f_back
+    return None
 
 
 def _metadata(state: TrainerState) -> Metadata:

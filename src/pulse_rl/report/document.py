@@ -60,9 +60,15 @@ SCRIPTS = ("units", "dom", "plan", "chart", "bars", "run", "study", "planner", "
 _DECADES, _A_DECADE = 5, 24
 
 
-def render(*, run: Mapping[str, Any] | None = None, study: Any = None, title: str = "Pulse report") -> str:
+def render(
+    *,
+    run: Mapping[str, Any] | None = None,
+    study: Any = None,
+    title: str = "Pulse report",
+    refresh_seconds: int | None = None,
+) -> str:
     """The whole page under ``title``. ``run`` comes from `read_run`, ``study`` from ``pulse study``; raises InputError
-    if it is not a study.
+    if it is not a study. A browser loads the page again every ``refresh_seconds`` (None: never).
 
     All text of the data is escaped. A content security policy allows no network, and no script but the page's own.
     """
@@ -77,6 +83,7 @@ def render(*, run: Mapping[str, Any] | None = None, study: Any = None, title: st
     policy = f"default-src 'none'; style-src {_source_of(style)}; script-src {_source_of(script)}; base-uri 'none'"
     parts = {
         "policy": f"{policy}; form-action 'none'",
+        "refresh": f'<meta http-equiv="refresh" content="{refresh_seconds:d}">\n' if refresh_seconds else "",
         "title": html.escape(title),
         "about": html.escape(_about(run, drawn)),
         "version": html.escape(version("pulse-rl")),
