@@ -46,7 +46,7 @@ def _section(name: str, summary: str, parser: argparse.ArgumentParser) -> Iterat
     yield f"```\npulse {name} {usage}\n```\n"
     yield "| argument | meaning |\n|---|---|"
     for action in actions:
-        words = ", ".join(action.option_strings) or str(action.metavar or "|".join(action.choices or ()))
+        words = ", ".join(action.option_strings) or str(action.metavar or ", ".join(action.choices or ()))
         yield f"| `{words}` | {action.help} |".replace("%%", "%")
     yield f"\n{(parser.epilog or '').capitalize().replace(': ', ': `', 1)}`\n"
 

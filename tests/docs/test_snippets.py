@@ -80,7 +80,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "pause_generation": lambda: None,
         "resume_generation": lambda version: None,
         "load": lambda stream, update: None,
-        "log": lambda figures, step: None,
+        "wandb": SimpleNamespace(log=lambda figures, step: None),
         "optimizer": torch.optim.AdamW(model.parameters()),
         "batches": [torch.zeros(1, 16, dtype=torch.bfloat16)],
         "loss": lambda model, batch: model(batch).sum(),
