@@ -239,7 +239,7 @@ class RankTrainer:
         return done[0]
 
     def wait(self) -> None:
-        self._all(lambda rank: self._ranks[rank].make_folds())
+        self._all(lambda rank: self._ranks[rank].keep_up())
 
     def _all(self, act: Callable[[int], Any]) -> list[Any]:
         done: dict[int, Any] = {}

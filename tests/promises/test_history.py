@@ -13,11 +13,11 @@ from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root
 SHAPE = (1000, 1200)
 
 
-def states(recurs: bool, seed: int = 1) -> Iterator[dict[str, Bits]]:
-    """Of each one weight in 200 changes: half of the same hundredth, or any."""
+def states(recurs: bool, seed: int = 1, rows: int = SHAPE[0]) -> Iterator[dict[str, Bits]]:
+    """Of each one weight in 200 changes: half of the same hundredth, all in the first ``rows``, or any."""
     rng = np.random.default_rng(seed)
     weight = rng.integers(0x3C00, 0x4000, SHAPE).astype(np.uint16)
-    often = rng.random(SHAPE) < 0.01
+    often = (rng.random(SHAPE) < 0.01 * SHAPE[0] / rows) & (np.arange(SHAPE[0]) < rows)[:, None]
     while True:
         yield {"weight": Bits(weight.copy(), "BF16")}
         chosen = often & (rng.random(SHAPE) < 0.5) if recurs else rng.random(SHAPE) < 0.005

@@ -49,6 +49,10 @@ class Window(NamedTuple):
     records: Mapping[int, Records]
     blocks: Blocks
 
+    @property
+    def nbytes(self) -> int:
+        return sum(records.nbytes for records in self.records.values())
+
     def of(self, blocks: Blocks) -> Window:
         """The same by another cut of the same tensors."""
         if self.blocks is blocks:
@@ -72,7 +76,7 @@ class History:
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(records.nbytes for window in self.windows for records in window.records.values())
+        return sum(window.nbytes for window in self.windows)
 
     @property
     def name(self) -> HistoryName | None:

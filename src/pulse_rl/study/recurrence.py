@@ -32,7 +32,7 @@ from ..patch.blocks import Block, cut
 from ..patch.header import BlockEntry
 from ..patch.history import History, HistoryName, Records, Window
 from ..state.tensors import DType, TensorSpec, UIntArray
-from ..sync.history_policy import Memory
+from ..sync.history_policy import Memory, most_remembered
 from .theory import exponents_of, flag_bits, summed, symbol_bits
 
 OCTAVES: tuple[tuple[int, int | None], ...] = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
@@ -249,7 +249,7 @@ class Remembered:
         self.before = self.now
         window = Window(1, _ROOT, records, self._cut)
         nbytes = sum(self._nbytes.values())
-        self.now = self._rule.after(self.now, window, version - 1, version, nbytes, threads=threads)
+        self.now = self._rule.after(self.now, window, version - 1, version, most_remembered(nbytes), threads=threads)
 
     def keep(self, indices: Collection[int]) -> None:
         """Lets go of all other blocks."""

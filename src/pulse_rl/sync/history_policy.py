@@ -36,10 +36,10 @@ class Memory(NamedTuple):
         return cls(first, longer[0] if longer else first * _WINDOW)
 
     def after(
-        self, history: History, patch: Window | None, base: int, version: int, nbytes: int, *, threads: int | None
+        self, history: History, patch: Window | None, base: int, version: int, most: int, *, threads: int | None
     ) -> History:
-        """What is remembered at ``version``, to which ``patch`` leads from version ``base``, where ``history`` ends, of
-        ``nbytes`` of weights. None: the patch changes more than can be remembered.
+        """What is remembered at ``version``, to which ``patch`` leads from version ``base``, where ``history`` ends, in
+        ``most`` bytes. None: the patch changes more than can be remembered.
 
         Versions may be left out: a multiple that is passed by counts as well.
         """
@@ -49,14 +49,14 @@ class Memory(NamedTuple):
         single = [span for span in longer.spans if span == 1]
         merged = (self.window,) if len(single) == self.window else ()
         spans = merged if version // self.window > base // self.window else longer.spans
-        return longer.regrouped(spans, threads=threads).within(most_remembered(nbytes))
+        return longer.regrouped(spans, threads=threads).within(most)
 
 
 class Note(NamedTuple):
-    """What one rank says of a version: how many ``windows`` it can remember there, and the bytes of its sample without
-    a history, ``plain``, and with it, ``coded``; 0 where they were not measured."""
+    """What one rank says of a version: the bytes of each of the ``windows`` that it can remember there, and of its
+    sample without a history, ``plain``, and with it, ``coded``; 0 where they were not measured."""
 
-    windows: int = 0
+    windows: Sequence[int] = ()
     plain: int = 0
     coded: int = 0
 
@@ -66,6 +66,7 @@ def most_remembered(nbytes: int) -> int:
     return nbytes // _SHARE
 
 
+_SKEW = 4
 _PAYS, _STILL_PAYS = 0.10, 0.08
 """Of the bytes of a patch: what a history must save to be turned on, and to stay on."""
 _SAMPLE, _LEAST_SAMPLE = 32, 2
@@ -102,7 +103,7 @@ class HistoryPolicy:
     def recorder(self, base: Baseline) -> Recorder | None:
         """What takes note of the changes to ``base``, of all blocks or of the sample."""
         if self.remembers:
-            return Recorder(most_remembered(_nbytes(base)))
+            return Recorder(_most_of_rank(base))
         if self.forced is not None:
             return None
         sample = _sample(base)
@@ -113,19 +114,19 @@ class HistoryPolicy:
         on all ranks. Measures what a history saves, where that is to be known. Other ranks must hear of it: `agree`."""
         sample = _sample(base)
 
-        def after(history: History, of: Collection[int] | None, nbytes: int) -> History:
+        def after(history: History, of: Collection[int] | None, most: int) -> History:
             window = None
             if draft.records is not None:
                 records = {k: found for k, found in draft.records.items() if of is None or k in of}
                 window = Window(1, base.root, records, base.blocks)
-            return self._memory.after(history, window, base.version, version, nbytes, threads=threads)
+            return self._memory.after(history, window, base.version, version, most, threads=threads)
 
         note = Note()
         if draft.remembers:
-            draft.history = after(base.history, None, _nbytes(base))
-            note = Note(len(draft.history.windows))
+            draft.history = after(base.history, None, _most_of_rank(base))
+            note = Note([window.nbytes for window in draft.history.windows])
         if self.forced is None:
-            draft.sampled = after(base.sampled, sample, _nbytes(base, sample))
+            draft.sampled = after(base.sampled, sample, most_remembered(_nbytes(base, sample)))
             due = self._measured < _OFTEN or version % _SELDOM == 0
             if due and nbytes >= _LEAST_BYTES and (base.sampled.windows or draft.records is None):
                 plain, coded = self._measure(draft, base, sample, threads)
@@ -134,7 +135,12 @@ class HistoryPolicy:
 
     def agree(self, draft: PendingVersion, notes: Sequence[Note]) -> None:
         """What ``draft`` remembers, and what the next version does, now that all ranks have said theirs."""
-        draft.history = draft.history.last(min(note.windows for note in notes))
+        count = min(len(note.windows) for note in notes)
+        while sum(sum(note.windows[len(note.windows) - count :]) for note in notes) > most_remembered(
+            draft.layout.nbytes
+        ):
+            count -= 1
+        draft.history = draft.history.last(count)
         plain, coded = sum(note.plain for note in notes), sum(note.coded for note in notes)
         if not plain:
             return
@@ -166,6 +172,11 @@ class HistoryPolicy:
 
         found = list(ordered_map(measure, sample, threads))
         return sum(plain for plain, _ in found), sum(coded for _, coded in found)
+
+
+def _most_of_rank(base: Baseline) -> int:
+    """The bytes that a rank remembers, at most: more than its share of what all may, since some change more."""
+    return min(most_remembered(base.layout.nbytes), _SKEW * most_remembered(_nbytes(base)))
 
 
 def _sample(base: Baseline) -> list[int]:
