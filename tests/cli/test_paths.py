@@ -53,15 +53,18 @@ def test_no_command_replaces_what_it_did_not_write(pulse: Pulse, tmp_path: Path,
         (tmp_path / "out/page.html", ("study", steps, "--k", "1"), ("-o",)),
         (tmp_path / "out/page2.html", ("report", study), ("-o",)),
     ]
-    for out, command, option in commands:
+    own: dict[str, bytes] = {}  # what another command has made
+    for out, command, option in [*commands, commands[0]]:
         pulse(*command, *option, out)
         pulse(*command, *option, out)  # what it wrote itself it replaces
+        own[out.suffix] = out.read_bytes()
         for foreign in (
             b"x" * 5000,
             b"",
             old.read_bytes(),
             old.read_bytes()[:50],
-            b"\x28" + b"\0" * 7 + b'{"w":{"dtype":"C128"',
+            UNREADABLE,
+            *(other for kind, other in own.items() if kind != out.suffix),
         ):
             out.write_bytes(foreign)
             pulse.refused(*command, *option, out, kind="input", match=NOT_OURS)

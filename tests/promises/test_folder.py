@@ -168,6 +168,28 @@ def test_what_pulse_did_not_write_stays(pulse: Pulse, store: Path, tmp_path: Pat
     pulse(*follow(store, out))
 
 
+@pytest.mark.parametrize("behind_a_link", [False, True])
+def test_what_others_keep_in_its_hidden_folder_stays(
+    pulse: Pulse, store: Path, tmp_path: Path, behind_a_link: bool
+) -> None:
+    """Another program's folder has that name, too."""
+    mine, out = tmp_path / "mine", tmp_path / "out"
+    hidden = mine if behind_a_link else out / ".pulse"
+    for file in (hidden / "cookie", hidden / "000000000001-abc/x", mine / "0123456789ab-01234567/x"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"mine")
+    if behind_a_link:
+        out.mkdir()
+        (out / ".pulse").symlink_to(mine)
+        pulse.refused(*follow(store, out), kind="input", match="not a folder that pulse made")
+    else:
+        pulse(*follow(store, out))
+        pulse(*follow(store, out))
+        assert version_of(out) == 1
+    for file in (hidden / "cookie", hidden / "000000000001-abc/x", mine / "0123456789ab-01234567/x"):
+        assert file.read_bytes() == b"mine"
+
+
 def content(folder: Path) -> Mapping[str, bytes]:
     return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.exists() and entry.is_file()}
 

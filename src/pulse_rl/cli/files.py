@@ -14,18 +14,19 @@ from .._util.settings import format_bytes
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
 from ..patch.blocks import Block
+from ..patch.header import MAGIC as PATCH_MAGIC
 from ..patch.header import PRELUDE_BYTES, Base, PatchHeader, header_end, parse_header
 from ..state.checkpoint import FILE_NAME, current_version, load, save
 from ..state.companions import files_of
 from ..state.digest import state_digest
-from ..state.folder import check_folder, replace_folder, write_checkpoint
+from ..state.folder import CHECKPOINT_MARK, check_folder, replace_folder, write_checkpoint
 from .output import Console, check_output, write_output
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     out = Path(args.output)
-    check_output(out, force=args.force)
+    check_output(out, PATCH_MAGIC, force=args.force)
     old, new = load(args.old)[0], load(args.new)[0]
     digest = state_digest(old, threads=args.threads, progress=progress_to(console, "digest", old.nbytes))
     built = patch.build_patch(
@@ -36,7 +37,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
         threads=args.threads,
         progress=progress_to(console, "diff", old.nbytes),
     )
-    write_output(out, built.chunks, force=args.force)
+    write_output(out, built.chunks, PATCH_MAGIC, force=args.force)
     facts = _facts(built.header, built.nbytes, old.nbytes) | {
         "codec": args.codec,
         "seconds": round(time.perf_counter() - started, 6),
@@ -51,7 +52,7 @@ def apply(args: argparse.Namespace, console: Console) -> int:
     source = Path(args.base)
     is_file = out.suffix == ".safetensors"
     if is_file:
-        check_output(out, force=args.force)
+        check_output(out, CHECKPOINT_MARK, force=args.force)
     else:
         check_folder(out, [FILE_NAME], force=args.force)
     data = _read(args.patch)

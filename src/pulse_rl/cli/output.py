@@ -15,8 +15,7 @@ from typing import Any
 from .._util.files import open_regular, write_atomically
 from ..errors import InputError, PulseError
 from ..events import BaselineRestored, Event, FallbackUsed, Hint, Progress
-from ..patch.header import MAGIC as PATCH_MAGIC
-from ..state.folder import CHECKPOINT_MARK, check_file
+from ..state.folder import check_file
 
 _BAR = 28
 _REDRAW_SECONDS = 0.1
@@ -107,22 +106,21 @@ PAGE_MARK = b'<meta name="generator" content="pulse-rl'
 """In the head of every page of `pulse_rl.report`."""
 
 
-def check_output(out: Path, *, force: bool) -> None:
-    """Every file that a command writes is checked by this first. It may be replaced if it is what the command makes
-    again: a patch, a page, or a checkpoint that `apply` or `follow` wrote. Anything else needs ``force``. Raises
-    InputError.
+def check_output(out: Path, mark: bytes, *, force: bool) -> None:
+    """Every file that a command writes is checked by this first. It may be replaced if it has the ``mark`` of what the
+    command makes: a patch, a page, or a checkpoint. Anything else needs ``force``. Raises InputError.
     """
     try:
-        check_file(out, force=force, marks=(PATCH_MAGIC, PAGE_MARK, CHECKPOINT_MARK))
+        check_file(out, force=force, mark=mark)
     except (FileNotFoundError, NotADirectoryError):  # writing has an error for the second
         return
     except OSError as error:
         raise InputError(f"cannot write {shortened(out)}: {error.strerror}", hint="Check the path.") from None
 
 
-def write_output(out: Path, chunks: Iterable[bytes | memoryview], *, force: bool) -> None:
+def write_output(out: Path, chunks: Iterable[bytes | memoryview], mark: bytes, *, force: bool) -> None:
     """Puts a file at ``out`` whole or not at all. Raises InputError as `check_output`, StoreFull and StoreError."""
-    check_output(out, force=force)
+    check_output(out, mark, force=force)
     write_atomically(out, chunks)
 
 

@@ -17,7 +17,7 @@ from ..study import CheckpointFolder, StoredStream, study
 from ..study.result import STEP_SECONDS
 from ..study.run import DEFAULT_KS, StateSequence
 from .arguments import seconds
-from .output import Console, check_output, read_study, write_output
+from .output import PAGE_MARK, Console, check_output, read_study, write_output
 
 _SHOWN_TENSORS = 8
 _SHOWN_SHARE = 1e-3
@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     source: StateSequence
     if args.output:
-        check_output(Path(args.output), force=args.force)
+        check_output(Path(args.output), PAGE_MARK, force=args.force)
     if args.stream:
         source = StoredStream(args.source, args.stream, threads=args.threads)
     else:
@@ -76,7 +76,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         progress=progress_to(console, "study", len(source.state_names) * _nbytes(source.specs, args.dtype)),
     )
     if args.output:
-        write_output(Path(args.output), [render(study=found, title=source.name).encode()], force=args.force)
+        write_output(
+            Path(args.output), [render(study=found, title=source.name).encode()], PAGE_MARK, force=args.force
+        )
     console.result(found, lines_of(found))
     return 0
 
@@ -224,7 +226,7 @@ def add_report_parser(commands: Any) -> None:
 
 def report(args: argparse.Namespace, console: Console) -> int:
     out = Path(args.output)
-    check_output(out, force=args.force)
+    check_output(out, PAGE_MARK, force=args.force)
     written = _write_report(args, console, b"")
     while args.watch:
         time.sleep(_WATCH_SECONDS)
@@ -244,7 +246,7 @@ def _write_report(args: argparse.Namespace, console: Console, last: bytes) -> by
     title, again = f"Pulse report: {source.resolve().name}", _WATCH_SECONDS if args.watch else None
     page = render(run=drawn, study=study, title=title, refresh_seconds=again).encode()
     if page != last:
-        write_output(out, [page], force=args.force)
+        write_output(out, [page], PAGE_MARK, force=args.force)
         shown = {"run": drawn is not None, "study": study is not None}
         facts = {"output": str(out), "bytes": len(page), **shown, "summary": drawn["summary"] if drawn else None}
         what = " and ".join(name for name, there in shown.items() if there)

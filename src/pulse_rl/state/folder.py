@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -35,6 +36,7 @@ CHECKPOINT_MARK = b'"pulse.root":"'
 """In the metadata, which come first, of every checkpoint that pulse writes."""
 _HEAD = 4096
 _LOCK = "lock"
+_OWN = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}|link-[0-9a-f]{8}")
 _SHARD_BYTES = 5_000_000_000
 
 
@@ -80,9 +82,9 @@ def check_folder(folder: Path, names: Iterable[str], *, force: bool) -> None:
         raise InputError(f"cannot write {str(folder)[:200]}: {error.strerror}", hint="Check the path.") from None
 
 
-def check_file(file: Path, *, force: bool, marks: tuple[bytes, ...] = (CHECKPOINT_MARK,)) -> None:
-    """Raises InputError unless ``file``, which is there, may be replaced: a regular file with one of ``marks`` near its
-    beginning, or, with ``force``, any. Raises OSError."""
+def check_file(file: Path, *, force: bool, mark: bytes = CHECKPOINT_MARK) -> None:
+    """Raises InputError unless ``file``, which is there, may be replaced: a regular file with ``mark`` near its beginning,
+    or, with ``force``, any. Raises OSError."""
     mode = file.stat().st_mode
     if stat.S_ISDIR(mode):
         raise InputError(f"{str(file)[:200]} is a folder", hint="Give the path of a file.")
@@ -92,7 +94,7 @@ def check_file(file: Path, *, force: bool, marks: tuple[bytes, ...] = (CHECKPOIN
         return
     with file.open("rb") as opened:
         start = opened.read(_HEAD)
-    if not any(mark in start for mark in marks):
+    if mark not in start:
         raise InputError(
             f"{str(file)[:200]} exists and was not written by this command",
             hint="Choose another path, or replace it with --force.",
@@ -105,8 +107,8 @@ def is_shown(entry: Path) -> bool:
 
 
 def replace_folder(folder: Path, label: str, write: Callable[[Path], None], *, force: bool = False) -> None:
-    """Makes what ``write`` puts into the empty folder that it is given what ``folder`` shows, in one step. ``label`` is
-    the beginning of its private name. One process does so at a time; others wait.
+    """Makes what ``write`` puts into the empty folder that it is given what ``folder`` shows, in one step. ``label``,
+    12 hexadecimal digits, begins its private name. One process does so at a time; others wait.
 
     Raises InputError as `check_folder`, what ``write`` raises, StoreFull and StoreError; the folder then shows what it
     did before.
@@ -114,6 +116,8 @@ def replace_folder(folder: Path, label: str, write: Callable[[Path], None], *, f
     private = folder / PRIVATE
     try:
         make_folder(private)
+        if private.is_symlink() or ((private / CURRENT).exists() and not (private / CURRENT).is_symlink()):
+            raise InputError(f"{private} is not a folder that pulse made", hint="Give a separate folder.")
         with _locked(private):
             before = _target(private)
             _remove_all_but(private, {before})
@@ -174,9 +178,9 @@ def _replace_link(link: Path, target: str, private: Path) -> None:
 
 
 def _remove_all_but(private: Path, kept: set[str]) -> None:
-    """Removes older versions, and what was left by a process that was killed."""
+    """Removes older versions, and what was left by a process that was killed. Anything else is somebody else's."""
     for entry in private.iterdir():
-        if entry.name in kept or entry.name in (CURRENT, _LOCK):
+        if entry.name in kept or not _OWN.fullmatch(entry.name):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
