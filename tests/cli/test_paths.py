@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, Publisher
+from pulse_rl import LocalStore, MemoryStore, Publisher, PulseError, Signer, Subscriber
+from pulse_rl.metrics import JsonLines, read_events
+from pulse_rl.report import read_run
+from pulse_rl.store.server import FolderServer
+from pulse_rl.study import CheckpointFolder
 from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
 from tests.support.states import Rng, history, mutated, policy
@@ -162,3 +168,33 @@ def test_a_full_disk_leaves_no_empty_key(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no space left" in done.stderr
     assert not key.exists()
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "x/" * 3000, "a\0b"])
+def test_a_path_that_no_disk_can_have_is_an_input_error(path: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    store, state = MemoryStore(), {"w": np.zeros(3, np.int8)}
+    with Publisher(store, stream="s") as publisher:
+        publisher.publish(state)
+        worker = Subscriber(store, stream="s")
+        worker.sync()
+        calls: list[Callable[[], object]] = [
+            lambda: LocalStore(path),
+            lambda: FolderServer(path),
+            lambda: Subscriber(store, stream="s", cache=path).sync(),
+            lambda: Subscriber(store, stream="s", base=path).sync(),
+            lambda: worker.save(path),
+            lambda: worker.save(f"{path}.safetensors"),
+            lambda: publisher.publish(path),
+            lambda: publisher.publish(state, files=path),
+            lambda: publisher.publish(state, files={"a.json": path}),
+            lambda: Signer.load(path),
+            lambda: Signer.generate().save(path),
+            lambda: JsonLines(path),
+            lambda: list(read_events(path)),
+            lambda: read_run(path),
+            lambda: CheckpointFolder(path),
+        ]
+        for call in calls:
+            with pytest.raises(PulseError):
+                call()

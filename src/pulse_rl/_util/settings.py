@@ -7,6 +7,7 @@ the same in JavaScript, and a test compares the two.
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 from collections.abc import Collection
@@ -53,13 +54,18 @@ def checked_collection(name: str, value: Any, example: str) -> Collection[Any]:
 
 
 def checked_path(value: Any) -> Path:
-    """The path ``value``; raises InputError for what is none."""
+    """The path ``value``; raises InputError for what is none, and what no disk can have."""
     try:
         path = Path(value)
     except TypeError:
         raise InputError(f"a path must be a string or a pathlib.Path, not {value!r}") from None
     if "\0" in str(path):
         raise InputError(f"no path has a zero character: {value!r}")
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise InputError(f"{str(path)[:200]!r}: {error.strerror}", hint="Check the path.") from None
     return path
 
 

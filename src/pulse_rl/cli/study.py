@@ -76,9 +76,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         progress=progress_to(console, "study", len(source.state_names) * _nbytes(source.specs, args.dtype)),
     )
     if args.output:
-        write_output(
-            Path(args.output), [render(study=found, title=source.name).encode()], PAGE_MARK, force=args.force
-        )
+        write_output(Path(args.output), [render(study=found, title=source.name).encode()], PAGE_MARK, force=args.force)
     console.result(found, lines_of(found))
     return 0
 

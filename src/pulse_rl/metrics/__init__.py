@@ -25,12 +25,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice, takewhile
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .._util.files import open_regular
 from .._util.serial import Closing
+from .._util.settings import checked_path
 from ..errors import FormatError, InputError, IntegrityError, PulseError, StoreError
 from ..events import (
     CallFailed,
@@ -89,7 +89,7 @@ class JsonLines(Closing):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        file = Path(path)
+        file = checked_path(path)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._file = file.open("a+b", buffering=0)
@@ -119,7 +119,7 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     Raises InputError if the file cannot be read.
     """
     try:
-        with open_regular(Path(path)) as file:
+        with open_regular(checked_path(path)) as file:
             while line := file.readline(MAX_LINE_BYTES):
                 event = _parsed(line)
                 if event is not None:

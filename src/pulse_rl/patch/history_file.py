@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .._util.files import disk_error
 from ..errors import PulseError
 from ..state.checkpoint import load, save
 from ..state.digest import PartDigest, StateDigest
@@ -31,7 +32,10 @@ def save_history(path: Path, history: History, digest: StateDigest) -> None:
     """Writes ``history``, which ends at the state with this ``digest``, atomically; removes the file where nothing is
     remembered. Raises StoreFull and StoreError."""
     if not history.windows:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error(error, f"write {path}") from error
         return
     history = history.of(_blocks(digest))
     records = {f"{k}.{index}": found for k, s in enumerate(history.windows) for index, found in s.records.items()}

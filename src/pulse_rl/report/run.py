@@ -10,10 +10,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from .._util.settings import checked_path
 from ..errors import InputError
 from ..metrics import read_events
 from ..plan.model import bandwidth_for
@@ -90,7 +90,7 @@ def read_run(path: str | os.PathLike[str], *, stream: str | None = None) -> dict
 
     ``stream`` selects one of several. Raises InputError if there is nothing to show.
     """
-    root = Path(path)
+    root = checked_path(path)
     files = sorted(root.glob("events*.jsonl")) if root.is_dir() else [root]
     by_process: dict[str, list[EventRecord]] = defaultdict(list)
     for file in files:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .._util.files import open_regular
+from .._util.settings import checked_path
 from ..errors import InputError
 from .checkpoint import INDEX_NAME
 
@@ -60,7 +61,7 @@ def flaw_of(files: Iterable[tuple[str, int]]) -> str:
 def checked_files(files: object) -> dict[str, bytes]:
     """The bytes of ``files`` by name, in the order of the names. Raises InputError."""
     if isinstance(files, str | os.PathLike):
-        return files_of(Path(files))
+        return files_of(checked_path(files))
     if not isinstance(files, Mapping):
         raise InputError(
             f"files must map names to bytes or paths, not be a {type(files).__name__}",
@@ -74,7 +75,7 @@ def checked_files(files: object) -> dict[str, bytes]:
         given = files[name]
         if not isinstance(name, str) or not isinstance(given, bytes | bytearray | memoryview | str | os.PathLike):
             raise InputError(f"file {name!r} must be bytes or a path, not a {type(given).__name__}")
-        found[name] = _read(Path(given), room) if isinstance(given, str | os.PathLike) else bytes(given)
+        found[name] = _read(checked_path(given), room) if isinstance(given, str | os.PathLike) else bytes(given)
         room -= len(found[name])
     if flaw := flaw_of((name, len(data)) for name, data in found.items()):
         raise InputError(f"the version {flaw}")

@@ -83,8 +83,8 @@ def check_folder(folder: Path, names: Iterable[str], *, force: bool) -> None:
 
 
 def check_file(file: Path, *, force: bool, mark: bytes = CHECKPOINT_MARK) -> None:
-    """Raises InputError unless ``file``, which is there, may be replaced: a regular file with ``mark`` near its beginning,
-    or, with ``force``, any. Raises OSError."""
+    """Raises InputError unless ``file``, which is there, may be replaced: a regular file with ``mark`` near its
+    beginning, or, with ``force``, any. Raises OSError."""
     mode = file.stat().st_mode
     if stat.S_ISDIR(mode):
         raise InputError(f"{str(file)[:200]} is a folder", hint="Give the path of a file.")

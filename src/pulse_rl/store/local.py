@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._util.files import create_atomically, disk_error, write_atomically
+from .._util.settings import checked_path
 from ..errors import AlreadyExists, NotFound, StoreError
 from .base import Data, ObjectInfo, check_folder, check_name, check_range, is_name, joined
 
@@ -44,7 +45,7 @@ class LocalStore:
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
+        self.root = checked_path(root)
         self._aside = self.root / _ASIDE
         self._swept = False
         self._folders: dict[str, _Folder] = {}

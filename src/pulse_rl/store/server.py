@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._util.serial import Closing
+from .._util.settings import checked_path
 from ..errors import InputError, StoreError
 from .base import MAX_NAME, is_name
 from .http import MAX_WAIT_SECONDS, MAX_WAITED, PAGE
@@ -61,7 +62,7 @@ class FolderServer(Closing):
             raise InputError("serving needs aiohttp", hint=_INSTALL) from None
         if not bind:
             raise InputError("an empty address to serve at", hint=_ALL_INTERFACES)
-        root = Path(folder).absolute()
+        root = checked_path(folder).absolute()
         if not root.is_dir():
             raise InputError(f"there is no folder {root}", hint="Check the path, or create the folder first.")
         self._handlers = _Handlers(root)

@@ -141,9 +141,13 @@ class CachedStore:
         return True
 
     def _is_behind_link(self, path: Path) -> bool:
-        """Whether a file, or a folder on the way to it, is a link: what is there may be somebody else's."""
+        """Whether a file, or a folder on the way to it, is a link, so that what is there may be somebody else's, or
+        cannot be looked at."""
         below = len(self._kept.root.parts) - 1
-        return any(each.is_symlink() for each in [path, *path.parents[: len(path.parts) - below - 1]])
+        try:
+            return any(each.is_symlink() for each in [path, *path.parents[: len(path.parts) - below - 1]])
+        except OSError:  # a name that is too long, say
+            return True
 
     def _make_room(self, nbytes: int) -> None:
         kept: list[ObjectInfo] = []

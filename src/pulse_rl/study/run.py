@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
+from .._util.settings import checked_path
 from .._util.threads import ordered_map
 from ..errors import InputError, PulseError, StateMismatch
 from ..state import checkpoint
@@ -57,7 +58,7 @@ class CheckpointFolder:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.name = os.fspath(folder)
         self.spare_bytes = _SPARE_BYTES
-        self._paths = _checkpoints(Path(folder))
+        self._paths = _checkpoints(checked_path(folder))
         if len(self._paths) < 2:
             raise InputError(
                 f"{self.name} holds {len(self._paths)} checkpoints, at least 2 are needed", hint=_hint(folder)
