@@ -16,7 +16,7 @@ import torch
 from pulse_rl.errors import InputError, TrainerLost
 from pulse_rl.loco import PulseLoCo
 from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
-from tests.support.trainers import Group, Trainer, cut_off_in_broadcast, force_scattered, lose, together
+from tests.support.trainers import Group, Trainer, cut_off_in_broadcast, force_scattered, lose, side_by_side, together
 
 pytestmark = pytest.mark.slow
 
@@ -169,13 +169,12 @@ def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, t
 def test_the_others_go_on(how: signal.Signals, way: str) -> None:
     """In every part of a round; side by side, as most of the time is waiting."""
     timeout_seconds = 20 if how == signal.SIGKILL else 4
-    groups = []
+    groups = {}
     for i, place in enumerate({"gathered": PLACES, "sites": PLACES_SITES}.get(way, PLACES_SCATTERED)):
         victim = i % 3
-        groups.append((victim, Group(survive, 3, place, how, victim, timeout_seconds, way, seconds=90, lost=(victim,))))
-    for victim, group in groups:
-        roots = set(group.results())
-        assert len(roots) == 2, f"the survivors of {victim} differ"
+        groups[place] = Group(survive, 3, place, how, victim, timeout_seconds, way, lost=(victim,))
+    for place, roots in side_by_side(groups).items():
+        assert len(set(roots)) == 2, f"the survivors differ: {place}"
         assert None in roots
 
 
@@ -287,11 +286,11 @@ def come_back(trainer: Trainer, way: str) -> list[str]:
     return roots
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_whoever_comes_back_sends_what_it_has_not_sent(way: str) -> None:
-    *old, new = together(come_back, 4, way, seconds=60)
-    assert old[0] == old[1] == old[2]
-    assert old[0][1:] == new
+def test_whoever_comes_back_sends_what_it_has_not_sent() -> None:
+    """In every way; side by side, as most of the time is waiting."""
+    for way, (*old, new) in side_by_side({way: Group(come_back, 4, way) for way in WAYS}).items():
+        assert old[0] == old[1] == old[2], way
+        assert old[0][1:] == new, way
 
 
 def interrupt(message: bytes) -> list[bytes]:

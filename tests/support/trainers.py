@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -27,12 +27,14 @@ from pulse_rl.loco import exchange as exchange_module
 from pulse_rl.loco.exchange import SCATTER_FROM
 from pulse_rl.loco.group import TrainerGroup
 
-_SHARDED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
-
-# One process imports torch; the trainers are forks of it, which takes hundredths of a second.
+# One process imports what programs are made of; the trainers are forks of it, which takes hundredths of a second.
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "pulse_rl.loco", "pulse_rl.integrations.fsdp", *_SHARDED]
+    [
+        *("pytest", "torch", "torch.distributed", "torch._dynamo"),
+        *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+        *("pulse_rl.loco", "pulse_rl.integrations.fsdp", "tests.support.loco_reference", "tests.support.sharded"),
+    ]
 )
 
 
@@ -127,6 +129,18 @@ class Group:
 def together(program: Callable[..., Any], size: int, *arguments: Any, **settings: Any) -> list[Any]:
     """What ``program(trainer, *arguments)`` returns in each of ``size`` processes."""
     return Group(program, size, *arguments, **settings).results()
+
+
+def side_by_side(groups: Mapping[Any, Group]) -> dict[Any, list[Any]]:
+    """The results of each group, by its name, which is noted with a failure. For programs that mostly wait."""
+    found = {}
+    for name, group in groups.items():
+        try:
+            found[name] = group.results()
+        except AssertionError as error:
+            error.add_note(f"in the group {name!r}")
+            raise
+    return found
 
 
 def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int) -> list[str]:

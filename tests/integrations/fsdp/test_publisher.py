@@ -36,8 +36,8 @@ def followed_for(
     train: Callable[[State, int], None] = step,
     **settings: Any,
 ) -> list[Published]:
-    """Publishes some steps of ``state``; a subscriber that follows, and one that comes new, hold ``whole`` of it. What
-    is sharded alike takes each update: a rank the elements that it has."""
+    """Publishes some steps of ``state``; a subscriber that follows, on the first rank, and one that comes new, on the
+    last, hold ``whole`` of it. What is sharded alike takes each update: a rank the elements that it has."""
     store = LocalStore(trainer.folder / f"store-of-{name}")
     follower, watcher = followed(store), followed(store)
     live = {name: torch.zeros_like(tensor) for name, tensor in state().items()} if whole is gathered else {}
@@ -49,8 +49,11 @@ def followed_for(
             done.append(publisher.publish(now, metadata={"step": seed}, **settings))
             assert done[-1].version == seed
             assert (done[-1].changed is None) == (seed == 0)
-            require_equal(follower, whole(now), done[-1])
-            require_equal(followed(store), whole(now), done[-1])
+            expected = whole(now)
+            if trainer.rank == 0:
+                require_equal(follower, expected, done[-1])
+            if trainer.rank == trainer.size - 1:
+                require_equal(followed(store), expected, done[-1])
             if live and not settings:
                 update = watcher.sync()
                 assert update is not None
@@ -235,7 +238,6 @@ def test_two_ranks() -> None:
         ranks_program,
         2,
         fsdp2,
-        leaves_that_ranks_share,
         columns,
         ties,
         stages_and_experts,
@@ -246,7 +248,7 @@ def test_two_ranks() -> None:
 
 
 def test_four_ranks() -> None:
-    cases = (fsdp2, leaves_that_ranks_share, replicas, columns, columns_and_rows, any_placement, ties, a_compute_dtype)
+    cases = (leaves_that_ranks_share, replicas, columns_and_rows, any_placement, ties, a_compute_dtype)
     together(ranks_program, 4, *cases, seconds=90)
 
 

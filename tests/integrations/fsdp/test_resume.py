@@ -27,7 +27,7 @@ from pulse_rl.sync import pending as pending_module
 from pulse_rl.sync import rank as rank_module
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.stores import FaultyStore
-from tests.support.trainers import Group, Trainer, together
+from tests.support.trainers import Group, Trainer, side_by_side, together
 
 pytestmark = pytest.mark.slow
 
@@ -171,9 +171,8 @@ def killed(trainer: Trainer, place: str) -> None:
         assert all(report.ok for report in verify_stream(store, "policy"))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_killed_rank_leaves_the_chain_whole(place: str) -> None:
-    Group(killed, 3, place, seconds=60, lost=(PLACES[place][0],)).results()
+def test_a_killed_rank_leaves_the_chain_whole() -> None:
+    side_by_side({place: Group(killed, 3, place, lost=(rank,)) for place, (rank, *_) in PLACES.items()})
 
 
 def stopped(trainer: Trainer, place: str) -> None:
@@ -193,9 +192,8 @@ def stopped(trainer: Trainer, place: str) -> None:
         assert 1 < time.monotonic() - began < 15
 
 
-@pytest.mark.parametrize("place", ["make_pending", "hash_shared"])
-def test_a_rank_that_stands_still_is_not_waited_for(place: str) -> None:
-    Group(stopped, 2, place, seconds=60, lost=(0,)).results()
+def test_a_rank_that_stands_still_is_not_waited_for() -> None:
+    side_by_side({place: Group(stopped, 2, place, lost=(0,)) for place in ("make_pending", "hash_shared")})
 
 
 def failing(trainer: Trainer) -> None:
