@@ -8,8 +8,6 @@ import importlib
 import inspect
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from pathlib import Path
@@ -22,6 +20,7 @@ from safetensors.torch import load_file
 
 import pulse_rl
 from pulse_rl.cli import main, make_parser
+from tests.support.trainers import printed
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = {path.stem: path for path in [CHECKOUT / "README.md", *(CHECKOUT / "docs").glob("*.md")]}
@@ -129,10 +128,10 @@ def test_the_quick_start_in_two_processes(tmp_path: Path, monkeypatch: pytest.Mo
     trainer, worker = blocks("quickstart")
     (tmp_path / "trainer.py").write_text(trainer)
     (tmp_path / "worker.py").write_text(worker.replace("timeout_seconds=20", "timeout_seconds=1"))
-    first = ran([sys.executable, "trainer.py"], tmp_path)
+    (first,) = printed(tmp_path / "trainer.py")
     assert first[0] == "version 0: 100.0% changed, 1 times smaller"
     assert len(first) == 10
-    (last,) = ran([sys.executable, "worker.py"], tmp_path)
+    ((last,),) = printed(tmp_path / "worker.py")
     assert last.startswith("at version 9, step 9, root ")
     monkeypatch.chdir(tmp_path)
     for line in commands("quickstart"):
@@ -143,20 +142,11 @@ def test_the_quick_start_in_two_processes(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_trainers_of_the_loco_page_end_with_one_root(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks("loco-guide")[0])
-    lines = ran(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"], tmp_path
-    )
-    text = "\n".join(lines)  # two processes may write into one line
+    text = "\n".join(line for lines in printed(tmp_path / "train.py", size=2) for line in lines)
     rounds = re.findall(r"trainer \d, round (\d+): (\w{12})", text)
     assert len(rounds) == 16
     assert len(set(rounds)) == 8
     assert len(set(re.findall(r"ends with (\w{12})", text))) == 1
-
-
-def ran(command: list[str], folder: Path) -> list[str]:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def commands(page: str) -> list[str]:

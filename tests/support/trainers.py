@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -141,6 +144,23 @@ def side_by_side(groups: Mapping[Any, Group]) -> dict[Any, list[Any]]:
             error.add_note(f"in the group {name!r}")
             raise
     return found
+
+
+def printed(file: Path, *arguments: str, size: int = 1) -> list[list[str]]:
+    """The lines that a program prints in each of ``size`` processes, in its folder and in torchrun's environment."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    return together(_run_program, size, file, arguments, port)
+
+
+def _run_program(trainer: Trainer, file: Path, arguments: tuple[str, ...], port: int) -> list[str]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(trainer.size)}
+    os.environ |= {"RANK": str(trainer.rank), "LOCAL_RANK": str(trainer.rank)}
+    os.chdir(file.parent)
+    sys.argv = [str(file), *arguments]
+    with redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(str(file), run_name="__main__")
+    return output.getvalue().splitlines()
 
 
 def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int) -> list[str]:

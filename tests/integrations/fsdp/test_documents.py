@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pulse_rl import verify_stream
+from tests.support.trainers import printed
 
 pytestmark = pytest.mark.slow
 
@@ -20,12 +19,8 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     found = re.search(r"```python\n(.*?)```", (CHECKOUT / "docs/sharded.md").read_text(), re.DOTALL)
     assert found
     (tmp_path / "train.py").write_text(found[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, "train.py", "store"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    *versions, last = done.stdout.splitlines()
+    (*versions, last), others = printed(tmp_path / "train.py", "store", size=2)
+    assert not others
     assert [line.split(":")[0] for line in versions] == ["version 0", "version 1", "version 2"]
     reports = list(verify_stream(str(tmp_path / "store"), "policy"))
     assert all(report.ok for report in reports)
