@@ -99,8 +99,8 @@ class FullWorker:
 class PatchTrainer:
     def __init__(self, store: Store, weights: Weights, codec: str) -> None:
         self._weights = weights
-        self._publisher = Publisher(store, stream=STREAM, threads=THREADS)
-        self._publisher.codec = "zstd" if codec == "zstd" else "auto"
+        layout = "zstd" if codec == "zstd" else "auto"
+        self._publisher = Publisher(store, stream=STREAM, codec=layout, threads=THREADS)
 
     def publish(self) -> Version:
         done = self._publisher.publish(self._weights.state)

@@ -63,8 +63,7 @@ def test_it_turns_on_where_it_saves_and_off_where_it_does_not() -> None:
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
 def test_it_stays_off(codec: str) -> None:
     store = MemoryStore()
-    with Publisher(store, stream="s") as publisher, Subscriber(store, stream="s") as worker:
-        publisher.codec = codec
+    with Publisher(store, stream="s", codec=codec) as publisher, Subscriber(store, stream="s") as worker:
         _, remembered = published(publisher, worker, states(recurs=codec == "zstd"), 24)
     assert not any(remembered)
 

@@ -270,8 +270,7 @@ def test_submissions_that_are_replaced(cuda: Device) -> None:
 def test_any_codec(cuda: Device, codec: str) -> None:
     Stream.gate.set()
     weight, store = torch.randn(SIZE).bfloat16(), MemoryStore()
-    with resident(store, stream="policy", folds=(2,), on_device="baseline") as publisher:
-        publisher.codec = codec
+    with resident(store, stream="policy", codec=codec, folds=(2,), on_device="baseline") as publisher:
         for number in range(5):
             step(weight, every=(60, 60, 1, 60, 60)[number], first=number % 2)
             published = publisher.submit({"weight": on_device(weight)}).result(20)

@@ -79,7 +79,10 @@ def test_signed_versions_of_another_run_are_passed_over(rng: Rng) -> None:
     assert live.root == state_root(states[1])
     assert {event.kind for event in events if isinstance(event, FallbackUsed)} == {"untrusted"}
     # The publisher is not misled either: it goes on above what it did not write.
-    publisher = Publisher(store, stream="policy", signer=signer, stream_id=worker.stream_id)
+    publisher = Publisher(store, stream="policy", signer=signer)
+    publisher.stream_id = worker.stream_id
+    with pytest.raises(InputError, match="not"):
+        publisher.stream_id = "0" * 32
     assert publisher.publish(states[2]).version == 6
     live.apply(worker.sync())
     assert (worker.version, live.root) == (6, state_root(states[2]))

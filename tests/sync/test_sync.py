@@ -41,8 +41,7 @@ def assert_whole(store: Store | str, states: list[Tensors]) -> None:
 
 @pytest.mark.parametrize("name", ["auto", "zstd"])
 def test_a_worker_follows_every_version(any_store: Store | str, name: str, rng: Rng) -> None:
-    publisher = Publisher(any_store, stream="policy")
-    publisher.codec = name
+    publisher = Publisher(any_store, stream="policy", codec=name)
     seen: list[Event] = []
     subscriber, live = Subscriber(any_store, stream="policy", on_event=seen.append), Live()
     assert subscriber.sync() is None
@@ -329,7 +328,7 @@ def test_names_that_are_no_streams(name: str) -> None:
 
 def test_an_unknown_codec_is_refused_at_once() -> None:
     with pytest.raises(InputError, match="gzip"):
-        Publisher(MemoryStore(), stream="policy").codec = "gzip"
+        Publisher(MemoryStore(), stream="policy", codec="gzip")
 
 
 def test_any_source_can_be_published(tmp_path: Path, rng: Rng) -> None:

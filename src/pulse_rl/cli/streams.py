@@ -33,14 +33,15 @@ def publish(args: argparse.Namespace, console: Console) -> int:
     publisher = Publisher(
         open_lasting(args.store),
         stream=args.stream,
+        codec=args.codec,
         keep=args.keep,
         signer=_signer(args),
         trusted_keys=args.trust or (),
-        stream_id=args.stream_id,
         threads=args.threads,
         on_event=console,
     )
-    publisher.codec = args.codec
+    if args.stream_id:
+        publisher.stream_id = args.stream_id
     head = publisher.head()
     if head is not None and head.signature and not args.sign_key:
         raise InputError(f"stream {args.stream!r} is signed", hint="Give the key with --sign-key, or another stream.")

@@ -158,8 +158,8 @@ def anchor_stream(
         stream=stream,
         signer=signer,
         trusted_keys=trusted_keys or (),
-        stream_id=reader.stream_id,
         threads=threads,
         on_event=on_event,
     ) as publisher:
+        publisher.stream_id = reader.stream_id
         return publisher.publish(reader.state, metadata=newest.metadata, anchor=True)

@@ -42,6 +42,13 @@ class Head(NamedTuple):
     error: PulseError | None = None
 
 
+def checked_stream_id(stream_id: str) -> str:
+    """Raises InputError for what is no stream ID."""
+    if not is_stream_id(stream_id):
+        raise InputError(f"{stream_id!r} is not a stream ID", hint="It has 32 hexadecimal digits.")
+    return stream_id
+
+
 class Stream:
     """Versions, payloads, claims, and links: objects whose names say all that planning needs (docs/format.md, 6).
 
@@ -60,8 +67,8 @@ class Stream:
         stream_id: str | None = None,
         on_refused: Callable[[int, PulseError], None] | None = None,
     ) -> None:
-        if stream_id is not None and not is_stream_id(stream_id):
-            raise InputError(f"{stream_id!r} is not a stream ID", hint="It has 32 hexadecimal digits.")
+        if stream_id is not None:
+            checked_stream_id(stream_id)
         self._bounds = bounded_in(store) or BoundedStore(store)
         self.store = store if bounded_in(store) else self._bounds
         self.name = name

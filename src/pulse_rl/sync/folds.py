@@ -67,7 +67,7 @@ class FoldMaker:
         self._stream = stream
         self._ranks = ranks
         self._spans = checked_folds(folds)
-        self.codec = codec
+        self._codec = codec
         self._threads = threads
         self._tell = tell
         self._skip = skip
@@ -162,6 +162,6 @@ class FoldMaker:
     def _coded(self, log: UndoLog, at: Baseline) -> list[codecs.Encoded]:
         def run(index: int) -> codecs.Encoded:
             after = at.blocks[index].read(at.state)
-            return encode_proved(at.blocks[index], log.rewind(index, after), after, codec=self.codec)[0]
+            return encode_proved(at.blocks[index], log.rewind(index, after), after, codec=self._codec)[0]
 
         return list(ordered_map(run, range(len(at.blocks)), self._threads))

@@ -23,7 +23,7 @@ from ..state.companions import Files
 from ..store import Store, open_store
 from ..stream.manifest import Manifest
 from ..stream.signing import Signer, TrustedKeys
-from ..stream.stream import Stream
+from ..stream.stream import Stream, checked_stream_id
 from .folds import checked_folds
 from .rank import RankPublisher, Settings, unlike
 from .request import LocalState, PublishRequest, Submission, Submissions
@@ -34,7 +34,7 @@ def _shared(store: Store | str, stream: Stream, settings: Settings) -> dict[str,
     return {
         "store": store if isinstance(store, str) else type(store).__name__,
         "stream": stream.name,
-        "stream_id": stream.stream_id,
+        "codec": settings.codec,
         "keep": settings.keep,
         "anchor_ratio": settings.anchor_ratio,
         "folds": list(settings.folds),
@@ -46,12 +46,12 @@ def _shared(store: Store | str, stream: Stream, settings: Settings) -> dict[str,
 class PublisherSettings(TypedDict, total=False):
     """The settings of `Publisher`, by name."""
 
+    codec: str
     anchor_ratio: float
     folds: Collection[int]
     keep: int | None
     signer: Signer | None
     trusted_keys: Collection[str]
-    stream_id: str | None
     threads: int | None
     on_event: Listener | None
 
@@ -60,15 +60,14 @@ class Publisher(Closing, NotCopyable):
     """Publishes the states of one policy as versions 0, 1, 2 … of a stream. A context manager (see `close`).
 
     ``store``: a store, or its address (see `open_store`). ``stream``: its name; a stream that exists is continued.
-    ``anchor_ratio``: an anchor is stored along with a patch
+    ``codec``: "auto" or "zstd", the layout of the PULSE paper. ``anchor_ratio``: an anchor is stored along with a patch
     whenever the patches since the last one exceed ``anchor_ratio`` times the state's bytes. ``folds``: the spans, in
     versions, over which folds are made in the background, for about 6 bytes of memory for every BF16 weight that
     changed within a span (``pulse fold`` makes them on any machine). ``keep``: the newest versions that stay; what they
     do not need is deleted in the background, as `gc_stream` does, whenever an anchor has become old enough (None: all
-    stay). ``signer`` signs every manifest, claim and fold;
-    then only what is signed by its key or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed.
-    ``stream_id``: the stream's (`Manifest.stream_id`) where the caller knows it; versions of another stream of this
-    name are then passed over. ``threads``: the maximum number of threads (None: one per core). ``on_event`` gets the
+    stay). ``signer`` signs every manifest, claim and fold; then only what is signed by its key or by one of
+    ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``threads``: the maximum number of threads
+    (None: one per core). ``on_event`` gets the
     events of `pulse_rl.events`.
 
     A patch that is no smaller than an anchor is not stored: the version is an anchor alone, and `Published.reason` says
@@ -86,12 +85,12 @@ class Publisher(Closing, NotCopyable):
         store: Store | str,
         *,
         stream: str,
+        codec: str = codecs.AUTO,
         anchor_ratio: float = 1.0,
         folds: Collection[int] = (),
         keep: int | None = None,
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
-        stream_id: str | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
@@ -99,12 +98,12 @@ class Publisher(Closing, NotCopyable):
             RankGroup(Alone()),
             store,
             stream=stream,
+            codec=codec,
             anchor_ratio=anchor_ratio,
             folds=folds,
             keep=keep,
             signer=signer,
             trusted_keys=trusted_keys,
-            stream_id=stream_id,
             threads=threads,
             on_event=on_event,
         )
@@ -146,9 +145,10 @@ class Publisher(Closing, NotCopyable):
     def _checked(self, store: Store | str, stream: str, **given: Unpack[PublisherSettings]) -> tuple[Stream, Settings]:
         for name in given.keys() - PublisherSettings.__annotations__.keys():
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
-        threads, keep = given.get("threads"), given.get("keep")
+        codec, threads, keep = given.get("codec", codecs.AUTO), given.get("threads"), given.get("keep")
         anchor_ratio, folds = given.get("anchor_ratio", 1.0), given.get("folds", ())
         signer = given.get("signer")
+        codecs.check_codec(codec)
         if keep is not None:
             checked_count("keep", keep)
         checked_threads(threads)
@@ -164,10 +164,9 @@ class Publisher(Closing, NotCopyable):
             stream,
             TrustedKeys(keys) if keys else None,
             signer=signer,
-            stream_id=given.get("stream_id"),
             on_refused=weak_callback(self._refused),
         )
-        return opened, Settings(anchor_ratio, spans, keep, tuple(sorted({*keys})), signer, threads)
+        return opened, Settings(codec, anchor_ratio, spans, keep, tuple(sorted({*keys})), signer, threads)
 
     def publish(
         self,
@@ -263,20 +262,21 @@ class Publisher(Closing, NotCopyable):
         return self._serial.run(self._head)
 
     @property
-    def codec(self) -> str:
-        """How changes are coded: "auto", until it is set, or "zstd", the layout of the PULSE paper. Raises
-        InputError."""
-        return self._rank.codec
-
-    @codec.setter
-    def codec(self, codec: str) -> None:
-        codecs.check_codec(codec)
-        self._rank.codec = codec
-
-    @property
     def stream_id(self) -> str | None:
-        """The stream's ID, 32 hexadecimal digits, for subscribers to pin; None before the first publish."""
+        """The stream's ID, 32 hexadecimal digits, for subscribers to pin; None before the first publish. Where the
+        caller knows it, it may be set before the first publish: versions of another stream of this name, which somebody
+        has put there, are then passed over. Setting it raises InputError for what is no ID, or for another than the
+        stream's."""
         return self._stream.stream_id
+
+    @stream_id.setter
+    def stream_id(self, stream_id: str | None) -> None:
+        if self._stream.stream_id not in (None, stream_id):
+            raise InputError(
+                f"the stream {self._stream.name!r} is {self._stream.stream_id}, not {stream_id!r}",
+                hint="Set the ID before the first publish.",
+            )
+        self._stream.stream_id = None if stream_id is None else checked_stream_id(stream_id)
 
     def wait(self) -> None:
         """Waits until what was submitted is published, the background folds are stored, and old versions deleted."""

@@ -57,6 +57,7 @@ _CALL = struct.Struct("<Q?")  # a call's number, and whether this rank goes on w
 class Settings(NamedTuple):
     """Those of `Publisher`; ``keys`` are all that are trusted."""
 
+    codec: str
     anchor_ratio: float
     folds: Collection[int]
     keep: int | None
@@ -99,7 +100,7 @@ class RankPublisher:
             stream,
             ranks,
             settings.folds,
-            codec=codecs.AUTO,
+            codec=settings.codec,
             threads=settings.threads,
             tell=self._untold.append,
         )
@@ -146,14 +147,6 @@ class RankPublisher:
         return self._ranks.rank == 0
 
     @property
-    def codec(self) -> str:
-        return self._folds.codec
-
-    @codec.setter
-    def codec(self, codec: str) -> None:
-        self._folds.codec = codec
-
-    @property
     def has_upkeep(self) -> bool:
         """Whether there is anything that `keep_up` may do."""
         return self._folds.wanted or self._retention.keep is not None
@@ -193,7 +186,6 @@ class RankPublisher:
             told.append(held_to_bytes(made[0].held))
             at = self._baseline
             arguments = {"metadata": request.metadata, "dtype": request.dtype, "anchor": request.anchor}
-            arguments["codec"] = self.codec
             known = f"{at.version} {at.root} {at.history.spans}" if at else ""
             return call + json.dumps([arguments, sha256(told[0]).hexdigest(), len(told[0]), known]).encode()
 
@@ -332,7 +324,7 @@ class RankPublisher:
                 base,
                 reason,
                 owned=seen.owned and self._ranks.size == 1,
-                codec=self.codec,
+                codec=self._settings.codec,
                 history=base.history if base and remembers else None,
                 recorder=self.history.recorder(base) if base and self._may_remember else None,
                 threads=self._threads,
@@ -396,7 +388,7 @@ class RankPublisher:
             parts, shards = [], []
             if layout.has_file(self._ranks.rank):
                 if base:
-                    chunks = draft.file(built.root, codec=self.codec, threads=self._threads)
+                    chunks = draft.file(built.root, codec=self._settings.codec, threads=self._threads)
                     parts.append(store_patch(self._stream, chunks))
                 if with_anchor:
                     shards = store_anchor(
@@ -433,7 +425,7 @@ class RankPublisher:
     @property
     def _may_remember(self) -> bool:
         """Whether what changed before may code what changes now."""
-        return self.codec == codecs.AUTO
+        return self._settings.codec == codecs.AUTO
 
     def _follow(self, manifest: Manifest | None) -> Manifest | None:
         """Moves the baseline to the pending version, if rank 0 has committed it; else gives that up."""
