@@ -24,7 +24,7 @@ from tests.support.trainers import printed
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = {path.stem: path for path in [CHECKOUT / "README.md", *(CHECKOUT / "docs").glob("*.md")]}
-RUN = ("README", "own-loop", "regions", "monitoring", "restart", "mismatch", "integrate", "checkpoints")
+RUN = ("README", "own-loop", "stores", "regions", "monitoring", "restart", "mismatch", "integrate", "checkpoints")
 """Pages whose examples are run here, all of a page in one namespace."""
 PROGRAMS = ("quickstart", "loco-guide", "sharded")
 """Pages whose first examples are whole programs; those of `sharded` run in tests/integrations/fsdp."""

@@ -14,7 +14,7 @@ import pytest
 from pulse_rl import LocalStore, Publisher, open_store
 from pulse_rl.errors import InputError, InvalidName, NotFound, StoreError, StoreUnavailable
 from tests.support.states import run_python
-from tests.support.stores import KEYS, names, unreachable_store
+from tests.support.stores import names, unreachable_store
 
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,15 +98,6 @@ def test_keys_do_not_appear_in_errors() -> None:
     with pytest.raises(StoreUnavailable) as caught:
         unreachable_store(access_key_id="AKIDSECRET", secret_access_key="SECRETKEY").get("a")
     assert "SECRET" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_bucket_that_does_not_exist(s3: str) -> None:
-    store = open_store("s3://nowhere/x", endpoint=s3, client_options={"allow_http": True}, **KEYS)
-    with pytest.raises(StoreError):
-        store.put("a", b"x")
-    with pytest.raises(NotFound):
-        store.get("a")
 
 
 @pytest.mark.parametrize("name", ["", "/a", "a//b", "../a", "a/../b", "a/.", ".a", "a/.b", "a b", "a\\b", "a\0b", "ü"])

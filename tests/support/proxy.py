@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from urllib.parse import urlparse
 
 MAX_REQUEST = 64 << 20
@@ -21,7 +22,7 @@ MAX_CONNECTIONS = 64
 SOCKET_SECONDS = 10.0
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER of no time: close() sends RST
 
-ACTIONS = ("pass", "refuse", "lose", "cut", "garble", "stall", "throttle")
+ACTIONS = ("pass", "refuse", "lose", "cut", "garble", "stall", "throttle", "answer")
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Rule:
     * "garble": the server answers, but the client is told 500, as by a gateway that lost the reply;
     * "stall": nothing happens for ``seconds``, then the request is forwarded;
     * "throttle": the reply trickles at ``bytes_per_second``;
+    * "answer": the server is not asked, the reply has ``status`` and the S3 error ``code``;
     * "pass": it is forwarded, after ``before`` was called.
     """
 
@@ -45,6 +47,8 @@ class Rule:
     times: int = 1
     seconds: float = 0.0
     bytes_per_second: int = 0
+    status: int = 403
+    code: str = "AccessDenied"
     before: Callable[[], object] | None = None
     seen: int = 0
     fired: int = 0
@@ -128,6 +132,11 @@ class Proxy:
             return
         if action == "stall" and rule:
             time.sleep(rule.seconds)
+        if action == "answer" and rule:
+            body = f"<?xml version='1.0'?><Error><Code>{rule.code}</Code><Message>no</Message></Error>".encode()
+            head = f"HTTP/1.1 {rule.status} {HTTPStatus(rule.status).phrase}\r\nConnection: close\r\n"
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body * (method != b"HEAD"))
+            return
         reply = self._forward(request)
         if action == "lose":
             _reset(client)

@@ -194,8 +194,8 @@ def test_any_broken_request_of_a_sync_is_survived(
         broken += 1
     assert broken >= (2 if action == "stall" else 6)
     if retries == 0 and action != "cut":
-        # The payload's range is asked for again by another request: what is wrong with a range is found out so.
-        assert failed == broken - 1, "without retries every other broken request is an error that the caller sees"
+        # A range is asked for again by another request: what is wrong with a range is found out so.
+        assert 3 <= failed < broken, "without retries a broken listing or look is an error that the caller sees"
     if retries and action in ("refuse", "garble", "stall"):
         assert failed == 0, "obstore repeats reads by itself"
 

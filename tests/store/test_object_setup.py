@@ -1,0 +1,210 @@
+"""Ways to misconfigure an object store: each ends soon, in words that name the remedy; and the ways that work."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pulse_rl import Bits, Publisher, Subscriber, gc_stream, open_store
+from pulse_rl.errors import InputError, StoreError, StoreUnavailable
+from tests.support.commands import Pulse
+from tests.support.proxy import Proxy, Rule, proxied
+from tests.support.stores import KEYS, names
+
+pytestmark = pytest.mark.slow
+SOON = 15.0
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A home of its own, without any setting of a cloud; the folder of the AWS command line."""
+    for name in os.environ:
+        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".aws").mkdir()
+    return tmp_path / ".aws"
+
+
+@pytest.fixture
+def proxy(s3: str) -> Iterator[Proxy]:
+    with proxied(s3) as made:
+        yield made
+
+
+def says(proxy: Proxy, status: int, code: str, *, method: str = ".*", path: str = "") -> None:
+    """Such requests are refused with this code of S3, all others forwarded."""
+    proxy.heal()
+    proxy.add(Rule("answer", method, path, times=1_000_000, status=status, code=code))
+
+
+def refused(address: str, *, match: str, hint: str, error: type[StoreError] = StoreError, **options: Any) -> None:
+    """The first look of a worker and the first version of a trainer are refused, soon, and in a line."""
+    for call in (
+        lambda: Subscriber(open_store(address, **options), stream="s").sync(),
+        lambda: Publisher(open_store(address, **options), stream="s").publish({"w": np.zeros(4, np.uint16)}),
+    ):
+        began = time.monotonic()
+        with pytest.raises(error, match=match) as caught:
+            call()
+        assert time.monotonic() - began < SOON
+        assert "\n" not in str(caught.value)
+        assert hint in caught.value.hint
+        assert caught.value.retryable == issubclass(error, StoreUnavailable)
+
+
+def test_a_bucket_that_does_not_exist(s3: str) -> None:
+    refused("s3://nowhere/x", endpoint=s3, **KEYS, match="no bucket 'nowhere'", hint="Create it")
+
+
+def test_no_credentials(s3: str) -> None:
+    refused("s3://bucket/x", endpoint=s3, match="no credentials.*AWS_ACCESS_KEY_ID.*~/.aws", hint="AWS_PROFILE")
+    refused("gs://bucket/x", match="no credentials.*GOOGLE_APPLICATION", hint="gcloud auth")
+    refused("az://bucket/x", account_name="a", match="no credentials.*AZURE_", hint="AZURE_STORAGE_ACCOUNT_KEY")
+
+
+def test_no_account_and_no_bucket() -> None:
+    refused("az://container/x", match="no storage account", hint="account_name")
+    refused("s3:///x", match="not the address of a bucket", hint="BUCKET")
+
+
+def test_a_profile_that_does_not_exist(no_settings: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (no_settings / "credentials").write_text("[mine]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    refused(f"s3://bucket/x?endpoint={s3}&profile=yours", match="no AWS profile 'yours'", hint="mine")
+    monkeypatch.setenv("AWS_PROFILE", "theirs")
+    refused(f"s3://bucket/x?endpoint={s3}", match="no AWS profile 'theirs'", hint="mine")
+
+
+def test_a_profile_without_keys(no_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (no_settings / "config").write_text("[profile sso]\nsso_session = corp\n")
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    refused("s3://bucket/x?profile=sso", match="SSO", hint="aws configure export-credentials --profile sso")
+
+
+def test_wrong_keys_an_old_token_and_a_wrong_clock(proxy: Proxy) -> None:
+    for status, code, match, hint in (
+        (403, "InvalidAccessKeyId", "access key", "Check the key"),
+        (403, "SignatureDoesNotMatch", "secret key", "AWS_SECRET_ACCESS_KEY"),
+        (400, "ExpiredToken", "have expired", "Renew"),
+        (403, "RequestTimeTooSkewed", "clock", "Set the clock"),
+    ):
+        says(proxy, status, code)
+        refused("s3://bucket/x", endpoint=proxy.endpoint, **KEYS, match=match, hint=hint)
+
+
+def test_another_region(proxy: Proxy) -> None:
+    for status, code in ((301, "PermanentRedirect"), (400, "AuthorizationHeaderMalformed")):
+        says(proxy, status, code)
+        refused("s3://bucket/x", endpoint=proxy.endpoint, **KEYS, match="another region", hint="region=")
+
+
+def test_a_port_at_which_nothing_listens_and_one_that_is_silent() -> None:
+    with socket.socket() as silent, socket.socket() as taken:
+        for each in (silent, taken):
+            each.bind(("127.0.0.1", 0))
+        silent.listen(20)
+        where, nowhere = (f"http://127.0.0.1:{each.getsockname()[1]}" for each in (silent, taken))
+        away: Any = {"error": StoreUnavailable, **KEYS}
+        refused("s3://bucket/x", endpoint=nowhere, match="nothing answers at", hint="running", **away)
+        refused("s3://bucket/x", endpoint=where, match="does not answer in time", hint="port", **away)
+    refused("s3://bucket/x", endpoint="http://no-host.invalid", match="host of", hint="name", **away)
+
+
+def test_https_to_a_server_that_speaks_http(s3: str) -> None:
+    endpoint = s3.replace("http", "https", 1)
+    refused("s3://bucket/x", endpoint=endpoint, **KEYS, match="does not speak https", hint="http://")
+
+
+def test_a_server_that_is_no_object_store(proxy: Proxy) -> None:
+    says(proxy, 405, "MethodNotAllowed")
+    refused("s3://bucket/x", endpoint=proxy.endpoint, **KEYS, match="no such object store", hint="console")
+
+
+def test_a_setting_that_there_is_not(s3: str) -> None:
+    refused(f"s3://bucket/x?endpiont={s3}", **KEYS, match="endpiont", hint="?endpoint=")
+    for secret in ("secret_access_key", "account_key", "sas_token"):
+        with pytest.raises(InputError, match=secret) as caught:
+            open_store(f"s3://bucket/x?{secret}=hidden")
+        assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "right"),
+    [
+        ("PUT", "", "s3:PutObject"),
+        ("GET|HEAD", "payloads/|versions/0", "s3:GetObject"),
+        ("GET", "list-type", "ListBucket"),
+    ],
+)
+def test_a_policy_that_forbids_a_call(proxy: Proxy, method: str, path: str, right: str) -> None:
+    options: Any = {"endpoint": proxy.endpoint, **KEYS}
+    place = f"s3://bucket/policy-{right.rpartition(':')[2]}"
+    with Publisher(open_store(place, **options), stream="s") as publisher:
+        publisher.publish({"w": np.arange(9, dtype=np.uint16)})
+    says(proxy, 403, "AccessDenied", method=method, path=path)
+    state = {"w": np.arange(9, dtype=np.uint16)}
+
+    def use() -> None:
+        Subscriber(open_store(place, **options), stream="s").sync()
+        Publisher(open_store(place, **options), stream="s").publish(state)
+
+    with pytest.raises(StoreError, match="not allowed to") as caught:
+        use()
+    assert right in caught.value.hint
+    assert not caught.value.retryable
+
+
+def test_a_policy_without_delete_keeps_everything_but_gc(proxy: Proxy) -> None:
+    store = open_store("s3://bucket/no-delete", endpoint=proxy.endpoint, **KEYS)
+    says(proxy, 403, "AccessDenied", method="DELETE")
+    proxy.add(Rule("answer", "POST", r"\?delete", times=1_000_000))
+    weights = np.arange(2000, dtype=np.uint16)
+    with Publisher(store, stream="s", anchor_ratio=0.0) as publisher:
+        for step in range(3):
+            publisher.publish({"w": Bits(weights ^ (np.arange(2000) == step), "BF16")})
+    assert Subscriber(store, stream="s").sync() is not None
+    with pytest.raises(StoreError, match="not allowed to delete") as caught:
+        gc_stream(store, "s", keep=1)
+    assert "s3:DeleteObject" in caught.value.hint
+
+
+def test_the_command_line_ends_where_waiting_does_not_help(pulse: Pulse, tmp_path: Path, s3: str) -> None:
+    store = f"s3://nowhere/x?endpoint={s3}&region=us-east-1&skip_signature=true"
+    began = time.monotonic()
+    pulse.refused(
+        "follow", store, "--stream", "s", "--out", tmp_path / "out", kind="store", match="no bucket 'nowhere'"
+    )
+    pulse.refused("list", store, kind="store", match="no bucket 'nowhere'")
+    assert time.monotonic() - began < SOON
+
+
+def test_an_address_or_a_profile_is_all_that_is_needed(no_settings: Path, s3: str, pulse: Pulse) -> None:
+    keys = "aws_access_key_id = test\naws_secret_access_key = test\n"
+    (no_settings / "credentials").write_text(f"[minio]\n{keys}")
+    (no_settings / "config").write_text(f"[profile minio]\nregion = us-east-1\nendpoint_url = {s3}\n")
+    open_store("s3://bucket/easy?profile=minio").put("s/a", b"x")
+    assert open_store("s3://bucket/easy", profile="minio").get("s/a") == b"x"
+    (no_settings / "credentials").write_text(f"[default]\n{keys}")
+    assert names(open_store(f"s3://bucket/easy?endpoint={s3}&region=us-east-1"), "") == ["s/a"]
+    assert pulse.json("list", f"s3://bucket/easy?endpoint={s3}&region=us-east-1")["streams"] == []
+    assert "profile" not in repr(open_store(f"s3://bucket/easy?endpoint={s3}", **KEYS))
+
+
+def test_a_profile_with_a_process_is_asked_through_boto3(no_settings: Path, s3: str, tmp_path: Path) -> None:
+    pytest.importorskip("boto3")
+    script = tmp_path / "keys.py"
+    script.write_text('print(\'{"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b"}\')')
+    (no_settings / "config").write_text(
+        f"[profile p]\nregion = us-east-1\ncredential_process = {sys.executable} {script}\n"
+    )
+    store = open_store(f"s3://bucket/process?endpoint={s3}&profile=p")
+    store.put("a", b"x")
+    assert store.get("a") == b"x"
