@@ -39,7 +39,7 @@ from .world import SIGNER, STREAM_ID
 
 _WORKERS = 3
 _RAGE_SECONDS = 12.0
-_MOST_SECONDS = 60.0  # from the co-writer's rest until everybody must be at the head
+_MAX_SECONDS = 60.0  # from the co-writer's rest until everybody must be at the head
 _POLL_SECONDS = 0.05
 _ACTS_A_SECOND = 15.0
 _WITHSTOOD = [kind for kind in KINDS if kind != "group_junk"]
@@ -329,7 +329,7 @@ def _catch_up(judge: Judge, processes: list[Any]) -> float:
             return time.monotonic() - started
         waited = time.monotonic() - started
         check(
-            waited < _MOST_SECONDS, f"{waited:.0f} s after the co-writer's rest {behind} are not at {goal}: {judge.at}"
+            waited < _MAX_SECONDS, f"{waited:.0f} s after the co-writer's rest {behind} are not at {goal}: {judge.at}"
         )
         time.sleep(0.05)
 

@@ -28,7 +28,7 @@ from .trainer import Trainer
 from .upkeep import Upkeep
 from .worker import Inline, Setup, Worker
 
-_MOST_WORKERS = 4
+_MAX_WORKERS = 4
 _MOST_MEMBERS = 3
 SIGNER = Signer(bytes(range(32)))
 STREAM_ID = "0123456789abcdef" * 2
@@ -91,7 +91,7 @@ class World(Disturbances, Upkeep):
         self.publishers[who], self.unsettled[who] = None, False
 
     def join(self, rng: Random) -> None:
-        if len(self.workers) >= _MOST_WORKERS:
+        if len(self.workers) >= _MAX_WORKERS:
             self.workers.pop(rng.randrange(len(self.workers))).close()
         self.workers.append(self._worker(rng))
         self._sync(rng, self.workers[-1])

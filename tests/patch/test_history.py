@@ -55,7 +55,7 @@ def followed(states: list[State]) -> tuple[list[BuiltPatch], History]:
     history, patches = History(), []
     for old, new in pairwise(states):
         digest = state_digest(old)
-        patches.append(build_patch(old, new, digest, most_records=1 << 40, history=history))
+        patches.append(build_patch(old, new, digest, max_records=1 << 40, history=history))
         history = history.then(Window(1, digest.root, patches[-1].records, cut(old.specs)))
     return patches, history
 
@@ -88,7 +88,7 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
         assert built.header.history == history.name
         assert (HISTORY in {entry.codec_id for entry in built.header.blocks}) == (k > 0)
         root = digest.root
-        applied = apply_patch(parsed, state, digest, history=history, most_records=1 << 20)
+        applied = apply_patch(parsed, state, digest, history=history, max_records=1 << 20)
         assert snapshot(state) == snapshot(states[k + 1])
         assert applied.records is not None
         history = history.then(Window(1, root, applied.records, parsed.header.cuts))
@@ -115,7 +115,7 @@ def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
         (states[1], nothing, {}),
         (elsewhere, history, {}),
     ):
-        built = build_patch(states[2], new, digest, **({"most_records": 1 << 40, "history": known} | options))
+        built = build_patch(states[2], new, digest, **({"max_records": 1 << 40, "history": known} | options))
         assert built.header.history is None
         state, tree = digested(states[2])
         apply_patch(parse_patch([built.to_bytes()], tree), state, tree)
@@ -134,7 +134,7 @@ def test_patches_in_parts_are_coded_by_any_ranks_history(ranks: int, rng: Rng) -
         files = [part(states[k], new, segments, before(whole, k)) for segments in cut_among(state, rng, ranks)]
         patch = parse_patch(files, digest)
         by_history += sum(file.history is not None for file in patch.header.files)
-        applied = apply_patch(patch, state, digest, history=history, most_records=1 << 20)
+        applied = apply_patch(patch, state, digest, history=history, max_records=1 << 20)
         assert snapshot(state) == snapshot(new)
         history = history.after(Window(1, digest.root, applied.records, patch.header.cuts), (1,) * (k + 1), 1 << 20)
         assert same_records(history.of(cut(state.specs)), before(whole, k + 1))
@@ -305,7 +305,7 @@ def test_regrouped_windows_are_those_between_the_states(
     expected, at = History(), len(states) - 1 - sum(found)
     for span in found:
         digest = state_digest(states[at])
-        built = build_patch(states[at], states[at + span], digest, most_records=1 << 40)
+        built = build_patch(states[at], states[at + span], digest, max_records=1 << 40)
         expected = expected.then(Window(span, digest.root, built.records, cut(states[at].specs)))
         at += span
     assert regrouped.spans == found
@@ -391,7 +391,7 @@ def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs
         moving = np.where(keeps, moving, rng.choice(flat.size, 100, replace=False))
         flat[moving] += 1
         new, digest = State.of({"w": Bits(flat.copy(), "BF16")}), state_digest(old)
-        built = build_patch(old, new, digest, most_records=1 << 40, history=history)
+        built = build_patch(old, new, digest, max_records=1 << 40, history=history)
         assert built.nbytes <= build_patch(old, new, digest).nbytes
         parsed = parse_patch([built.to_bytes()], digest)
         assert parsed.header.history in (None, history.name)

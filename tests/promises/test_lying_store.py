@@ -217,13 +217,13 @@ def told_by(stream: dict[str, bytes], call: str, lie: Lie, operation: str, tmp_p
     def whole(kind: object = None) -> Any:
         return copied(stream) if kind else tmp_path
 
-    most_bytes = 20 * sum(map(len, stream.values()))
+    max_bytes = 20 * sum(map(len, stream.values()))
     try:
         OPERATIONS[operation](liar, whole)
     except PulseError as error:
         return error
     finally:
-        assert liar.nbytes < most_bytes
+        assert liar.nbytes < max_bytes
         assert liar.listed <= MOST_LISTED * 10
         if operation == "gc":  # all are kept
             assert all(report.ok for report in verify_stream(liar.inner, "s", threads=1))

@@ -40,14 +40,14 @@ def test_a_state_of_every_dtype_fits(rng: np.random.Generator) -> None:
 
 def test_spare_memory_is_lent_to_one_at_a_time_and_used_again() -> None:
     spare = SpareMemory()
-    with spare.lent() as first:
+    with spare.borrow() as first:
         a, b = first(100), first(50)
         a[:], b[:] = 1, 2
-        with spare.lent() as second:
+        with spare.borrow() as second:
             c = second(100)
             c[:] = 3
         assert (a.tolist(), b.tolist()) == ([1] * 100, [2] * 50)
-    with spare.lent() as again:
+    with spare.borrow() as again:
         found = [again(n) for n in (100, 60, 40)]
         assert [len(f) for f in found] == [100, 60, 40]
         assert any(np.shares_memory(f, old) for f in found for old in (a, b, c))
@@ -56,10 +56,10 @@ def test_spare_memory_is_lent_to_one_at_a_time_and_used_again() -> None:
 
 def test_spare_memory_comes_back_after_an_error() -> None:
     spare = SpareMemory()
-    with suppress(RuntimeError), spare.lent() as lend:
+    with suppress(RuntimeError), spare.borrow() as lend:
         first = lend(10)
         raise RuntimeError
-    with spare.lent() as lend:
+    with spare.borrow() as lend:
         assert np.shares_memory(first, lend(10))
 
 

@@ -258,7 +258,7 @@ def test_what_is_kept_is_what_was_read() -> None:
 
 @pytest.mark.parametrize("field", ["aliases", "metadata"])
 def test_large_manifests_are_kept_up_to_a_number_of_bytes(field: str) -> None:
-    kept = ManifestCache(most_bytes=50_000)
+    kept = ManifestCache(max_bytes=50_000)
     for version in range(20):
         kept.keep(numbered(version, **{field: {f"{version}.{'x' * 10_000}": "x"}}))
         kept.keep(numbered(version, **{field: {f"{version}.{'x' * 10_000}": "x"}}))
@@ -266,7 +266,7 @@ def test_large_manifests_are_kept_up_to_a_number_of_bytes(field: str) -> None:
 
 
 def test_one_that_is_larger_than_all_room_is_kept() -> None:
-    kept = ManifestCache(most_bytes=10)
+    kept = ManifestCache(max_bytes=10)
     for version in range(3):
         kept.keep(numbered(version))
         assert held(kept, 3) == [version]

@@ -73,7 +73,7 @@ def sharded_stream(store: Store, name: str, states: Sequence[State], stream_id: 
         if version:
             before = states[version - 1]
             files = [part(before, state, segments, known) for segments in slices]
-            built = build_patch(before, state, state_digest(before), most_records=state.nbytes)
+            built = build_patch(before, state, state_digest(before), max_records=state.nbytes)
             assert built.records is not None
             known = known.then(Window(1, built.header.base_root, built.records, cut(state.specs)))
             changed = sum(entry.changed for entry in parse_patch(files, state_digest(before)).header.blocks)

@@ -16,7 +16,7 @@ Chunks = Iterable[bytes | memoryview]
 
 RangeReader = Callable[[int, int], bytes]
 """Returns bytes [start, stop) of a file in a store."""
-MOST_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 """Of one request for a range."""
 _GAP_BYTES = 1 << 12
 """What lies between two ranges costs less to read than another request, up to so much."""
@@ -152,7 +152,7 @@ def read_head(read: RangeReader, nbytes: int, first: int, end_of: Callable[[byte
     return head + read(len(head), end) if end > len(head) else head
 
 
-def ranges(places: Iterable[tuple[int, int]], most: int = MOST_BYTES) -> Iterator[list[int]]:
+def ranges(places: Iterable[tuple[int, int]], most: int = MAX_BYTES) -> Iterator[list[int]]:
     """Which of the ascending ``places`` [start, stop) of a file one request reads, by their numbers: neighbours of at
     most so many bytes in all, or a longer one alone."""
     run: list[int] = []

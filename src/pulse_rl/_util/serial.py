@@ -90,7 +90,8 @@ class Closing(ABC):
 
 class SerialThread(NotCopyable):
     """Runs the operations of ``owner`` (words for messages). The thread starts with the first, and ends with this, or
-    after ``idle_seconds`` without one (None: ten). What a thread of a pool (`pooled`) asks for runs in that thread."""
+    after ``idle_seconds`` without one (None: ten). What a worker (`mark_worker`) asks for runs in its own
+    thread."""
 
     def __init__(self, owner: str, idle_seconds: float | None = None) -> None:
         self._owner = owner
@@ -171,7 +172,7 @@ class SerialThread(NotCopyable):
             start_new_thread(_serve, (self._operations, self._serving, self._ident, idle_seconds))
 
 
-def pooled() -> None:
+def mark_worker() -> None:
     """Makes the calling thread one of a pool: it is not the main thread, so that no interrupt reaches what it runs."""
     running.pooled = True
 

@@ -31,10 +31,11 @@ _ROUNDS_UP = 0.9995
 """From this share of a unit on, a value rounds to 1 of it, and is not written as 1000 of the next smaller one."""
 
 
-def checked_number(name: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
-    """``value`` itself; raises InputError unless it is a number from ``least`` to ``most``, not NaN and no boolean."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+def checked_number(name: str, value: Any, *, minimum: float = 0.0, maximum: float = math.inf) -> float:
+    """``value`` itself; raises InputError unless it is a number from ``minimum`` to ``maximum``, and no
+    NaN or boolean."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+        limits = f"of at least {minimum:g}" if maximum == math.inf else f"from {minimum:g} to {maximum:g}"
         raise InputError(f"{name} must be a number {limits}, not {value!r}")
     return value
 

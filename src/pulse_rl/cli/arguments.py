@@ -9,7 +9,7 @@ from .._util.settings import parse_seconds
 from ..errors import InputError
 from .output import Console
 
-_MOST_SECONDS = 1e9
+_MAX_SECONDS = 1e9
 
 
 def count(text: str) -> int:
@@ -41,7 +41,7 @@ def seconds(text: str) -> float:
         value = parse_seconds(text)
     except InputError as error:
         raise argparse.ArgumentTypeError(f"{error}: {error.hint}") from None
-    if value > _MOST_SECONDS:
+    if value > _MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"{text!r} is longer than a run")
     return value
 

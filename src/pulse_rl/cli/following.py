@@ -18,13 +18,13 @@ from ..metrics import Heartbeat, fan_out
 from ..state.checkpoint import FILE_NAME, INDEX_NAME, current_version, load
 from ..state.folder import check_folder
 from ..sync.notices import absence
-from ..sync.polling import Pause, jittered
+from ..sync.polling import PollTimer, jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
 from .output import Console
 from .streams import open_lasting
 
-_LEAST_WAIT, _MOST_WAIT = 0.1, 60.0
+_MIN_WAIT, _MAX_WAIT = 0.1, 60.0
 _LOOK_SECONDS = 30.0
 
 
@@ -172,7 +172,7 @@ def keep_on(
                 raise
             console.note(f"{error}; retrying")
             if not isinstance(error, EmptyStream):  # what is missing or damaged is fetched again at each try
-                wait = min(max(2 * wait, _LEAST_WAIT), _MOST_WAIT)
+                wait = min(max(2 * wait, _MIN_WAIT), _MAX_WAIT)
                 _sleep(max(wait, args.poll))
                 continue
         else:
@@ -252,9 +252,9 @@ def relay(args: argparse.Namespace, console: Console) -> int:
         if failed:
             raise min(failed, key=lambda error: error.retryable)
 
-    pause = Pause(source)
+    pause = PollTimer(source)
     return keep_on(
-        sync, args, console, lambda poll: pause.take([each.source.last_accepted for each in relays.values()], poll)
+        sync, args, console, lambda poll: pause.wait([each.source.last_accepted for each in relays.values()], poll)
     )
 
 

@@ -21,7 +21,7 @@ from .arguments import number
 from .output import Console
 from .streams import open_lasting
 
-_MOST_WORKERS = 10_000
+_MAX_WORKERS = 10_000
 _SHOWN_ANCHORS = 5
 
 
@@ -195,10 +195,10 @@ def _followers(stream: Stream) -> dict[str, Any]:
         if modified >= said.get((worker, group), (0.0, 0, ""))[0]:
             said[worker, group] = (modified, version, step)
 
-    for info in islice(store.list(names.workers), _MOST_WORKERS):
+    for info in islice(store.list(names.workers), _MAX_WORKERS):
         if isinstance(name := names.parse(info.name), WorkerName):
             hear(name.worker, None, info.modified, name.version, "")
-    for info in islice(store.list(names.groups), _MOST_WORKERS):
+    for info in islice(store.list(names.groups), _MAX_WORKERS):
         group, note = names.parse_note(info.name) or (None, None)
         if note is not None and note.version is not None:
             hear(note.member, group, info.modified, note.version, note.step)

@@ -240,8 +240,8 @@ class Transfer:
         digests: list[str] = []
         try:
             with self._phase("exchange"):
-                most_answer = max(coder.max_bytes(units) for units in shares) + SumsMessage.HEAD
-                answers = group.all_gather(answer, max_bytes=most_answer)
+                max_answer = max(coder.max_bytes(units) for units in shares) + SumsMessage.HEAD
+                answers = group.all_gather(answer, max_bytes=max_answer)
             if not isinstance(sums, bytes) and all(a.startswith(SumsMessage.MAGIC) for a in answers):
                 with self._phase("decode"):
                     digests = self._read_answers(coder, shares, answers, sums, found)

@@ -64,11 +64,11 @@ class PulseLoCo(OuterLoop):
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         exchange = exchange_of(group)
-        scale = checked_number("gate_scale", gate_scale, least=1 / MAX_SCALE, most=MAX_SCALE)
+        scale = checked_number("gate_scale", gate_scale, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         if lookahead == "auto":
             lookahead = min(outer_lr / (1 - outer_momentum), MAX_SCALE)
-        residual = Residual(state, checked_number("lookahead", lookahead, most=MAX_SCALE))
+        residual = Residual(state, checked_number("lookahead", lookahead, maximum=MAX_SCALE))
         reduction = GatedReduction(state, residual, Gate(gate_dtype, scale), exchange)
         super().__init__(model, state, reduction, exchange, sync_every=sync_every, on_round=on_round)
         self.reduction: GatedReduction = reduction

@@ -38,11 +38,11 @@ from ..stream.unreadable import UNREADABLE
 from ..sync.failover import check_recreated
 from ..sync.gc import gc_stream
 from ..sync.planner import BROKEN_LINK, Planner
-from ..sync.polling import LONGEST_POLL, Pause
+from ..sync.polling import LONGEST_POLL, PollTimer
 
 _TRIES = 2
 _SEARCHED_ANCHORS = 16
-_MOST_GIVEN_UP = 2
+_MAX_GIVEN_UP = 2
 _ANOTHER_TARGET = "Give the relay a target, or a stream's name, to which nobody else writes versions."
 _CHUNK_BYTES = 8 << 20
 
@@ -99,7 +99,7 @@ class Relay:
         self._knows: bool | None = None  # what the target's readers at that version do, once it was looked up
         self._anchor: _AnchorCopy | None = None
         self._searched = False
-        self._pause = Pause(self.source.store)
+        self._pause = PollTimer(self.source.store)
         self._links: list[Link] = []
         self._nbytes = 0
         self._files: set[Payload] = set()
@@ -128,12 +128,12 @@ class Relay:
         with failures_to(self._listener, self.source.name, "relay"), self.source.limited(), self._target.limited():
             return self._sync(shards)
 
-    def wait_for_new(self, poll_seconds: float = 1.0, most_seconds: float = math.inf) -> None:
+    def wait_for_new(self, poll_seconds: float = 1.0, max_seconds: float = math.inf) -> None:
         """The pause between two calls of `sync` that found nothing: ``poll_seconds``, a quarter more or less; where the
         source is an `HttpStore`, until its server has something new, for at most 25 seconds. Ends within
-        ``most_seconds``."""
-        checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)
-        self._pause.take([self.source.last_accepted], poll_seconds, checked_number("most_seconds", most_seconds))
+        ``max_seconds``."""
+        checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
+        self._pause.wait([self.source.last_accepted], poll_seconds, checked_number("max_seconds", max_seconds))
 
     def _sync(self, shards: int | None) -> Relayed | None:
         started = time.perf_counter()
@@ -141,11 +141,11 @@ class Relay:
         previous = self._find_held()
         if not self._searched:
             self._anchor, self._searched = self._unfinished_anchor(), True
-        self._follow()
+        self._copy_newest()
         copied = 0
         while self._anchor is not None and copied != shards:
             self._copy_shard(self._anchor)
-            self._follow()
+            self._copy_newest()
             copied += 1
         if not self._links:
             return None
@@ -176,7 +176,7 @@ class Relay:
     def _adopt_id(self, stream_id: str) -> None:
         self.source.stream_id = self._target.stream_id = self.source.stream_id or stream_id or None
 
-    def _follow(self) -> None:
+    def _copy_newest(self) -> None:
         try:
             self._reach_newest()
         except StreamRecreated:
@@ -250,7 +250,7 @@ class Relay:
             self._check_fold(link, manifest, new)
             self._target.put_fold_record(link, record)
         self._show(manifest)
-        if manifest.anchor and (self._anchor is None or self._anchor.given_up < _MOST_GIVEN_UP):
+        if manifest.anchor and (self._anchor is None or self._anchor.given_up < _MAX_GIVEN_UP):
             self._anchor = _AnchorCopy(manifest, given_up=self._anchor.given_up + 1 if self._anchor else 0)
 
     def _check_fold(self, link: Link, manifest: Manifest, new: list[Payload]) -> None:

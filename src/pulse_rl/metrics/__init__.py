@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["DriftWatch", "Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out", "read_events"]
 
 MAX_LINE_BYTES = 1 << 20
-_MOST_OF_A_WORKER = 100
+_MAX_OF_A_WORKER = 100
 _log = logging.getLogger("pulse_rl")
 WINDOW = 100
 """Versions over which the running median is taken."""
@@ -171,7 +171,7 @@ class Heartbeat:
             if stream not in self._written:
                 start = f"{names.workers}/{self._name}-"
                 own = takewhile(lambda info: info.name.startswith(start), self._store.list(names.workers, start))
-                found = ((info.name, names.parse(info.name)) for info in islice(own, _MOST_OF_A_WORKER))
+                found = ((info.name, names.parse(info.name)) for info in islice(own, _MAX_OF_A_WORKER))
                 self._written[stream] = [n for n, of in found if isinstance(of, WorkerName) and of.worker == self._name]
             now = names.worker(self._name, version)
             self._store.put(now, b"")

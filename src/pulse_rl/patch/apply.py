@@ -69,7 +69,7 @@ def apply_patch(
     digest: StateDigest,
     *,
     history: History | None = None,
-    most_records: int = 0,
+    max_records: int = 0,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AppliedPatch:
@@ -77,7 +77,7 @@ def apply_patch(
 
     The state's root must be the patch's base root (WrongBase), so that applying twice is refused rather than harmful.
     ``history``: what changed up to ``state``; a patch that needs another one is refused (WrongHistory).
-    ``most_records``: the bytes of records of it that may be kept, for a history.
+    ``max_records``: the bytes of records of it that may be kept, for a history.
     Every block's bytes are checked against the header, every changed leaf is hashed again and the root compared with
     the target root (DigestMismatch). On any failure, cancellation included, what was written is undone first.
     """
@@ -89,7 +89,7 @@ def apply_patch(
     needed = header.history if any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads) else None
     known = (history or History()).named(needed, blocks)
     sliced = not header.is_whole  # blocks begin and end within leaves, which are hashed at the end
-    recorder = Recorder(most_records) if most_records else None
+    recorder = Recorder(max_records) if max_records else None
     indices = list(payloads)
     if sliced:
         groups = [[index] for index in indices]

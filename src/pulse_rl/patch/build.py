@@ -80,20 +80,20 @@ def build_patch(
     *,
     codec: str = codecs.AUTO,
     history: History | None = None,
-    most_records: int = 0,
+    max_records: int = 0,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> BuiltPatch:
     """The patch that turns ``old`` into ``new``, whole states in host memory. ``old_digest`` is the tree of ``old``.
 
     Raises StateMismatch unless both hold the same tensors, and what `code_blocks` raises. ``history``: what changed up
-    to ``old``. ``most_records``: the bytes of the records that are to be kept for the next patch, at most.
+    to ``old``. ``max_records``: the bytes of the records that are to be kept for the next patch, at most.
     ``progress`` is called with the bytes of model that were worked through since its last call.
     """
     new.require_specs(old.specs, "the base state")
     codecs.check_codec(codec)
     blocks = cut(old.specs)
-    recorder = Recorder(most_records) if most_records else None
+    recorder = Recorder(max_records) if max_records else None
     tree = TreeUpdate(old_digest)
     coded, kept = [], []
     tasks = ((group, new) for group in hashed_together(blocks, threads))
@@ -188,7 +188,7 @@ def code_blocks(
         group, new = task
         coded: list[CodedBlock] = []
         changed: list[ChangedBlock] = []
-        with spare.lent() as copies:
+        with spare.borrow() as copies:
             for index in group:
                 block = blocks[index]
                 before, (after, copied) = block.read(old), block.read_into(new, copies)

@@ -162,7 +162,7 @@ class Base:
         return self._ends[-1] if self._ends else 0
 
     @property
-    def most_header_bytes(self) -> int:
+    def max_header_bytes(self) -> int:
         """An upper bound of the plain header of a patch file for these tensors."""
         slices = min(MAX_SLICES, self.elements // 2 + 1)
         blocks = min(MAX_BLOCKS, self.elements // BLOCK_ELEMENTS + len(self._held) + 2 * slices)
@@ -202,7 +202,7 @@ def parse_header(
     than any for it, or speaks of more elements, is then refused before it takes memory. ``room``: that of all files
     of the patch.
     """
-    plain, end = open_header(data, None if state is None else state.most_header_bytes)
+    plain, end = open_header(data, None if state is None else state.max_header_bytes)
     most = state.elements if state is not None else _MAX_ELEMENTS if elements is None else elements
     return _Reader(plain).header(state, most, room or Room(), end)
 

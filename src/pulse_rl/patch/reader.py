@@ -17,7 +17,7 @@ from .blocks import cut
 from .header import Base, JoinedHeader, ParsedHeader, PatchHeader, Room, check_of, header_end, parse_header
 
 _FIRST_READ = 1 << 12
-_LEAST_READ = 1 << 9
+_MIN_READ = 1 << 9
 _PART_READ = 256  # a header is about so small a part of its patch
 _TRIES = 2
 _FILES_AT_ONCE = 8
@@ -122,7 +122,7 @@ def _read_head(read: RangeReader, nbytes: int) -> bytes:
 
 
 def _first_read(nbytes: int) -> int:
-    return min(_FIRST_READ, max(_LEAST_READ, nbytes // _PART_READ))
+    return min(_FIRST_READ, max(_MIN_READ, nbytes // _PART_READ))
 
 
 def _require_bytes(parsed: ParsedHeader, nbytes: int) -> None:

@@ -66,9 +66,9 @@ class Fleet:
         for name in ("workers", "regions", "origin_bandwidth", "region_bandwidth", "near_bandwidth", "poll_seconds"):
             value = getattr(self, name)
             if value is not None:
-                checked_number(name, value, least=1e-9, most=1e18)
-        checked_number("dollars_a_gb", self.dollars_a_gb, most=1e18)
-        checked_number("regions", self.regions, least=1, most=self.workers)
+                checked_number(name, value, minimum=1e-9, maximum=1e18)
+        checked_number("dollars_a_gb", self.dollars_a_gb, maximum=1e18)
+        checked_number("regions", self.regions, minimum=1, maximum=self.workers)
 
     @property
     def in_a_region(self) -> int:

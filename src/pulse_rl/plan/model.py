@@ -140,13 +140,13 @@ class Scenario:
         for name in ("params", "workers", "cores", "step_seconds", "bandwidth", "upload_bandwidth", "param_bytes"):
             value = getattr(self, name)
             if value is not None or name != "upload_bandwidth":
-                checked_number(name, value, least=_MIN, most=_MAX)
-        checked_number("round_trip_seconds", self.round_trip_seconds, most=_MAX)
-        checked_number("density", self.density, most=1)
+                checked_number(name, value, minimum=_MIN, maximum=_MAX)
+        checked_number("round_trip_seconds", self.round_trip_seconds, maximum=_MAX)
+        checked_number("density", self.density, maximum=1)
         if not 0 < checked_number("target", self.target) < 1:
             raise InputError(f"target must be above 0 and below 1, not {self.target}")
         for name, value in self.bytes_per_changed.items():
-            checked_number(f"bytes_per_changed of {name}", value, most=_MAX)
+            checked_number(f"bytes_per_changed of {name}", value, maximum=_MAX)
 
 
 @dataclass(frozen=True, slots=True)

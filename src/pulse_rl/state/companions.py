@@ -17,10 +17,10 @@ from .._util.settings import checked_path
 from ..errors import InputError
 from .checkpoint import INDEX_NAME
 
-MOST_FILES = 256
-MOST_BYTES = 128 << 20
+MAX_FILES = 256
+MAX_BYTES = 128 << 20
 """Of all files of a version; the largest tokenizers have a third of it."""
-_MOST_NAME = 255
+_MAX_NAME = 255
 
 Files = Mapping[str, bytes | str | os.PathLike[str]] | str | os.PathLike[str]
 """What is accepted as a version's files: a mapping of names to their bytes or their paths, or a checkpoint's folder."""
@@ -41,14 +41,14 @@ def flaw_of(files: Iterable[tuple[str, int]]) -> str:
     is."""
     total, names = 0, list[str]()
     for name, nbytes in files:
-        if len(name) > _MOST_NAME or not _NAME.fullmatch(name):
-            return f"has a file {name[:_MOST_NAME]!r}, which is no plain relative name"
+        if len(name) > _MAX_NAME or not _NAME.fullmatch(name):
+            return f"has a file {name[:_MAX_NAME]!r}, which is no plain relative name"
         if name.lower().endswith(_WEIGHTS) or name.lower().startswith(_OURS):
             return f"has a file {name!r}: such a name is for weights, or for pulse's own files"
         total += max(nbytes, 0)
         names.append(name)
-        if nbytes < 0 or total > MOST_BYTES or len(names) > MOST_FILES:
-            return f"has more files than {MOST_FILES}, or more than {MOST_BYTES} bytes of them"
+        if nbytes < 0 or total > MAX_BYTES or len(names) > MAX_FILES:
+            return f"has more files than {MAX_FILES}, or more than {MAX_BYTES} bytes of them"
     if names != sorted(names):
         return "has files that are not in the order of their names"
     folded = {name.lower() for name in names}
@@ -67,10 +67,10 @@ def checked_files(files: object) -> dict[str, bytes]:
             f"files must map names to bytes or paths, not be a {type(files).__name__}",
             hint="Such as {'config.json': b'{}'}, or a checkpoint's folder.",
         )
-    if len(files) > MOST_FILES:
-        raise InputError(f"{len(files)} files are more than {MOST_FILES}", hint="Name those that a loader needs.")
+    if len(files) > MAX_FILES:
+        raise InputError(f"{len(files)} files are more than {MAX_FILES}", hint="Name those that a loader needs.")
     found: dict[str, bytes] = {}
-    room = MOST_BYTES
+    room = MAX_BYTES
     for name in sorted(files, key=str):
         given = files[name]
         if not isinstance(name, str) or not isinstance(given, bytes | bytearray | memoryview | str | os.PathLike):
@@ -129,7 +129,7 @@ def _read(file: Path, room: int) -> bytes:
         with open_regular(file) as opened:
             if os.fstat(opened.fileno()).st_size > room:
                 raise InputError(
-                    f"{str(file)[:200]!r} is too large: the files of a version have at most {MOST_BYTES} bytes in all",
+                    f"{str(file)[:200]!r} is too large: the files of a version have at most {MAX_BYTES} bytes in all",
                     hint="Name the files that a loader needs.",
                 )
             return opened.read(room + 1)

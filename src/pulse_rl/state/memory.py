@@ -37,7 +37,7 @@ class SpareMemory:
         self._free: list[npt.NDArray[np.uint8]] = []
 
     @contextmanager
-    def lent(self) -> Iterator[Allocate]:
+    def borrow(self) -> Iterator[Allocate]:
         """Lends memory until the end of the ``with``."""
         taken: list[npt.NDArray[np.uint8]] = []
 

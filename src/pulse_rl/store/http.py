@@ -40,7 +40,7 @@ _IDLE_SECONDS = 30.0
 _TRIES = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _SMALL_BODY = 1 << 16
-_LEAST_RATE = 16 << 10
+_MIN_RATE = 16 << 10
 _URL = re.compile(r"[!-~]+")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
@@ -67,7 +67,7 @@ class HttpStore:
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = 30.0) -> None:
-        self._timeout = checked_number("timeout_seconds", timeout_seconds, least=1e-3, most=1e6)
+        self._timeout = checked_number("timeout_seconds", timeout_seconds, minimum=1e-3, maximum=1e6)
         self._connect, self._path = _parsed(url)
         self._url = url.rstrip("/")
         self._idle: list[_Connection] = []
@@ -308,7 +308,7 @@ class _Connection:
             self._connection.connect()
             self._socket = _DeadlineSocket(self._connection.sock)
             self._connection.sock = self._socket
-        self._socket.begin(seconds, _LEAST_RATE)
+        self._socket.begin(seconds, _MIN_RATE)
         self._connection.request(method, path, body, {"Accept-Encoding": "identity", **headers})
         answer = self._connection.getresponse()
         self._socket.expect(answer.length or 0)
@@ -361,11 +361,11 @@ class _DeadlineSocket:
         self._rate = 1
         self._expected = 0
 
-    def begin(self, seconds: float, least_rate: int) -> None:
-        """The next exchange ends within ``seconds``, and a second more for each ``least_rate`` bytes received of what
+    def begin(self, seconds: float, min_rate: int) -> None:
+        """The next exchange ends within ``seconds``, and a second more for each ``min_rate`` bytes received of what
         `expect` announces."""
         self._deadline = time.monotonic() + seconds
-        self._rate = least_rate
+        self._rate = min_rate
         self._expected = 0
 
     def expect(self, nbytes: int) -> None:

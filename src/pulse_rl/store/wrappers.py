@@ -21,10 +21,10 @@ from .local import LocalStore
 CACHE_FOLDER = "pulse-cache"
 DEFAULT_MAX_BYTES = 64 << 30
 _CHUNK_BYTES = 16 << 20
-_LEAST_CHUNK = 64 << 10  # of a paced read
+_MIN_CHUNK = 64 << 10  # of a paced read
 _LOOK_SECONDS = 0.1
 _REQUEST_SECONDS = 1.0  # what is not late, for each call and each so many bytes a second
-_LEAST_RATE = 16 << 10
+_MIN_RATE = 16 << 10
 DEFAULT_LATE_SECONDS = 600.0
 _CHECK = "Try the store with `pulse store-check`."
 T = TypeVar("T")
@@ -187,7 +187,7 @@ class Pace:
     or what one second admits where that is more."""
 
     def __init__(self, bytes_per_second: float) -> None:
-        self.chunk = max(_LEAST_CHUNK, int(bytes_per_second))
+        self.chunk = max(_MIN_CHUNK, int(bytes_per_second))
         self._rate = bytes_per_second
         self._free_at = 0.0
         self._lock = threading.Lock()
@@ -306,7 +306,7 @@ class BoundedStore:
         self._draw(name, 0.0)
         began = time.monotonic()
         found = read()
-        due = _REQUEST_SECONDS + (len(found) / _LEAST_RATE if isinstance(found, bytes) else 0.0)
+        due = _REQUEST_SECONDS + (len(found) / _MIN_RATE if isinstance(found, bytes) else 0.0)
         self._draw(name, max(0.0, time.monotonic() - began - due), raises=False)
         return found
 

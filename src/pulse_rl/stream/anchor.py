@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._native import sha256_messages
-from .._util.files import MOST_BYTES, RangeReader, ranges, read_head
+from .._util.files import MAX_BYTES, RangeReader, ranges, read_head
 from .._util.threads import ordered_map
 from ..errors import CorruptCheckpoint, DigestMismatch, InputError, PulseError, StoreError
 from ..state.checkpoint import header_bytes, header_length, parse_header
@@ -262,8 +262,8 @@ def _read_shard_header(shard: tuple[Payload, RangeReader], first_read: int) -> S
 def _require_digest(payload: Payload, read: RangeReader) -> None:
     """Raises CorruptCheckpoint unless the whole shard has the SHA-256 that its name promises."""
     running = sha256()
-    for start in range(0, payload.bytes, MOST_BYTES):
-        running.update(read(start, min(start + MOST_BYTES, payload.bytes)))
+    for start in range(0, payload.bytes, MAX_BYTES):
+        running.update(read(start, min(start + MAX_BYTES, payload.bytes)))
     if running.hexdigest() != payload.sha256:
         raise CorruptCheckpoint("its header is large, and it does not match its SHA-256")
 

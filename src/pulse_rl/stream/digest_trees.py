@@ -26,7 +26,7 @@ from .names import LEAVES, TENSORS
 from .stream import Stream
 
 _TRIES = 2
-_LEAST_HEADER, _ENTRY_BYTES = 1 << 16, 1 << 10
+_MIN_HEADER, _ENTRY_BYTES = 1 << 16, 1 << 10
 """More than the tensors of any real model take in a header, which is parsed before it is proved."""
 _ENTRY_VALUES = 8 + MAX_DIMS
 _HINT = "Publish a version with an anchor."
@@ -60,7 +60,7 @@ def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
     CorruptCheckpoint and DigestMismatch."""
     name = stream.names.digests_of(manifest.root, LEAVES)
     count = _count(stream, manifest.root)
-    header_most = min(MAX_HEADER_BYTES, _LEAST_HEADER + _ENTRY_BYTES * count)
+    header_most = min(MAX_HEADER_BYTES, _MIN_HEADER + _ENTRY_BYTES * count)
     most = 8 + header_most + 32 * (manifest.dense_bytes // LEAF_BYTES + count)
     for again in reversed(range(_TRIES)):
         try:

@@ -30,11 +30,11 @@ MAX_NUMBER = (1 << 63) - 1
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX128 = re.compile(r"[0-9a-f]{128}")
-_IDENTITY = re.compile(r"[0-9a-f]{32}")
+_STREAM_ID = re.compile(r"[0-9a-f]{32}")
 
 # Above the length of a stream that is kept in order, so that looking for a way around a gap reads each manifest once.
 _MOST = 1 << 14
-_MOST_BYTES = 32 << 20
+_MAX_BYTES = 32 << 20
 Key = tuple[int | None, int, str]
 """What tells two links apart: base, version, and the digest of a fold's list, or of the first payload ("" while it is
 not known)."""
@@ -210,7 +210,7 @@ def is_digest(text: str) -> bool:
 
 def is_stream_id(text: object) -> bool:
     """Whether ``text`` can be a stream ID."""
-    return isinstance(text, str) and _IDENTITY.fullmatch(text) is not None
+    return isinstance(text, str) and _STREAM_ID.fullmatch(text) is not None
 
 
 def checked_metadata(metadata: Mapping[str, object]) -> Metadata:
@@ -247,9 +247,9 @@ class ManifestCache:
     """The manifests read last. Aliases equal to those of the manifest before are held once: a model with hundreds of
     tied names has the same ones in each version. May be used from several threads."""
 
-    def __init__(self, most: int = _MOST, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, most: int = _MOST, max_bytes: int = _MAX_BYTES) -> None:
         self._most = most
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
         self._kept: dict[int, tuple[Manifest, int]] = {}
         self._nbytes = 0
         self._aliases: dict[str, str] = {}
@@ -313,7 +313,7 @@ def links_of(manifest: Manifest) -> list[Link]:
     return links
 
 
-def named(link: Link, manifest: Manifest) -> Link:
+def with_payloads(link: Link, manifest: Manifest) -> Link:
     """``link`` with its payloads; raises ChainGap where the manifest has no such link."""
     for found in links_of(manifest):
         if (found.base, found.version) == (link.base, link.version):

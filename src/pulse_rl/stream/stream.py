@@ -24,7 +24,7 @@ from ..store.base import Data, ObjectInfo, Store, create_or_confirm, holds, whol
 from ..store.wrappers import DEFAULT_LATE_SECONDS, BoundedStore, bounded_in, expect
 from . import manifest as manifests
 from .claims import Claims
-from .manifest import Link, Manifest, ManifestCache, Payload, is_stream_id, named
+from .manifest import Link, Manifest, ManifestCache, Payload, is_stream_id, with_payloads
 from .names import FILE, PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
 from .signing import MAX_FOLD_BYTES, Signer, TrustedKeys, fold_name, read_fold, write_fold
 from .unreadable import UnreadableObjects, read_again
@@ -208,7 +208,7 @@ class Stream:
         if link.payloads is not None:
             return link
         if not link.is_fold:
-            return named(link, self.manifest(link.version))
+            return with_payloads(link, self.manifest(link.version))
         return link._replace(payloads=self.parts_of(_name_of(link)))
 
     def parts_of(self, fold: FoldName) -> tuple[Payload, ...]:

@@ -19,9 +19,9 @@ UNREADABLE = (NotFound, FormatError, Untrusted)
 T = TypeVar("T")
 _TRIES = 3
 _LOOKS_BETWEEN_LATER_TRIES = 64
-_MOST_OBJECTS = 256
-_MOST_BYTES = 32 << 20
-_MOST_SECONDS = 600.0
+_MAX_OBJECTS = 256
+_MAX_BYTES = 32 << 20
+_MAX_SECONDS = 600.0
 _READS = 3
 
 
@@ -96,7 +96,7 @@ class UnreadableObjects:
                     break
                 if budget.late:
                     raise StoreUnavailable(
-                        f"{len(numbers) - at} objects are left to be looked at after {_MOST_SECONDS:.0f} seconds",
+                        f"{len(numbers) - at} objects are left to be looked at after {_MAX_SECONDS:.0f} seconds",
                         hint="Somebody leaves junk in the store. Call again: the next look goes on.",
                     )
                 if (found := tried(number)) is not None:
@@ -124,9 +124,9 @@ class _Budget:
     """What one look may read."""
 
     def __init__(self) -> None:
-        self._objects = _MOST_OBJECTS
-        self._nbytes = _MOST_BYTES
-        self._ends = time.monotonic() + _MOST_SECONDS
+        self._objects = _MAX_OBJECTS
+        self._nbytes = _MAX_BYTES
+        self._ends = time.monotonic() + _MAX_SECONDS
 
     @property
     def spent(self) -> bool:

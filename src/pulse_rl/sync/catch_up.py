@@ -71,7 +71,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     break
                 knew = follower.knows
                 try:
-                    passed.append(_follow(follower, stream, item))
+                    passed.append(_apply_link(follower, stream, item))
                     route.followed(item.link, knows=follower.knows)
                 except BROKEN_LINK as error:
                     # Where the history was wanting, or is forgotten since it may be wrong, the link may be good.
@@ -93,7 +93,7 @@ def follow_link(host: HostState, stream: Stream, link: Link) -> None:
     """Follows this one link only; raises its error."""
     with closing(_fetch_ahead(stream, [link], host)) as fetched:
         for item in fetched:
-            _follow(host, stream, item)
+            _apply_link(host, stream, item)
 
 
 def _fetch_ahead(stream: Stream, path: list[Link], host: HostState) -> Generator[_Fetched, None, None]:
@@ -128,7 +128,7 @@ def _payload_of(
     return list(ordered_map(lambda part: stream.fetch(part, PATCH), link.payloads or (), _PREFETCH))
 
 
-def _follow(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
+def _apply_link(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
     """Follows a link, and returns it with the number of bytes that were fetched for it."""
     if fetched.error:
         raise fetched.error

@@ -25,15 +25,15 @@ _PIECE_ELEMENTS = 1 << 23
 _POSITION_BYTES = 4
 
 
-class Seen(NamedTuple):
+class Scan(NamedTuple):
     """``state``: what is to be published, read by the host; ``owned`` as in `LocalState`. ``resident``: its tensors
-    that lie on devices, whose memory nobody else has. ``crowded``: whether a device had no memory to look for
+    that lie on devices, whose memory nobody else has. ``out_of_memory``: whether a device had no memory to look for
     differences."""
 
     state: State
     owned: bool
     resident: Mapping[str, DeviceTensor]
-    crowded: bool = False
+    out_of_memory: bool = False
 
 
 class Difference(NamedTuple):
@@ -83,22 +83,22 @@ class DeviceDiff:
         self._root: str | None = None
         self._streams: dict[Any, Any] = {}
 
-    def scan(self, local: LocalState, baseline: Baseline | None) -> Seen:
+    def scan(self, local: LocalState, baseline: Baseline | None) -> Scan:
         """What ``local`` holds: ``baseline`` and what differs from it, if the devices hold that, else a copy of it."""
         if baseline is not None:
             known = {spec.name for spec in baseline.layout.specs}
             local = local._replace(source=local.source.stored_as(known))
         resident = own_tensors(local.source)
         if not resident:
-            return Seen(local.state, local.owned, {})
+            return Scan(local.state, local.owned, {})
         state, before = local.state, self._before(local.state, resident, baseline)
         with self._own_streams(resident.values()):
             if before is None:
                 return self._copied(state, resident)
             try:
                 return self._changed(state, resident, before)
-            except out_of_memory():
-                return self._copied(state, resident)._replace(crowded=True)
+            except memory_error():
+                return self._copied(state, resident)._replace(out_of_memory=True)
 
     def follow(self, resident: Mapping[str, DeviceTensor], baseline: Baseline) -> None:
         """``baseline`` has become what has these tensors on devices."""
@@ -129,17 +129,17 @@ class DeviceDiff:
             found[name] = baseline.state.read(*segment.place)
         return found
 
-    def _changed(self, state: State, resident: Mapping[str, DeviceTensor], before: Mapping[str, UIntArray]) -> Seen:
+    def _changed(self, state: State, resident: Mapping[str, DeviceTensor], before: Mapping[str, UIntArray]) -> Scan:
         found = {name: _differences(self._held[name], tensor) for name, tensor in resident.items()}
         on_devices, others = split(state, resident)
         data = {name: ChangedTensor(before[name], differences) for name, differences in found.items()}
-        return Seen(merge(State(on_devices.specs, data, on_devices.aliases), others), False, resident)
+        return Scan(merge(State(on_devices.specs, data, on_devices.aliases), others), False, resident)
 
-    def _copied(self, state: State, resident: Mapping[str, DeviceTensor]) -> Seen:
+    def _copied(self, state: State, resident: Mapping[str, DeviceTensor]) -> Scan:
         on_devices, others = split(state, resident)
         copied = snapshot(State(on_devices.specs, resident, on_devices.aliases))
         copied.copies.wait()
-        return Seen(merge(copied.state, others), not len(others), resident)
+        return Scan(merge(copied.state, others), not len(others), resident)
 
     @contextmanager
     def _own_streams(self, tensors: Iterable[DeviceTensor]) -> Iterator[None]:
@@ -159,7 +159,7 @@ class DeviceDiff:
                     stream.synchronize()
 
 
-def out_of_memory() -> type[Exception]:
+def memory_error() -> type[Exception]:
     """The error of a device that has no memory left."""
     error: type[Exception] = sys.modules["torch"].cuda.OutOfMemoryError
     return error

@@ -151,11 +151,11 @@ class FoldMaker:
         said = [message.decode().split() for message in ranks.run_on_all(put) if message]
         parts = [Payload(digest, int(length)) for digest, length in said]
 
-        def show() -> bytes:
+        def list_fold() -> bytes:
             self._stream.put_fold_link(log.base, at.version, parts)
             return b""
 
-        ranks.on_rank0(show)
+        ranks.on_rank0(list_fold)
         self.stored.append((log.base, at.version))
         return nbytes
 

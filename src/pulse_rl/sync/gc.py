@@ -213,7 +213,7 @@ def gc_stream(
     nothing deleted, if a kept version is already damaged.
     """
     checked_count("keep", keep)
-    checked_number("grace_seconds", grace_seconds, most=_LONGEST_GRACE)
+    checked_number("grace_seconds", grace_seconds, maximum=_LONGEST_GRACE)
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
     with where.limited():
         return _gc(where, keep, grace_seconds, dry_run=dry_run)

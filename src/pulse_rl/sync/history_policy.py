@@ -69,13 +69,13 @@ def most_remembered(nbytes: int) -> int:
 _SKEW = 4
 _PAYS, _STILL_PAYS = 0.10, 0.08
 """Of the bytes of a patch: what a history must save to be turned on, and to stay on."""
-_SAMPLE, _LEAST_SAMPLE = 32, 2
+_SAMPLE, _MIN_SAMPLE = 32, 2
 """One block in so many is measured, and so many blocks at least."""
-_LEAST_MEASURED, _OFTEN, _SELDOM = 2, 4, 8
+_MIN_MEASURED, _OFTEN, _SELDOM = 2, 4, 8
 """So many measurements it takes to decide; so many versions are measured one after another, then one in so many."""
 _KEPT = 0.5
 """What a measurement still counts at the next one."""
-_LEAST_BYTES = 4096
+_MIN_BYTES = 4096
 """A smaller patch is made without a history anyway."""
 
 
@@ -128,7 +128,7 @@ class HistoryPolicy:
         if self.forced is None:
             draft.sampled = after(base.sampled, sample, most_remembered(_nbytes(base, sample)))
             due = self._measured < _OFTEN or version % _SELDOM == 0
-            if due and nbytes >= _LEAST_BYTES and (base.sampled.windows or draft.records is None):
+            if due and nbytes >= _MIN_BYTES and (base.sampled.windows or draft.records is None):
                 plain, coded = self._measure(draft, base, sample, threads)
                 note = note._replace(plain=plain, coded=coded)
         return note
@@ -147,7 +147,7 @@ class HistoryPolicy:
         saves = 1 - coded / plain
         self._saves = _KEPT * self._saves + (1 - _KEPT) * saves if self._measured else saves
         self._measured += 1
-        if self._measured >= _LEAST_MEASURED:
+        if self._measured >= _MIN_MEASURED:
             self.on = self._saves >= (_STILL_PAYS if self.on else _PAYS)
 
     def _measure(
@@ -182,7 +182,7 @@ def _most_of_rank(base: Baseline) -> int:
 def _sample(base: Baseline) -> list[int]:
     """Some of the blocks, evenly spread."""
     blocks = len(base.blocks)
-    count = min(blocks, max(_LEAST_SAMPLE, blocks // _SAMPLE))
+    count = min(blocks, max(_MIN_SAMPLE, blocks // _SAMPLE))
     return [(2 * k + 1) * blocks // (2 * count) for k in range(count)]
 
 

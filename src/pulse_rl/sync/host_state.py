@@ -151,7 +151,7 @@ class HostState:
                 at.state,
                 at.digest,
                 history=at.history,
-                most_records=_most_records(patch) if remembers else 0,
+                max_records=_most_records(patch) if remembers else 0,
                 threads=self.threads,
                 progress=progress_to(self.listener, "apply", at.state.nbytes),
             )

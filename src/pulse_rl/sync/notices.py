@@ -32,12 +32,12 @@ class Notices:
         self._silent = listener is None and not first
         self._given: set[str] = set()
 
-    def look_at(self, version: int, draft: PendingVersion, state: State, *, crowded: bool) -> None:
+    def look_at(self, version: int, draft: PendingVersion, state: State, *, out_of_memory: bool) -> None:
         """Looks at this rank's part of a version that was committed, and the ``state`` that it was made of.
-        ``crowded``: whether a device lacked memory for it."""
+        ``out_of_memory``: whether a device lacked memory for it."""
         if self._silent:
             return
-        if "device_memory" not in self._given and crowded:
+        if "device_memory" not in self._given and out_of_memory:
             self._give(
                 version,
                 "device_memory",

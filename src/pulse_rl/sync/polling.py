@@ -92,13 +92,13 @@ class Schedule:
             self._changed.notify_all()
 
 
-class Pause:
+class PollTimer:
     """Pauses between looks at streams of ``store``: until one has something new where the store tells, for at most 25
-    seconds or `most_seconds`; else for the time of a poll."""
+    seconds or `max_seconds`; else for the time of a poll."""
 
     def __init__(self, store: Store) -> None:
         self._notifier = notifier_of(store)
-        self.most_seconds = math.inf
+        self.max_seconds = math.inf
         self._told: set[str] = set()
 
     @property
@@ -106,14 +106,14 @@ class Pause:
         """Whether the store tells."""
         return self._notifier is not None
 
-    def take(self, after: Collection[str], poll_seconds: float, most_seconds: float = math.inf) -> None:
+    def wait(self, after: Collection[str], poll_seconds: float, max_seconds: float = math.inf) -> None:
         """``after``: the names behind which each stream's new versions are (`Stream.last_accepted`). What turns out to
         be nothing new, whatever the store says, is followed by pauses of ``poll_seconds``, so that no store makes a
-        worker look without end. Ends within ``most_seconds``."""
+        worker look without end. Ends within ``max_seconds``."""
         began = time.monotonic()
         self._told.intersection_update(after)
         waited_for = list(islice((name for name in after if name not in self._told), MAX_WAITED))
-        seconds = min(self.most_seconds, _LONGEST_WAIT, most_seconds)
+        seconds = min(self.max_seconds, _LONGEST_WAIT, max_seconds)
         if len(waited_for) < len(after):  # the others are polled
             seconds = min(seconds, poll_seconds)
         if self._notifier is not None and waited_for and seconds > 0:
@@ -126,4 +126,4 @@ class Pause:
                 self._told |= told
                 return
         passed = time.monotonic() - began
-        time.sleep(max(0.0, min(jittered(poll_seconds), most_seconds) - passed))
+        time.sleep(max(0.0, min(jittered(poll_seconds), max_seconds) - passed))

@@ -28,7 +28,7 @@ from ..stream.signing import Signer
 from ..stream.stream import Stream
 from .baseline import restore_baseline, restore_whole
 from .commit import Content, Found, Stored, StreamHead, published_as, store_anchor, store_patch, uploaded
-from .device_diff import DeviceDiff, Seen
+from .device_diff import DeviceDiff, Scan
 from .folds import FoldMaker
 from .gc import Retention
 from .history_policy import HistoryPolicy, Note
@@ -90,10 +90,10 @@ class RankPublisher:
         self._head = StreamHead(stream, settings.signer, settings.anchor_ratio, together=ranks.size > 1)
         self._baseline: Baseline | None = None
         self._pending: PendingVersion | None = None
-        self._told: list[bytes] | None = None
-        self._messages: list[bytes] = []
+        self._held_digests: list[bytes] | None = None
+        self._held: list[bytes] = []  # of all ranks, on rank 0 alone
         self._layout: tuple[object, Layout] | None = None
-        self._untold: list[Event] = []
+        self._events: list[Event] = []  # of a step in which a listener's error would part the ranks
         self._devices = DeviceDiff()
         self._notices = Notices(stream.name, listener, first=ranks.rank == 0)
         self._folds = FoldMaker(
@@ -102,7 +102,7 @@ class RankPublisher:
             settings.folds,
             codec=settings.codec,
             threads=settings.threads,
-            tell=self._untold.append,
+            tell=self._events.append,
         )
         first = ranks.rank == 0
         self._retention = Retention(stream, settings.keep if first else None, settings.keys, listener)
@@ -123,7 +123,7 @@ class RankPublisher:
         try:
             with self._stream.limited():
                 local = self._meet(request, number, submission)
-                manifest, draft, seen = self._commit_together(request, local, timer)
+                manifest, draft, scan = self._commit_together(request, local, timer)
         except BaseException as error:
             if self._ranks.size > 1 and error is not self._ranks.common_error:
                 # The others do not know of it: none of them may mistake its next step for theirs.
@@ -133,13 +133,15 @@ class RankPublisher:
         finally:
             self._ranks.common_error = None  # it would keep what the call worked on
             request.let_go()
-            self._tell_what_waited()  # a listener that fails must not part the ranks
+            self._emit_events()  # a listener that fails must not part the ranks
         self._retention.committed(manifest)
         published = published_as(manifest, timer, draft.reason, blocked_seconds)
         self._tell(published)
-        self._notices.look_at(manifest.version, draft, local.source, crowded=seen.crowded or request.crowded)
+        self._notices.look_at(
+            manifest.version, draft, local.source, out_of_memory=scan.out_of_memory or request.out_of_memory
+        )
         # As an anchor, or as the head that a publisher which resumes has found it to be.
-        return published, seen.owned and draft.state is seen.state
+        return published, scan.owned and draft.state is scan.state
 
     @property
     def first(self) -> bool:
@@ -155,7 +157,7 @@ class RankPublisher:
         """Makes the folds that are due, a collective where some are, and deletes what is not to be kept. Without folds
         readers take the patches."""
         self._folds.make()
-        self._tell_what_waited()
+        self._emit_events()
         self._retention.collect()
 
     def forget(self) -> None:
@@ -163,8 +165,8 @@ class RankPublisher:
         self.keep_up()
         self._folds.forget()
         self._devices.forget()
-        self._baseline, self._pending, self._told, self._layout = None, None, None, None
-        self._messages = []
+        self._baseline, self._pending, self._held_digests, self._layout = None, None, None, None
+        self._held = []
         self._ranks.close()
 
     # -- in the order of a publish
@@ -173,9 +175,9 @@ class RankPublisher:
         """This rank's part of the state. The ranks tell each other what they were called with, which must be the same,
         and what they have, if that is not as it was."""
         made: list[LocalState] = []
-        told: list[bytes] = []
+        held: list[bytes] = []
 
-        def tell() -> bytes:
+        def describe() -> bytes:
             goes = submission is None or begin(submission)
             call = _CALL.pack(number, goes)
             if not goes:
@@ -183,13 +185,14 @@ class RankPublisher:
             made.append(request.arrived())
             if self._ranks.size == 1:
                 return call
-            told.append(held_to_bytes(made[0].held))
+            held.append(held_to_bytes(made[0].held))
             at = self._baseline
             arguments = {"metadata": request.metadata, "dtype": request.dtype, "anchor": request.anchor}
             known = f"{at.version} {at.root} {at.history.spans}" if at else ""
-            return call + json.dumps([arguments, sha256(told[0]).hexdigest(), len(told[0]), known]).encode()
+            return call + json.dumps([arguments, sha256(held[0]).hexdigest(), len(held[0]), known]).encode()
 
-        said = self._ranks.run_on_all(tell)
+        # 1. One message each: the call's number, its arguments, and a digest of what the rank has.
+        said = self._ranks.run_on_all(describe)
         calls = [_CALL.unpack_from(message) for message in said]
         for rank, (theirs, _) in enumerate(calls):
             if theirs != calls[0][0]:
@@ -207,13 +210,14 @@ class RankPublisher:
         self._compare([arguments for arguments, *_ in met])
         if len({at for *_, at in met}) > 1:
             self._baseline = None  # one rank has lost its own
+        # 2. In a steady state that is all. Rank 0 gets the descriptions where one has changed: megabytes, once.
         digests = [digest.encode() for _, digest, _, _ in met]
-        if self._told != digests:
+        if self._held_digests != digests:
             lengths = {rank: nbytes for rank, (_, _, nbytes, _) in enumerate(met)}
             first = self._ranks.rank == 0
-            came = self._ranks.exchange({0: np.frombuffer(told[0], np.uint8)}, lengths if first else {})
-            self._messages = [came[rank].tobytes() for rank in range(len(came))]
-            self._told = digests
+            came = self._ranks.exchange({0: np.frombuffer(held[0], np.uint8)}, lengths if first else {})
+            self._held = [came[rank].tobytes() for rank in range(len(came))]
+            self._held_digests = digests
         return made[0]
 
     def _compare(self, calls: Sequence[Mapping[str, Any]]) -> None:
@@ -231,18 +235,22 @@ class RankPublisher:
 
     def _commit_together(
         self, request: PublishRequest, local: LocalState, timer: PhaseTimer
-    ) -> tuple[Manifest, PendingVersion, Seen]:
+    ) -> tuple[Manifest, PendingVersion, Scan]:
         """The manifest of the version that was committed, and what it was made of."""
         for _ in range(_MAX_STALE_COMMITS):
-            self._follow(self._ranks.from_rank0(self._head.settle, _to_message, self._parsed))
+            # 1. Settle: a commit whose reply was lost has happened or has not; the baseline is then the head's, or not.
+            self._advance(self._ranks.from_rank0(self._head.settle, _to_message, self._parsed))
             self._folds.make()
+            # 2. Resume: what is the head, and is the baseline it? Else the head is restored, or an anchor starts over.
             found = self._resume()
             timer.end("resume")
-            seen = self._scan(local)
-            built = self._take_up(local, seen, found, timer) or self._build(local, seen, found, timer)
+            # 3. Build: what lies on devices is compared there; then compare, code, decode as a check, and hash.
+            scan = self._scan(local)
+            built = self._take_up(local, scan, found, timer) or self._build(local, scan, found, timer)
+            # 4. Upload, then commit. None: an older publisher took the number, and all looks at the head again.
             manifest = self._store_and_commit(request, built, timer)
             if manifest:
-                return manifest, built.draft, seen
+                return manifest, built.draft, scan
         came = f"{_MAX_STALE_COMMITS} commits of older publishers came between"
         raise self._ranks.mark_collective(PublisherConflict(came))
 
@@ -256,23 +264,23 @@ class RankPublisher:
             self._resumed(found.lost, "anchored", "the store no longer holds it")
         return found
 
-    def _scan(self, local: LocalState) -> Seen:
+    def _scan(self, local: LocalState) -> Scan:
         """What the version is to hold, once what lies on devices is compared there or copied."""
-        seen: list[Seen] = []
+        made: list[Scan] = []
 
         def scan() -> bytes:
-            seen.append(self._devices.scan(local, self._baseline))
+            made.append(self._devices.scan(local, self._baseline))
             return b""
 
         self._ranks.run_on_all(scan)
-        return seen[0]
+        return made[0]
 
-    def _take_up(self, local: LocalState, seen: Seen, found: Found, timer: PhaseTimer) -> Built | None:
+    def _take_up(self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer) -> Built | None:
         """Makes the head the baseline, where there is one and the ranks have another or none; then the version after
         it. None if that has to be an anchor."""
         if found.version is None:
             return None
-        built = self._build(local, seen, found, timer)
+        built = self._build(local, scan, found, timer)
         how, reason = "matched", ""
         if built.root == found.root:
             self._baseline, _ = built.draft.advance_baseline(found.version, found.root, threads=self._threads)
@@ -286,31 +294,31 @@ class RankPublisher:
                 self.history.on = True  # until it is measured
         self._resumed(found.version, "anchored" if reason else how, reason)
         timer.end("resume")
-        return None if reason else self._build(local, seen, Found(keep=True), timer)
+        return None if reason else self._build(local, scan, Found(keep=True), timer)
 
     def _restored(self, layout: Layout, version: int, root: str) -> Baseline | str:
         if self._ranks.size > 1:
             return restore_baseline(self._stream, self._ranks, layout, version, root, threads=self._threads)
         return restore_whole(self._stream, version, root, threads=self._threads, listener=self._listener)
 
-    def _build(self, local: LocalState, seen: Seen, found: Found, timer: PhaseTimer) -> Built:
+    def _build(self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer) -> Built:
         """The next version: a patch from the baseline, or all of the state, where there is none, or one of other
         tensors, or where a patch would be no smaller."""
-        layout, reason = self._layout_of(local, seen, found), ""
+        layout, reason = self._layout_of(local, scan, found), ""
         if self._baseline and (reason := difference(self._baseline.layout, layout)):
             self._baseline = None  # before another is made
-        draft, patch_bytes = self._drafted(layout, seen, self._baseline, reason)
+        draft, patch_bytes = self._drafted(layout, scan, self._baseline, reason)
         if draft.base and patch_bytes >= max(layout.nbytes, _SMALL):
             reason = f"{NO_SMALLER} {patch_bytes} bytes, the state has {layout.nbytes}"
             del draft  # before the state is copied
-            draft, patch_bytes = self._drafted(layout, seen, None, reason)
+            draft, patch_bytes = self._drafted(layout, scan, None, reason)
         with self._ranks.isolated():
             tree = gather_tree(layout, self._ranks, draft.leaves)
         root = self._ranks.from_rank0(lambda: tree.root if tree else "", str.encode, bytes.decode)
         timer.end("build")
         return Built(draft, root, tree, patch_bytes)
 
-    def _drafted(self, layout: Layout, seen: Seen, base: Baseline | None, reason: str) -> tuple[PendingVersion, int]:
+    def _drafted(self, layout: Layout, scan: Scan, base: Baseline | None, reason: str) -> tuple[PendingVersion, int]:
         """This rank's part of a version, and the bytes of the blocks of all parts."""
         made: list[PendingVersion] = []
         total = sum(segment.nbytes for segment in layout.segments(self._ranks.rank))
@@ -320,17 +328,17 @@ class RankPublisher:
             draft = make_pending(
                 layout,
                 self._ranks,
-                seen.state,
+                scan.state,
                 base,
                 reason,
-                owned=seen.owned and self._ranks.size == 1,
+                owned=scan.owned and self._ranks.size == 1,
                 codec=self._settings.codec,
                 history=base.history if base and remembers else None,
                 recorder=self.history.recorder(base) if base and self._may_remember else None,
                 threads=self._threads,
                 progress=progress_to(self._listener, "diff" if base else "digest", total),
             )
-            draft.resident = seen.resident
+            draft.resident = scan.resident
             draft.remembers = remembers
             made.append(draft)
             return b""
@@ -338,21 +346,21 @@ class RankPublisher:
         self._ranks.run_on_all(build)
         return made[0], hash_shared_leaves(made[0], self._ranks, self._threads)
 
-    def _layout_of(self, local: LocalState, seen: Seen, found: Found) -> Layout:
-        """Who publishes what. Rank 0 makes it of what all ranks have told it, and tells each what it needs of it."""
+    def _layout_of(self, local: LocalState, scan: Scan, found: Found) -> Layout:
+        """Who publishes what. Rank 0 makes it of the descriptions of all ranks, and sends each its part."""
         known = frozenset(found.names)
         if self._baseline:
             known = frozenset(spec.name for spec in self._baseline.layout.specs)
         if self._ranks.size == 1 and not local.boxes:
-            state = seen.state.stored_as(known)
+            state = scan.state.stored_as(known)
             return whole_layout(state.specs, state.aliases)
-        told = self._told if self._told is not None else [held_to_bytes(local.held)]
-        key = tuple(told), known
+        digests = self._held_digests if self._held_digests is not None else [held_to_bytes(local.held)]
+        key = tuple(digests), known
         if self._layout is None or self._layout[0] != key:
             made, views = list[Layout](), dict[int, Bytes]()
 
             def make() -> bytes:
-                made.append(make_layout([held_from_bytes(message) for message in self._messages or told], known))
+                made.append(make_layout([held_from_bytes(message) for message in self._held or digests], known))
                 for rank in range(1, self._ranks.size):
                     views[rank] = np.frombuffer(layout_to_bytes(made[0].of_rank(rank)), np.uint8)
                 return json.dumps([0, *(len(view) for view in views.values())]).encode()
@@ -366,14 +374,14 @@ class RankPublisher:
     def _store_and_commit(self, request: PublishRequest, built: Built, timer: PhaseTimer) -> Manifest | None:
         """None if the version's number is taken."""
         draft, layout, base = built.draft, built.draft.layout, built.draft.base
-
+        # 1. Rank 0 decides what the version needs, and its number.
         files: list[tuple[FileRef, ...]] = [()]
 
         def decide() -> bytes:
             files[0], lost = self._head.store_files(request.files)
             for ref in lost:
                 reason = "the store no longer holds it, and no version names it from now on"
-                self._untold.append(FallbackUsed(self._stream.name, f"file {ref.name!r}", reason, NotFound.kind))
+                self._events.append(FallbackUsed(self._stream.name, f"file {ref.name!r}", reason, NotFound.kind))
             due = self._head.needs_anchor(built.patch_bytes, layout.nbytes)
             with_anchor = base is None or request.anchor or due
             if built.tree:
@@ -382,6 +390,7 @@ class RankPublisher:
 
         with_anchor, version = json.loads(self._ranks.on_rank0(decide))
         remembers = base is not None and not with_anchor and self._may_remember
+        # 2. Each rank stores its own parts. Nothing refers to them yet: a rank that is lost here leaves no version.
         stored: list[Stored] = []
 
         def put() -> bytes:
@@ -412,13 +421,15 @@ class RankPublisher:
             self.history.agree(draft, [of.note for of in stored])
         timer.end("upload")
 
+        # 3. The manifest makes the version. Whether it was created may stay unknown: `_pending` is kept until that is
+        # settled, here or at the begin of the next publish.
         def commit() -> Manifest | None:
             content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, draft.history.spans, files[0])
             made = uploaded(stored, (base.version, base.root) if base else None)
             return self._head.commit(content, made, request.metadata)
 
         self._pending = draft
-        manifest = self._follow(self._ranks.from_rank0(commit, _to_message, self._parsed))
+        manifest = self._advance(self._ranks.from_rank0(commit, _to_message, self._parsed))
         timer.end("commit")
         return manifest
 
@@ -427,7 +438,7 @@ class RankPublisher:
         """Whether what changed before may code what changes now."""
         return self._settings.codec == codecs.AUTO
 
-    def _follow(self, manifest: Manifest | None) -> Manifest | None:
+    def _advance(self, manifest: Manifest | None) -> Manifest | None:
         """Moves the baseline to the pending version, if rank 0 has committed it; else gives that up."""
         pending, self._pending = self._pending, None
         if manifest is None or pending is None:
@@ -444,17 +455,17 @@ class RankPublisher:
         return manifest
 
     def _parsed(self, message: bytes) -> Manifest | None:
-        """The manifest that rank 0 has told of; None where there is none."""
+        """The manifest that rank 0 has sent; None where there is none."""
         if not message:
             return None
         return manifests.parse(message, stream=self._stream.name, version=int(json.loads(message)["version"]))
 
     def _resumed(self, version: int, how: str, reason: str) -> None:
-        self._untold.append(BaselineRestored(self._stream.name, version, how, reason))
+        self._events.append(BaselineRestored(self._stream.name, version, how, reason))
 
-    def _tell_what_waited(self) -> None:
-        while self._untold:
-            self._tell(self._untold.pop(0))
+    def _emit_events(self) -> None:
+        while self._events:
+            self._tell(self._events.pop(0))
 
     def _tell(self, event: Event) -> None:
         if self._listener:

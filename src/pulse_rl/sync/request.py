@@ -33,7 +33,7 @@ from .layout import Box, Held
 
 BASELINE, COPY = "baseline", "copy"
 
-_MOST_UNFINISHED = 2  # one in flight, one behind it
+_MAX_UNFINISHED = 2  # one in flight, one behind it
 T = TypeVar("T")
 
 
@@ -92,7 +92,7 @@ class HostCopy:
 class PublishRequest:
     """What is to be published: the elements that ``local`` has, once its ``copy``, where there is one, was waited for;
     nothing where it was ``refused``; and the ``files`` beside the weights, None for those of the version before.
-    ``crowded``: whether a device had no memory for its copy."""
+    ``out_of_memory``: whether a device had no memory for its copy."""
 
     local: LocalState | None
     metadata: Metadata
@@ -100,7 +100,7 @@ class PublishRequest:
     anchor: bool
     files: Mapping[str, bytes] | None = None
     on_device: str | None = None
-    crowded: bool = False
+    out_of_memory: bool = False
     copy: HostCopy | None = None
     refused: Exception | None = None
 
@@ -176,7 +176,7 @@ class PublishRequest:
             return self
         source = copied_within_devices(self.local.source, self.local.dtype)
         if source is None:
-            return replace(self, crowded=True)
+            return replace(self, out_of_memory=True)
         return replace(self, local=self.local._replace(source=source))
 
 
@@ -246,7 +246,7 @@ class Submissions(Generic[T]):
         self._serial = serial
         self._together = together
         self._entries: list[_Entry[T]] = []
-        self._spare: deque[T] = deque(maxlen=_MOST_UNFINISHED)
+        self._spare: deque[T] = deque(maxlen=_MAX_UNFINISHED)
 
     def submit(
         self,
@@ -259,7 +259,7 @@ class Submissions(Generic[T]):
         by cancelling the version that has not begun. ``publish`` begins the submission (`begin`), and raises
         CancelledError where that fails; what was taken for it may be gone then.
         """
-        while len(unfinished := self._unfinished()) >= _MOST_UNFINISHED:
+        while len(unfinished := self._unfinished()) >= _MAX_UNFINISHED:
             if not (replace and unfinished[-1].submission.cancel()):
                 unfinished[0].operation.wait()
         self._reclaim()

@@ -30,7 +30,7 @@ from ..stream.unreadable import UNREADABLE
 from .failover import Failover
 from .host_state import HostState
 from .notices import Absence
-from .polling import LONGEST_POLL, Pause
+from .polling import LONGEST_POLL, PollTimer
 from .selection import Selection
 from .update import Pending, Receipt, Update, make_update
 
@@ -102,7 +102,7 @@ class Subscriber(Closing, NotCopyable):
         ]
         self.stream = streams[0]
         self._failover = Failover(streams, on_event)
-        self._pause = Pause(streams[0].store)
+        self._pause = PollTimer(streams[0].store)
         self.patience_seconds = self._failover.patience_seconds
         self._absence = Absence(opened[-1].store, stream, on_event)
         self._pinned = stream_id is not None
@@ -137,7 +137,7 @@ class Subscriber(Closing, NotCopyable):
     def patience_seconds(self, seconds: float) -> None:
         self._failover.patience_seconds = checked_number("patience_seconds", seconds)
         # A wait for news is one at the nearest store: a farther one is looked at in between.
-        self._pause.most_seconds = seconds if len(self._failover.streams) > 1 else math.inf
+        self._pause.max_seconds = seconds if len(self._failover.streams) > 1 else math.inf
 
     @property
     def version(self) -> int | None:
@@ -242,7 +242,7 @@ class Subscriber(Closing, NotCopyable):
         has appeared for ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before. Raises
         InputError, and what `sync` raises."""
         last = time.monotonic()
-        checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)
+        checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
         if timeout_seconds is not None:
             checked_number("timeout_seconds", timeout_seconds)
         timeout = math.inf if timeout_seconds is None else timeout_seconds
@@ -255,11 +255,11 @@ class Subscriber(Closing, NotCopyable):
                 update.acknowledge()
                 last = time.monotonic()
 
-    def wait_for_new(self, poll_seconds: float = 1.0, most_seconds: float = math.inf) -> None:
+    def wait_for_new(self, poll_seconds: float = 1.0, max_seconds: float = math.inf) -> None:
         """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less; where the (nearest) store is
-        an `HttpStore`, until its server has something new, for at most 25 seconds. Ends within ``most_seconds``."""
-        checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)
-        self._pause.take([self.stream.last_accepted], poll_seconds, checked_number("most_seconds", most_seconds))
+        an `HttpStore`, until its server has something new, for at most 25 seconds. Ends within ``max_seconds``."""
+        checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
+        self._pause.wait([self.stream.last_accepted], poll_seconds, checked_number("max_seconds", max_seconds))
 
     def close(self) -> None:
         """Lets the host state go. May be called twice; a `sync` afterwards starts as a new Subscriber would."""
@@ -283,7 +283,7 @@ class Subscriber(Closing, NotCopyable):
         phases: dict[str, float] = {}
         previous = host.version
         if target is None:
-            phases = self._follow(newcomer)
+            phases = self._sync_to_head(newcomer)
         elif host.version is None or host.version < target:
             phases = self._failover.reach(host, target)
         host = self._host
@@ -309,7 +309,7 @@ class Subscriber(Closing, NotCopyable):
             )
         return update
 
-    def _follow(self, newcomer: bool) -> dict[str, float]:
+    def _sync_to_head(self, newcomer: bool) -> dict[str, float]:
         try:
             return self._failover.follow(self._host)
         except StreamRecreated:

@@ -12,7 +12,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from .._util.serial import Closing, NotCopyable, Operation, pooled
+from .._util.serial import Closing, NotCopyable, Operation, mark_worker
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import Stopped
 from ..errors import ConcurrentUse, InputError, PulseError
@@ -26,7 +26,7 @@ from .polling import Schedule, Turn, jittered
 from .subscriber import Subscriber
 from .update import Update
 
-_MOST_BACKOFF = 60.0
+_MAX_BACKOFF = 60.0
 _CLOSE_SECONDS = 5.0
 _SHORTEST_WAIT, _LONGEST_WAIT = 1.0, 25.0
 _WAITED_FOR_SECONDS = 30.0
@@ -103,7 +103,7 @@ class Subscribers(Closing, NotCopyable):
         patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
         on_event: Listener | None = None,
     ) -> None:
-        self._poll = checked_number("poll_seconds", poll_seconds, least=0.01, most=1e6)
+        self._poll = checked_number("poll_seconds", poll_seconds, minimum=0.01, maximum=1e6)
         rate = _checked_rate(bytes_per_second)
         self._patience = checked_number("patience_seconds", patience_seconds)
         given: Sequence[Any] = store if isinstance(store, list | tuple) else [store]
@@ -247,7 +247,7 @@ class Subscribers(Closing, NotCopyable):
     # -- the threads
 
     def _work(self) -> None:
-        pooled()
+        mark_worker()
         while (turn := self._schedule.take()) is not None:
             assert isinstance(turn, _Followed)
             try:
@@ -290,7 +290,7 @@ class Subscribers(Closing, NotCopyable):
             self._schedule.give_back(followed, jittered(wait))
 
     def _backoff(self, followed: _Followed) -> float:
-        return min(self._poll * 2.0 ** min(followed.failures, 20), max(_MOST_BACKOFF, self._poll))
+        return min(self._poll * 2.0 ** min(followed.failures, 20), max(_MAX_BACKOFF, self._poll))
 
     def _come_back(self, followed: _Followed, nbytes: int) -> None:
         """The owner of an update of ``nbytes`` is done with it."""
@@ -348,7 +348,7 @@ def _can_be_told(each: _Followed, after: str) -> bool:
 
 
 def _checked_rate(value: float | None) -> float:
-    return math.inf if value is None else checked_number("bytes_per_second", value, least=1.0)
+    return math.inf if value is None else checked_number("bytes_per_second", value, minimum=1.0)
 
 
 def _one_at_a_time(listener: Listener | None) -> Listener | None:

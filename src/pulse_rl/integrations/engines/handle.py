@@ -19,7 +19,7 @@ from .transport import WEIGHTS, InitInfo, Status, Transport, asleep, raise_repor
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
-_MOST_WAIT_SECONDS = 30.0
+_MAX_WAIT_SECONDS = 30.0
 _LONGEST_WAIT = 25.0
 
 
@@ -139,7 +139,7 @@ class EngineHandle(Closing):
         """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less. Where the engine follows an
         `HttpStore`, which it waits for by itself: until it has staged something, for at most 25 seconds; the engine is
         asked every ``poll_seconds`` then, the store is not. Ends with `close`."""
-        checked_number("poll_seconds", poll_seconds, most=LONGEST_POLL)
+        checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
         stop = time.monotonic() + _LONGEST_WAIT
         while not self._closing.wait(jittered(poll_seconds)) and self._waits and time.monotonic() < stop:
             try:
@@ -349,7 +349,7 @@ class EngineHandle(Closing):
                     on_error(known)
                 if not known.retryable:
                     return
-                wait = min(2 * wait, _MOST_WAIT_SECONDS)
+                wait = min(2 * wait, _MAX_WAIT_SECONDS)
                 self._closing.wait(wait)
             else:
                 wait = poll_seconds

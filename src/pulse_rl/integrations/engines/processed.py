@@ -29,7 +29,7 @@ Process = Callable[[Callable[[Any], Any]], None]
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _TILE = 1_000_003
 """Random values that repeat with this period, a prime: a permutation by a multiple of it is no layout."""
-_MOST_OBJECTS = 200_000
+_MAX_OBJECTS = 200_000
 _BITS = " bits"
 _MISSING = object()
 
@@ -342,7 +342,7 @@ class _Walk:
         if live is made or (id(live), id(made)) in self._seen:
             return
         self._seen.add((id(live), id(made)))
-        if len(self._seen) > _MOST_OBJECTS:
+        if len(self._seen) > _MAX_OBJECTS:
             raise UnsupportedTensor(f"what the engine keeps at {path!r} is too much to compare")
         if isinstance(live, torch.Tensor) and isinstance(made, torch.Tensor):
             self.pairs[path] = (live, made)

@@ -64,7 +64,7 @@ class Staged:
         return cls(sequence, update.version, update.previous, changes)
 
     def write(self, folder: Path) -> Path:
-        """Writes the file for `show` and returns it."""
+        """Writes the file for `publish_staged` and returns it."""
         parts: list[npt.NDArray[np.uint8]] = []
         entries = []
         offset = 0
@@ -104,7 +104,7 @@ class Staged:
         return cls(sequence, version, previous, changes)
 
 
-def show(file: Path) -> None:
+def publish_staged(file: Path) -> None:
     """Lets `newest` find the written file, and removes older ones; those that are mapped stay mapped."""
     file.rename(file.with_name(f"staged-{file.name[1:]}"))
     for old in sorted(file.parent.glob("staged-*"))[:-1]:
@@ -332,7 +332,7 @@ class Staging:
         prepared = Prepared(staged, self._lay_out(staged), subscriber.digest, update.metadata, subscriber.stream_id)
         with self.gate:
             if file is not None:
-                show(file)
+                publish_staged(file)
             self.prepared = prepared
             # Not the update: while it is alive, the host state would move in a copy.
             self._receipt = update._receipt

@@ -19,7 +19,7 @@ Status = dict[str, Any]
 """What a worker says of itself; see `worker.Worker.answer`."""
 WEIGHTS = "weights"
 """The part of an engine's memory that updates are written to, as engines name it."""
-_MOST_WORDS = 400
+_MAX_WORDS = 400
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -122,7 +122,7 @@ class Answer(NamedTuple):
             message = error["message"] if isinstance(error, dict) and "message" in error else error
         except ValueError:
             message = self.body.decode(errors="replace")
-        return " ".join(str(message).split())[:_MOST_WORDS]
+        return " ".join(str(message).split())[:_MAX_WORDS]
 
 
 class Client:

@@ -26,7 +26,7 @@ __all__ = ["PulseWeightTransfer"]
 log = logging.getLogger("pulse_rl.integrations.trl")
 T = TypeVar("T")
 _FIRST_WAIT_SECONDS = 0.5
-_MOST_WAIT_SECONDS = 10.0
+_MAX_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 2.0
 _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": None}
 
@@ -140,7 +140,7 @@ class Link:
                     )
                     said = str(error)
                 time.sleep(min(wait, left))
-                wait = min(2 * wait, _MOST_WAIT_SECONDS)
+                wait = min(2 * wait, _MAX_WAIT_SECONDS)
             else:
                 if said:
                     log.warning("stream %s: the training goes on", self.stream)
