@@ -10,7 +10,7 @@ import pytest
 
 from pulse_rl import MemoryStore, Publisher, State, Subscriber
 from pulse_rl.integrations.engines import staging as staged
-from pulse_rl.integrations.engines.staging import Staged, newest, show
+from pulse_rl.integrations.engines.staging import Staged, newest, publish_staged
 
 
 def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:
     subscriber = Subscriber(store, stream="policy")
     first = subscriber.sync()
     assert first is not None
-    show(Staged.of(first, 1).write(tmp_path))
+    publish_staged(Staged.of(first, 1).write(tmp_path))
     first.acknowledge()
     whole = newest(tmp_path)
     assert whole is not None
@@ -35,7 +35,7 @@ def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:
     before, aside = newest(tmp_path), Staged.load(file)
     assert before is not None
     assert (before.sequence, aside.sequence) == (1, 2)
-    show(file)
+    publish_staged(file)
     read = newest(tmp_path)
     assert read is not None
     assert (read.sequence, read.version, read.previous) == (2, 1, 0)
@@ -58,7 +58,7 @@ def test_whole_tensors_are_copied_because_the_host_state_moves_on(tmp_path: Path
     assert update is not None
     whole = Staged.of(update, 1)
     assert whole.changes["a"][0] is None
-    show(whole.write(tmp_path))
+    publish_staged(whole.write(tmp_path))
     read = newest(tmp_path)
     assert read is not None
     assert read.changes["a"][0] is None
