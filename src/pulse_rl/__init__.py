@@ -16,18 +16,19 @@ from .errors import PulseError
 from .events import Published
 from .maintenance.compaction import anchor_stream, fold_stream
 from .maintenance.relay import Relay
-from .maintenance.verify import audit, verify_stream
+from .maintenance.verify import AuditReport, VersionReport, audit, verify_stream
 from .state.checkpoint import StateSource, as_state, unwrapped
 from .state.digest import state_digest
 from .state.tensors import Bits, State, TensorSpec
 from .store import HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.signing import Signer
-from .sync.gc import gc_stream
+from .sync.gc import GcPlan, gc_stream
 from .sync.group import GroupMember
 from .sync.publisher import Publisher
+from .sync.request import Submission
 from .sync.subscriber import Subscriber
 from .sync.subscribers import Subscribers
-from .sync.update import Update
+from .sync.update import TensorUpdate, Update
 
 if TYPE_CHECKING:
     from .loco import PulseLoCo as PulseLoCo
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditReport",
     "Bits",
+    "GcPlan",
     "GroupMember",
     "HttpStore",
     "LocalStore",
@@ -49,10 +52,13 @@ __all__ = [
     "Signer",
     "State",
     "Store",
+    "Submission",
     "Subscriber",
     "Subscribers",
     "TensorSpec",
+    "TensorUpdate",
     "Update",
+    "VersionReport",
     "__version__",
     "anchor_stream",
     "as_state",

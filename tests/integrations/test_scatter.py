@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import MemoryStore, Publisher, Subscriber, Update, state_root
+from pulse_rl import MemoryStore, Publisher, Subscriber, TensorUpdate, Update, state_root
 from pulse_rl.errors import InputError
 from pulse_rl.integrations import device_scatter as launch
 from pulse_rl.integrations import torch as integration
@@ -21,7 +21,6 @@ from pulse_rl.integrations.device_scatter import Scatter, Sent, by_indices, scat
 from pulse_rl.integrations.torch import apply_
 from pulse_rl.patch.changes import Piece, TensorChanges
 from pulse_rl.state.tensors import DTYPES, TensorSpec
-from pulse_rl.sync.update import TensorUpdate
 from tests.support.scatter import check, kernel_of_numpy
 from tests.support.states import Rng, all_dtypes, mutated
 
