@@ -66,6 +66,25 @@ def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_p
             assert checksums(url) == followed
 
 
+def test_who_reaches_the_port_names_what_the_operator_allowed(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = tmp_path / "cache", tmp_path / "other"
+    pulse_rl.Publisher(str(other), stream="policy").publish(policy.model.state_dict())
+    monkeypatch.setenv("PULSE_ENGINE_ALLOWED", f"{policy.store} {cache}")
+    with server(policy.checkpoint, tmp_path / "server.log") as url:
+        for store, named in ((str(other), {}), (policy.store, {"cache": str(other)}), (policy.store, {"base": "/etc"})):
+            with pytest.raises(PulseError, match="is not allowed on this engine"):
+                connect(url, store=store, stream="policy", **named).sync()
+        assert not (other / "pulse-cache").exists()
+        policy.step()
+        with connect(url, store=policy.store, stream="policy", cache=str(cache)) as handle:
+            report = handle.sync()
+            assert report is not None
+            assert report.version == 1
+        assert (cache / "pulse-cache").exists()
+
+
 def follow_by_command(policy: Policy, url: str) -> None:
     policy.step()
     command = [str(Path(sys.executable).with_name("pulse")), "follow", policy.store, "--stream", "policy"]

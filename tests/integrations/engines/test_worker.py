@@ -20,7 +20,14 @@ from .test_session import World
 
 
 def info(world: World, owner: str, **changes: Any) -> Any:
-    facts = {"store": world.store, "stream": "policy", "cache": None, "trusted_keys": None, "follow": False}
+    facts = {
+        "store": world.store,
+        "stream": "policy",
+        "base": None,
+        "cache": None,
+        "trusted_keys": None,
+        "follow": False,
+    }
     return SimpleNamespace(**(facts | {"audit_every": 100, "owner": owner} | changes))
 
 
@@ -54,6 +61,30 @@ def test_an_owner_keeps_the_worker_by_being_heard_of(
     assert "failure" not in worker.answer("hello", "b")
     assert "failure" not in worker.answer("status", "a")
     assert isinstance(worker.open(info(world, "b")), ConcurrentUse)
+
+
+def test_a_client_names_what_the_operator_allowed(
+    world: World, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, link, beside = tmp_path / "cache", tmp_path / "cache" / "link", tmp_path / "cache-2"
+    cache.mkdir()
+    link.symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PULSE_ENGINE_ALLOWED", f"{world.store} {cache} s3://bucket/run")
+    for store in ("s3://bucket", "s3://bucket/run-2", "s3://bucket/run/../x", "s3a://bucket/run", "http://bucket/run",
+                  "/", "s3://bucket/run/%2e%2e/x", f"file://localhost{tmp_path}", f"{world.store}/..", str(link),
+                  f"file://{cache}/%2e%2e", "memory://", ".", 7):  # fmt: skip
+        failure = worker.open(info(world, "a", store=store))
+        assert isinstance(failure, PulseError), store
+        assert "session" not in str(failure), store
+    for name in ("cache", "base"):
+        for path in (beside, tmp_path, link, f"{cache}/../x", "cache-2", f"file://{cache}", "~"):
+            assert isinstance(worker.open(info(world, "a", **{name: str(path)})), InputError), path
+    for places in ({}, {"cache": f"{cache}/of-mine"}, {"base": str(cache)}, {"store": f"file://{world.store}"},
+                   {"store": "s3://bucket/run"}, {"store": "s3://bucket/run/deep/"}, {"cache": "cache/x"}):  # fmt: skip
+        assert worker.open(info(world, "a", **places)) is None, places
+    monkeypatch.setenv("PULSE_ENGINE_ALLOWED", "")
+    assert isinstance(worker.open(info(world, "a")), InputError)
 
 
 def test_a_session_that_does_not_open_leaves_none(world: World, worker: Worker) -> None:

@@ -2,16 +2,65 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+from ..._util.settings import checked_path
 from ...errors import ConcurrentUse, InputError, PulseError
+from ...store import LocalStore, open_store
 from .node import Node
 from .session import ProvedMap, Session
 from .transport import WEIGHTS, InitInfo, Status, asleep
 
 LEASE_SECONDS = 15.0
+ALLOWED = "PULSE_ENGINE_ALLOWED"
+"""Of the environment in which an engine is started: addresses of stores and folders, divided by spaces."""
+_PLAIN = re.compile(r"[A-Za-z0-9._:/-]*")
+
+
+def require_allowed(info: InitInfo) -> None:
+    """Raises InputError where a client names a store, a cache or a checkpoint that the operator did not allow: another
+    than the addresses in `ALLOWED`, and what lies below them. Where that is not set, all are: the operator trusts
+    whoever reaches the engine."""
+    allowed = os.environ.get(ALLOWED)
+    if allowed is None:
+        return
+    roots = [_place(address) for address in allowed.split()]
+    named = {
+        "store": _place(info.store),
+        "cache": None if info.cache is None else _path(info.cache),
+        "base": None if info.base is None else _path(info.base),
+    }
+    for what, place in named.items():
+        if place is not None and not any(place[: len(root)] == root for root in roots):
+            raise InputError(
+                f"the {what} {str(getattr(info, what))[:200]!r} is not allowed on this engine",
+                hint=f"Its operator names what is, in {ALLOWED}.",
+            )
+
+
+def _path(path: object) -> tuple[str, ...]:
+    """A path's parts, behind all links."""
+    return Path(os.path.realpath(checked_path(path))).parts
+
+
+def _place(address: object) -> tuple[str, ...]:
+    """The parts of a store's address, of which the first ones are what it lies in. Raises InputError and StoreError."""
+    if not isinstance(address, str):
+        raise InputError(f"{type(address).__name__} is not a store's address")
+    scheme, found, rest = address.partition("://")
+    if not found or scheme == "file":
+        opened = open_store(address)
+        assert isinstance(opened, LocalStore)
+        return _path(opened.root)
+    parts = tuple(rest.rstrip("/").split("/"))
+    if not {"", ".", ".."}.isdisjoint(parts) or not _PLAIN.fullmatch(rest):
+        raise InputError(f"{address[:200]!r} is not a plain address", hint="Write it as scheme://bucket/prefix.")
+    return (f"{scheme}:", *parts)
 
 
 class Worker:
@@ -143,6 +192,7 @@ class Worker:
     def _begin(self, info: InitInfo) -> None:
         if not info.store or not info.stream:
             raise InputError("init_info needs a store and a stream")
+        require_allowed(info)
         refusal = self.node.common(self._refused(info.owner))  # not each by its own clock
         if refusal is not None:
             raise refusal
