@@ -83,21 +83,25 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
     if not isinstance(tensors, Mapping):
         raise InputError(f"{type(model).__name__} is neither a module nor a mapping of names to tensors")
+    # 1. Everything that can be wrong is, before anything is written.
     held = _required_version(model, update)
     for changed in update.tensors:
         _require_fitting(changed)
     plan = [(t, target) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
+    # 2. From here on the model is between two versions: after an interrupt only an update that covers both goes on.
     _note_version(model, update, held, update.version)
     scattered = []
     for whole, (attached, box) in plan:
         target = attached.detach()  # and not within no_grad(): an interrupt there would leave gradients off
         tensor = whole if box is None else _share(whole, box)
         changes = changes_of(tensor)
+        # Many small writes to a device are gathered, and sent at once.
         if changes is not None and _is_on_cuda(target) and _is_plain(target):
             scattered.append(Scatter(changes, target.view(-1).view(_INTS[tensor.spec.dtype.width])))
         else:
             _write(tensor, target)
     scatter(scattered)
+    # 3. The model holds the version; the next `sync` starts from there.
     _note_version(model, update, update.version, update.version)
     update.acknowledge()
 

@@ -50,20 +50,23 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     beside: HostState | None = None
     passed: list[Link] = []
     while host.version != target:
+        # 1. Plan, from where the state is, without the links that have failed.
         try:
             follower = beside or host
             path = route.plan(follower.version, knows=follower.knows)
         except ChainGap:
             if beside is None:
                 raise
-            beside = None
+            beside = None  # the way from the anchor is closed; there may be one from the state
             continue
         timer.end("plan")
+        # An anchor is restored beside the state: until it is verified the worker keeps what it has.
         if host.version is not None and path[0].base is None:
             beside, passed = HostState(threads=host.threads, listener=host.listener, selection=host.selection), []
             follower = beside
         if host.selection and path[0].base is None:
             path = path[:1]  # what is needed of the patches follows from the anchor's tensors
+        # 2. Follow link by link; the next ones are fetched meanwhile. What goes wrong plans again.
         with closing(_fetch_ahead(stream, path, follower)) as fetched:
             for item in fetched:
                 timer.end("fetch")
@@ -83,6 +86,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     break
                 finally:
                     timer.end("restore" if item.link.base is None else "apply")
+        # 3. The restored state takes the place of the old one, whose difference to it is what the owner lacks.
         if beside and beside.version == target:
             host.replace(passed, beside.state, beside.digest, beside.history, knows=beside.knows)
         timer.end("fetch")
@@ -120,6 +124,7 @@ def _payload_of(
 ) -> list[bytes] | Patch | None:
     if link.base is None:
         return None
+    # No publisher writes such a patch: it would have been an anchor. It bounds what a stranger makes a worker fetch.
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
         raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
     if selection:
@@ -143,6 +148,7 @@ def _apply_link(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
         raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
     payload = fetched.payload
     patch = payload if isinstance(payload, Patch) else parse_patch(payload, host.digest)
+    # The patch is named by its digest, but not by what it leads to: a fold's link is anybody's word.
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
     _check_aliases(manifest, patch.header.specs)

@@ -226,6 +226,7 @@ class Committer:
         if self.head and not self._claimed_as:  # the claim failed, and the stream may have been recreated since
             self.head = None
             self._stream.forget()
+        # The head first: the claim names the stream's ID, and its epoch is above the head's.
         self._find_head()
         if self._claimed_as != self.stream_id:
             self._claim()
@@ -278,9 +279,11 @@ class Committer:
         False if the version is taken: by an older publisher that did not know yet that it was superseded, which is the
         head then, or by what is no version of this stream, which is passed over.
         """
+        # The last look before the manifest: whoever claimed the stream later goes on from the head, and this one stops.
         newer = self._stream.claims.after(self.epoch, self.publisher, self._stream.stream_id or "")
         if newer:
             self._refuse(f"another publisher has taken over {self._stream.name!r} with epoch {newer}")
+        # Creation decides between two publishers that both came here.
         if not self._stream.commit(manifest):
             with suppress(*UNREADABLE):
                 there = self._stream.manifest(manifest.version)

@@ -83,8 +83,10 @@ class Failover:
                 error = self._pass(place, refused)
                 continue
             answered, error = True, None
+            # Enough, unless this store lost the version meanwhile, or a farther one has been ahead for too long.
             if host.version is not None and stream.shows(host.version) and not self._is_late(host.version, place):
                 return phases
+        # What some stores refused does not count where another one has answered.
         if error and (host.version is None or not answered):
             raise error
         self._ahead = None  # what is listed there cannot be reached: it is looked at again later
@@ -191,6 +193,7 @@ class Failover:
             with self.streams[place].limited(DEFAULT_LATE_SECONDS if is_origin else self.patience_seconds):
                 yield
         except _PASSED:
+            # As long as it took to fail: a store that hangs costs half of the time at most.
             now = time.monotonic()
             self._rests_until[place] = now + (now - began)
             raise
@@ -204,6 +207,7 @@ class Failover:
         if self._ahead and version >= self._ahead[0]:
             self._ahead = None
         farther = self.streams[place + 1 :]
+        # A list of another region is not for every look; when they look differs between workers.
         if farther and now >= self._look_at:
             self._look_at = now + self.patience_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
             for there, stream in enumerate(farther, place + 1):

@@ -141,9 +141,11 @@ class HostState:
         then it is forgotten, and not known.
         """
         at = self._position
+        # Values of an update that is still held are views of the state: they keep it, and the state moves in a copy.
         if any(ref() is not None for ref in self._pinned):
             self._at = at = replace(at, state=at.state.copy())
         self._pinned = []
+        # Until `apply_patch` returns or has undone all, an interrupt finds the bits of two versions here.
         self.poisoned = True
         try:
             applied = apply_patch(
@@ -160,6 +162,7 @@ class HostState:
                 self._at = replace(at, history=_NOTHING, knows=False)
             self.poisoned = False  # refused, or undone to the last bit
             raise
+        # The bits are those of the next version: what says so follows at once, or not at all.
         with shield():
             pending = at.pending.after_patch(applied.changes, link.nbytes, at.state)
             history = self._remembered(link, patch, applied, remembers)

@@ -43,7 +43,7 @@ def cheapest_path(
     for link in sorted(links, key=lambda x: (x.version, x.nbytes)):
         if link.version == have and knows is not False:
             continue
-        for known in (True, False):
+        for known in (True, False):  # the way on differs, so both are kept
             base: _Place = (link.base, known)
             if base not in best or (link.is_patch and not known and needs(link)):
                 continue
@@ -126,6 +126,7 @@ class Planner:
         def cheapest(needs: Callable[[Link], bool]) -> list[Link]:
             return cheapest_path(usable, have, self._target, knows=known, keeps=self._keeps_history, needs=needs)
 
+        # The first set that has a path decides: gathering a larger one costs more than a better path saves.
         for links in self._candidates(self._listed, have, reasons):
             usable = [link for link in links if self._usable(link)]
             try:
@@ -141,9 +142,11 @@ class Planner:
     def _candidates(self, listed: list[Link], have: int | None, reasons: list[str]) -> Iterator[list[Link]]:
         """Ever larger sets of links, each more expensive to gather; unreadable ones are added to ``reasons``."""
         yield listed
+        # Names alone lead nowhere: manifests say what links there are, read from the target downwards.
         links = self._stream.links() if self._believes_listings else []
         links = [link for link in links if link.version <= self._target]
         yield [*links, *self._from_manifests(have, reasons)]
+        # At last every manifest there is: a gap below may have a way around that no manifest above it names.
         for version in self._stream.versions():
             if version <= self._target:
                 links += self._named_by(version, reasons)

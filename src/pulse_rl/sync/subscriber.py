@@ -272,25 +272,29 @@ class Subscriber(Closing, NotCopyable):
     def _sync(self, target: int | None) -> Update | None:
         started = time.perf_counter()
         host = self._host
+        # 1. What earlier calls left: a state that an error left half-way, and what the owner has applied since.
         host.recover()
         if any(receipt.acknowledged for receipt in self._delivered if receipt.version == host.version):
             host.acknowledge()
             self._delivered = []
         newcomer = host.version is None and not self._pinned
+        # A base is looked up once: it saves the first anchor, and means nothing afterwards.
         if self._base is not None and self._adopt_base(self._base):
             self._base = None
         looked = time.perf_counter() - started
+        # 2. Find and follow: every path ends at a verified version, whatever raises on the way.
         phases: dict[str, float] = {}
         previous = host.version
         if target is None:
             phases = self._sync_to_head(newcomer)
         elif host.version is None or host.version < target:
             phases = self._failover.reach(host, target)
-        host = self._host
+        host = self._host  # another one where the stream was recreated
         if host.version is None:
             self._absence.seen()
         if host.version is None or (target is not None and target != host.version) or host.acknowledged:
             return None
+        # 3. All that was not acknowledged, each element once: also what earlier calls have returned.
         update = self._update(host.pending(), started)
         links, host.followed = host.followed, []
         if self._listener and links:

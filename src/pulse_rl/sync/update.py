@@ -59,6 +59,7 @@ class Pending:
 
     def _all_in_one(self, changes: tuple[StateChanges, ...], state: State) -> Pending:
         whole = merged(changes, state)
+        # Indices take 4 to 8 bytes each: near all of the state, values alone are smaller.
         if 5 * elements(whole) > 4 * state.elements:
             return Pending(nbytes=self.nbytes)
         return replace(self, changes=(whole,), most=2 * elements(whole))
