@@ -147,6 +147,7 @@ class FrozenAndBuffers:
         if not self or group.size == 1:
             return lambda: self._note_frozen(self._frozen)
         own = {**self._digests_of(self._frozen), **{name: digest_of(b) for name, b in common.items()}}
+        # Digests first: what all have alike does not travel.
         by_rank = group.all_gather_fixed(b"".join(own.values()))
         fetched: dict[str, torch.Tensor] = {}
         for i, name in enumerate(own):
@@ -177,6 +178,7 @@ class FrozenAndBuffers:
         """
         if not self:
             return PendingBuffers(0, lambda: None)
+        # 1. What has changed here since the last round: in a steady state nothing, and a message of a few bytes.
         own = self._message()
         data = own.to_bytes()
         problem: CorruptMessage | None = None
@@ -186,9 +188,11 @@ class FrozenAndBuffers:
             messages = [BuffersMessage.parse(m, self._lengths()) for m in found]
         except CorruptMessage as error:
             problem = error
+        # 2. A message that one could not read is refused by all.
         if failed := group.failures(problem):
             cause = problem or "their own errors say why"
             raise CorruptMessage(f"trainers {failed} could not read a message about buffers: {cause}") from problem
+        # 3. All have the same messages, so all come to the same.
         for rank, message in enumerate(messages):
             if message.problem:
                 raise StateMismatch(f"trainer {rank}: {message.problem}", hint=_NEW)
@@ -246,6 +250,7 @@ class FrozenAndBuffers:
                 for m in messages
             ]
             values = [tensor_of(b, dtype) for b in bits]
+            # Counters and FP8 have no mean: rank 0's.
             if not values[0].is_floating_point() or values[0].element_size() == 1:
                 found[name] = bits[0]
                 continue

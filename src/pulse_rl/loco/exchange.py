@@ -189,9 +189,11 @@ class Transfer:
     def gather(self, own: LocalMessage) -> Transferred:
         """Every trainer gets every message. Raises NonFinite, CorruptMessage and Diverged on all of them alike."""
         group, units = self._group, [Unit(block, 0, block.stop - block.start) for block in self._blocks]
+        # 1. One message to all. Its digest is noted before it leaves: it may count although this trainer fails.
         with self._phase("gate"):
             message = self._message(units, own)
             self._announce(digest_of(message))
+        # 2. Read all messages. An error waits until all trainers have answered: none may end the round alone.
         problem: CorruptMessage | None = None
         messages: list[bytes] = []
         others: list[list[Entries]] = [[] for _ in units]
@@ -205,9 +207,11 @@ class Transfer:
                     others = self._coder.decode(units, [m for rank, m in enumerate(messages) if rank != group.rank])
         except CorruptMessage as error:
             problem = error
+        # 3. All know what all have read, and raise alike, or none does.
         self._all_read(problem)
         if bad is not None:
             raise NonFinite(bad)
+        # In rank order: sums of floats depend on it, and all trainers must have the same bits.
         for found, mine in zip(others, own.entries, strict=True):
             found.insert(group.rank, mine)
         return Transferred(others, [digest_of(m) for m in messages], len(message), scattered=False)
@@ -267,6 +271,7 @@ class Transfer:
             parts = [self._message(units[to], own) if to in same_site else b"" for to in everyone]
             digest = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
             self._announce(digest)
+        # Who may send how much to whom follows from the sites: nobody allocates more, whatever a message says.
         most = [self._coder.max_bytes(of) for of in units]
         limits = [[most[to] if to in sites.same_site(source) else 0 for to in everyone] for source in everyone]
         payload_bytes = sum(map(len, parts))
@@ -278,6 +283,7 @@ class Transfer:
             if bad is not None:
                 return SiteSums(dict.fromkeys(sums, _NON_FINITE + bad.encode()), digest, payload_bytes, None)
             with self._phase("decode"):
+                # One's own entries are not coded, and stand in the sum where a message of this rank would.
                 ours = [unit.take(own.entries[unit.block.number]) for unit in units[rank]]
                 others = [arrived[source] for source in same_site if source != rank]
                 found = iter(self._add(self._coder, units[rank], others, ours, same_site.index(rank)))
@@ -304,6 +310,7 @@ class Transfer:
         with self._phase("exchange"):
             arrived, _ = group.all_to_all(messages, max_bytes=limits)
         ours, others = near[rank], [arrived[source] for source in froms[rank]]
+        # A word in place of sums, from here or elsewhere, goes on in place of the share's sums.
         words = [said for said in (ours, *others) if isinstance(said, bytes) and _is_control(said)]
         if isinstance(ours, bytes) or words:
             return words[0]
@@ -444,6 +451,7 @@ class GatedReduction:
 
     def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
         state, residual, rounding = self._state, self.residual, self.gate.rounding
+        # 1. The gate: the entries to send; the others, with what rounding loses, fill the next residual.
         residual.forget_message()
         with phase("gate"):
             own = self.gate.local_message(state, residual, self._wire)
@@ -451,6 +459,7 @@ class GatedReduction:
         def announce(digest: str) -> None:  # before the message is sent: it may count although this trainer fails
             residual.pending_message = None if own.bad else digest
 
+        # 2. To the owners of shares where that is cheaper, or sites differ; else to all.
         coder = Coder(number, state.theta, state.momentum, rounding, self._wire, self._classes, state.threads)
         require_same = partial(group.require_same_tensors, number, state.digests)
         transfer = Transfer(group, coder, state.parameters.blocks, phase, require_same, announce)

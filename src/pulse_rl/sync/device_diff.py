@@ -89,7 +89,7 @@ class DeviceDiff:
             known = {spec.name for spec in baseline.layout.specs}
             local = local._replace(source=local.source.stored_as(known))
         resident = own_tensors(local.source)
-        if not resident:
+        if not resident:  # all is in host memory already, or is read from there
             return Scan(local.state, local.owned, {})
         state, before = local.state, self._before(local.state, resident, baseline)
         with self._own_streams(resident.values()):
@@ -114,6 +114,7 @@ class DeviceDiff:
         self, state: State, resident: Mapping[str, DeviceTensor], baseline: Baseline | None
     ) -> dict[str, UIntArray] | None:
         """What was before, in host memory, of all the ``resident`` tensors, if the devices hold that, too."""
+        # By the root: a version that was given up, or restored from the store, is not what the devices hold.
         if baseline is None or self._root != baseline.root or not _alike(resident, self._held):
             return None
         own = {
@@ -124,6 +125,7 @@ class DeviceDiff:
         found = {}
         for name in resident:
             segment, spec = own.get(name), state.spec(name)
+            # Ranks may publish less than they hold: what another one publishes is not in this baseline.
             if segment is None or (segment.spec.dtype, segment.elements) != (spec.dtype, spec.elements):
                 return None
             found[name] = baseline.state.read(*segment.place)
@@ -177,6 +179,7 @@ def _differences(old: DeviceTensor, new: DeviceTensor) -> dict[int, Difference]:
     for piece, start in enumerate(range(0, elements, _PIECE_ELEMENTS)):
         values = new.ints(start, min(start + _PIECE_ELEMENTS, elements))
         places = (values != old.ints(start, start + len(values))).nonzero().view(-1)
+        # Whichever takes fewer bytes over the bus.
         if len(places) * (_POSITION_BYTES + new.width) >= len(values) * new.width:
             found[piece] = Difference(None, _to_host(values))
         elif len(places):

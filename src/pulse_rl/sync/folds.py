@@ -88,17 +88,19 @@ class FoldMaker:
         """Takes note of the old bits of a version, by block of this rank's part, and of the folds that are due. The
         version is ``patch_bytes`` of patch after ``base``; None: there is none."""
         if base is None or self._at is None or base.version != self._at.version or base.blocks is not self._at.blocks:
-            self._logs.clear()
+            self._logs.clear()  # the old bits do not lead back from here
         self._at, self._due = baseline, []
         if base is None:
             return
         for span in self._spans:
+            # A span begins at its multiples only, so that every publisher of the stream makes the same folds.
             if base.version % span == 0:
                 self._logs[span] = _Due(UndoLog(base.version, base.root), 0)
             if (kept := self._logs.get(span)) is None:
                 continue
             kept.log.record(undo)
             self._logs[span] = kept._replace(patch_bytes=kept.patch_bytes + patch_bytes)
+            # Numbers may be passed over: then no version ends the span.
             if baseline.version >= kept.log.base + span:
                 due = self._logs.pop(span)
                 fold = (kept.log.base, baseline.version)
@@ -138,10 +140,12 @@ class FoldMaker:
                 chunks.extend([header.to_bytes(), *(encoded.payload for encoded in coded)])
             return sum(map(len, chunks)).to_bytes(8, "little")
 
+        # 1. All ranks code before any stores: only their sum says whether the fold is worth it.
         nbytes = sum(int.from_bytes(said, "little") for said in ranks.run_on_all(code))
         if nbytes >= patch_bytes:
             return nbytes
 
+        # 2. Payloads first, the link last: a fold that is listed can be fetched.
         def put() -> bytes:
             if not chunks:
                 return b""

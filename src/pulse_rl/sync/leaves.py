@@ -79,6 +79,7 @@ def hash_shared(
     """
     me, found = ranks.rank, dict[tuple[str, int], bytes]()
     held: dict[int, bytes] = {}
+    # Step by step, all leaves at once: of each the rank whose turn it is absorbs its bytes, and passes the state on.
     for step in range(max(map(len, leaves), default=0)):
         now = [k for k, fragments in enumerate(leaves) if step < len(fragments)]
         mine = [k for k in now if leaves[k][step].rank == me]
@@ -87,7 +88,7 @@ def hash_shared(
         absorbed = _absorb([held.pop(k) for k in mine], [leaves[k][step].segment for k in mine], elements, threads)
         sent: dict[int, bytearray] = {}
         for k, midstate in zip(mine, absorbed, strict=True):
-            if step + 1 == len(leaves[k]):
+            if step + 1 == len(leaves[k]):  # the last fragment: the leaf is this rank's
                 last = leaves[k][step]
                 found[last.segment.spec.name, last.leaf] = sha256_digests(np.frombuffer(midstate, np.uint8))
             else:
@@ -126,6 +127,7 @@ def gather_tree(layout: Layout, ranks: RankGroup, own: Leaves) -> StateDigest | 
     if ranks.size == 1:
         return _tree_of(layout, own)
     data = np.frombuffer(b"".join(own[leaf] for leaf in whole_leaves(layout, ranks.rank)), np.uint8)
+    # In the order of the layout, which all know: digests alone travel, 32 bytes for each MiB.
     if ranks.rank:
         ranks.exchange({0: data}, {})
         return None

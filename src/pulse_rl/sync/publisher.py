@@ -197,10 +197,13 @@ class Publisher(Closing, NotCopyable):
         dtypes or shapes than the last is published with an anchor; so is the next one where the head is lost from the
         store, or was signed with another key. Also raises UnsupportedTensor, InputError and PublisherConflict.
         """
+        # An error of a submitted version is raised here first: what follows it would hide it.
         self._raise_unasked()
         with self._call() as number, failures_to(self._listener, self._stream.name, "publish"):
+            # In the caller's thread: whose devices must have written the state, and whose arguments are wrong.
             read = partial(self._read, source, dtype)
             request = self._request(read, metadata, dtype, anchor, files, on_device, PublishRequest.awaited)
+            # All else on the publisher's own thread, which no interrupt reaches.
             return self._serial.run(lambda: self._rank.publish(request, number=number))[0]
 
     def submit(
@@ -244,6 +247,7 @@ class Publisher(Closing, NotCopyable):
         def publish(
             number: int, taken: PublishRequest | None, submission: Submission
         ) -> tuple[Published, PublishRequest | None]:
+            # Cancelled, and its memory taken back. Among ranks each must hear of it in its turn.
             if taken is None and not self._together:
                 raise CancelledError
             request = taken or PublishRequest.refusing(CancelledError())

@@ -145,8 +145,10 @@ class PublishRequest:
         request = self._within_devices()
         if request.local is None:
             return request
+        # Copies that devices have made for this call stay there; all else is copied to the host.
         resident, source = split(request.local.source, own_tensors(request.local.source))
         dtype = request.local.dtype
+        # The host casts while it copies. A device's tensors are cast behind: the caller would wait for the bus.
         if dtype and not cuda_tensors(source):
             source, dtype = CastState(source, dtype), None
         into = spare.copied if spare else None
@@ -259,13 +261,16 @@ class Submissions(Generic[T]):
         by cancelling the version that has not begun. ``publish`` begins the submission (`begin`), and raises
         CancelledError where that fails; what was taken for it may be gone then.
         """
+        # 1. Room: by cancelling what waits, or by waiting for what is in flight.
         while len(unfinished := self._unfinished()) >= _MAX_UNFINISHED:
             if not (replace and unfinished[-1].submission.cancel()):
                 unfinished[0].operation.wait()
+        # 2. The copy, into memory that an earlier version no longer needs: new memory costs as much as the copy.
         self._reclaim()
         submission, held = Submission(), [take(self._spare.pop() if self._spare else None)]
 
         def run() -> None:
+            # 3. Behind the caller. Whoever pops `held` first, this or `_reclaim`, has the memory.
             taken = _popped(held)
             try:
                 published, spare = publish(taken, submission)
