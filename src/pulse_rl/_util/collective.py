@@ -87,6 +87,7 @@ class RankGroup:
             raise  # the group is lost for all: there is nobody left to be told
         except BaseException as error:  # an interrupt, too, must reach the others, which wait
             failure, message = error, b"-" + _error_to_bytes(error)
+        # Sent in any case: the others wait for this rank's word, good or bad.
         try:
             messages = [message] if self.size == 1 else self._all_gather(message)
             if failure is not None:
@@ -151,6 +152,7 @@ class RankGroup:
 
     def _all_gather(self, message: bytes) -> list[bytes]:
         self._step += 1
+        # The step tells ranks apart that have missed a call of each other: their next messages would be mistaken.
         heads = [struct.unpack("<QQ", m) for m in self._equal(struct.pack("<QQ", self._step, len(message)))]
         if any(step != self._step for step, _ in heads):
             self._given_up = "the ranks have parted: they are at different steps"

@@ -86,16 +86,18 @@ class Gate:
 
     def _gate_block(self, state: OuterState, residual: Residual, wire: Wire, block: FlatBlock) -> Entries:
         """The block's entries. Raises NonFinite with the parameter's name alone."""
+        # 1. s and the open entries, in one pass over memory.
         theta, s = block.of(state.theta), block.of(residual.next)
         positions = self.select(state, block, block.of(residual.flat), s, residual.started_with)
         if positions is None:
             raise NonFinite(state.parameters.name_at(block.start + int(np.argmin(is_finite(s)))))
+        # 2. What they are on the wire. A value may become infinite there, which no theta survives.
         selected = s[positions]
         sent = wire.round(self.values(theta[positions], selected))
         finite = is_finite(sent)
         if not finite.all():
             raise NonFinite(state.parameters.name_at(block.start + int(positions[np.argmin(finite)])))
-        # s = sent + residual holds exactly: nothing is lost.
+        # 3. s = sent + residual holds exactly: nothing is lost.
         s[positions] = self.remainder(selected, sent)
         return positions, sent
 
@@ -146,6 +148,7 @@ class ReduceGate:
         places, values = sums
         if not len(places) or not is_finite(values).all():
             return sums
+        # The mean is what theta moves by, as it is for the gate of a trainer's own entries.
         mean = values / np.float32(trainers)
         kept = scaled_open_entries(unit.of(self._theta)[places], mean, self._scale, self._rounding)
         sent, rest = self.wire.round(values[kept]), values.copy()

@@ -56,6 +56,7 @@ class TrainerGroup:
         """
         if self.size == 1:
             return [message]
+        # 1. Lengths and digests, of one size. Nobody allocates what a header announces before it is bounded.
         header = np.frombuffer(struct.pack("<Q", len(message)) + sha256(message).digest(), np.uint8)
         headers = self._all_gather_array(header)
         lengths = [int.from_bytes(h[:8].tobytes(), "little") for h in headers]
@@ -64,6 +65,7 @@ class TrainerGroup:
                 raise CorruptMessage(f"trainer {rank} announces {length} bytes, more than {max_bytes}")
         if max(lengths) == 0:
             return [b""] * self.size
+        # 2. The messages: gloo gathers equal sizes, so all are padded to the longest.
         padded = np.zeros(max(lengths), np.uint8)
         padded[: len(message)] = np.frombuffer(message, np.uint8)
         messages = [m[:n].tobytes() for m, n in zip(self._all_gather_array(padded), lengths, strict=True)]
@@ -228,6 +230,7 @@ class Progress:
 
     def lost(self, error: Exception, timeout_seconds: float) -> TrainerLost:
         """What ``error``, a failed collective, is to this trainer."""
+        # The best reason first: who left on purpose, who failed, who is behind; else only that someone is gone.
         others = self._others()
         left = {rank: note for rank, note in others.items() if note.left is not None}
         if on_purpose := {rank: note for rank, note in left.items() if note.left == ""}:

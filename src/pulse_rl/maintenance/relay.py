@@ -138,9 +138,12 @@ class Relay:
     def _sync(self, shards: int | None) -> Relayed | None:
         started = time.perf_counter()
         self._links, self._nbytes = [], 0
+        # 1. Where the target stands; and once, whether another process left an anchor half copied.
         previous = self._find_held()
         if not self._searched:
             self._anchor, self._searched = self._unfinished_anchor(), True
+        # 2. The newest version, which workers wait for; then the anchor, which only newcomers need. It takes long:
+        # between two shards newer versions come first.
         self._copy_newest()
         copied = 0
         while self._anchor is not None and copied != shards:
@@ -162,7 +165,7 @@ class Relay:
     def _find_held(self) -> int | None:
         """The newest version in the target, whose ID is the one that is followed."""
         found = self._target.newest(self._have - 1 if self._have else None).manifest
-        if found is None and self._have is not None:
+        if found is None and self._have is not None:  # it was deleted there: what is left below?
             found = self._target.newest().manifest
         if found is not None:
             self._adopt_id(found.stream_id)
@@ -222,6 +225,7 @@ class Relay:
                     route.avoid(planned, link, error)
                     self._tell(link, error)
                     break
+                # On the way from an anchor the version may still be below that of the target: no step back there.
                 at, knows = link.version, history_available(link, manifest, before=knows)
                 anchored = anchored or link.base is None
                 self._links.append(link)
@@ -233,6 +237,7 @@ class Relay:
     def _copy(self, link: Link, manifest: Manifest) -> None:
         """All that leads along ``link``, then the manifest of its version."""
         if link.base is None:
+            # In this order: what is shown can be fetched, and what is listed is shown.
             for payload in link.payloads or ():
                 self._copy_payload(payload, SHARD)
             copy_digests(self.source, self._target, manifest, leaves=True)
@@ -243,6 +248,7 @@ class Relay:
         if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
             raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
         record = self.source.fold_record(link) if link.is_fold else None
+        # By root, not by number alone: the base in the target must be the one that the patch was made of.
         if record is None and manifest.patch and manifest.patch.base_root != self._target.manifest(link.base).root:
             raise DigestMismatch(f"{link} starts from another version {link.base} than the one in the target")
         new = [payload for payload in link.payloads or () if self._copy_payload(payload, PATCH)]
@@ -307,6 +313,7 @@ class Relay:
             return False
         for again in reversed(range(_TRIES)):
             try:
+                # The length first: a stranger's object of that name could be of any.
                 if self.source.store.head(name).nbytes != payload.bytes:
                     raise DigestMismatch(f"{name} does not have the {payload.bytes} bytes that it should have")
                 self._target.put_payload(payload, kind, self._fetched(name, payload))
@@ -394,6 +401,7 @@ class Relay:
         """Empties the target's copy, in the order of garbage collection, and forgets whose stream it was."""
         self._require_no_publisher()
         names = self._target.names
+        # What refers to something goes first: a reader in between finds the stream shorter, never torn.
         for folder in (names.links, names.versions, names.payloads, names.digests):
             found = [info.name for info in self._target.store.list(folder) if names.parse(info.name)]
             for name in reversed(found):

@@ -114,6 +114,7 @@ class Stream:
         where that takes too long; the next look goes on.
         """
         listed = self.versions(after)
+        # Manifests never change: the highest one that was read before bounds what is to be read now.
         known = None if anybody else next(filter(None, map(self._kept, reversed(listed))), None)
         above = [version for version in reversed(listed) if known is None or version > known.version]
         unreadable = self._unreadable_by_anybody if anybody else self._unreadable
@@ -134,6 +135,7 @@ class Stream:
         if manifest is None:
             manifest = self._read(version)
             self._manifests.keep(manifest)
+        # Looked at each time: whose stream it is may be decided after the manifest was read.
         if not self._is_ours(manifest):
             raise Untrusted(
                 f"the manifest of version {version} of {self.name!r} is of another stream of this name, "
@@ -253,6 +255,7 @@ class Stream:
         """
         name = self.names.payload(payload.sha256, kind)
         for _ in range(2):
+            # The length before the content: what is longer than promised is not worth its memory.
             stored = self.store.head(name).nbytes
             if stored == payload.bytes:
                 expect(self.store, name, payload.bytes)
