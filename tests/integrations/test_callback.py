@@ -276,6 +276,17 @@ def test_no_version_is_committed_twice_at_the_end_and_a_second_training_goes_on(
     assert steps(store) == [0, 1, 1, 2]
 
 
+def test_a_run_says_that_it_continues_a_stream(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    for warnings in (0, 1):
+        training = Training(store)
+        caplog.clear()
+        training.begin()
+        training.step()
+        training.end()
+        assert [("continued" in record.message) for record in caplog.records] == [True] * warnings
+
+
 @pytest.mark.parametrize("settings", [{"dtype": "F32"}, {"every": 0}, {"every": True}, {"on_event": 3}, {"keep": 0}])
 def test_settings_that_make_no_sense_are_refused_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -78,6 +81,30 @@ def test_the_docstring_lists_what_is_registered(registry: CollectorRegistry) -> 
         family.name + ("_total" if family.type == "counter" else ""): family.type for family in registry.collect()
     }
     assert listed == registered
+
+
+def test_dashboard_and_alerts_name_only_what_is_there(rng: Rng, registry: CollectorRegistry) -> None:
+    """After real syncs and all events, which give each family its samples and labels."""
+    metrics, store = PrometheusMetrics(registry), MemoryStore()
+    with Publisher(store, stream="policy", on_event=metrics) as publisher:
+        for state in history(rng, 3):
+            publisher.publish(state)
+            Subscriber(store, stream="policy", on_event=metrics).sync()
+    for event in ONE_OF_EACH:
+        metrics(event)
+    labels = {sample.name: {*sample.labels, "instance", "job"} for f in registry.collect() for sample in f.samples}
+    folder = Path(__file__).parents[2] / "examples" / "monitoring"
+    panels = [target["expr"] for panel in json.loads((folder / "grafana.json").read_text())["panels"]
+              for target in panel.get("targets", [])]  # fmt: skip
+    rules = yaml.safe_load((folder / "alerts.yaml").read_text())["groups"]
+    alerts = [rule["expr"] for group in rules for rule in group["rules"]]
+    assert min(len(panels), len(alerts)) >= 5
+    for expression in panels + alerts:
+        used = re.findall(r"(pulse_\w+)(?:\{([^}]*)\})?", expression)
+        assert used
+        for name, chosen in used:
+            assert name in labels, expression
+            assert {*re.findall(r"(\w+)=", chosen)} <= labels[name], expression
 
 
 def test_a_scrape_of_real_syncs_parses_and_names_follow_the_conventions(rng: Rng, registry: CollectorRegistry) -> None:

@@ -170,7 +170,7 @@ def keep_on(
         except PulseError as error:
             if args.once or not may_pass(error):
                 raise
-            console.note(f"{error}; retrying")
+            console.note(f"{error} ({error.hint}); retrying")
             if not isinstance(error, EmptyStream):  # what is missing or damaged is fetched again at each try
                 wait = min(max(2 * wait, _MIN_WAIT), _MAX_WAIT)
                 _sleep(max(wait, args.poll))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .._util.files import open_regular, write_atomically
+from .._util.settings import format_duration
 from ..errors import InputError, PulseError
 from ..events import BaselineRestored, Event, FallbackUsed, Hint, Progress
 from ..state.folder import check_file
@@ -74,9 +75,11 @@ class Console:
         if not self._live or now - self._started < _QUIET_SECONDS or now - self._drawn < _REDRAW_SECONDS:
             return
         share = event.done / max(event.total, 1)
-        rate = event.done / (now - self._started) / 1e9
+        passed = now - self._started
+        left = format_duration(round(passed * (event.total - event.done) / max(event.done, 1)))
         bar = ("━" * round(share * _BAR)).ljust(_BAR)
-        print(f"\r{event.stage:8} {bar} {share:4.0%}  {rate:.2f} GB/s ", end="", file=sys.stderr, flush=True)
+        text = f"\r{event.stage:8} {bar} {share:4.0%}  {event.done / passed / 1e9:.2f} GB/s  {left} left \033[K"
+        print(text, end="", file=sys.stderr, flush=True)
         self._drawn, self._shown = now, True
 
     def note(self, text: str) -> None:

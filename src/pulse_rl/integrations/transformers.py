@@ -168,7 +168,14 @@ class PulseCallback(TrainerCallback):
             if not self._adapter:
                 for words in advice(model, kwargs.get("optimizer"), args.learning_rate, self._dtype):
                     _log.warning("stream %s: %s", self._stream, words)
-            self._publisher.head()
+            head = self._publisher.head()
+            if head is not None and state.global_step == 0:
+                _log.warning(
+                    "stream %s is continued: its newest version is %d, of step %s. A new one needs another name",
+                    self._stream,
+                    head.version,
+                    head.metadata.get("step", "?"),
+                )
             self._files = None if self._adapter else self._beside(model, kwargs)
         weights, facts = self._take(model, first)
         if first:
@@ -328,7 +335,9 @@ class PulseCallback(TrainerCallback):
         if self._published:
             figures["version"] = self._published.version
         patches = [p.density for p in self._since_log if p.changed is not None]
-        fetched = [p.patch_bytes or p.anchor_bytes for p in self._since_log]
+        # Of the same versions as the density: the first one is an anchor, and no measure of what follows.
+        fetched = [p.patch_bytes for p in self._since_log if p.changed is not None]
+        fetched = fetched or [p.anchor_bytes for p in self._since_log]
         for name, values in (("density", patches), ("bytes", fetched), ("blocked_seconds", self._blocked)):
             if values:
                 figures[name] = sum(values) / len(values)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...errors import EngineUnavailable, InputError, PulseError
-from ...events import Listener, Metadata, Published
+from ...events import Metadata, Published
+from ...sync.publisher import PublisherSettings
 from ..engines.handle import EngineSync
 from ..weights import advice, policy_weights
 from .transfer import Completion, Link, log
@@ -25,9 +26,8 @@ def pulse_rollout(
     stream: str,
     *,
     retry_seconds: float = 300.0,
-    on_event: Listener | None = None,
     engine: Mapping[str, Any] | None = None,
-    **publisher: Any,
+    **publisher: Unpack[PublisherSettings],
 ) -> PulseRollout:
     """A ``rollout_func`` that has a vLLM server generate with the trainer's newest weights: ``GRPOTrainer(...,
     rollout_func=pulse_rollout("http://localhost:8000", "s3://bucket/run", "policy"))``, without ``use_vllm``.
@@ -38,15 +38,13 @@ def pulse_rollout(
     gets ``pulse/version``, ``pulse/density``, ``pulse/bytes`` (of what the server fetches) and
     ``pulse/pause_seconds``.
 
-    ``server_url``, ``store``, ``stream``, ``on_event``, ``engine`` and all other keywords are those of
+    ``server_url``, ``store``, ``stream``, ``engine`` and all other keywords are those of
     `PulseWeightTransfer`, and so is what happens while the store or the server is away: the training waits, at most for
     ``retry_seconds``. A server that was restarted generates nothing for it before it has the newest weights again. At
     the end of the training errors are logged, not raised. An evaluation outside of a training publishes what it
     evaluates. Raises InputError.
     """
-    link = Link(
-        server_url, store, stream, retry_seconds=retry_seconds, on_event=on_event, engine=engine, publisher=publisher
-    )
+    link = Link(server_url, store, stream, retry_seconds=retry_seconds, engine=engine, publisher=publisher)
     return PulseRollout._of(link)
 
 

@@ -7,15 +7,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import torch
 
 from ..._util.settings import checked_number
 from ...errors import ConcurrentUse, EmptyStream, EngineError, EngineUnavailable, InputError, PulseError
-from ...events import Listener, Metadata, Published, checked_listener
+from ...events import Metadata, Published, checked_listener
 from ...state.checkpoint import unwrapped
-from ...sync.publisher import Publisher
+from ...sync.publisher import Publisher, PublisherSettings
 from ..engines.handle import EngineSync
 from ..engines.transport import Client
 from ..vllm import EngineHandle, connect
@@ -41,9 +41,8 @@ class Link:
         stream: str,
         *,
         retry_seconds: float,
-        on_event: Listener | None,
         engine: Mapping[str, Any] | None,
-        publisher: dict[str, Any],
+        publisher: PublisherSettings,
     ) -> None:
         if not isinstance(server_url, str):
             raise InputError(f"{server_url!r} is no URL of a server", hint="Give it as http://host:port.")
@@ -56,7 +55,8 @@ class Link:
         self._engine = dict(engine or {})
         self.server = VllmServer(server_url, self._engine.get("timeout_seconds", 600.0))
         self._store = store if "://" in store else str(Path(store).absolute())  # the server runs in another folder
-        self._settings = publisher | {"stream": stream, "on_event": logged(log, checked_listener(on_event))}
+        listener = logged(log, checked_listener(publisher.get("on_event")))
+        self._settings: dict[str, Any] = {**publisher, "stream": stream, "on_event": listener}
         signer = publisher.get("signer")
         keys = [*([signer.public_key] if signer else ()), *publisher.get("trusted_keys", ())]
         if keys:
@@ -215,7 +215,7 @@ class PulseWeightTransfer:
     same protocol.
 
     ``server_url`` is that of the trainer's ``vllm_server_base_url``; the server runs with the backend ``pulse``
-    (docs/vllm.md). ``store``, an address that the server opens as well, ``stream``, ``on_event`` and all other
+    (docs/vllm.md). ``store``, an address that the server opens as well, ``stream`` and all other
     keywords are those of `Publisher`; what ``signer`` signs, the server trusts. ``engine`` are keywords of
     `pulse_rl.integrations.vllm.connect` (``in_flight``, ``audit_every`` …).
 
@@ -236,16 +236,14 @@ class PulseWeightTransfer:
         stream: str,
         *,
         retry_seconds: float = 300.0,
-        on_event: Listener | None = None,
         engine: Mapping[str, Any] | None = None,
-        **publisher: Any,
+        **publisher: Unpack[PublisherSettings],
     ) -> None:
         self._link = Link(
             server_url,
             store,
             stream,
             retry_seconds=retry_seconds,
-            on_event=on_event,
             engine=engine,
             publisher=publisher,
         )
