@@ -31,7 +31,6 @@ MODULES = (
     "pulse_rl.errors",
     "pulse_rl.events",
     "pulse_rl.integrations.fsdp",
-    "pulse_rl.integrations.peft",
     "pulse_rl.integrations.torch",
     "pulse_rl.integrations.transformers",
     "pulse_rl.integrations.trl",

@@ -255,3 +255,17 @@ def test_a_cast_checkpoint_says_what_it_is_now(pulse: Pulse, tmp_path: Path, key
     pulse("follow", tmp_path / "store", "--stream", "policy", "--once", "--out", tmp_path / "out")
     found = json.loads((tmp_path / "out/config.json").read_text())
     assert found == {"a": 1, key: "bfloat16", "text_config": {key: "bfloat16", "n": 2}}
+
+
+def test_an_adapter_becomes_a_folder_that_peft_loads(pulse: Pulse, tmp_path: Path) -> None:
+    store, out, config = tmp_path / "store", tmp_path / "out", b'{"peft_type": "LORA", "r": 2}'
+    with Publisher(LocalStore(store), stream="policy") as publisher:
+        for version in range(3):
+            weights = {"base_model.model.q_proj.lora_A.weight": np.full((2, 3), version, np.float32)}
+            publisher.publish(weights, files={"adapter_config.json": config})
+            pulse(*follow(store, out, *(["--sharded"] if version == 1 else [])))
+            assert content(out).keys() - {"pulse.history"} == {"adapter_config.json", "adapter_model.safetensors"}
+            assert content(out)["adapter_config.json"] == config
+            assert state_root(load_file(out / "adapter_model.safetensors")) == state_root(weights) == state_root(out)
+    idle = pulse.json(*follow(store, out))
+    assert (idle["version"], idle["payload_bytes"]) == (2, 0)

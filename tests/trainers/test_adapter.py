@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 
 from pulse_rl import MemoryStore, Subscriber
 from pulse_rl.errors import UnsupportedTensor
-from pulse_rl.integrations.peft import write_adapter
 from pulse_rl.integrations.transformers import PulseCallback
 from pulse_rl.integrations.weights import adapter_weights
 from tests.trainers.support import tiny
@@ -44,7 +43,8 @@ def test_peft_loads_what_was_published_bit_for_bit(tmp_path: Path, extra: dict[s
         update = subscriber.sync(version)
         assert update is not None
         assert update.metadata["step"] == version
-        folder = write_adapter(subscriber.state, tmp_path / f"adapter-v{version}", update.metadata)
+        folder = tmp_path / f"adapter-v{version}"
+        subscriber.save(folder)
         update.acknowledge()
         loaded = PeftModel.from_pretrained(tiny(torch.bfloat16), folder)
         found = get_peft_model_state_dict(loaded)

@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from pulse_rl import Subscriber
-from pulse_rl.integrations.peft import write_adapter
 from pulse_rl.integrations.transformers import PulseCallback
 from tests.engines.server import complete, server
 
@@ -35,7 +34,8 @@ def test_a_server_generates_with_each_version_by_its_name(
         for version in (0, 3):
             update = worker.sync(version)
             assert update is not None
-            folder = write_adapter(worker.state, tmp_path / f"adapter-v{version}", update.metadata)
+            folder = tmp_path / f"adapter-v{version}"
+            worker.save(folder)
             update.acknowledge()
             body = {"lora_name": f"policy-v{version}", "lora_path": str(folder)}
             request = urllib.request.Request(

@@ -15,7 +15,7 @@ from ..integrations.engines.handle import EngineHandle, EngineSync
 from ..integrations.sglang import is_sglang
 from ..maintenance.relay import Relay
 from ..metrics import Heartbeat, fan_out
-from ..state.checkpoint import FILE_NAME, INDEX_NAME, current_version, load
+from ..state.checkpoint import FILE_NAME, current_version, load
 from ..state.folder import check_folder
 from ..sync.notices import absence
 from ..sync.polling import PollTimer, jittered
@@ -188,8 +188,6 @@ def _left_in(out: Path) -> tuple[Path | None, int | None]:
     from an anchor."""
     shown = current_version(out)
     try:
-        if not ((shown / FILE_NAME).exists() or (shown / INDEX_NAME).exists()):
-            return None, None
         version = load(shown)[1].get("pulse.version", "")
     except (FormatError, UnsupportedTensor, InputError):
         return None, None

@@ -29,7 +29,6 @@ from ..state.companions import files_of, of_dtype
 from ..store import Store
 from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import Submission
-from .peft import ADAPTER_CONFIG
 from .weights import adapter_weights, advice, base_of, logged, policy_weights
 
 __all__ = ["PulseCallback", "checkpoint_files", "checkpoint_weights"]
@@ -90,8 +89,7 @@ class PulseCallback(TrainerCallback):
     None publishes them as they are. A version carries what ``save_pretrained`` of the model and of the trainer's
     tokenizer or processor writes beside the weights (`checkpoint_files`), as it was when the training began, so that
     what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With ``adapter`` a version is
-    the PEFT adapter alone, by PEFT's names, with its config in the metadata: `pulse_rl.integrations.peft` makes a
-    folder of it on the other side.
+    the PEFT adapter alone, by PEFT's names, with its config: the folder is one that PEFT and engines load.
 
     The training is held up for merging, gathering and copying; the rest is done behind it (`Publisher.submit`). Where
     the store is slower than the steps, the newest weights ``replace`` those that still wait, which then get no version;
@@ -177,9 +175,9 @@ class PulseCallback(TrainerCallback):
                     head.metadata.get("step", "?"),
                 )
             self._files = None if self._adapter else self._beside(model, kwargs)
-        weights, facts = self._take(model, first)
+        weights = self._take(model, first)
         if first:
-            metadata = _metadata(state) | facts
+            metadata = _metadata(state)
             done = self._publisher.publish(weights, metadata=metadata, dtype=self._dtype, files=self._files)
             self._committed(state.global_step, done)
 
@@ -233,12 +231,12 @@ class PulseCallback(TrainerCallback):
         first = state.is_world_process_zero
         try:
             # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
-            weights, facts = self._take(model, first)
+            weights = self._take(model, first)
             if first:
                 self._publisher.wait()
                 self._raise_fatal()
                 if again or self._committed_step != state.global_step:
-                    self._hand_over(weights, facts, state, replace=False)
+                    self._hand_over(weights, state, replace=False)
                     self._publisher.wait()
                     self._raise_fatal()
         finally:
@@ -250,17 +248,18 @@ class PulseCallback(TrainerCallback):
     def _submit(self, model: nn.Module, state: TrainerState) -> None:
         first = state.is_world_process_zero
         began = time.perf_counter()
-        weights, facts = self._take(model, first)
+        weights = self._take(model, first)
         if first:
-            self._hand_over(weights, facts, state, replace=self._replace)
+            self._hand_over(weights, state, replace=self._replace)
             self._blocked.append(time.perf_counter() - began)
 
-    def _take(self, model: nn.Module, keep: bool) -> tuple[dict[str, torch.Tensor], Metadata]:
-        """What is published, and what its metadata say beside the step. A collective where `is_sharded`."""
+    def _take(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+        """What is published. A collective where `is_sharded`."""
         if not self._adapter:
-            return policy_weights(model, self._dtype, keep=keep), {}
+            return policy_weights(model, self._dtype, keep=keep)
         weights, config = adapter_weights(model, self._dtype, keep=keep)
-        return weights, {ADAPTER_CONFIG: config}
+        self._files = {"adapter_config.json": config.encode()}
+        return weights
 
     def _beside(self, model: nn.Module, given: dict[str, Any]) -> dict[str, bytes] | None:
         """The files beside the weights, of what the Trainer has ``given``; None, and a warning, where there are none to
@@ -273,11 +272,9 @@ class PulseCallback(TrainerCallback):
             _log.warning("stream %s: config and tokenizer are not published: %s", self._stream, error)
             return None
 
-    def _hand_over(
-        self, weights: dict[str, torch.Tensor], facts: Metadata, state: TrainerState, *, replace: bool
-    ) -> None:
+    def _hand_over(self, weights: dict[str, torch.Tensor], state: TrainerState, *, replace: bool) -> None:
         self._raise_fatal()
-        metadata = _metadata(state) | facts
+        metadata = _metadata(state)
         submission = self._publisher.submit(
             weights, metadata=metadata, dtype=self._dtype, files=self._files, replace=replace
         )

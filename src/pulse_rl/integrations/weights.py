@@ -122,7 +122,7 @@ def adapter_weights(
     taken = {name: cast_to_host(tensor, target, keep=keep) for name, tensor in tensors.items()}
     settings = core.peft_config[active[0]].to_dict() | {"inference_mode": True}
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
-    return (taken, json.dumps(plain, sort_keys=True)) if keep else ({}, "")
+    return (taken, json.dumps(plain, indent=2, sort_keys=True)) if keep else ({}, "")
 
 
 def cast_to_host(tensor: torch.Tensor, target: torch.dtype | None, *, keep: bool = True) -> torch.Tensor:

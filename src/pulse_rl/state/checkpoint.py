@@ -25,6 +25,8 @@ from .tensors import DTYPES, State, TensorSpec, UIntArray, check_tensor_name, dt
 MAX_HEADER_BYTES = 100 << 20
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
+ADAPTER_NAME = "adapter_model.safetensors"
+"""A PEFT adapter's weights, beside its ``adapter_config.json``."""
 PRIVATE, CURRENT = ".pulse", "current"
 """In a folder that pulse writes: what holds its versions, and the link to the one that is shown (see `folder`)."""
 _SAFE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
@@ -73,7 +75,7 @@ def current_version(folder: Path) -> Path:
     """The folder of the version that ``folder`` shows, which stays as it is while another one takes its place;
     ``folder`` itself where pulse did not write it."""
     shown = f"{PRIVATE}/{CURRENT}/"
-    for name in (FILE_NAME, INDEX_NAME):
+    for name in (FILE_NAME, INDEX_NAME, ADAPTER_NAME):
         with suppress(OSError, ValueError):
             if os.readlink(folder / name) == shown + name and (folder / shown / name).is_file():
                 return (folder / PRIVATE / CURRENT).resolve(strict=True)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from .._util.files import disk_error, make_folder, sync_folder, write_atomically
 from ..errors import InputError
-from .checkpoint import CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, save, serialize
+from .checkpoint import ADAPTER_NAME, CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, save, serialize
 from .companions import weight_map
 from .tensors import State, TensorSpec
 
@@ -44,13 +44,14 @@ def write_checkpoint(
     into: Path, state: State, files: Mapping[str, bytes], metadata: Mapping[str, str], *, sharded: bool
 ) -> None:
     """Puts a checkpoint of ``state`` into the folder ``into``: one file of weights, or, where it is ``sharded``, those
-    of the index among ``files`` with an index of their own; where no index fits the state, files of about 5 GB. Raises
-    StoreFull and StoreError."""
+    of the index among ``files`` with an index of their own; where no index fits the state, files of about 5 GB. With
+    an ``adapter_config.json`` among the files it is a PEFT adapter. Raises StoreFull and StoreError."""
     for name, data in files.items():
         if name != INDEX_NAME:
             write_atomically(into / name, [data])
-    if not sharded:
-        save(into / FILE_NAME, state, metadata)
+    is_adapter = "adapter_config.json" in files and "config.json" not in files
+    if is_adapter or not sharded:
+        save(into / (ADAPTER_NAME if is_adapter else FILE_NAME), state, metadata)
         return
     shards: dict[str, list[TensorSpec]] = {}
     places = _places(state, weight_map(files))
