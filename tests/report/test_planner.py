@@ -11,8 +11,8 @@ import quickjs
 
 from pulse_rl._util import settings as units
 from pulse_rl.plan import METHODS, Scenario, make_plan
+from pulse_rl.report.data import study_data
 from pulse_rl.report.document import planned, script_source
-from pulse_rl.report.study import study_data
 from tests.support.reports import study
 
 

@@ -16,8 +16,8 @@ from pulse_rl import MemoryStore, Publisher, Subscriber
 from pulse_rl.errors import InputError
 from pulse_rl.metrics import JsonLines
 from pulse_rl.report import read_run, render
+from pulse_rl.report.data import BUCKETS, busy, running_mean, thinned
 from pulse_rl.report.document import SCRIPTS
-from pulse_rl.report.run import BUCKETS, busy, running_mean, thinned
 from tests.support.commands import Pulse
 from tests.support.reports import (
     DENSITY,

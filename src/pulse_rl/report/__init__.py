@@ -12,7 +12,7 @@ numbers.
 
 from __future__ import annotations
 
+from .data import read_run
 from .document import render
-from .run import read_run
 
 __all__ = ["read_run", "render"]

@@ -17,7 +17,7 @@ from typing import Any
 from .._util.settings import format_bandwidth, format_bytes, format_duration, format_number, format_percent
 from ..plan import METHODS, Scenario, make_plan
 from ..plan.model import MethodPlan
-from .study import study_data
+from .data import study_data
 
 
 def headline(run: Mapping[str, Any] | None, study: Mapping[str, Any] | None) -> str:

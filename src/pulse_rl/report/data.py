@@ -1,18 +1,21 @@
-"""The page's data for a run, from the events that its processes wrote with `pulse_rl.metrics.JsonLines`.
+"""The page's data: for a run, from the events that its processes wrote with `pulse_rl.metrics.JsonLines`; for a study,
+the parts of the JSON of ``pulse study`` that it needs, checked and shortened.
 
 Long series are downsampled to what a chart some hundred pixels wide can show, keeping extremes.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import fmean, median
 from typing import Any
 
+from .. import plan
 from .._util.settings import checked_path
 from ..errors import InputError
 from ..metrics import read_events
@@ -20,6 +23,30 @@ from ..plan.model import bandwidth_for
 
 BUCKETS = 400
 """A series of up to twice as many points is drawn as it is."""
+
+FORMAT = "pulse.study.1"
+_MAX_TENSORS = 30
+_MAX_LAYERS = 40
+_MAX_ROWS = 64
+_MAX_EXPONENTS = 600
+_MAX_DIMENSIONS = 8
+_MAX_AGES = 16
+_ROW = ("k", "pairs", "sparsity", "sparsity_min", "sparsity_max")
+_ROW_OPTIONAL = ("untouched", "bytes", "bytes_per_changed", "bytes_per_changed_zstd", "entropy_bound", "times_bound")
+_HISTORY_OPTIONAL = (
+    "not_yet",
+    "within_8",
+    "entropy_bound",
+    "entropy_bound_with_history",
+    "bytes_per_changed_auto",
+    "bytes_per_changed_history",
+)
+_SUMMARY_OPTIONAL = ("bytes_per_sync", "bandwidth_for_target", "bandwidth_full", "target", "step_seconds")
+_MAX_WORKERS = 64
+_MAX_FAILURES = 50
+_MAX_TEXT = 300
+_MAX_NUMBER = 1e18
+_TARGET = 0.9
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> dict[str, Any]:
@@ -76,12 +103,6 @@ def busy(spans: Sequence[tuple[float, float]], until: float) -> list[list[float]
 
 EventRecord = dict[str, Any]
 """One line of a log, as `read_events` yields it."""
-
-_MAX_WORKERS = 64
-_MAX_FAILURES = 50
-_MAX_TEXT = 300
-_MAX_NUMBER = 1e18
-_TARGET = 0.9
 
 
 def read_run(path: str | os.PathLike[str], *, stream: str | None = None) -> dict[str, Any]:
@@ -293,3 +314,96 @@ def _summary(published: list[EventRecord]) -> dict[str, Any] | None:
         "anchors": sum(e["anchor_bytes"] > 0 for e in published),
         "anchor_bytes": sum(e["anchor_bytes"] for e in published),
     }
+
+
+def study_data(study: Any) -> dict[str, Any]:
+    """Raises InputError unless ``study`` is the JSON object that ``pulse study`` makes."""
+    try:
+        if study["format"] != FORMAT:
+            raise ValueError(f"its format is {study['format']!r}, not {FORMAT!r}")
+        return _data(study)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise InputError(f"not a study: {error!r}", hint="Give the output of `pulse study --json`.") from None
+
+
+def _data(study: Mapping[str, Any]) -> dict[str, Any]:
+    given = sorted(study["rows"][:_MAX_ROWS], key=lambda row: _number(row, "k"))
+    rows = [_picked(row, _ROW, _ROW_OPTIONAL) for row in given]
+    k = rows[0]["k"]
+    layers = sorted(study["layers"], key=lambda layer: -_number(layer, "changed"))
+    named = list(dict.fromkeys(str(layer["layer"]) for layer in layers))[:_MAX_LAYERS]
+    tensors = sorted((t for t in study["tensors"] if t["k"] == k), key=lambda t: _number(t, "sparsity"))
+    pairs = [pair for pair in study["pairs"] if pair["k"] == k]
+    gradients = study["gradients"]
+    summary = _picked(study["summary"], ("sparsity",), _SUMMARY_OPTIONAL) | {
+        "full_bytes": _number(study, "dense_bytes")
+    }
+    measured = plan.from_study(study)
+    return {
+        "source": str(study["source"]),
+        "dtype": str(study["dtype"]),
+        "parameters": _number(study, "parameters"),
+        "states": len(study["states"]),
+        "lr": _optional(study, "lr"),
+        "gradient_density": _optional(study, "gradient_density"),
+        "rows": rows,
+        "layers": [
+            {"layer": str(layer["layer"]), **_picked(layer, ("k", "sparsity"), ())}
+            for layer in layers
+            if str(layer["layer"]) in named
+        ],
+        "tensors": [
+            {
+                **{name: str(tensor[name])[:300] for name in ("name", "layer", "dtype")},
+                "shape": [int(n) for n in tensor["shape"][:_MAX_DIMENSIONS]],
+                **_picked(tensor, ("k", "sparsity"), ()),
+            }
+            for tensor in tensors[:_MAX_TENSORS]
+        ],
+        "over_time": thinned([int(p["new"]) for p in pairs], [1 - _number(p, "sparsity") for p in pairs]),
+        "gradients": thinned(list(range(len(gradients))), [_finite(g) for g in gradients]),
+        "exponents": [
+            _picked(e, ("exponent", "elements", "density"), ("threshold", "predicted_lr", "predicted_10lr"))
+            for e in study["exponents"][:_MAX_EXPONENTS]
+        ],
+        "history": _history(study.get("history")),
+        "summary": summary,
+        "scenario": {
+            "params": measured.params,
+            "density": measured.density,
+            "param_bytes": measured.param_bytes,
+            "bytes_per_changed": dict(measured.bytes_per_changed),
+            "step_seconds": summary["step_seconds"] or 50.0,
+        },
+    }
+
+
+def _history(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """None for a study without it, and where nothing changed."""
+    if given is None or not _number(given, "changed"):
+        return None
+    ages = [_picked(age, ("from", "share"), ("to",)) for age in given["ages"][:_MAX_AGES]]
+    return {"ages": ages, **_picked(given, ("steps",), _HISTORY_OPTIONAL)}
+
+
+def _picked(given: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...]) -> dict[str, float | None]:
+    return {name: _number(given, name) for name in required} | {name: _optional(given, name) for name in optional}
+
+
+def _number(given: Mapping[str, Any], name: str) -> float:
+    value = _finite(given[name])
+    if value is None:
+        raise ValueError(f"{name} is {given[name]!r}")
+    return value
+
+
+def _optional(given: Mapping[str, Any], name: str) -> float | None:
+    return _finite(given.get(name))
+
+
+def _finite(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return value if math.isfinite(value) else None
