@@ -64,6 +64,7 @@ def test_a_listener_hears_why_patches_are_large() -> None:
     assert "learning rate" in hint.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [[], ["policy", "policy-2"]])
 def test_a_mistyped_stream_is_said_once_with_what_is_there(tmp_path: Path, there: list[str]) -> None:
     for stream in there:
@@ -79,6 +80,7 @@ def test_a_mistyped_stream_is_said_once_with_what_is_there(tmp_path: Path, there
         list(Subscriber(tmp_path / "nowhere", stream="s").updates(poll_seconds=0.4, timeout_seconds=2.5))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_a_stream_that_is_there_is_not_missed(tmp_path: Path) -> None:
     worker = Subscriber(tmp_path, stream=STREAM)

@@ -68,7 +68,8 @@ def version_of(folder: Path, *, sharded: bool = False) -> int:
     return version
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
 def test_killed_at_every_change_of_a_folder_it_is_one_version_or_the_other(
     pulse: Pulse, store: Path, tmp_path: Path, sharded: bool
 ) -> None:
@@ -97,6 +98,7 @@ def test_killed_at_every_change_of_a_folder_it_is_one_version_or_the_other(
     assert kills > 20
 
 
+@pytest.mark.slow
 def test_a_follower_that_is_killed_again_and_again(tmp_path: Path, rng: Rng) -> None:
     out = tmp_path / "out"
     with Publisher(LocalStore(tmp_path / "store"), stream="policy") as publisher:
@@ -116,6 +118,7 @@ def test_a_follower_that_is_killed_again_and_again(tmp_path: Path, rng: Rng) -> 
     assert shown > 20
 
 
+@pytest.mark.slow
 def test_what_a_first_run_left_is_no_hindrance(pulse: Pulse, store: Path, tmp_path: Path) -> None:
     out, done = tmp_path / "out", False
     with Killed(out, follow(store, out)) as killed:

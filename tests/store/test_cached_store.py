@@ -34,7 +34,7 @@ class TestCachedStore(OwnStore):
         return CachedStore(self.inner, self.root / f"cache-{next(counter)}", digest_of)
 
 
-@pytest.mark.parametrize("kind", ["memory", "folder", "s3"])
+@pytest.mark.parametrize("kind", ["memory", pytest.param("s3", marks=pytest.mark.slow), "folder"])
 def test_create_or_confirm(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     store = s3_store(request.getfixturevalue("s3"), "confirmed") if kind == "s3" else open_store(tmp_path)
     store = open_store("memory://") if kind == "memory" else store
