@@ -158,8 +158,9 @@ def test_it_is_small() -> None:
 
 
 def test_no_call_takes_more_than_ten_arguments() -> None:
-    """Records are not counted: the library makes them."""
-    made = [(name, value) for name, value in CLASSES if not dataclasses.is_dataclass(value)]
+    """Records that the library makes are not counted."""
+    received = {"Published", "EngineSync", "Round", "GcPlan"}
+    made = [(name, value) for name, value in CLASSES if value.__name__ not in received]
     for name, value in [*made, *FUNCTIONS, *METHODS]:
         if not isinstance(value, property) and (taken := signature(value)):
             assert len(inspect.signature(value).parameters) <= 10 + ("self" in taken), name

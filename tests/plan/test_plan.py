@@ -70,7 +70,7 @@ def test_a_patch_is_never_larger_than_the_state_and_grows_with_density(method: s
     assert sync_bytes(method, 100, 1.0) <= 200
 
 
-@pytest.mark.parametrize("scenario", [PAPER, SMALL, replace(SMALL, workers=4, shared_link=True)])
+@pytest.mark.parametrize("scenario", [PAPER, SMALL, replace(SMALL, sharers=4)])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_bandwidth_for_a_target_reaches_it(scenario: Scenario, method: str) -> None:
     needed = make_plan(scenario).methods[method].bandwidth_for_target
@@ -92,8 +92,7 @@ def test_links_and_round_trips() -> None:
         return make_plan(replace(SMALL, **changes)).methods["auto"].phases  # type: ignore[arg-type]
 
     own = phases()
-    assert phases(workers=4) == own  # each worker on a link of its own
-    assert phases(workers=4, shared_link=True)["download"] == pytest.approx(4 * own["download"])
+    assert phases(sharers=4)["download"] == pytest.approx(4 * own["download"])
     assert phases(upload_bandwidth=100e6)["upload"] == pytest.approx(own["upload"] / 2)
     assert phases(upload_bandwidth=100e6)["download"] == own["download"]
     assert phases(round_trip_seconds=1.0)["upload"] == pytest.approx(own["upload"] + 3)
@@ -131,8 +130,8 @@ def test_nothing_changes() -> None:
     "changes",
     [
         {"params": 0}, {"density": -0.1}, {"density": 1.1}, {"density": float("nan")}, {"step_seconds": 0.0},
-        {"bandwidth": -1.0}, {"bandwidth": float("inf")}, {"upload_bandwidth": 0.0}, {"workers": 0}, {"cores": 0},
-        {"round_trip_seconds": -1.0}, {"target": 0.0}, {"target": 1.0}, {"bytes_per_changed": {"zstd": -1.0}},
+        {"bandwidth": -1.0}, {"bandwidth": float("inf")}, {"upload_bandwidth": 0.0}, {"sharers": 0}, {"cores": 0},
+        {"round_trip_seconds": -1.0}, {"bytes_per_changed": {"zstd": -1.0}},
     ],
 )  # fmt: skip
 def test_impossible_scenarios_are_refused(changes: dict[str, object]) -> None:
@@ -158,3 +157,9 @@ def test_a_study_settles_what_history_takes_from_one_version_to_the_next() -> No
 def test_what_is_no_study_is_refused(study: object) -> None:
     with pytest.raises(InputError, match="not a study"):
         from_study(study)
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0])
+def test_a_target_that_no_link_reaches_is_refused(target: float) -> None:
+    with pytest.raises(InputError, match="target"):
+        make_plan(SMALL, target=target)

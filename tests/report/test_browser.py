@@ -229,7 +229,7 @@ def test_charts_show_what_the_data_says(browser: Chromium, pages: dict[str, Path
 
 def test_moving_sliders_draws_what_the_plan_says(browser: Chromium, pages: dict[str, Path]) -> None:
     browser.show(pages["planner"])
-    scenario = Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=2e8, workers=4)
+    scenario = Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=2e8)
     plan = make_plan(scenario)
     assert table(browser) == {name: row(plan.methods[name]) for name in METHODS}
     seen = [curves(browser)]
@@ -241,8 +241,8 @@ def test_moving_sliders_draws_what_the_plan_says(browser: Chromium, pages: dict[
     ]:
         move = slide_density(browser, position) if name == "density" else slide(browser, name, position)
         changes[name] = move
-        plan = make_plan(Scenario(**({"params": PARAMETERS, "density": 0.01, "step_seconds": 50.0, "bandwidth": 2e8,
-                                      "workers": 4} | changes)))  # fmt: skip
+        plan = make_plan(Scenario(**({"params": PARAMETERS, "density": 0.01, "step_seconds": 50.0, "bandwidth": 2e8}
+                                    | changes)))  # fmt: skip
         assert table(browser) == {method: row(plan.methods[method]) for method in METHODS}, name
         shown = browser.evaluate(f"document.querySelector('output[for=plan-{name}]').textContent")
         assert shown == browser.evaluate(f"document.getElementById('plan-{name}').getAttribute('aria-valuetext')")
@@ -258,9 +258,7 @@ def test_a_shared_link_divides_the_bandwidth_among_workers(browser: Chromium, pa
     assert table(browser) == alone
     browser.evaluate("document.getElementById('plan-shared').click()")
     workers = int(browser.evaluate("document.querySelector('output[for=plan-workers]').textContent"))
-    plan = make_plan(
-        Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=2e8, workers=workers, shared_link=True)
-    )
+    plan = make_plan(Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=2e8, sharers=workers))
     assert table(browser) == {name: row(plan.methods[name]) for name in METHODS} != alone
 
 
@@ -271,7 +269,7 @@ def test_the_keyboard_moves_a_slider(browser: Chromium, pages: dict[str, Path]) 
     for kind in ("rawKeyDown", "keyUp"):
         browser.call("Input.dispatchKeyEvent", type=kind, key="Home", code="Home", windowsVirtualKeyCode=36)
     assert browser.evaluate("document.querySelector('output[for=plan-bandwidth]').textContent") == "1 Mbit/s"
-    plan = make_plan(Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=1e6, workers=4))
+    plan = make_plan(Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=1e6))
     assert table(browser) == {name: row(plan.methods[name]) for name in METHODS} != before
 
 
@@ -280,7 +278,7 @@ def test_bytes_that_a_study_measured_hold_at_its_density(browser: Chromium, fold
     page.write_text(render(study=study()), encoding="utf-8")
     browser.show(page)
     measured = {"auto": 0.9, "zstd": 2.8, "history": 0.85}
-    inputs: dict[str, Any] = {"params": PARAMETERS, "step_seconds": 50.0, "bandwidth": 2e8, "workers": 4}
+    inputs: dict[str, Any] = {"params": PARAMETERS, "step_seconds": 50.0, "bandwidth": 2e8}
     density = 1 - study()["rows"][0]["sparsity"]
     start = make_plan(Scenario(**inputs, density=density, bytes_per_changed=measured))
     assert table(browser) == {name: row(start.methods[name]) for name in METHODS}

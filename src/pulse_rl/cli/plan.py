@@ -72,6 +72,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     measured = from_study(read_study(Path(args.study))) if args.study else None
     if measured is None and (args.params is None or args.density is None):
         raise InputError("the number of changed parameters is unknown", hint="Give --params and --density, or --study.")
+    workers, target = parse_count(args.workers), parse_share(args.target)
     plan = make_plan(
         Scenario(
             params=measured.params if measured and args.params is None else parse_count(args.params),
@@ -79,18 +80,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
             step_seconds=parse_seconds(args.step_seconds),
             bandwidth=parse_bandwidth(args.bandwidth),
             upload_bandwidth=parse_bandwidth(args.upload_bandwidth) if args.upload_bandwidth is not None else None,
-            workers=parse_count(args.workers),
-            shared_link=args.shared_link,
+            sharers=workers if args.shared_link else 1,
             cores=parse_count(args.cores),
             round_trip_seconds=parse_seconds(args.round_trip_seconds),
-            target=parse_share(args.target),
             param_bytes=measured.param_bytes if measured else 2.0,
             bytes_per_changed=measured.bytes_per_changed if measured else {},
-        )
+        ),
+        target=target,
     )
-    facts, lines = facts_of(plan), _lines(plan)
+    facts, lines = facts_of(plan) | {"target": target}, _lines(plan, target)
     if args.regions is not None:
-        fleet = make_fleet_plan(plan.scenario, _fleet(args, plan.scenario.workers))
+        fleet = make_fleet_plan(plan.scenario, _fleet(args, workers))
         away = None if args.away is None else parse_count(args.away)
         facts["fleet"] = _fleet_facts(fleet, away)
         lines += _fleet_lines(fleet, away)
@@ -161,13 +161,13 @@ def facts_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _lines(plan: Plan) -> list[str]:
+def _lines(plan: Plan, target: float) -> list[str]:
     inputs, wins = plan.scenario, plan.full_wins
     lines = [
         f"{inputs.params:,} parameters, density {inputs.density:.3%}, {inputs.step_seconds:g} s per step, "
         f"{format_bandwidth(inputs.bandwidth)} to each worker",
         f"  {'':18} {'bytes/sync':>10} {'utilisation':>12} {'of a worker':>14} {'time/sync':>10}  "
-        f"bandwidth for {inputs.target:.0%}",
+        f"bandwidth for {target:.0%}",
     ]
     for name in METHODS:
         m = plan.methods[name]

@@ -103,8 +103,8 @@ class FleetPlan:
 
 
 def make_fleet_plan(scenario: Scenario, fleet: Fleet) -> FleetPlan:
-    """Predicts how a version of ``scenario`` reaches all workers of ``fleet``; the scenario's own ``workers`` and
-    ``shared_link`` do not count."""
+    """Predicts how a version of ``scenario`` reaches all workers of ``fleet``; the scenario's own ``sharers``
+    do not count."""
     ways = {way: {method: _way(scenario, fleet, way, method) for method in METHODS} for way in WAYS}
     return FleetPlan(scenario, fleet, ways, _relays_pay_from(scenario, fleet))
 

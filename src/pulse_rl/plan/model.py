@@ -5,7 +5,7 @@ N           parameters; ``b`` bytes each (BF16: 2)
 d           density, changed / all elements; ``C = d N`` changes
 T           seconds that a step computes
 B, B_up     bit/s of a worker's link to the store, and of the trainer's
-W           workers; ``k = W`` where they share one link, else ``k = 1``: each has its own, and they load side by side
+k           workers that load over one link; 1: each has its own, and they load side by side
 c           cores, as many at the publisher as at a worker
 R           seconds of a round trip to the store
 ==========  =======================================================================================================
@@ -116,11 +116,10 @@ class Scenario:
     """The inputs of a plan; see the module for symbols. Bandwidths are in bit/s, times in seconds.
 
     The model has ``params`` parameters of ``param_bytes`` bytes each, of which the fraction ``density`` changes in a
-    step of ``step_seconds``. ``workers`` have links of ``bandwidth`` each, or share one (``shared_link``); there are
+    step of ``step_seconds``. Each worker has a link of ``bandwidth``, or ``sharers`` of them share one; there are
     ``cores`` cores at either end, and a request takes ``round_trip_seconds``. ``upload_bandwidth`` None: the trainer's
-    link is as fast as a worker's. ``target`` is the utilisation that `MethodPlan.bandwidth_for_target` aims at.
-    ``bytes_per_changed``, measured by method at this density, replaces the formula where given. Raises InputError for
-    impossible values.
+    link is as fast as a worker's. ``bytes_per_changed``, measured by method at this density, replaces the formula where
+    given. Raises InputError for impossible values.
     """
 
     params: int
@@ -128,23 +127,19 @@ class Scenario:
     step_seconds: float
     bandwidth: float
     upload_bandwidth: float | None = None
-    workers: int = 1
-    shared_link: bool = False
+    sharers: int = 1
     cores: int = 8
     round_trip_seconds: float = 0.0
-    target: float = 0.9
     param_bytes: float = 2.0
     bytes_per_changed: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("params", "workers", "cores", "step_seconds", "bandwidth", "upload_bandwidth", "param_bytes"):
+        for name in ("params", "sharers", "cores", "step_seconds", "bandwidth", "upload_bandwidth", "param_bytes"):
             value = getattr(self, name)
             if value is not None or name != "upload_bandwidth":
                 checked_number(name, value, minimum=_MIN, maximum=_MAX)
         checked_number("round_trip_seconds", self.round_trip_seconds, maximum=_MAX)
         checked_number("density", self.density, maximum=1)
-        if not 0 < checked_number("target", self.target) < 1:
-            raise InputError(f"target must be above 0 and below 1, not {self.target}")
         for name, value in self.bytes_per_changed.items():
             checked_number(f"bytes_per_changed of {name}", value, maximum=_MAX)
 
@@ -194,9 +189,12 @@ class Plan:
     full_wins: Crossover
 
 
-def make_plan(scenario: Scenario) -> Plan:
-    """Predicts one sync of ``scenario`` by each method, and when a full sync wins."""
-    return Plan(scenario, {name: _predict(scenario, name) for name in METHODS}, _crossover(scenario))
+def make_plan(scenario: Scenario, *, target: float = 0.9) -> Plan:
+    """Predicts one sync of ``scenario`` by each method, and when a full sync wins. ``target`` is the utilisation that
+    `MethodPlan.bandwidth_for_target` aims at. Raises InputError unless it is above 0 and below 1."""
+    if not 0 < checked_number("target", target) < 1:
+        raise InputError(f"target must be above 0 and below 1, not {target}")
+    return Plan(scenario, {name: _predict(scenario, name, target) for name in METHODS}, _crossover(scenario))
 
 
 def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.0) -> float:
@@ -245,31 +243,30 @@ def _phases(scenario: Scenario, method: str, nbytes: float) -> dict[str, float]:
         at_once = min(scenario.cores, _blocks(n))
         hashed = verified = tree / at_once
     costs = COSTS[method]
-    sharers = scenario.workers if scenario.shared_link else 1
     return {
         "encode": _NANO * (costs.encode * n + costs.encode_change * changes) / at_once,
         "hash": _NANO * hashed,
         "upload": 8 * nbytes / (scenario.upload_bandwidth or scenario.bandwidth)
         + _PUBLISH_REQUESTS * scenario.round_trip_seconds,
-        "download": 8 * nbytes * sharers / scenario.bandwidth + _SYNC_REQUESTS * scenario.round_trip_seconds,
+        "download": 8 * nbytes * scenario.sharers / scenario.bandwidth + _SYNC_REQUESTS * scenario.round_trip_seconds,
         "verify": _NANO * verified,
         "apply": _NANO * (costs.apply * n + costs.apply_change * changes) / at_once,
     }
 
 
-def _predict(scenario: Scenario, method: str) -> MethodPlan:
+def _predict(scenario: Scenario, method: str, target: float = 0.9) -> MethodPlan:
     nbytes = sync_bytes(method, scenario.params, scenario.density, scenario.param_bytes)
     if method in scenario.bytes_per_changed:
         measured = scenario.bytes_per_changed[method] * scenario.params * scenario.density
         nbytes = min(scenario.params * scenario.param_bytes, measured)
     phases = _phases(scenario, method, nbytes)
-    step, sharers = scenario.step_seconds, scenario.workers if scenario.shared_link else 1
+    step, loaded = scenario.step_seconds, nbytes * scenario.sharers
     return MethodPlan(
         sync_bytes=round(nbytes),
         phases=phases,
-        utilisation=utilisation(nbytes * sharers, step, scenario.bandwidth),
+        utilisation=utilisation(loaded, step, scenario.bandwidth),
         worker_utilisation=step / (step + phases["download"] + phases["verify"] + phases["apply"]),
-        bandwidth_for_target=bandwidth_for(nbytes * sharers, step, scenario.target),
+        bandwidth_for_target=bandwidth_for(loaded, step, target),
     )
 
 
@@ -295,8 +292,7 @@ def _crossover(scenario: Scenario) -> Crossover:
 
 def _seconds_a_bit(scenario: Scenario) -> float:
     """From the trainer through the store to the worker that has it last."""
-    sharers = scenario.workers if scenario.shared_link else 1
-    return 1 / (scenario.upload_bandwidth or scenario.bandwidth) + sharers / scenario.bandwidth
+    return 1 / (scenario.upload_bandwidth or scenario.bandwidth) + scenario.sharers / scenario.bandwidth
 
 
 _KEYS = {"auto": "bytes_per_changed", "zstd": "bytes_per_changed_zstd"}

@@ -78,7 +78,9 @@ def render(
         "run": run,
         "study": drawn,
         "scenario": scenario,
-        "planned": planned(Scenario(**scenario)),
+        "planned": planned(
+            Scenario(**{name: scenario[name] for name in scenario.keys() & Scenario.__annotations__.keys()})
+        ),
     }
     policy = f"default-src 'none'; style-src {_source_of(style)}; script-src {_source_of(script)}; base-uri 'none'"
     parts = {
@@ -163,7 +165,8 @@ def _counted(number: int, what: str) -> str:
 
 
 def _scenario(run: Mapping[str, Any] | None, study: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Where the planner starts: as the run was, else as the study was, else the paper's 7B model."""
+    """Where the planner starts: as the run was, else as the study was, else the paper's 7B model. Of `Scenario` all but
+    ``sharers``: there are ``workers``, which have a ``shared_link`` or none; and the ``target`` utilisation."""
     scenario: dict[str, Any] = {
         "params": 7_000_000_000,
         "density": 0.01,
