@@ -115,8 +115,8 @@ class Published(OneLine):
         """What it cost, for a log."""
         version, dense = f"version {self.version} of {self.stream}", format_bytes(self.dense_bytes)
         if self.changed is None:
-            why = self.reason.removeprefix("anchor: ") or "as every first version"
-            return f"{version}: the full state of {dense} ({why})"
+            first = "as a stream's first version is" if self.version == 0 else "no patch leads to it"
+            return f"{version}: the full state of {dense} ({self.reason.removeprefix('anchor: ') or first})"
         cost = f"{format_bytes(self.patch_bytes)} for {dense}, {format_number(self.ratio)} times smaller"
         return f"{version}: {format_percent(self.density)} changed, {cost}"
 
@@ -190,11 +190,12 @@ class Hint(OneLine):
     once: to its listener, or without one to `warnings` and the logger ``pulse_rl``. ``version`` is the one at which it
     showed, None where there is none.
 
-    "no_stream": a subscriber has found no version for a second; ``reason`` lists the streams that are there. "dense": a
-    patch changes much of the state. "wide_dtype": most of what changes are FP32 or FP64 elements, of which nearly all
-    change at every step, while of the same weights in a compute dtype few do. "wrapped_names": names have parts that a
-    wrapper of the module adds (DDP, FSDP, torch.compile), and that no inference engine knows. "fused_names": tensors
-    have several experts each, as transformers fuses them in memory, where most checkpoints have them one by one.
+    "no_stream": a subscriber has found no version for a second; ``reason`` lists the streams that are there.
+    "dense": a patch changes much of the state. "wide_dtype": most of what changes are FP32 or FP64 elements, of
+    which nearly all change at every step, while of the same weights in a compute dtype few do. "wrapped_names":
+    names have parts that a wrapper of the module adds (DDP, FSDP, torch.compile), and that no inference engine
+    knows. "fused_names": tensors have several experts each, as transformers fuses them in memory, where most
+    checkpoints have them one by one. "retention": what a publisher was not to keep could not be deleted.
     "device_memory": a device had no memory for what ``on_device="baseline"`` keeps there.
     """
 
@@ -287,7 +288,8 @@ def hint_to(listener: Listener | None, hint: Hint) -> None:
         listener(hint)
         return
     _log.warning("%s", hint)
-    warnings.warn(str(hint), stacklevel=2)
+    # Said from a thread of the library: a line of its source would say nothing to the reader.
+    warnings.warn_explicit(str(hint), UserWarning, "pulse_rl", 0)
 
 
 def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[int], None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,11 @@ def test_another_number_of_ranks_goes_on_and_so_does_one_process(tmp_path: Any) 
     worker.sync()
     assert (worker.subscriber.version, worker.root) == (5, root(5))
     assert all(not report.problems for report in verify_stream(store, STREAM))
+
+
+def test_old_versions_go_while_ranks_publish(tmp_path: Any) -> None:
+    together(partial(publishing, anchor_ratio=0.0, keep=1), 2, str(tmp_path), range(VERSIONS))
+    assert [report.version for report in verify_stream(LocalStore(tmp_path), STREAM)] == [VERSIONS - 1]
 
 
 def failing(rank: Rank, folder: str) -> list[str]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .._util.serial import shield
 from .._util.settings import checked_count, checked_number
 from ..errors import ChainGap, EmptyStream, NotFound, PulseError
 from ..events import CallFailed, Hint, Listener, hint_to
@@ -318,16 +319,18 @@ class Retention:
             self._anchors.append(manifest.version)
 
     def collect(self) -> None:
-        """Deletes, where something is due. Raises nothing of the store's."""
+        """Deletes, where something is due. Raises nothing of the store's, and ends what it begins: other ranks wait."""
         oldest = -1 if self.keep is None or self._newest == 0 else self._newest - self.keep
         if self.keep is None or min(self._anchors, default=self._newest) > oldest:
             return
         self._anchors = [version for version in self._anchors if version > oldest]
         store, name = self._stream.store, self._stream.name
         try:
-            gc_stream(store, name, keep=self.keep, trusted_keys=self._keys, stream_id=self._stream.stream_id)
-        except PulseError as error:
+            with shield():
+                gc_stream(store, name, keep=self.keep, trusted_keys=self._keys, stream_id=self._stream.stream_id)
+        except Exception as error:  # whatever it is: the version is there
+            kind, hint = getattr(error, "kind", PulseError.kind), getattr(error, "hint", "It is tried again later.")
             if self._listener:
-                self._listener(CallFailed(name, "gc", error.kind, str(error)))
+                self._listener(CallFailed(name, "gc", kind, str(error)))
             else:
-                hint_to(None, Hint(name, self._newest, "retention", f"old versions stay: {error}", error.hint))
+                hint_to(None, Hint(name, self._newest, "retention", f"old versions stay: {error}", hint))

@@ -100,7 +100,8 @@ function drawExponents(grid, { exponents, lr }) {
     const there = known(rows, key);
     if (there.length) series.push({ name, colour: "orange", dash, smooth: true, xs: column(there, "exponent"), ys: column(there, key) });
   }
-  const common = rows.filter((r) => r.elements / total > 1e-6);
+  // The lowest exponent stands for zeros, far away from all others: the axis begins where weights are.
+  const common = rows.filter((r) => r.elements / total > 1e-4 && r.exponent > -100);
   const [from, to] = [common[0] ?? rows[0], common[common.length - 1] ?? rows[rows.length - 1]];
   const floor = Math.max(1e-7, Math.min(...rows.filter((r) => r.density > 0).map((r) => r.density)) / 2);
   const within = (s) => {
