@@ -69,6 +69,7 @@ class OuterState:
         same pass over memory the model gets ``theta - lookahead * residual.next``, and parameters their ``classes`` of
         the next round. The number of parameters whose sum is not 0."""
 
+        # One pass over memory for all that follows from the sums; a pass is what a round costs a large model.
         def step(block: FlatBlock) -> int:
             summed = np.zeros(1, np.int64)
             theta, momentum, held_back = map(block.of, (self.theta, self.momentum, residual.next))
@@ -152,6 +153,7 @@ class Residual:
 
     def take_next(self) -> None:
         """The round has taken effect, or its message has counted."""
+        # The old residual's memory takes the next one: two arrays, and no copy.
         self.complete_next()
         self.flat, self.next = self.next, self.flat
         self.forget_message()

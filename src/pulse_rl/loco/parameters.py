@@ -77,6 +77,7 @@ class Optimizers:
         seen: dict[int, Gradients] = {}
 
         def end(*_: object) -> None:
+            # What the others hold now must have been computed anew when they step again.
             for number, optimizer in enumerate(self._all[:-1]):
                 seen[number] = _gradients(optimizer)
             after_step()
@@ -170,6 +171,7 @@ class Parameters:
         self._trained = self.optimizers.ids
         tensors: dict[str, torch.Tensor] = {}
         found: set[int] = set()
+        # In the model's order, so that of tied names the first stands for all.
         for name, p in self._named.items():
             if id(p) in self._trained and id(p) not in found:
                 require_dense(p, f"parameter {name!r}")
@@ -262,7 +264,7 @@ class Parameters:
         dtype."""
         tensor = self.tensors[segment.spec.name]
         if tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous():
-            fill(self._piece(segment).numpy())
+            fill(self._piece(segment).numpy())  # in place: no copy of a large model on the host
             torch.autograd.graph.increment_version(tensor)  # as an operation of torch's would
             return
         values = np.empty(segment.stop - segment.start, np.float32)

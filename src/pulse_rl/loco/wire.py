@@ -118,6 +118,7 @@ class Message:
     def to_bytes(self) -> bytes:
         """The message with a random number in it: two trainers may send the same payloads, and their messages must
         still differ (docs/loco.md, section 5)."""
+        # A trainer that was lost asks by the digest whether its message has counted (`trainer.delivery_of`).
         nonce = int.from_bytes(os.urandom(8), "little")
         header = _HEADER.pack(MAGIC, FORMAT, self.wire, 0, self.round, nonce, len(self.payloads))
         lengths = struct.pack(f"<{len(self.payloads)}I", *map(len, self.payloads))
@@ -217,6 +218,7 @@ class Coder:
 
     def decode(self, units: Sequence[Unit], messages: Sequence[bytes]) -> list[list[Entries]]:
         """The entries of each unit, by message. Raises CorruptMessage."""
+        # All that is fixed is checked before any payload is decoded.
         parsed = [Message.parse(m, len(units)) for m in messages]
         for message in parsed:
             if message.round != self.round or message.wire != self.wire.code:

@@ -81,6 +81,7 @@ def apply_patch(
     Every block's bytes are checked against the header, every changed leaf is hashed again and the root compared with
     the target root (DigestMismatch). On any failure, cancellation included, what was written is undone first.
     """
+    # 1. Whether the patch fits, before the first write.
     header = patch.header
     if header.base_root != digest.root:
         raise WrongBase(f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…")
@@ -116,6 +117,7 @@ def apply_patch(
         leaves = dict(zip(changed, block_leaves([blocks[index] for index in changed], state), strict=True))
         return [(index, changes, leaves.get(index)) for index, changes in made]
 
+    # 2. Blocks in parallel: check, decode, journal, write, and hash again what was written.
     tree = TreeUpdate(digest)
     per_tensor: dict[str, list[Piece]] = {}
     try:
@@ -129,6 +131,7 @@ def apply_patch(
                 if progress:
                     progress(blocks[index].nbytes)
         hit("apply.written")
+        # 3. The root covers every bit of the state, those that were there before as well as the new ones.
         joined = {name: TensorChanges(pieces) for name, pieces in per_tensor.items()}
         if sliced:
             target = rehashed(digest, state, joined, patch.tensors, threads=threads)
@@ -139,6 +142,7 @@ def apply_patch(
                 f"the patched state has root {target.root[:16]}…, the patch promises {header.target_root[:16]}…"
             )
     except BaseException:
+        # 4. Undo restores what the journal has; what was not written yet is written once more with its own bits.
         hit("apply.undo")
         for index, undo in journal.items():
             scatter(blocks[index], state, undo)

@@ -189,6 +189,7 @@ def code_blocks(
         coded: list[CodedBlock] = []
         changed: list[ChangedBlock] = []
         with spare.borrow() as copies:
+            # 1. Block by block, while its elements are in the cache: compare, code, decode again.
             for index in group:
                 block = blocks[index]
                 before, (after, copied) = block.read(old), block.read_into(new, copies)
@@ -204,6 +205,7 @@ def code_blocks(
                 # them.
                 changed.append(ChangedBlock(block, after if copied else before, changes, copied))
                 coded.append(CodedBlock(index, encoded, to_keep(changes, block)))
+            # 2. The group's changed leaves are hashed side by side: several chains of SHA-256 keep a core busy.
             return CodedGroup(coded, hashed(changed))
 
     with closing(ordered_map(run, tasks, threads)) as groups:
@@ -224,6 +226,8 @@ def encode_proved(
     What is decoded is compared with what the encoder saw, where it kept that, and with ``after`` as it is by then; of
     many changes at one in ``stride``, since ``after`` is in no cache any more.
     """
+    # A payload that does not decode would break the stream for every reader from here on. It is found before it is
+    # stored: a defect of a codec, of memory, or a trainer that writes to its tensors during the call.
     layout = block.layout._replace(past=past)
     try:
         encoded = codecs.encode_block(before, after, layout, codec=codec, prove=True)

@@ -186,6 +186,7 @@ class Stream:
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest, which commits its version. False when the version is taken."""
         hit("commit.before")
+        # Creation is the commit. If its reply is lost, the object that is there says whether it was this one.
         committed = create_or_confirm(self.store, self.names.version(manifest.version), manifest.to_bytes())
         hit("commit.after")
         return committed
@@ -194,6 +195,7 @@ class Stream:
         """The listed folds and anchors of versions greater than ``after``. One listing, no reads: the payloads of folds
         are not known yet (`resolved`)."""
         start_after = None if after is None else self.names.links_from(after + 1)
+        # Names carry base, length and digest: a plan needs no reads. They are anybody's word until they are resolved.
         found = []
         for info in self.store.list(self.names.links, start_after):
             match self.names.parse(info.name):

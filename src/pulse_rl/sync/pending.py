@@ -195,11 +195,13 @@ def make_pending(
     """
     segments = base.segments if base else layout.segments(ranks.rank)
     blocks = base.blocks if base else cut(layout.specs, segments)
+    # Columns are moved to rows while rows are coded: a task waits for its window, and no rank holds a whole tensor.
     windows = Windows(layout, ranks, local)
     try:
         source = _sliced(tuple(s for s in segments if s.spec.name not in layout.moved), local)
         tasks = windows.tasks(hashed_together(blocks, threads), blocks, source)
         if base is None:
+            # No patch: the state is copied, which becomes the baseline, and hashed from the copy.
             state = local if owned else allocated(segments)
             made = PendingVersion(layout, segments, blocks, state, None, reason)
 
@@ -215,6 +217,7 @@ def make_pending(
                     made.leaves |= leaves
                     _count(progress, blocks, group)
             return made
+        # A patch: of the new state only the changes are kept, until the commit moves the baseline by them.
         made = PendingVersion(layout, segments, blocks, base.state, base, reason, leaves=dict(base.leaves))
         groups = code_blocks(
             blocks,
@@ -235,7 +238,7 @@ def make_pending(
         made.records = recorder.records if recorder else None
         return made
     finally:
-        windows.finish()
+        windows.finish()  # other ranks wait for this rank's columns, whatever failed here
 
 
 def allocated(segments: Sequence[Segment]) -> State:
@@ -265,6 +268,7 @@ def hash_shared_leaves(draft: PendingVersion, ranks: RankGroup, threads: int | N
     own = np.zeros(draft.layout.shares, bool)
     for k, fragments in shared.items():
         own[k] = any(f.rank == ranks.rank and draft.is_changed(f) for f in fragments)
+    # A leaf is hashed again where any rank's piece of it changed: one bit each says so.
     flags = np.packbits(own).tobytes()
     said = ranks.run_on_all(lambda: draft.patch_bytes.to_bytes(8, "little") + flags)
     packed = np.bitwise_or.reduce([np.frombuffer(message[8:], np.uint8) for message in said])
