@@ -187,8 +187,8 @@ class CallFailed(OneLine):
 @dataclass(frozen=True, slots=True, repr=False)
 class Hint(OneLine):
     """Something works, but would be better otherwise; ``hint`` says how. A publisher or subscriber gives each ``kind``
-    once: to its listener, or without one to `warnings` and the logger ``pulse_rl``. ``version`` is the one at which it
-    showed, None where there is none.
+    once: to its listener, or without one to ``warnings`` and the logger ``pulse_rl``. ``version`` is the one at which
+    it showed, None where there is none.
 
     "no_stream": a subscriber has found no version for a second; ``reason`` lists the streams that are there.
     "dense": a patch changes much of the state. "wide_dtype": most of what changes are FP32 or FP64 elements, of
@@ -283,7 +283,7 @@ def checked_listener(listener: Any) -> Listener | None:
 
 
 def hint_to(listener: Listener | None, hint: Hint) -> None:
-    """Hands a hint to the listener; without one, to `warnings` and the logger ``pulse_rl``."""
+    """Hands a hint to the listener; without one, to ``warnings`` and the logger ``pulse_rl``."""
     if listener is not None:
         listener(hint)
         return

@@ -81,7 +81,7 @@ class PulseCallback(TrainerCallback):
     """Publishes the policy as a new version of a stream before the first step, after each ``every`` steps, and at the
     end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run", stream="policy")])``.
 
-    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords (`PublisherSettings`:
+    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords (``PublisherSettings``:
     ``signer``, ``folds`` …).
     Versions have the tensors that ``save_pretrained`` of the base model writes (see `checkpoint_weights`): DDP's and
     torch.compile's parts of names are taken off, FSDP2's shards are gathered by all ranks and published by the first,
