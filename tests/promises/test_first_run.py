@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +117,15 @@ def test_objects_print_in_a_line(tmp_path: Path) -> None:
     assert STREAM in repr(publisher)
     assert all(word in repr(update) for word in ("changed=", "full=True", "metadata="))
     assert all(word in repr(done) for word in ("density=", "ratio=", "reason="))
+
+
+def test_no_public_object_prints_as_an_address() -> None:
+    """But what users write themselves."""
+    for line in (Path(__file__).parents[1] / "public_api.txt").read_text().splitlines():
+        found = re.match(r"class (pulse_rl[\w.]*)\.(\w+)\(", line)
+        if found and found[1] != "pulse_rl.integrations.verl" and found[2] not in ("Store", "StoreConformance"):
+            kind = getattr(importlib.import_module(found[1]), found[2])
+            assert kind.__repr__ not in (object.__repr__, Future.__repr__), kind
 
 
 def test_a_missing_framework_says_how_to_install_it() -> None:

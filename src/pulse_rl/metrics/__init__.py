@@ -101,6 +101,9 @@ class JsonLines(Closing):
             raise InputError(f"cannot write events to {file}: {error}", hint="Check the path.") from None
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"<JsonLines to {self._file.name}>"
+
     def __call__(self, event: Event) -> None:
         if isinstance(event, Progress):
             return
@@ -197,6 +200,9 @@ class DriftWatch:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._bands: dict[str, _Band] = {}
+
+    def __repr__(self) -> str:
+        return f"<DriftWatch before {self._listener!r}>"
 
     def __call__(self, event: Event) -> None:
         self._listener(event)
@@ -305,6 +311,10 @@ class PrometheusMetrics:
         except ValueError as error:
             raise InputError(f"cannot register the metrics: {error}", hint="Share one PrometheusMetrics.") from None
         self._checks = _kinds(FormatError) | _kinds(IntegrityError)
+        self._prefix = prefix
+
+    def __repr__(self) -> str:
+        return f"<PrometheusMetrics {self._prefix}_*>"
 
     def __call__(self, event: Event) -> None:
         match event:

@@ -9,9 +9,9 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from email.utils import formatdate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -254,14 +254,15 @@ class _Handlers:
         with _opened_folder(self._root, folder) if not folder or _is_path(folder) else nullcontext() as handle:
             if handle is None:
                 return ""
-            for name in sorted(_names_in(handle, folder, "", after)):
-                inner, _, last = name.rpartition("/")
-                with _opened_below(handle, inner) as above, suppress(FileNotFoundError):  # deleted meanwhile
-                    info = None if above is None else os.stat(last, dir_fd=above, follow_symlinks=False)
-                    if info is not None and stat.S_ISREG(info.st_mode):
-                        lines.append(f"{info.st_size} {max(int(info.st_mtime), 0)} {name}\n")
-                if len(lines) == most:
-                    break
+            with closing(_names_in(handle, folder, "", after)) as names:
+                for name in names:
+                    inner, _, last = name.rpartition("/")
+                    with _opened_below(handle, inner) as above, suppress(FileNotFoundError):  # deleted meanwhile
+                        info = None if above is None else os.stat(last, dir_fd=above, follow_symlinks=False)
+                        if info is not None and stat.S_ISREG(info.st_mode):
+                            lines.append(f"{info.st_size} {max(int(info.st_mtime), 0)} {name}\n")
+                    if len(lines) == most:
+                        break
         return "".join(lines)
 
 
@@ -372,9 +373,10 @@ def _opened_below(folder: int, path: str) -> Iterator[int | None]:
         os.close(handle)
 
 
-def _names_in(handle: int, folder: str, prefix: str, after: str) -> list[str]:
-    """What is listed in an open folder, and in those below, of the names behind ``after``: relative to where ``prefix``
-    begins, in ``folder``. Nothing is looked up by its path, which may lead somewhere else by now."""
+def _names_in(handle: int, folder: str, prefix: str, after: str) -> Generator[str, None, None]:
+    """What is listed in an open folder, and in those below, of the names behind ``after``, in order: relative to where
+    ``prefix`` begins, in ``folder``. A folder is read when its turn comes. Nothing is looked up by its path, which may
+    lead somewhere else by now."""
     found: list[str] = []
     with os.scandir(handle) as entries:
         for entry in entries:
@@ -385,9 +387,14 @@ def _names_in(handle: int, folder: str, prefix: str, after: str) -> list[str]:
                 if name > after:
                     found.append(name)
             elif f"{name}/" > after or after.startswith(f"{name}/"):
-                with _opened_below(handle, entry.name) as inner:
-                    found += _names_in(inner, folder, f"{name}/", after) if inner is not None else ()
-    return found
+                found.append(f"{name}/")
+    for name in sorted(found):
+        if not name.endswith("/"):
+            yield name
+            continue
+        with _opened_below(handle, name[len(prefix) : -1]) as inner:
+            if inner is not None:
+                yield from _names_in(inner, folder, name, after)
 
 
 def _require_hidden(error: OSError) -> None:

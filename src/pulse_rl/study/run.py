@@ -68,6 +68,9 @@ class CheckpointFolder:
         for _ in self.walk():  # headers only: what does not fit is found before anything is measured
             pass
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.name}: {len(self.state_names)} states>"
+
     def walk(self) -> Iterator[State]:
         """See `StateSequence`."""
         for path in self._paths:
@@ -104,6 +107,9 @@ class StoredStream:
         self.state_names = [f"version {version}" for version in self._versions]
         first = next(self.walk())
         self.specs, self.spare_bytes = first.specs, _SPARE_BYTES + 2 * first.nbytes
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.name}: {len(self.state_names)} states>"
 
     def walk(self) -> Iterator[State]:
         """See `StateSequence`."""

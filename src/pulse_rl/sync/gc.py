@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .._util.serial import shield
@@ -45,8 +45,8 @@ class GcPlan:
     """
 
     oldest: int
-    versions: tuple[int, ...]
-    names: tuple[str, ...]
+    versions: tuple[int, ...] = field(repr=False)
+    names: tuple[str, ...] = field(repr=False)
     nbytes: int
     wanted: int
     young: int

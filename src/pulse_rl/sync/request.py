@@ -195,6 +195,10 @@ class Submission(Future[Published]):
         self._asked = False
         self._begun = False
 
+    def __repr__(self) -> str:
+        state = "cancelled" if self.cancelled() else "done" if self.done() else "running" if self._begun else "waiting"
+        return f"<Submission: {state}>"
+
     def cancel(self) -> bool:
         """Whether the version will not be published: it only waited."""
         with self._condition:

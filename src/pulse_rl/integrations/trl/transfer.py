@@ -249,6 +249,9 @@ class PulseWeightTransfer:
         )
         self._syncs = 0
 
+    def __repr__(self) -> str:
+        return f"<PulseWeightTransfer of {self._link.stream!r}>"
+
     @property
     def published(self) -> Published | None:
         """The newest version that was committed."""
