@@ -1,7 +1,9 @@
 """The pause of a live vLLM engine, beside vLLM's own sparse patches on the same update.
 
 Run it in the environment of `make test-vllm`: ``.venv-vllm/bin/python -m benchmarks.engines``. The model has the shape
-of Qwen2.5-0.5B and random weights; 1% of them change. ``--bandwidth`` limits what the engine's worker reads from the
+of Qwen2.5-0.5B, or with ``--shape moe`` that of a small Qwen3-MoE, and random weights; 1% of them change. What comes
+before the first pause, the map and its proofs, is told beside the pause, in seconds and in those of the workers'
+CPUs, which other programs do not lengthen. ``--bandwidth`` limits what the engine's worker reads from the
 store, in Mbit/s: the pause must not depend on it. Memory is that of the engine's processes beside what they had before
 the stream was opened, in states (bytes of the BF16 weights); each page that they share counts once.
 """
@@ -17,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import pulse_rl
 from pulse_rl.integrations.vllm import connect
 
-SHAPE = {
+_DENSE = {
     "vocab_size": 151936,
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -32,10 +35,27 @@ SHAPE = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
+_MOE = _DENSE | {
+    "vocab_size": 16384,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
+SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "dense": (Qwen2ForCausalLM, Qwen2Config, _DENSE),
+    "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, _MOE),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="dense")
+    parser.add_argument("--layers", type=int, help="default: those of the shape")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, help="Mbit/s from the store (default: unlimited)")
@@ -55,12 +75,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+    kind, configuration, sizes = SHAPES[arguments.shape]
+    model = kind(configuration(**sizes | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})))
     torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder / "model")
     store = str(folder / "store")
     publisher = pulse_rl.Publisher(store, stream="policy")
-    publisher.publish(model.state_dict())
+    publisher.publish(saved(model, folder / "model"))
     llm = LLM(
         str(folder / "model"),
         skip_tokenizer_init=True,
@@ -75,23 +95,29 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         llm.collective_rpc(slow_down, args=(arguments.bandwidth * 1e6 / 8,))
     weights = sum(p.numel() for p in model.parameters())
     print(f"{weights / 1e9:.2f} billion weights, density {arguments.density:.2%}")
+    begun = time.perf_counter()
     with Memory(llm) as memory, connect(llm, store=store, stream="policy") as handle:
+        opened = time.perf_counter() - begun
         for _ in range(arguments.updates):
             old = {name: weight.detach().clone() for name, weight in model.named_parameters()}
             change(model, arguments.density)
-            publisher.publish(model.state_dict())
-            started = time.perf_counter()
+            publisher.publish(saved(model, folder / "now"))
+            started, busy = time.perf_counter(), llm.collective_rpc(cpu_seconds)
             done = handle.sync()
             assert done is not None
+            took = time.perf_counter() - started
+            busy = [now - then for now, then in zip(llm.collective_rpc(cpu_seconds), busy, strict=True)]
+            if not done.previous:
+                print(f"connect {opened:.2f} s, the map and its proofs {took - done.pause_seconds:.2f} s")
             audit = "" if done.audit_seconds is None else f", of which audit {done.audit_seconds:.2f} s"
             print(
-                f"version {done.version}: {done.fetched_bytes / 1e6:.1f} MB in {time.perf_counter() - started:.2f} s "
-                f"(fetch {done.fetch_seconds:.2f}, verify {done.verify_seconds:.2f}), "
+                f"version {done.version}: {done.fetched_bytes / 1e6:.1f} MB in {took:.2f} s (CPU {max(busy):.2f}, "
+                f"fetch {done.fetch_seconds:.2f}, verify {done.verify_seconds:.2f}), "
                 f"pause {1e3 * done.pause_seconds:.0f} ms, apply {1e3 * done.apply_seconds:.0f} ms{audit}",
                 flush=True,
             )
             print(f"  memory: {memory.now() / (2 * weights):.2f} states, at most {memory.most / (2 * weights):.2f}")
-            if arguments.tensor_parallel == 1 and not arguments.quantization:
+            if arguments.tensor_parallel == 1 and arguments.shape == "dense" and not arguments.quantization:
                 torch.save(patches(old, model), folder / "patches")
                 seconds = llm.collective_rpc(patch, args=(str(folder / "patches"),))[0]
                 print(f"  the same by load_checkpoint_weight_patches: {1e3 * seconds:.0f} ms", flush=True)
@@ -128,6 +154,17 @@ class Memory:
     def _sample(self) -> None:
         while not self._end.wait(0.1):
             self.most = max(self.most, self.now())
+
+
+def saved(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """What ``save_pretrained`` writes: the names of checkpoints."""
+    model.save_pretrained(folder, max_shard_size="100GB")  # type: ignore[operator]
+    found: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return found
+
+
+def cpu_seconds(worker: Any) -> float:
+    return time.process_time()
 
 
 def process_id(worker: Any) -> int:

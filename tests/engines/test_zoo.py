@@ -32,3 +32,17 @@ def test_equal_to_a_fresh_engine(tmp_path: Path, family: str, tied: bool, tensor
         assert REFUSED[family] in row.refused
     else:
         assert row.equal, row
+
+
+OPTIONS: dict[str, tuple[int, dict[str, object]]] = {
+    "compiled": (1, {"enforce_eager": False}),
+    "expert parallel": (2, {"enable_expert_parallel": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIONS)
+def test_equal_with_other_ways_to_run_it(tmp_path: Path, case: str) -> None:
+    size, options = OPTIONS[case]
+    row = measure(tmp_path, "Qwen3-MoE", tensor_parallel=size, **options)
+    assert row.equal, row

@@ -36,10 +36,13 @@ SIZES = {
     "hidden_act": "silu",
     "pad_token_id": 0,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_FILES = {"phi3": "llama"}
+"""Where the module is not named as its model."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
-    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "qwen3_moe": ("Qwen3Moe", _EXPERTS | {"moe_intermediate_size": 32}),
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
@@ -47,6 +50,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {}),
     "olmo2": ("Olmo2", {}),
     "granite": ("Granite", {}),
+    "olmoe": ("Olmoe", _EXPERTS | {"num_key_value_heads": 4}),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phi3": ("Phi3", {"bos_token_id": 1, "eos_token_id": 2}),
+    "stablelm": ("StableLm", {}),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
 }
 
 
@@ -61,7 +69,7 @@ def main(folder: Path) -> None:
         if not joined:
             join(checkpoint, 0, 1, str(folder / "meeting"), {})
             joined = True
-        kind = getattr(importlib.import_module(f"sglang.srt.models.{module}"), f"{name}ForCausalLM")
+        kind = getattr(importlib.import_module(f"sglang.srt.models.{_FILES.get(module, module)}"), f"{name}ForCausalLM")
         try:
             print(name, *differing(kind, config, load_file(f"{checkpoint}/model.safetensors")))
         except UnsupportedTensor as refusal:

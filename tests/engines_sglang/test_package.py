@@ -26,6 +26,7 @@ def test_updates_reach_the_live_model(tmp_path: Path, tied: str, tensor_parallel
 def test_the_maps_of_sglangs_models_lead_where_their_loaders_do(tmp_path: Path) -> None:
     """Gemma's norms keep weight + 1 in a buffer, which only SGLang's own loader renews."""
     names = ["Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Mixtral", "Glm4", "Olmo2", "Granite"]
+    names += ["Olmoe", "GraniteMoe", "Phi3", "StableLm", "OPT"]
     printed = run("models", tmp_path).splitlines()
     assert [line for line in printed if line in names] == names
     (refused,) = [line for line in printed if " refused: " in line]
