@@ -233,3 +233,55 @@ def test_a_folder_gives_what_a_loader_needs(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     Publisher(store, stream="policy").publish({"w": np.zeros(3, np.float32)}, files=tmp_path)
     assert newest(store) == {n: n.encode() for n in (*taken, "additional_chat_templates/tools.jinja")}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_to_a_stream_each_version_has_its_own_files(seed: int, tmp_path: Path) -> None:
+    """Publishers that restart, collection, folds, relays, late and new readers: against a dictionary of versions."""
+    rng = np.random.default_rng(seed)
+    source, target = MemoryStore(), LocalStore(tmp_path)
+    state = {"w": np.zeros(3000, np.float32)}
+    expected: dict[int, dict[str, bytes]] = {}
+    publisher = Publisher(source, stream="policy", anchor_ratio=0.5)
+    relay, late = Relay(source, target, stream="policy", keep=6, threads=1), Subscriber(source, stream="policy")
+
+    def publish() -> None:
+        choice = [None, None, {}, {f"{k}.txt": bytes([rng.integers(3)]) * 9 for k in range(rng.integers(4))}]
+        files = choice[rng.integers(4)]
+        state["w"][rng.integers(3000, size=20)] += 1
+        send = publisher.publish if rng.random() < 0.5 else lambda *a, **k: publisher.submit(*a, **k).result()
+        version = send(state, files=files).version
+        expected[version] = expected.get(version - 1, {}) if files is None else files
+
+    def restart() -> None:
+        nonlocal publisher
+        publisher = Publisher(source, stream="policy", anchor_ratio=0.5)
+
+    def collect() -> None:
+        plan = gc_stream(source, "policy", keep=int(rng.integers(1, 5)), grace_seconds=0)
+        kept = [content for version, content in expected.items() if version >= plan.oldest]
+        assert len(payloads(source)) == len({data for content in kept for data in content.values()})
+
+    def look() -> None:
+        for store, held in ((source, late), (source, None), (target, None)):
+            reader = held or Subscriber(store, stream="policy")
+            reader.sync()
+            if reader.version is not None:
+                assert reader.files() == expected[reader.version]
+
+    publish()
+    actions = [
+        publish,
+        publish,
+        publish,
+        restart,
+        collect,
+        relay.sync,
+        lambda: list(fold_stream(source, "policy", (4,))),
+        look,
+    ]
+    for _ in range(60):
+        actions[rng.integers(len(actions))]()
+    for store in (source, target):
+        assert all(report.ok for report in verify_stream(store, "policy"))
+    assert len(expected) > 10
