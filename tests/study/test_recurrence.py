@@ -29,7 +29,7 @@ from pulse_rl.study.recurrence import (
     ChangeTable,
     LastChanges,
     Remembered,
-    Step,
+    StateStep,
     steps_to_code,
 )
 from tests.study.test_study import Listed
@@ -165,7 +165,7 @@ def test_ages_grow_by_octaves_and_never_start_again() -> None:
 )
 def test_steps_are_counted_in_values(dtype: str, old: int, new: int, size: int) -> None:
     kind = DTYPES[dtype].uint
-    step = Step(np.zeros(1, np.uint32), np.array([old], kind), np.array([new], kind))
+    step = StateStep(np.zeros(1, np.uint32), np.array([old], kind), np.array([new], kind))
     assert step.sizes(DTYPES[dtype]).tolist() == [size] == [step_of(old, new, dtype)]
 
 
@@ -175,7 +175,7 @@ def test_a_table_by_hand() -> None:
     last = LastChanges(8)
     last.advance(np.array([0, 1], np.uint32), np.array([1, 3]))
     at = np.array([0, 5], np.uint32)
-    step = Step(at, old[at], old[at] + np.array([1, 2], np.uint16))
+    step = StateStep(at, old[at], old[at] + np.array([1, 2], np.uint16))
     table = ChangeTable(DTYPES["BF16"])
     table.add(old, step, last)
     assert (table.elements[127, :2].tolist(), table.changed[127, :2].tolist()) == ([6, 2], [1, 1])

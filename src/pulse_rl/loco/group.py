@@ -41,13 +41,13 @@ class TrainerGroup:
         if timeout_seconds <= 0:
             raise InputError(f"timeout_seconds is {timeout_seconds}", hint="Give a number of seconds above 0.")
         self.sent_bytes = self.between_bytes = 0
-        self.progress = Progress(None, 0, 1)
+        self.progress = TrainerNotes(None, 0, 1)
         self._transport = GlooTransport(
             group, timeout_seconds, owner="PulseLoCo", lost=lambda error: self.progress.lost(error, timeout_seconds)
         )
         self.size, self.rank = self._transport.size, self._transport.rank
         self.sites = [""] * self.size
-        self.progress = Progress(self._transport.store, self.rank, self.size)
+        self.progress = TrainerNotes(self._transport.store, self.rank, self.size)
 
     def all_gather(self, message: bytes, *, max_bytes: int) -> list[bytes]:
         """Every trainer's message, in rank order. They may differ in length: headers first, then padded messages.
@@ -177,7 +177,7 @@ class TrainerGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class TrainerNote:
     """A trainer has taken ``inner_step`` of the ``steps`` inner steps of a round, counted from 1.
 
     ``left`` is None while it is in the group, "" if it has left it on purpose, otherwise the error that made it leave.
@@ -192,7 +192,7 @@ class Note:
         return f"{self.inner_step} of {self.steps} inner steps of round {self.round}"
 
 
-class Progress:
+class TrainerNotes:
     """One trainer's notes and its view of the others', in the group's key-value ``store``. Without one, or where it
     fails, it knows nothing."""
 
@@ -200,9 +200,9 @@ class Progress:
         self._store = store
         self._rank, self._size = rank, size
         self._met = False
-        self._own = Note(0, 0, 0)
+        self._own = TrainerNote(0, 0, 0)
 
-    def begin(self, own: Note) -> None:
+    def begin(self, own: TrainerNote) -> None:
         """The first note in the group. Those of the others may be left over from an earlier group until `met`."""
         self._met = False
         self.note(own)
@@ -211,7 +211,7 @@ class Progress:
         """All others have begun."""
         self._met = True
 
-    def note(self, own: Note) -> None:
+    def note(self, own: TrainerNote) -> None:
         """Replaces this trainer's note. Does not wait for the store."""
         self._own = own
         if self._store is not None:
@@ -225,7 +225,7 @@ class Progress:
         if self._store is None or self._own.left is not None or isinstance(error, TrainerLost):
             return
         left = "" if error is None else f"{type(error).__name__}: {error}"[:500]
-        self.note(Note(self._own.round, self._own.inner_step, self._own.steps, left))
+        self.note(TrainerNote(self._own.round, self._own.inner_step, self._own.steps, left))
         self._wait_for(lambda store: store.check([_key(self._rank)]))
 
     def lost(self, error: Exception, timeout_seconds: float) -> TrainerLost:
@@ -246,14 +246,14 @@ class Progress:
         here = f"; this one has taken {self._own}" if self._own.steps else ""
         return TrainerLost(f"{said}{here}: {error}")
 
-    def _others(self) -> dict[int, Note]:
+    def _others(self) -> dict[int, TrainerNote]:
         """The notes of the other trainers, as far as they can be had."""
         if not self._met:
             return {}
 
-        def read(store: Any) -> dict[int, Note]:
+        def read(store: Any) -> dict[int, TrainerNote]:
             keys = {rank: _key(rank) for rank in range(self._size) if rank != self._rank}
-            return {rank: Note(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+            return {rank: TrainerNote(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
         return self._wait_for(read) or {}
 

@@ -17,7 +17,7 @@ from .._util.serial import NotCopyable, SerialThread
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from ..events import OneLine
 from .exchange import Exchange, Reduction
-from .group import Note, TrainerGroup
+from .group import TrainerGroup, TrainerNote
 from .outer import OuterState, averaged
 from .trainer import Trainer
 
@@ -259,8 +259,8 @@ class OuterLoop(NotCopyable):
         if self.inner_step >= self.sync_every:
             self._run_round()
 
-    def _note(self) -> Note:
-        return Note(self.round + 1, self.inner_step, self.sync_every)
+    def _note(self) -> TrainerNote:
+        return TrainerNote(self.round + 1, self.inner_step, self.sync_every)
 
     # -- what the model holds between rounds
 

@@ -22,7 +22,7 @@ from ..patch.header import BlockEntry
 from ..patch.history import Records, records_of
 from ..state import bits
 from ..state.tensors import UIntArray
-from .recurrence import BlockRecurrence, ChangeTable, Counts, Step
+from .recurrence import BlockRecurrence, ChangeTable, Counts, StateStep
 from .theory import ClassCounts
 
 
@@ -66,14 +66,14 @@ class BlockHistory:
             self._undo.append(self.newest)
             self.newest = elements.copy()
 
-    def last_step(self) -> Step:
+    def last_step(self) -> StateStep:
         """What changed from the state before to the newest one, of two and more."""
         newest, undo = self.newest, self._undo[-1]
         assert newest is not None
         if isinstance(undo, Changes):
-            return Step(undo.positions, undo.values, bits.take(newest, undo.positions))
+            return StateStep(undo.positions, undo.values, bits.take(newest, undo.positions))
         positions = bits.differing(undo, newest)
-        return Step(positions, bits.take(undo, positions), bits.take(newest, positions))
+        return StateStep(positions, bits.take(undo, positions), bits.take(newest, positions))
 
     def earlier(self) -> Iterator[EarlierBlock]:
         """The states before the newest, the latest first."""
@@ -111,7 +111,7 @@ class ChangeCount(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CodedBlock:
+class PricedBlock:
     """The block in the patch of one pair: its entry with each codec, and its classes by segment."""
 
     entries: dict[str, BlockEntry]
@@ -119,7 +119,7 @@ class CodedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedStep:
+class PricedStep:
     """The block in the patch from one state to the next: its entry by codec, and the counts of its step; None for
     elements of more than 4 bytes."""
 
@@ -141,9 +141,9 @@ class BlockRecord:
     ) -> None:
         self.block = block
         self.counts: dict[Pair, ChangeCount] = {}
-        self.coded_blocks: dict[Pair, CodedBlock] = {}
+        self.coded_blocks: dict[Pair, PricedBlock] = {}
         self.ages: dict[int, Counts] = {}
-        self.coded_steps: dict[int, CodedStep] = {}
+        self.coded_steps: dict[int, PricedStep] = {}
         self.records: Records | None = None
         self._steps = steps
         recurs = steps is not None and block.dtype.width <= 4
@@ -173,7 +173,7 @@ class BlockRecord:
                     self.coded_blocks[pair] = self._code(earlier.elements)
         self._states += 1
 
-    def code_newest(self) -> dict[Pair, CodedBlock]:
+    def code_newest(self) -> dict[Pair, PricedBlock]:
         """The coded block of each pair that ends in the newest state."""
         return {
             Pair(earlier.k, self._states - 1): self._code(earlier.elements)
@@ -181,7 +181,7 @@ class BlockRecord:
             if earlier.k in self._ks
         }
 
-    def code_newest_step(self, past: Past) -> dict[int, CodedStep]:
+    def code_newest_step(self, past: Past) -> dict[int, PricedStep]:
         """The step to the newest state, coded with history; nothing of the first state."""
         return {self._states - 1: self._code_step(past)} if self._states > 1 else {}
 
@@ -198,10 +198,10 @@ class BlockRecord:
         if self._steps and self._states in self._steps:
             self.coded_steps[self._states] = self._code_step(past)
 
-    def _code_step(self, past: Past) -> CodedStep:
+    def _code_step(self, past: Past) -> PricedStep:
         old = next(self._history.earlier()).elements
         entries = {name: self._entry(name, old, past if name == "history" else ()) for name in WITH_HISTORY}
-        return CodedStep(entries, self._recurrence.table(old) if self._recurrence else None)
+        return PricedStep(entries, self._recurrence.table(old) if self._recurrence else None)
 
     def _entry(self, codec: str, old: UIntArray, past: Past = ()) -> BlockEntry:
         layout = self.block.layout._replace(past=past)
@@ -212,11 +212,11 @@ class BlockRecord:
         changed = np.diff(np.searchsorted(positions, self._ends), prepend=0)
         return ChangeCount(changed.astype(np.int64), int(np.count_nonzero(earlier.touched)))
 
-    def _code(self, old: UIntArray) -> CodedBlock:
+    def _code(self, old: UIntArray) -> PricedBlock:
         entries = {name: self._entry(name, old) for name in CODECS}
         classes = []
         for start, stop in zip([0, *self._ends[:-1].tolist()], self._ends.tolist(), strict=True):
             counts = ClassCounts(self.block.dtype)
             counts.add(old[start:stop], self._now[start:stop])
             classes.append(counts)
-        return CodedBlock(entries, tuple(classes))
+        return PricedBlock(entries, tuple(classes))

@@ -48,7 +48,7 @@ _OLDEST = 63
 _AGE, _LARGE, _UP = 4, 2, 1
 
 
-class Step(NamedTuple):
+class StateStep(NamedTuple):
     """What changed from one state to the next: uint32 positions [n], old and new bits [n]."""
 
     positions: npt.NDArray[np.uint32]
@@ -117,7 +117,7 @@ _LENGTHS = 3
 Counts = npt.NDArray[np.int64]
 
 
-class Bits(NamedTuple):
+class ChangeBits(NamedTuple):
     """Bits of all counted changes without and with history."""
 
     position: tuple[float, float]
@@ -137,7 +137,7 @@ class ChangeTable:
         self.signs = np.zeros((CLASSES, 3, 2), np.int64)
         self._sizes = np.empty(0, np.int64), np.empty(0, np.int64)
 
-    def add(self, old: UIntArray, step: Step, last: LastChanges) -> None:
+    def add(self, old: UIntArray, step: StateStep, last: LastChanges) -> None:
         """One step of a block with the elements ``old`` before it and the changes ``last`` before that."""
         for start in range(0, old.size, _CHUNK):
             part = slice(start, start + _CHUNK)
@@ -156,13 +156,13 @@ class ChangeTable:
         self.signs += other.signs
         self._sizes = summed(*self._sizes, *other._sizes)
 
-    def bits(self) -> Bits:
+    def bits(self) -> ChangeBits:
         """Of all changes."""
         position = flag_bits(self.elements.sum(1), self.changed.sum(1))
         with_age = flag_bits(self.elements.reshape(-1), self.changed.reshape(-1))
         sign = symbol_bits(self.signs.sum((0, 1)))
         with_direction = sum(symbol_bits(cell) for cell in self.signs.reshape(-1, 2))
-        return Bits((position, with_age), (sign, with_direction), (self._size_bits(_LENGTHS), self._size_bits(1)))
+        return ChangeBits((position, with_age), (sign, with_direction), (self._size_bits(_LENGTHS), self._size_bits(1)))
 
     def _cells(self, old: UIntArray, ages: npt.NDArray[np.uint8]) -> Counts:
         cells = exponents_of(old, self.dtype) * np.uint16(CLASSES) + ages
@@ -183,7 +183,7 @@ class BlockRecurrence:
     def __init__(self, dtype: DType, elements: int) -> None:
         self.dtype = dtype
         self._last = LastChanges(elements)
-        self._step: Step | None = None
+        self._step: StateStep | None = None
 
     @property
     def nbytes(self) -> int:
@@ -191,7 +191,7 @@ class BlockRecurrence:
         step = sum(part.nbytes for part in self._step) if self._step else 0
         return self._last.nbytes + step
 
-    def add(self, step: Step) -> Counts:
+    def add(self, step: StateStep) -> Counts:
         """Takes the next step; how many of its changes have which class of the age [CLASSES]."""
         if self._step is not None:
             self._last.advance(self._step.positions, self._step.sizes(self.dtype))
@@ -286,10 +286,10 @@ class HistoryTally:
         """Changes that the tables have counted."""
         return sum(int(table.changed.sum()) for table in self._tables.values())
 
-    def bits(self) -> Bits:
+    def bits(self) -> ChangeBits:
         """The sums of all dtypes."""
         found = np.sum([table.bits() for table in self._tables.values()], axis=0) if self._tables else np.zeros((3, 2))
-        return Bits(*((without, given) for without, given in found.tolist()))
+        return ChangeBits(*((without, given) for without, given in found.tolist()))
 
     def recurrence(self, first: int) -> dict[str, Any]:
         """The shares of the ages, over the steps to the state ``first`` and later ones."""

@@ -35,7 +35,7 @@ from ..patch.header import BlockEntry, PatchHeader, all_of
 from ..patch.history import HistoryName
 from ..plan.model import bandwidth_for
 from ..state.tensors import TensorSpec
-from .record import CODECS, WITH_HISTORY, BlockRecord, ChangeCount, CodedBlock, CodedStep, Pair
+from .record import CODECS, WITH_HISTORY, BlockRecord, ChangeCount, Pair, PricedBlock, PricedStep
 from .recurrence import HistoryTally, first_step
 from .theory import ClassCounts, exponent_rows
 
@@ -148,12 +148,12 @@ class Tally:
                 self.history.add_ages(new, ages)
         record.counts, record.coded_blocks, record.ages, record.coded_steps = {}, {}, {}, {}
 
-    def add_coded_steps(self, coded_steps: Mapping[int, CodedStep]) -> None:
+    def add_coded_steps(self, coded_steps: Mapping[int, PricedStep]) -> None:
         if self.history:
             for new, coded in coded_steps.items():
                 self.history.add_coded(new, coded.entries, coded.table)
 
-    def add_coded_blocks(self, block: Block, coded_blocks: Mapping[Pair, CodedBlock]) -> None:
+    def add_coded_blocks(self, block: Block, coded_blocks: Mapping[Pair, PricedBlock]) -> None:
         for pair, coded_block in coded_blocks.items():
             coded = self.coded.setdefault(pair, CodedPair({name: [] for name in CODECS}))
             for name, entry in coded_block.entries.items():

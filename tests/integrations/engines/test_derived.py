@@ -14,7 +14,7 @@ from pulse_rl import PulseError
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
 from pulse_rl.integrations.engines import derived
 from pulse_rl.integrations.engines.derived import PreQuantLayers
-from pulse_rl.integrations.engines.live import Scatter, Whole
+from pulse_rl.integrations.engines.live import Scattered, WholeRectangle
 
 from .world import Model, World, stage
 
@@ -108,7 +108,7 @@ def test_few_changes_are_scattered_and_many_are_written_whole(world: World) -> N
     few, many = ({name: tensor.detach().clone() for name, tensor in old.items()} for _ in range(2))
     few["fused"][3, 5] += 1
     many["fused"][:] += 1
-    for new, kind in ((few, Scatter), (many, Whole)):
+    for new, kind in ((few, Scattered), (many, WholeRectangle)):
         changes = derived._difference("fused", old["fused"], new["fused"])
         assert [type(change) for change in changes] == [kind]
     assert derived._difference("fused", old["fused"], old["fused"].detach().clone()) == []

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pulse_rl import State
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
 from pulse_rl.integrations.engines.live import Journal, LiveWeights, located
-from pulse_rl.integrations.engines.loader_map import Box, LoaderMap, trace_loader
+from pulse_rl.integrations.engines.loader_map import LoaderMap, Rectangle, trace_loader
 from pulse_rl.integrations.engines.proof import require_whole
 
 Tensors = dict[str, torch.Tensor]
@@ -240,11 +240,11 @@ def views(draw: st.DrawFn) -> tuple[Array, Array]:
     return source, np.transpose(target, np.argsort(order))
 
 
-def box_of(source: Array, target: Array) -> Box:
+def box_of(source: Array, target: Array) -> Rectangle:
     def place(view: Array) -> tuple[int, list[int]]:
         return int(view.flat[0]), [stride // 8 for stride in view.strides]
 
-    return Box.make("weight", source.shape, place(source), place(target))
+    return Rectangle.make("weight", source.shape, place(source), place(target))
 
 
 @given(views(), st.data())
@@ -285,4 +285,4 @@ def test_a_whole_slice_of_rows_has_one_axis_and_one_of_columns_two() -> None:
 
 def test_expanded_views_are_refused() -> None:
     with pytest.raises(ValueError, match="share a place"):
-        Box.make("weight", (3, 4), (0, (0, 1)), (0, (4, 1)))
+        Rectangle.make("weight", (3, 4), (0, (0, 1)), (0, (4, 1)))

@@ -18,8 +18,8 @@ import torch
 from ...errors import StateMismatch, UnsupportedTensor
 from ...state.tensors import State
 from ..torch import _INTS
-from .live import Change, Scatter, Whole, as_flat
-from .loader_map import Box, LoaderMap
+from .live import Change, Scattered, WholeRectangle, as_flat
+from .loader_map import LoaderMap, Rectangle
 from .node import Node
 from .proof import broadcast
 from .staging import Staging
@@ -28,7 +28,7 @@ SLICE_ELEMENTS = 1 << 24
 """How much is derived between two steps of the engine, at least one layer."""
 _POSITION_BYTES = 8
 
-Boxes = dict[str, tuple[Box, ...]]
+Rectangles = dict[str, tuple[Rectangle, ...]]
 
 
 class DerivedLayer(Protocol):
@@ -71,7 +71,7 @@ class _Step:
 
     target: int
     before: int | None
-    left: list[tuple[DerivedLayer, Boxes]]
+    left: list[tuple[DerivedLayer, Rectangles]]
     changes: list[Change] = field(default_factory=list)
 
 
@@ -149,10 +149,10 @@ class DerivedLayers:
         staged = prepared.staged
         return list(staged.changes) if staged.previous is not None and staged.previous <= live else None
 
-    def _touched(self, loader_map: LoaderMap, names: Collection[str] | None) -> list[tuple[DerivedLayer, Boxes]]:
+    def _touched(self, loader_map: LoaderMap, names: Collection[str] | None) -> list[tuple[DerivedLayer, Rectangles]]:
         """The layers that hold elements of the tensors ``names``, None: all; and the boxes that lead there."""
         owner = {name: place for place, layer in enumerate(self._forms.layers) for name in layer.loaded}
-        found: list[dict[str, list[Box]]] = [{} for _ in self._forms.layers]
+        found: list[dict[str, list[Rectangle]]] = [{} for _ in self._forms.layers]
         for name, boxes in loader_map.derived.items():
             for box in boxes:
                 found[owner[box.parameter]].setdefault(name, []).append(box)
@@ -163,7 +163,7 @@ class DerivedLayers:
         ]
 
 
-def _changes(node: Node, layer: DerivedLayer, boxes: Boxes, state: State | None) -> list[Change]:
+def _changes(node: Node, layer: DerivedLayer, boxes: Rectangles, state: State | None) -> list[Change]:
     """What has to be written for ``layer`` to hold what it derives from the leader's ``state``. Collective."""
     loaded = {
         name: torch.zeros_like(meta, device=next(iter(layer.live.values())).device)
@@ -171,7 +171,7 @@ def _changes(node: Node, layer: DerivedLayer, boxes: Boxes, state: State | None)
     }
     flat = {name: as_flat(tensor) for name, tensor in loaded.items()}
 
-    def place(part: Box, source: torch.Tensor) -> None:
+    def place(part: Rectangle, source: torch.Tensor) -> None:
         flat[part.parameter].as_strided(part.sizes, part.target_strides, part.target).copy_(source)
 
     broadcast(node, boxes, state, place)
@@ -198,14 +198,14 @@ def _difference(name: str, live: torch.Tensor, derived: torch.Tensor) -> list[Ch
         return []
     if len(places) * (_POSITION_BYTES + width) >= live.numel() * width:
         values = new.contiguous().cpu().numpy().reshape(-1).view(f"<u{width}")
-        box = Box.make(
+        box = Rectangle.make(
             name,
             tuple(live.shape),
             (0, torch.empty(live.shape, device="meta").stride()),
             (int(live.storage_offset()), live.stride()),
         )
-        return [Whole(box, values)]
+        return [WholeRectangle(box, values)]
     values = new[tuple(places.T)].cpu().numpy().view(f"<u{width}")
     steps = torch.tensor(live.stride(), dtype=torch.int64, device=places.device)
     positions = (places * steps).sum(-1) + int(live.storage_offset())
-    return [Scatter(name, np.ascontiguousarray(positions.cpu().numpy()), np.ascontiguousarray(values))]
+    return [Scattered(name, np.ascontiguousarray(positions.cpu().numpy()), np.ascontiguousarray(values))]

@@ -15,7 +15,7 @@ from ..._util.settings import checked_number
 from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
 from ...events import Metadata
 from ...sync.polling import LONGEST_POLL, jittered
-from .transport import WEIGHTS, InitInfo, Status, Transport, asleep, raise_reported
+from .transport import WEIGHTS, EngineTransport, InitInfo, Status, asleep, raise_reported
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
@@ -50,7 +50,7 @@ class EngineSync:
 class EngineHandle(Closing):
     """Made by `connect`. A context manager; see `close`. May be used by several threads, one call at a time."""
 
-    _transport: Transport
+    _transport: EngineTransport
     _info: InitInfo
     _in_flight: str
     _timeout: float
@@ -65,7 +65,7 @@ class EngineHandle(Closing):
     _asleep: frozenset[str]
 
     @classmethod
-    def _on(cls, transport: Transport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
+    def _on(cls, transport: EngineTransport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
         """A handle that has opened a session in the engine as its owner. Raises InputError."""
         if not isinstance(info.store, str):
             raise InputError(

@@ -12,13 +12,13 @@ import torch
 from ...state import bits
 from ...state.tensors import UIntArray
 from ..torch import _INTS
-from .loader_map import Box, Indices, LoaderMap
+from .loader_map import Indices, LoaderMap, Rectangle
 
 _NATIVE_LIMIT = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
-class Scatter:
+class Scattered:
     """``values``, unsigned integers of the element's width, for ``positions`` in the memory of ``parameter``."""
 
     parameter: str
@@ -26,21 +26,21 @@ class Scatter:
     values: UIntArray
 
 
-class Whole(NamedTuple):
+class WholeRectangle(NamedTuple):
     """All elements of ``box``, with the bits ``values`` of its checkpoint tensor, of which all are given."""
 
-    box: Box
+    box: Rectangle
     values: UIntArray
 
 
-Change = Scatter | Whole
+Change = Scattered | WholeRectangle
 
 
 class LiveWeights:
     """The memory of a model's parameters and buffers, and of ``others``, by name, as flat integers of the element's
     width.
 
-    Positions count from the start of the memory (torch: storage) that a tensor lies in, as those of a `Box` do.
+    Positions count from the start of the memory (torch: storage) that a tensor lies in, as those of a `Rectangle` do.
     """
 
     def __init__(self, model: torch.nn.Module, others: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -53,7 +53,7 @@ class LiveWeights:
             if flat.device.type == "cpu" and len(flat) < _NATIVE_LIMIT:
                 self._host[name] = flat.numpy().view(f"<u{flat.element_size()}")
 
-    def view(self, box: Box) -> torch.Tensor:
+    def view(self, box: Rectangle) -> torch.Tensor:
         """The live elements of ``box``, as integers, in the order of its axes."""
         return self.flat[box.parameter].as_strided(box.sizes, box.target_strides, box.target)
 
@@ -67,7 +67,7 @@ class LiveWeights:
         return taken.view(f"<u{taken.itemsize}")
 
     @torch.no_grad()
-    def put(self, scatter: Scatter) -> None:
+    def put(self, scatter: Scattered) -> None:
         host = self._host.get(scatter.parameter)
         if host is not None:
             bits.put(host, scatter.positions.astype(np.uint32), scatter.values)
@@ -87,22 +87,22 @@ class Journal:
 
     def __init__(self, live: LiveWeights) -> None:
         self._live = live
-        self._taken: list[Scatter] = []
-        self._copies: list[tuple[Box, torch.Tensor]] = []
+        self._taken: list[Scattered] = []
+        self._copies: list[tuple[Rectangle, torch.Tensor]] = []
         self._whole: dict[str, torch.Tensor] = {}
 
     def apply(self, changes: Iterable[Change]) -> None:
         """Writes ``changes``, each after its old bits were taken."""
         for change in changes:
-            if isinstance(change, Whole):
+            if isinstance(change, WholeRectangle):
                 self.write(change.box, as_ints(change.values).as_strided(*_source_view(change.box)))
                 continue
             old = self._live.take(change.parameter, change.positions)
-            self._taken.append(Scatter(change.parameter, change.positions, old))
+            self._taken.append(Scattered(change.parameter, change.positions, old))
             self._live.put(change)
 
     @torch.no_grad()
-    def write(self, box: Box, source: torch.Tensor) -> None:
+    def write(self, box: Rectangle, source: torch.Tensor) -> None:
         """Writes ``source``, integers of the element's width in the order of the box's axes, where it differs."""
         view = self._live.view(box)
         value = source.to(view.device)
@@ -131,11 +131,11 @@ def located(loader_map: LoaderMap, name: str, indices: Indices | None, values: U
     """Where the elements ``indices``, ascending, of the checkpoint tensor ``name`` go on this rank; None: all."""
     for box in loader_map.boxes.get(name, ()):
         if indices is None:
-            yield Whole(box, values)
+            yield WholeRectangle(box, values)
             continue
         chosen, positions = box.locate(indices)
         if len(positions):
-            yield Scatter(box.parameter, positions, np.ascontiguousarray(values[chosen]))
+            yield Scattered(box.parameter, positions, np.ascontiguousarray(values[chosen]))
 
 
 def as_flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,5 +150,5 @@ def as_ints(values: UIntArray) -> torch.Tensor:
     return torch.from_numpy(ints if ints.flags.writeable else ints.copy())
 
 
-def _source_view(box: Box) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _source_view(box: Rectangle) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     return box.sizes, box.source_strides, box.source

@@ -1,6 +1,6 @@
 """The map of a model: where the elements of checkpoint tensors lie in live parameters, traced through its own loader.
 
-A loader copies rectangles: a tensor-parallel slice, one part of a fused parameter, a transpose. Each is one `Box`,
+A loader copies rectangles: a tensor-parallel slice, one part of a fused parameter, a transpose. Each is a `Rectangle`,
 however many elements it has. To learn them, the loader is given empty tensors of the checkpoint's names and shapes. Its
 copies into live parameters are noted as boxes and not carried out: nothing is read or written, whatever the size of the
 model, and the engine may go on generating.
@@ -44,7 +44,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Rectangle:
     """The elements ``source + sum(c * axis.source)`` of a flattened checkpoint tensor go to the elements
     ``target + sum(c * axis.target)`` of the memory of ``parameter``, for all ``0 <= c < axis.size``.
 
@@ -63,7 +63,7 @@ class Box:
         sizes: Sequence[int],
         source: tuple[int, Sequence[int]],
         target: tuple[int, Sequence[int]],
-    ) -> Box:
+    ) -> Rectangle:
         """The box of a copy between two views of ``sizes``, of which ``source`` and ``target`` are (offset, strides).
 
         Raises ValueError where elements of a view share a place.
@@ -120,7 +120,7 @@ class Box:
         chosen[within] = inside
         return chosen, targets[inside]
 
-    def within(self, start: int, stop: int) -> Iterator[Box]:
+    def within(self, start: int, stop: int) -> Iterator[Rectangle]:
         """The parts of the box whose source lies in [``start``, ``stop``)."""
         if start <= self.source and self.source + _reach(self.axes) < stop:
             yield self
@@ -142,10 +142,10 @@ class Box:
             if not low <= group < high:
                 yield from self._part(group, group + 1).within(start, stop)
 
-    def _part(self, low: int, high: int) -> Box:
+    def _part(self, low: int, high: int) -> Rectangle:
         first, *inner = self.axes
         axes = tuple(inner) if high - low == 1 else (Axis(high - low, first.source, first.target), *inner)
-        return Box(self.parameter, self.source + low * first.source, self.target + low * first.target, axes)
+        return Rectangle(self.parameter, self.source + low * first.source, self.target + low * first.target, axes)
 
 
 def _reach(axes: Sequence[Axis]) -> int:
@@ -161,8 +161,8 @@ class LoaderMap:
     tensors of which this rank holds nothing.
     """
 
-    boxes: dict[str, tuple[Box, ...]]
-    derived: dict[str, tuple[Box, ...]]
+    boxes: dict[str, tuple[Rectangle, ...]]
+    derived: dict[str, tuple[Rectangle, ...]]
     padding: dict[str, frozenset[float]]
     unused: tuple[str, ...]
 
@@ -219,7 +219,7 @@ def _in_this_thread() -> Iterator[None]:
 class _Written:
     """What the loader wrote into one piece of memory."""
 
-    boxes: dict[Box, str] = field(default_factory=dict)
+    boxes: dict[Rectangle, str] = field(default_factory=dict)
     padding: int = 0
     constants: set[float] = field(default_factory=set)
     odd: str = ""
@@ -305,7 +305,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 hint=_CAST,
             )
         try:
-            box = Box.make(
+            box = Rectangle.make(
                 name,
                 tuple(target.shape),
                 (int(value.storage_offset()), value.stride()),
@@ -328,8 +328,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._altered[source] = operation
 
     def result(self, model: torch.nn.Module, derived: Collection[str]) -> LoaderMap:
-        plain: dict[str, list[Box]] = {}
-        into_derived: dict[str, list[Box]] = {}
+        plain: dict[str, list[Rectangle]] = {}
+        into_derived: dict[str, list[Rectangle]] = {}
         missing = []
         for name, written in self._written.items():
             if written.odd:
@@ -363,7 +363,7 @@ def _constant(args: Sequence[Any]) -> float:
     return float(args[1]) if len(args) > 1 else 0.0
 
 
-def _frozen(boxes: dict[str, list[Box]]) -> dict[str, tuple[Box, ...]]:
+def _frozen(boxes: dict[str, list[Rectangle]]) -> dict[str, tuple[Rectangle, ...]]:
     return {name: tuple(found) for name, found in boxes.items()}
 
 

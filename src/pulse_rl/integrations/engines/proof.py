@@ -25,7 +25,7 @@ from ...state.digest import LEAF_BYTES, StateDigest, leaf_digests
 from ...state.tensors import State, TensorSpec, UIntArray
 from ..torch import _INTS
 from .live import Journal, LiveWeights, as_ints
-from .loader_map import Box, LoaderMap, torch_dtype
+from .loader_map import LoaderMap, Rectangle, torch_dtype
 from .node import Node
 
 _WINDOW_BYTES = 64 * LEAF_BYTES
@@ -82,7 +82,7 @@ def differing(node: Node, live: LiveWeights, loader_map: LoaderMap, digest: Stat
     return sorted({name for names in node.gathered(sorted(wrong)) for name in names})
 
 
-def require_whole(specs: tuple[TensorSpec, ...], workers: Sequence[Mapping[str, tuple[Box, ...]]]) -> None:
+def require_whole(specs: tuple[TensorSpec, ...], workers: Sequence[Mapping[str, tuple[Rectangle, ...]]]) -> None:
     """Raises UnsupportedTensor where the ``workers`` of a node, given by their boxes, hold a part of a tensor only: no
     digest of it could be computed there."""
     for spec in specs:
@@ -102,9 +102,9 @@ def write_all(node: Node, journal: Journal, loader_map: LoaderMap, state: State 
 
 def broadcast(
     node: Node,
-    boxes: Mapping[str, tuple[Box, ...]],
+    boxes: Mapping[str, tuple[Rectangle, ...]],
     state: State | None,
-    write: Callable[[Box, torch.Tensor], None],
+    write: Callable[[Rectangle, torch.Tensor], None],
 ) -> None:
     """Calls ``write`` on each worker for all parts of its ``boxes``, by the checkpoint tensor's name, with their bits
     in the leader's ``state`` as integers. Collective."""
@@ -173,7 +173,7 @@ def _pieces(specs: tuple[TensorSpec, ...], held: set[str]) -> Iterator[tuple[Ten
                 yield spec, start, min(start + step, spec.elements)
 
 
-def _in_window(window: torch.Tensor, part: Box, start: int) -> torch.Tensor:
+def _in_window(window: torch.Tensor, part: Rectangle, start: int) -> torch.Tensor:
     return window.as_strided(part.sizes, part.source_strides, part.source - start)
 
 

@@ -70,7 +70,7 @@ class _Version(NamedTuple):
     stream_id: str | None = None
 
 
-class Step(NamedTuple):
+class LeaderStep(NamedTuple):
     """What the leader decided: ``kind`` is "none", "sparse" or "full", from the ``live`` version to ``version``."""
 
     kind: str
@@ -318,7 +318,7 @@ class Session:
     def _update(self, version: int | None, started: float) -> None:
         # 1. All workers agree on the step, which the leader decides.
         with self.staging.gate:
-            step: Step = self._node.shared(self._node.together(lambda: self._decide(version)))
+            step: LeaderStep = self._node.shared(self._node.together(lambda: self._decide(version)))
             if len(set(self._node.gathered((step.kind, step.version)))) > 1:
                 raise StateMismatch("the engine's nodes have staged different versions", hint="Sync again.")
             prepared = self._node.together(lambda: self._awaited(step))
@@ -402,7 +402,7 @@ class Session:
     def _stream_id(self) -> str | None:
         return self.staging.subscriber.stream_id if self.staging.subscriber is not None else None
 
-    def _derived_changes(self, step: Step) -> list[Change]:
+    def _derived_changes(self, step: LeaderStep) -> list[Change]:
         loader_map = self._map.loader_map
         if not self._forms.layers or loader_map is None:
             return []
@@ -418,11 +418,11 @@ class Session:
                 hint="Quantised layers are audited against the host state: call sync(), then audit().",
             )
 
-    def _decide(self, version: int | None) -> Step:
+    def _decide(self, version: int | None) -> LeaderStep:
         """What to do, on the leader; nothing on the others."""
         staging, live = self.staging, self.live_version
         if staging.subscriber is None:
-            return Step("none", 0)
+            return LeaderStep("none", 0)
         prepared = staging.prepared
         staged = prepared.staged if prepared is not None else None
         newest = staged.version if staged is not None else staging.subscriber.version
@@ -433,12 +433,12 @@ class Session:
                 hint="Stage a version before the update to it; an engine does not go back.",
             )
         if live is not None and (live == version or live >= newest):
-            return Step("none", live, live)
+            return LeaderStep("none", live, live)
         if staged is not None and staged.previous is not None and live is not None and staged.previous <= live:
-            return Step("sparse", staged.version, live, staged.sequence)
-        return Step("full", newest, live)
+            return LeaderStep("sparse", staged.version, live, staged.sequence)
+        return LeaderStep("full", newest, live)
 
-    def _awaited(self, step: Step) -> Prepared | None:
+    def _awaited(self, step: LeaderStep) -> Prepared | None:
         """The staged update that the leader decided on: this worker's thread is about to take it over."""
         deadline = time.monotonic() + _TAKE_OVER_SECONDS
         while step.kind == "sparse":

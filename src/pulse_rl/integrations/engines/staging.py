@@ -142,7 +142,7 @@ class Prepared:
     stream_id: str | None = None
 
 
-class Held(NamedTuple):
+class HeldVersion(NamedTuple):
     """What the host state is, for callers that must not wait for the thread."""
 
     version: int
@@ -161,7 +161,7 @@ class Cost:
 
 
 @dataclass(slots=True)
-class Progress:
+class Answers:
     """Where the thread is: how often it was ``asked`` to look at the store, how many of these it has ``answered``, and
     the ``error`` of its last look."""
 
@@ -193,9 +193,9 @@ class Staging:
         self._follow = follow
         self._base = base
         self._cost = Cost()
-        self.state = Progress()
+        self.state = Answers()
         self.prepared: Prepared | None = None
-        self.held: Held | None = None
+        self.held: HeldVersion | None = None
         self.base_digest: StateDigest | None = None
         self.lock = threading.RLock()
         """Held while the host state moves."""
@@ -302,7 +302,7 @@ class Staging:
                     self._stage(update)
                 if self.subscriber.version is not None:
                     state = self.subscriber.state
-                    self.held = Held(self.subscriber.version, self.subscriber.root, state.specs, state.aliases)
+                    self.held = HeldVersion(self.subscriber.version, self.subscriber.root, state.specs, state.aliases)
             self.state.error = None
         except PulseError as error:
             self.state.error = error

@@ -51,7 +51,7 @@ class InitInfo:
     owner: str = ""
 
 
-class Transport(Protocol):
+class EngineTransport(Protocol):
     """An engine's calls. They raise EngineError, or whatever the engine raises."""
 
     def init(self, init_info: dict[str, Any]) -> None: ...

@@ -13,7 +13,7 @@ from ...events import Metadata, Published
 from ...sync.publisher import PublisherSettings
 from ..engines.handle import EngineSync
 from ..weights import advice, policy_weights
-from .transfer import Completion, Link, log
+from .transfer import Completion, ServerLink, log
 
 __all__ = ["PulseRollout", "pulse_rollout"]
 
@@ -44,21 +44,21 @@ def pulse_rollout(
     the end of the training errors are logged, not raised. An evaluation outside of a training publishes what it
     evaluates. Raises InputError.
     """
-    link = Link(server_url, store, stream, retry_seconds=retry_seconds, engine=engine, publisher=publisher)
+    link = ServerLink(server_url, store, stream, retry_seconds=retry_seconds, engine=engine, publisher=publisher)
     return PulseRollout._of(link)
 
 
 class PulseRollout(TrainerCallback):
     """Made by `pulse_rollout`; joins the trainer's callbacks at its first call."""
 
-    _link: Link
+    _link: ServerLink
     _step: int | None
     _tag: str
     _model: str | None
     _training: bool
 
     @classmethod
-    def _of(cls, link: Link) -> PulseRollout:
+    def _of(cls, link: ServerLink) -> PulseRollout:
         self = cls.__new__(cls)
         self._link = link
         self._step = None

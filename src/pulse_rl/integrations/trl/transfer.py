@@ -31,7 +31,7 @@ _POLL_SECONDS = 2.0
 _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": None}
 
 
-class Link:
+class ServerLink:
     """The settings of `PulseWeightTransfer` and `pulse_rollout`. Made on every rank; opened and used by the first."""
 
     def __init__(
@@ -239,7 +239,7 @@ class PulseWeightTransfer:
         engine: Mapping[str, Any] | None = None,
         **publisher: Unpack[PublisherSettings],
     ) -> None:
-        self._link = Link(
+        self._link = ServerLink(
             server_url,
             store,
             stream,

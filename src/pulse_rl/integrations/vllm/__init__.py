@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 
 from ...errors import EngineError, EngineUnavailable, InputError
 from ..engines.handle import EngineHandle, InFlight
-from ..engines.transport import Answer, Client, InitInfo, Status, SubscriberOptions, Transport
+from ..engines.transport import Answer, Client, EngineTransport, InitInfo, Status, SubscriberOptions
 
 __all__ = ["EngineHandle", "connect"]
 
@@ -160,7 +160,7 @@ def _tag(engine: Any, weight_version: str) -> tuple[str, ...]:
     return (weight_version,) if inspect.signature(engine.finish_weight_update).parameters else ()
 
 
-def transport_to(engine: Any, timeout_seconds: float) -> Transport:
+def transport_to(engine: Any, timeout_seconds: float) -> EngineTransport:
     """The transport to an `LLM`, an `AsyncLLM`, or a server's URL. Raises InputError."""
     if isinstance(engine, str):
         return Server(engine, timeout_seconds)
