@@ -9,6 +9,7 @@ import json
 import pkgutil
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,19 @@ def modules() -> Iterator[str]:
     for info in pkgutil.walk_packages(pulse_rl.__path__, "pulse_rl."):
         if info.name not in ELSEWHERE:
             yield info.name
+
+
+def test_the_map_of_the_code_is_true() -> None:
+    """docs/architecture.md names each module of the folders that it lists by module, and only files that are there."""
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "architecture.md").read_text()
+    for folder in ("_util", "loco", "maintenance", "patch", "state", "store", "stream", "sync"):
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{folder}/`"))
+        files = (root / "src" / "pulse_rl" / folder).glob("*.py")
+        assert {file.stem for file in files if f"`{file.stem}`" not in row} == {"__init__"}, folder
+    for named in re.findall(r"`([a-z_/]+/[a-z_]+\.(?:py|cpp))`", page):
+        places = (root, root / "src" / "pulse_rl", root / "src" / "native")
+        assert any((place / named).exists() for place in places), named
 
 
 @pytest.mark.slow
