@@ -55,10 +55,8 @@ class Window(NamedTuple):
 
     def of(self, blocks: Blocks) -> Window:
         """The same by another cut of the same tensors."""
-        if self.blocks is blocks:
-            return self
         if self.blocks == blocks:
-            return self._replace(blocks=blocks)
+            return self
         changes = {index: _decoded(records) for index, records in self.records.items()}
         made = recut(changes, self.blocks, blocks)
         return self._replace(records={index: _encoded(found) for index, found in made.items()}, blocks=blocks)
@@ -101,6 +99,9 @@ class History:
 
     def of(self, blocks: Blocks) -> History:
         """The same by another cut of the same tensors."""
+        one = self.windows[0].blocks if self.windows else blocks
+        if one == blocks and all(window.blocks is one for window in self.windows):  # a cut is compared once
+            return self
         return History(tuple(window.of(blocks) for window in self.windows))
 
     def past(self, index: int) -> Past:
@@ -109,6 +110,8 @@ class History:
 
     def then(self, window: Window) -> History:
         """Followed by one more window."""
+        if self.windows and window.blocks == (blocks := self.windows[-1].blocks):
+            window = window._replace(blocks=blocks)
         return History((*self.windows, window))
 
     def last(self, count: int) -> History:

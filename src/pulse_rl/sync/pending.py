@@ -25,9 +25,9 @@ from ..state import bits
 from ..state.digest import StateDigest
 from ..state.memory import DeviceTensor
 from ..state.tensors import Segment, SlicedState, State, UIntArray
+from .columns import ColumnExchange
 from .layout import Fragment, Layout
 from .leaves import Leaves, changed_inner_leaves, hash_shared, inner_leaves
-from .windows import Windows
 
 _NOTHING = History()
 NO_SMALLER = "anchor: a patch would have"
@@ -196,10 +196,10 @@ def make_pending(
     segments = base.segments if base else layout.segments(ranks.rank)
     blocks = base.blocks if base else cut(layout.specs, segments)
     # Columns are moved to rows while rows are coded: a task waits for its window, and no rank holds a whole tensor.
-    windows = Windows(layout, ranks, local)
+    columns = ColumnExchange(layout, ranks, local)
     try:
         source = _sliced(tuple(s for s in segments if s.spec.name not in layout.moved), local)
-        tasks = windows.tasks(hashed_together(blocks, threads), blocks, source)
+        tasks = columns.tasks(hashed_together(blocks, threads), blocks, source)
         if base is None:
             # No patch: the state is copied, which becomes the baseline, and hashed from the copy.
             state = local if owned else allocated(segments)
@@ -238,7 +238,7 @@ def make_pending(
         made.records = recorder.records if recorder else None
         return made
     finally:
-        windows.finish()  # other ranks wait for this rank's columns, whatever failed here
+        columns.finish()  # other ranks wait for this rank's columns, whatever failed here
 
 
 def allocated(segments: Sequence[Segment]) -> State:

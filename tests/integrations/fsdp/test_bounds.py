@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 CONSTANT = 48 * MIB
-"""Of the documents: blocks and their code in flight, windows of columns."""
+"""Of the documents: blocks and their code in flight, chunks of columns."""
 
 
 def weights(trainer: Trainer, rows: int, columns: int, tensors: int, *placements: Placement) -> dict[str, DTensor]:

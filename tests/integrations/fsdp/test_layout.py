@@ -14,6 +14,7 @@ from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import slices_of
 from pulse_rl.state.digest import LEAF_BYTES
 from pulse_rl.state.tensors import DTYPES, Segment, TensorSpec
+from pulse_rl.sync.columns import _put
 from pulse_rl.sync.layout import (
     Box,
     Held,
@@ -25,7 +26,6 @@ from pulse_rl.sync.layout import (
     make_layout,
     whole_leaves,
 )
-from pulse_rl.sync.windows import _put
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Tensors that are sharded over columns, re-laid into rows: in windows of a block's size, between the ranks that have
+"""Tensors that are sharded over columns, re-laid into rows: in chunks of a block's size, between the ranks that have
 them, so that no rank ever holds a whole tensor."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..state.tensors import Segment, State, UIntArray
 from .layout import Box, Layout
 
 
-class _Window(NamedTuple):
+class _Chunk(NamedTuple):
     """Of one tensor what each rank receives next, and the boxes of those that have it."""
 
     name: str
@@ -38,13 +38,13 @@ class _Arrived(State):
         return self._source.read(name, start, stop) if found is None else found
 
 
-class Windows:
-    """Moves the elements of ``layout.moved`` to the ranks that publish them; all ranks go through the same windows."""
+class ColumnExchange:
+    """Moves the elements of ``layout.moved`` to the ranks that publish them; all ranks go through the same chunks."""
 
     def __init__(self, layout: Layout, ranks: RankGroup, local: State) -> None:
         self._ranks = ranks
         self._local = local
-        self._windows = _windows(layout)
+        self._chunks = _chunks(layout)
         self._arrived: dict[tuple[str, int], UIntArray] = {}
         self._moved = layout.moved
         self._error: BaseException | None = None
@@ -61,41 +61,41 @@ class Windows:
                 place = segment.spec.name, segment.start
                 if segment.spec.name in self._moved:
                     while place not in self._arrived:
-                        self._exchange(next(self._windows))
+                        self._exchange(next(self._chunks))
                     came[place] = self._arrived.pop(place)
             yield group, _Arrived(came, source) if came else source
 
     def finish(self) -> None:
         """Takes part in what is left. Raises what kept this rank from sending what it has, and RankLost."""
-        for window in self._windows:
-            self._exchange(window)
+        for chunk in self._chunks:
+            self._exchange(chunk)
         self._arrived.clear()
         if self._error is not None:
             raise self._error
 
-    def _exchange(self, window: _Window) -> None:
+    def _exchange(self, chunk: _Chunk) -> None:
         me = self._ranks.rank
-        width = next(iter(window.targets.values())).spec.dtype.width
+        width = next(iter(chunk.targets.values())).spec.dtype.width
         sent: dict[int, UIntArray] = {}
-        if me in window.boxes:
-            for rank, target in window.targets.items():
-                low, high = _inside(window.boxes[me], target)
+        if me in chunk.boxes:
+            for rank, target in chunk.targets.items():
+                low, high = _inside(chunk.boxes[me], target)
                 if low < high:
-                    sent[rank] = self._read(window.name, low, high, width)
-        mine = window.targets.get(me)
-        places = {} if mine is None else {rank: _inside(box, mine) for rank, box in window.boxes.items()}
+                    sent[rank] = self._read(chunk.name, low, high, width)
+        mine = chunk.targets.get(me)
+        places = {} if mine is None else {rank: _inside(box, mine) for rank, box in chunk.boxes.items()}
         lengths = {rank: (high - low) * width for rank, (low, high) in places.items() if low < high}
         try:
             received = self._ranks.exchange(sent, lengths)
         except RankLost:
-            self._windows = iter(())  # nobody comes for what is left
+            self._chunks = iter(())  # nobody comes for what is left
             raise
         if mine is None:
             return
         whole = np.empty(mine.elements, mine.spec.dtype.uint)
         for rank, data in received.items():
-            _put(whole, mine, window.boxes[rank], places[rank], data.view(whole.dtype))
-        self._arrived[window.name, mine.start] = whole
+            _put(whole, mine, chunk.boxes[rank], places[rank], data.view(whole.dtype))
+        self._arrived[chunk.name, mine.start] = whole
 
     def _read(self, name: str, low: int, high: int, width: int) -> UIntArray:
         """The elements as bytes. The others wait for them: what cannot be read is made up, and the error raised at the
@@ -109,11 +109,11 @@ class Windows:
             return np.zeros((high - low) * width, np.uint8)
 
 
-def _windows(layout: Layout) -> Iterator[_Window]:
+def _chunks(layout: Layout) -> Iterator[_Chunk]:
     for name, boxes in layout.moved.items():
         runs = {rank: runs_of(segment) for rank, segment in layout.published[name].items()}
         for k in range(max(map(len, runs.values()))):
-            yield _Window(name, {rank: of[k] for rank, of in runs.items() if k < len(of)}, boxes)
+            yield _Chunk(name, {rank: of[k] for rank, of in runs.items() if k < len(of)}, boxes)
 
 
 def _inside(box: Box, target: Segment) -> tuple[int, int]:
