@@ -14,7 +14,7 @@ from tests.support.folds import fold_link
 from tests.support.publishers import tuned
 from tests.support.relays import Counted, assert_whole, newest_root
 from tests.support.states import Rng, TinyTrainer, history, roots
-from tests.support.stores import FaultyStore, names
+from tests.support.stores import FaultyStore, names, s3_store
 
 KEY = Signer(bytes(range(32)))
 
@@ -310,3 +310,19 @@ def test_events_and_refusals(rng: Rng) -> None:
         Relay(source, MemoryStore(), stream="policy", keep=0)
     with pytest.raises(InputError):
         Relay(source, MemoryStore(), stream="policy", allow_recreated=True, stream_id="0" * 32)
+
+
+@pytest.mark.parametrize("threads", [None, 1])
+def test_from_bucket_to_bucket(s3: str, rng: Rng, threads: int | None) -> None:
+    """Payloads are read from one object store while they are written to another."""
+    source, target = (s3_store(s3, f"{name}-{threads}") for name in ("home", "near"))
+    states = history(rng, 3)
+    with Publisher(source, stream="policy") as publisher:
+        relay = Relay(source, target, stream="policy", threads=threads)
+        for state in states:
+            publisher.publish(state, files={"config.json": b"{}", "empty.txt": b""})
+            relay.sync()
+    assert_whole(target)
+    reader = Subscriber(target, stream="policy")
+    reader.sync()
+    assert (reader.root, reader.files()) == (roots(states)[-1], {"config.json": b"{}", "empty.txt": b""})
