@@ -219,7 +219,7 @@ class RankTrainer:
                     stream_id=stream_id,
                 ),
                 RankGroup(_Group(wire, rank, clients)),
-                Settings(anchor_ratio, folds, None, (), signer, 1),
+                Settings("auto", anchor_ratio, folds, None, (), signer, 1),
                 listener=None,
             )
             for rank, client in enumerate(clients.each)

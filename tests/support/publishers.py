@@ -11,11 +11,19 @@ from pulse_rl.sync.request import LocalState
 
 
 def tuned(
-    store: Any, *, kind: Any = Publisher, history: bool | None = None, shard_bytes: int | None = None, **settings: Any
+    store: Any,
+    *,
+    kind: Any = Publisher,
+    history: bool | None = None,
+    shard_bytes: int | None = None,
+    stream_id: str | None = None,
+    **settings: Any,
 ) -> Publisher:
-    """A publisher with these ``settings`` that always codes by what changed before, or never, and whose anchors have
-    shards of so many bytes."""
+    """A publisher of this stream with these ``settings`` that always codes by what changed before, or never, and whose
+    anchors have shards of so many bytes."""
     publisher: Publisher = kind(store, **settings)
+    if stream_id is not None:
+        publisher.stream_id = stream_id
     if history is not None:
         publisher._rank.history.forced = history
     if shard_bytes is not None:
