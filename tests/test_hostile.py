@@ -130,9 +130,10 @@ class Names(MemoryStore):
         raise AssertionError(f"{name} was written")
 
     def list(self, folder: str, start_after: str | None = None):  # type: ignore[no-untyped-def]
-        yield from super().list(folder, start_after)
-        for name in self._strange:
-            yield next(iter(super().list("policy")))._replace(name=f"{folder}/{name}")
+        found = list(super().list(folder, start_after))
+        first = next(iter(super().list("policy")))
+        found += [first._replace(name=f"{folder}/{name}") for name in self._strange]
+        return iter(sorted(info for info in found if start_after is None or info.name > start_after))
 
 
 def test_names_of_a_hostile_listing_lead_nowhere() -> None:

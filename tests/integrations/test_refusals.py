@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from pulse_rl import Bits, PulseError, State, Update
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
@@ -66,13 +64,6 @@ def quiet(make: Callable[[], Any]) -> Any:
         return make()
 
 
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 TARGETS: dict[str, tuple[type[PulseError], Callable[[], Any]]] = {
     "expanded": (StateMismatch, lambda: torch.zeros(1, 4).expand(SHAPE)),
     "expanded scalar": (StateMismatch, lambda: torch.zeros(()).expand(SHAPE)),
@@ -116,11 +107,6 @@ def refused(update: Update, target: Any, error: type[PulseError]) -> PulseError:
 def test_a_target_without_memory_of_its_own_is_told_before_the_first_write(name: str, update: Update) -> None:
     error, make = TARGETS[name]
     refused(update, make(), error)
-
-
-def test_a_sharded_target_is_told_before_the_first_write(mesh: Any, update: Update) -> None:
-    hint = refused(update, distribute_tensor(torch.zeros(SHAPE), mesh, [Shard(0)]), UnsupportedTensor).hint
-    assert "sharded" in hint
 
 
 def test_what_is_no_model_and_what_is_no_update(update: Update) -> None:
