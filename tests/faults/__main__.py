@@ -1,8 +1,8 @@
 """The long version: ``python -m tests.faults streams --sequences 10000 --seed 1``, ``--only SEED`` to replay one.
 
-``streams``, ``fleet`` and ``groups`` are worlds of random sequences. Three programs work in real time: ``kills`` kills
-processes at every call to a store, ``interrupts`` interrupts calls at random moments, ``hostile`` writes what it likes
-into a stream's folder.
+``streams``, ``fleet`` and ``groups`` are worlds of random sequences. The others are programs in real time: ``kills``
+kills processes at every call to a store, ``interrupts`` interrupts calls at random moments, ``hostile`` writes what it
+likes into a stream's folder, ``exits`` ends programs with everything under way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from . import hostile, interrupts, kills
+from . import exits, hostile, interrupts, kills
 from .driver import WORLDS, described, run, search, shrunk
 
 _SEEDS_APART = 10**9
@@ -22,6 +22,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "kills": kills.main,
     "interrupts": interrupts.main,
     "hostile": hostile.main,
+    "exits": exits.main,
 }
 
 

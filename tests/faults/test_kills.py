@@ -1,4 +1,5 @@
-"""SIGKILL at every store call of real processes: nothing committed is lost, and every restart goes on."""
+"""SIGKILL at every store call of real processes: nothing committed is lost, and every restart goes on. And programs that
+end at a random moment."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(__file__).parents[2]
-PROGRAM = [sys.executable, "-m", "tests.faults", "kills"]
+PROGRAM = [sys.executable, "-m", "tests.faults"]
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ PROGRAM = [sys.executable, "-m", "tests.faults", "kills"]
 def test_every_kill_point_is_survived(role: str, versions: int, mode: str, fewest_calls: int) -> None:
     """``make faults`` kills before, after and in the midst of each call in longer runs."""
     done = subprocess.run(
-        [*PROGRAM, role, "--versions", str(versions), "--modes", mode, "midst", "--json"],
+        [*PROGRAM, "kills", role, "--versions", str(versions), "--modes", mode, "midst", "--json"],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
@@ -36,3 +37,10 @@ def test_every_kill_point_is_survived(role: str, versions: int, mode: str, fewes
     assert survived["kills"] == sum(survived["modes"].values())
     if role != "gc":
         assert survived["modes"]["midst"] > 5
+
+
+def test_programs_end_with_everything_under_way() -> None:
+    """``make faults`` has more of them."""
+    command = [*PROGRAM, "exits", "--count", "8"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
