@@ -1,5 +1,5 @@
-"""SIGKILL at every store call of real processes: nothing committed is lost, and every restart goes on. And programs that
-end at a random moment."""
+"""SIGKILL at every store call of real processes: nothing committed is lost, and every restart goes on. And programs
+that end at a random moment."""
 
 from __future__ import annotations
 
