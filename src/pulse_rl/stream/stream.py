@@ -144,15 +144,15 @@ class Stream:
             )
         return manifest
 
-    def still_holds(self, manifest: Manifest) -> bool:
-        """`holds`, but without a look at the object while it is listed as it was when it was the newest."""
+    def still_has_manifest(self, manifest: Manifest) -> bool:
+        """`has_manifest`, but without a look at the object while it is listed as it was when it was the newest."""
         shown = self._listed.get(manifest.version)
-        if shown is None or (shown != self._held and not self.holds(manifest)):
+        if shown is None or (shown != self._held and not self.has_manifest(manifest)):
             return False
         self._held = shown
         return True
 
-    def holds(self, manifest: Manifest) -> bool:
+    def has_manifest(self, manifest: Manifest) -> bool:
         """Whether the store has this very manifest."""
         name = self.names.version(manifest.version)
         try:
@@ -160,15 +160,15 @@ class Stream:
         except NotFound:
             return False
 
-    def shows(self, version: int) -> bool:
+    def was_listed(self, version: int) -> bool:
         """Whether the last listing of versions had this one."""
         return version in self._listed
 
-    def lists(self, version: int) -> bool:
+    def has_version(self, version: int) -> bool:
         """Whether the store has a manifest of this version."""
         return self._has(self.names.version(version))
 
-    def stores(self, manifest: Manifest, *, files: bool = True) -> bool:
+    def has_payloads(self, manifest: Manifest, *, files: bool = True) -> bool:
         """Whether the store has all payloads that a manifest names, ``files`` among them."""
         patch = manifest.patch.parts if manifest.patch else ()
         shards = manifest.anchor.shards if manifest.anchor else ()

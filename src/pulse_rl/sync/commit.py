@@ -266,11 +266,11 @@ class Committer:
     def settles(self, manifest: Manifest, uploaded: float) -> bool:
         """Whether a commit that an earlier call left unconfirmed is to be repeated: it may have succeeded, or can still
         do so, because the payloads, stored at ``uploaded`` (Unix seconds), cannot have been collected since."""
-        if self._stream.holds(manifest):
+        if self._stream.has_manifest(manifest):
             return True
         fresh = 0 <= time.time() - uploaded < _LATEST_COMMIT_SECONDS
         newer = self._stream.versions(manifest.version)
-        return fresh and not newer and self._stream.stores(manifest)
+        return fresh and not newer and self._stream.has_payloads(manifest)
 
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest of the version after the head, which commits it. Repeating this after StoreUnavailable
@@ -381,7 +381,7 @@ class StreamHead:
         """What the head is to ranks whose baseline is ``version``. Claims the stream where that is to be done."""
         committer = self.committer
         if version is not None and version == committer.version:
-            if self._stream.lists(version):
+            if self._stream.has_version(version):
                 return Found(keep=True)
             committer.reclaim()
             self._files.forget()
@@ -419,7 +419,7 @@ class StreamHead:
         # Before it is created for good: what no reader could parse must not be committed.
         manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
         if self._looks_for_payloads or (manifest.anchor and self._together):
-            if not self._stream.stores(manifest, files=False):
+            if not self._stream.has_payloads(manifest, files=False):
                 raise InputError(
                     "rank 0 does not find in its store what the ranks have stored",
                     hint="Give all ranks the same store, by an address that means the same everywhere.",

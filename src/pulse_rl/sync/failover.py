@@ -31,8 +31,8 @@ def check_recreated(version: int, stream: Stream, found: Head) -> None:
     """Raises StreamRecreated if another stream stands where ours was, of which ``version`` is held. Only looks where
     something speaks for it: that version is gone from the listing, or is not listed as it was, or others are above it.
     """
-    holds = stream.still_holds if found.listed[-1:] == [version] else stream.holds
-    if stream.stream_id is None or (found.manifest and holds(found.manifest)):
+    is_there = stream.still_has_manifest if found.listed[-1:] == [version] else stream.has_manifest
+    if stream.stream_id is None or (found.manifest and is_there(found.manifest)):
         return
     other = stream.newest(anybody=True).manifest
     if other and other.stream_id != stream.stream_id:
@@ -84,7 +84,7 @@ class Failover:
                 continue
             answered, error = True, None
             # Enough, unless this store lost the version meanwhile, or a farther one has been ahead for too long.
-            if host.version is not None and stream.shows(host.version) and not self._is_late(host.version, place):
+            if host.version is not None and stream.was_listed(host.version) and not self._is_late(host.version, place):
                 return phases
         # What some stores refused does not count where another one has answered.
         if error and (host.version is None or not answered):
@@ -116,13 +116,13 @@ class Failover:
                     return stream, found
         return self.streams[-1], self.streams[-1].versions()
 
-    def lists(self, version: int, after: int | None) -> bool:
+    def has_version(self, version: int, after: int | None) -> bool:
         """Whether a store lists ``version``, above ``after``."""
         if version in self.streams[0].versions(after):
             return True
         for stream in self.streams[1:]:
             with suppress(StoreError):
-                if stream.lists(version):
+                if stream.has_version(version):
                     return True
         return False
 

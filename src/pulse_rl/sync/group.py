@@ -236,7 +236,7 @@ class GroupMember(NotCopyable):
 
     def _stage(self, version: int) -> None:
         """Stages ``version``; the newest one where that does not exist, or not any more, or cannot be reached."""
-        if not self._subscriber._failover.lists(version, self._staged.version):
+        if not self._subscriber._failover.has_version(version, self._staged.version):
             self._sync(None)
             return
         try:
