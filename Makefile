@@ -88,7 +88,8 @@ $(SGLANG)/.ready: $(SGLANG)/.sglang pyproject.toml $(NATIVE)
 bench-vllm: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m benchmarks.engines $(ARGS)
 
-# Under 30 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive sequences.
+# Under 25 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive
+# sequences, and of a test with many parameters the first and the last.
 quick: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal $(ARGS)
 

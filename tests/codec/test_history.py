@@ -117,6 +117,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes_by_groups(
     assert oracle.encode(block.old.tolist(), new, block.kind, runs, block.past, chosen) == payload
 
 
+@pytest.mark.slow
 def test_blocks_without_other_changes(rng: np.random.Generator) -> None:
     """All that changes is remembered: by either codec for the others, which has nothing to say."""
     for elements in (3000, 160_000):

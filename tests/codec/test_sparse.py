@@ -350,6 +350,7 @@ def test_states_at_the_end() -> None:
         refused(with_end(bit_behind, steps), OLD, SMALL, "bits behind the last size are not 0")
 
 
+@pytest.mark.slow
 def test_bits_behind_the_last_plain_one_and_behind_the_last_state() -> None:
     checked = [0, 0]
     for seed in range(5):
@@ -434,6 +435,7 @@ def outcome(payload: bytes, old: UIntArray, layout: Layout) -> tuple[bytes, byte
     return found.positions.tobytes(), found.values.tobytes()
 
 
+@pytest.mark.slow
 def test_any_byte_may_be_another(rng: np.random.Generator) -> None:
     """Refused, or read as other changes of the same block; the same with and without vectors."""
     refusals = 0

@@ -266,6 +266,7 @@ def test_damage_is_refused_as_the_oracle_does(wire: Wire) -> None:
     assert refused > tried / 2
 
 
+@pytest.mark.slow
 @both_wires
 def test_what_decodes_though_it_is_damaged_is_in_range(wire: Wire) -> None:
     """Plain bits may be anything: values that no encoder would write, but finite ones, as the oracle reads them."""

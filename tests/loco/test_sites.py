@@ -122,6 +122,7 @@ def crossing(names: str, **settings: Any) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_site_sends_about_what_a_trainer_sends() -> None:
     two_levels = crossing("aaaabbbb")
     # Ranks 3 and 7 pass the sums on to the other site, the others send parts of its own sums.

@@ -206,6 +206,7 @@ def test_parts_lead_to_what_a_whole_patch_leads_to(ranks: int, rng: Rng) -> None
         np.testing.assert_array_equal(old_bits.values, expected.undo[index].values)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_and_changes_nothing(rng: Rng) -> None:
     old, new = pair(rng)
     slices, base = cut_among(old, rng, 3), state_digest(old)
@@ -243,6 +244,7 @@ def test_a_part_alone_is_not_the_patch(rng: Rng) -> None:
         parse_patch([part(old, new, cut_among(old, rng, 2)[0])], state_digest(old))
 
 
+@pytest.mark.slow
 def test_a_damaged_header_is_refused_or_another_one(rng: Rng) -> None:
     """Whatever its bytes: an error of the library, in bounded time and memory, or a header that is consistent."""
     old = State.of({"a": weights(rng, 40, 50), "b": weights(rng, 7), "c": bits(rng, "F32", 30)}).copy()

@@ -65,6 +65,7 @@ def test_catching_up() -> None:
     assert density_of(1.0, 3) == 1.0
 
 
+@pytest.mark.slow
 def test_when_a_relay_pays() -> None:
     """Where a region's workers share a link, from some workers on; where each has its own to the origin, never."""
     plan = make_fleet_plan(SEVEN, FLEET)

@@ -128,6 +128,7 @@ def test_no_public_object_prints_as_an_address() -> None:
             assert kind.__repr__ not in (object.__repr__, Future.__repr__), kind
 
 
+@pytest.mark.slow
 def test_a_missing_framework_says_how_to_install_it() -> None:
     code = """
 import importlib, sys, traceback

@@ -52,6 +52,7 @@ def test_the_newest_versions_outlive_a_garbage_collection(store: Store) -> None:
     assert (worker.subscriber.version, worker.root) == (12, trainer.root)
 
 
+@pytest.mark.slow
 def test_a_garbage_collection_that_breaks_off_is_finished_by_the_next() -> None:
     whole, trainer = MemoryStore(), Trainer(elements=600)
     with Publisher(whole, stream=STREAM, anchor_ratio=0.1, threads=1) as publisher:

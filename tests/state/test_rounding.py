@@ -71,6 +71,7 @@ def is_nan(bits: FP32Bits) -> npt.NDArray[np.bool_]:
     return (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_every_number_becomes_the_nearest_one(name: str, rng: np.random.Generator) -> None:
     bits = patterns(name, rng)

@@ -142,6 +142,7 @@ def test_a_part_is_not_the_whole(status: str) -> None:
                 read()
 
 
+@pytest.mark.slow
 def test_endless_interim_answers_end() -> None:
     """`http.client` skips them, however many."""
 

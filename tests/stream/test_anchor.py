@@ -86,6 +86,7 @@ def test_every_shard_is_an_ordinary_safetensors_file(tmp_path: Path, rng: Rng) -
     assert snapshot(tensors) == snapshot(state)
 
 
+@pytest.mark.slow
 def test_large_tensors_and_headers_are_read_in_pieces(rng: Rng) -> None:
     """A header beyond the first read, a tensor beyond a chunk; no range may be larger than a chunk."""
     state = State.of({f"name.{k:0200}": bits(rng, "U8", 1) for k in range(450)} | {"big": bits(rng, "U8", 17 << 20)})

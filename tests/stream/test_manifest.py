@@ -227,6 +227,7 @@ def held(kept: ManifestCache, versions: int) -> list[int]:
     return [v for v in range(versions) if kept.get(v) is not None]
 
 
+@pytest.mark.slow
 def test_equal_aliases_are_held_once() -> None:
     """A version of 500 tied names took 100 KB of memory, and 16,384 are kept."""
     store, stream = MemoryStore(), "policy"

@@ -88,6 +88,7 @@ def detours(seen: list[Event]) -> list[str]:
     return [event.reason for event in seen if isinstance(event, FallbackUsed)]
 
 
+@pytest.mark.slow
 def test_patches_become_smaller_and_every_root_is_right() -> None:
     plain, made = Made(40, history=False), Made(40)
     following, _ = made.subscriber()
@@ -107,6 +108,7 @@ def test_what_is_remembered_follows_the_versions() -> None:
     assert [made.named(v) for v in (1, 2, 6, 9, 17, 18)] == [(), (1,), (4, 1), (4,), (), (1,)]
 
 
+@pytest.mark.slow
 def test_a_newcomer_reads_every_version() -> None:
     made = Made(1)
     for version in range(1, 24):
@@ -283,6 +285,7 @@ def test_a_relay_and_garbage_collection() -> None:
         assert Subscriber(target, stream="s", threads=1).sync() or version < 12
 
 
+@pytest.mark.slow
 def test_a_relay_leaves_out_folds_that_lose_what_is_remembered() -> None:
     """Its workers could not read on from there."""
     made, target = Made(2, folds=()), MemoryStore()

@@ -41,6 +41,7 @@ def test_catching_up_takes_no_more_memory_for_more_versions(rng: Rng) -> None:
     assert peak < 15e6, "40 times 100,000 changes are 40 MB"
 
 
+@pytest.mark.slow
 def test_indices_take_memory_when_they_are_asked_for(rng: Rng) -> None:
     """Half of the weights changes: as int64 their indices are twice the state."""
     size = 1 << 20

@@ -246,6 +246,7 @@ def test_names_that_are_not_there(rng: Rng) -> None:
             reader(store, select)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_folds_a_base_and_several_stores(rng: Rng) -> None:
     states = [staged(rng)]
     while len(states) < 18:

@@ -268,6 +268,7 @@ def test_two_threads_are_refused(slow: SlowStore, rng: Rng) -> None:
     publisher.close()
 
 
+@pytest.mark.slow
 def test_many_at_random(rng: Rng) -> None:
     """Publishes, submits and replacements in any order: every version that was not cancelled is there, in order."""
     store = MemoryStore()

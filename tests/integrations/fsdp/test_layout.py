@@ -164,6 +164,7 @@ def test_a_rank_is_told_what_it_needs() -> None:
     assert held_from_bytes(held_to_bytes(held)) == held
 
 
+@pytest.mark.slow
 def test_what_a_rank_is_told_does_not_grow_with_the_ranks() -> None:
     def told(ranks: int) -> tuple[int, int]:
         specs = [TensorSpec(f"layers.{k}.weight", BF16, (64 << 10, 1024)) for k in range(40)]
