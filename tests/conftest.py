@@ -80,9 +80,11 @@ def pytest_collection() -> Iterator[Any]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A quick run does not import what it would leave out as a whole: some of it imports transformers, for seconds."""
-    if not _is_quick(config) or collection_path.suffix != ".py":
+    if not _is_quick(config):
         return None
-    return True if "\npytestmark = pytest.mark.slow" in collection_path.read_text() else None
+    files = [collection_path] if collection_path.suffix == ".py" else list(collection_path.rglob("test_*.py"))
+    slow = ["\npytestmark = pytest.mark.slow" in file.read_text() for file in files]
+    return True if slow and all(slow) else None
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ import pytest
 import pulse_rl
 from tests.support.verl_stub import integration
 
+pytestmark = pytest.mark.slow  # it imports all frameworks
 LIST = Path(__file__).parent / "public_api.txt"
 MODULES = (
     "pulse_rl",

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.integrations.weights import expected_density, is_sharded, policy_weights
@@ -78,8 +77,11 @@ def test_shards_are_gathered_once_cast_and_still_tied() -> None:
     assert policy_weights(model, keep=False) == {}
 
 
+@pytest.mark.slow
 def test_what_fsdp2_has_left_whole_is_still_sharded() -> None:
     """The root keeps its parameters whole after a forward pass that no backward pass follows."""
+    from torch.distributed.fsdp import fully_shard  # a second, which a quick run has not
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = Model()

@@ -18,6 +18,7 @@ from pulse_rl.integrations.torch import apply_
 from tests.support.sharded import bits, gathered, policy, step
 from tests.support.trainers import Trainer, each, together
 
+pytestmark = pytest.mark.slow
 VERSIONS = 10
 
 
@@ -62,7 +63,6 @@ def tensor_parallel(trainer: Trainer) -> None:
     followed_by(trainer, "tensor_parallel", model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_sharded_models_follow(size: int) -> None:
     cases = [fsdp2, tensor_parallel]
@@ -82,6 +82,5 @@ def sums_are_refused(trainer: Trainer) -> None:
     assert torch.equal(partial.to_local(), torch.ones(4))
 
 
-@pytest.mark.slow
 def test_sums_are_refused() -> None:
     assert together(each, 2, [sums_are_refused], 2) == [[]] * 2
