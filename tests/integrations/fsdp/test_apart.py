@@ -122,7 +122,6 @@ def settings_of_their_own(trainer: Trainer) -> None:
         ({"keep": 5}, "keep is None on rank 0, but 5 on rank 1"),
         ({"folds": (8,)}, "folds"),
         ({"stream": "other"}, "stream is 'policy' on rank 0, but 'other' on rank 1"),
-        ({"stream_id": "0" * 32}, "stream_id"),
         ({"trusted_keys": ("ab" * 32,)}, "trusted_keys"),
         ({"store": f"{folder}-2"}, "store"),
         ({"timeout_seconds": 50}, "timeout_seconds"),
