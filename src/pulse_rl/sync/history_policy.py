@@ -153,22 +153,23 @@ class HistoryPolicy:
     def _measure(
         self, draft: PendingVersion, base: Baseline, sample: Sequence[int], threads: int | None
     ) -> tuple[int, int]:
-        """The bytes of the sample without a history and with it."""
-        known = base.sampled
+        """The bytes of the sample without a history and with it. One of the two is in the draft."""
+        known, by_history = base.sampled, draft.remembers and bool(base.history.windows)
 
         def measure(index: int) -> tuple[int, int]:
             changes = draft.changes[index]
             if changes is None:
                 return 0, 0
+            made = len(draft.coded[index].payload)
+            if not by_history and not known.windows:
+                return made, made
             block = base.blocks[index]
             before = block.read(base.state)
             after = before.copy()
             after[changes.positions] = changes.values
-            plain = len(codecs.encode_block(before, after, block.layout).payload)
-            if not known.windows:
-                return plain, plain
-            layout = block.layout._replace(past=known.past(index))
-            return plain, len(codecs.encode_block(before, after, layout).payload)
+            layout = block.layout if by_history else block.layout._replace(past=known.past(index))
+            other = len(codecs.encode_block(before, after, layout).payload)
+            return (other, made) if by_history else (made, other)
 
         found = list(ordered_map(measure, sample, threads))
         return sum(plain for plain, _ in found), sum(coded for _, coded in found)
