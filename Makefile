@@ -215,6 +215,7 @@ clean:
 #   python -m tests.faults hostile --minutes 60      workers beside a hostile co-writer, in real time
 #   python -m tests.faults interrupts --count 20000  calls interrupted by signals and retried at once
 #   python -m tests.faults exits --count 500         programs that end at any moment, with everything under way
+#   python -m tests.faults ranks --count 20          ranks that are killed, interrupted, and skip steps, started again
 SEQUENCES ?= 10000
 FAULT_SEED ?= 1
 faults: $(VENV)/.ready
@@ -223,6 +224,7 @@ faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults groups --sequences $$(($(SEQUENCES) / 2)) --seed $(FAULT_SEED)
 	$(BIN)/python -m tests.faults kills --all
 	$(BIN)/python -m tests.faults exits --count 200
+	$(BIN)/python -m tests.faults ranks --count 3
 
 # Fuzzes the native codecs under the address and undefined-behaviour sanitizers, each for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60

@@ -2,7 +2,8 @@
 
 ``streams``, ``fleet`` and ``groups`` are worlds of random sequences. The others are programs in real time: ``kills``
 kills processes at every call to a store, ``interrupts`` interrupts calls at random moments, ``hostile`` writes what it
-likes into a stream's folder, ``exits`` ends programs with everything under way.
+likes into a stream's folder, ``exits`` ends programs with everything under way, ``ranks`` kills, interrupts and misleads
+the ranks of a sharded trainer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 
 from . import exits, hostile, interrupts, kills
 from .driver import WORLDS, described, run, search, shrunk
@@ -23,6 +25,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "interrupts": interrupts.main,
     "hostile": hostile.main,
     "exits": exits.main,
+    "ranks": lambda argv: import_module("tests.faults.rank_runs").main(argv),  # which needs torch
 }
 
 
