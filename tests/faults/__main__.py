@@ -2,8 +2,8 @@
 
 ``streams``, ``fleet`` and ``groups`` are worlds of random sequences. The others are programs in real time: ``kills``
 kills processes at every call to a store, ``interrupts`` interrupts calls at random moments, ``hostile`` writes what it
-likes into a stream's folder, ``exits`` ends programs with everything under way, ``ranks`` kills, interrupts and misleads
-the ranks of a sharded trainer.
+likes into a stream's folder, ``exits`` ends programs with everything under way, ``ranks`` kills, interrupts and
+misleads the ranks of a sharded trainer.
 """
 
 from __future__ import annotations

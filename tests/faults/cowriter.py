@@ -111,6 +111,15 @@ class CoWriter:
         for _ in range(rng.choice((1, 1, 3, 20))):
             self._disk.plant(version_name(self._place(rng, above=True)), _junk(rng))
 
+    def junk_by_the_thousand(self, rng: Random) -> None:
+        """Rare: each object is read."""
+        if rng.random() < 0.2:
+            folder, most = rng.choice(("versions", "versions", "epochs", "links")), rng.choice((300, 600, 2000))
+            first = self._place(rng)
+            for number in rng.sample(range(first, first + 3 * most), most):
+                name = version_name(number) if folder == "versions" else f"{STREAM}/{folder}/{number:012d}"
+                self._disk.plant(f"{name}-anchor-{40:015d}" if folder == "links" else name, b"x")
+
     def junk_at_the_end(self, rng: Random) -> None:
         self._disk.plant(version_name(LAST - rng.choice((0, 0, 1, 5))), _junk(rng))
 
@@ -225,6 +234,7 @@ KINDS: dict[str, Callable[[CoWriter, Random], None]] = {
         "forge",
         "junk_above",
         "junk_at_the_end",
+        "junk_by_the_thousand",
         "claim",
         "false_link",
         "false_fold",

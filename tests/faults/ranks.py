@@ -204,7 +204,7 @@ class RankTrainer:
     ) -> None:
         self._clients = clients
         self._rng = rng
-        self._size = len(clients.each)
+        self._size, self._step = len(clients.each), 0
         self._turns = _Turns()
         wire = _Wire(self._size, self._turns)
         self._wire = wire
@@ -233,7 +233,15 @@ class RankTrainer:
         if self._rng.random() < 0.05:
             self._spread = self._rng.getrandbits(32)
         places = [{spec.name: self._box(spec, rank) for spec in state.specs} for rank in range(self._size)]
-        requests = [PublishRequest(_local(state, at), {}, None, anchor) for at in places]
+        self._step += 1
+        steps = [self._step] * self._size
+        if self._size > 1 and self._rng.random() < 0.02:  # interrupted before the call, it goes on with its next step
+            steps[self._rng.randrange(self._size)] += 1
+            self._clients.hit += 1
+        requests = [
+            PublishRequest(_local(state, at), {"step": step}, None, anchor)
+            for at, step in zip(places, steps, strict=True)
+        ]
         done = self._all(lambda rank: self._ranks[rank].publish(requests[rank])[0])
         check(len({(one.version, one.root) for one in done}) == 1, f"the ranks return {done}")
         return done[0]

@@ -281,6 +281,8 @@ class World(Disturbances, Upkeep):
         steps = None
         if interrupted and isinstance(client, Client):
             steps = self.interrupts.choose(rng, "publish", client)
+        elif interrupted and isinstance(client, RankClients):
+            rng.choice(client.each).meanwhile(rng.randint(1, 12), _interrupt)
         self.counts["publishes"] += 1
         self.counts["by_ranks"] += isinstance(client, RankClients)
         kinds = {fault.kind for fault in faults}
@@ -292,9 +294,12 @@ class World(Disturbances, Upkeep):
             try:
                 published = steps.run(lambda: publisher.publish(state)) if steps else publisher.publish(state)
             except Boom:
+                client.hit += isinstance(client, RankClients)  # the ranks have parted
                 self.counts["interrupted"] += 1
                 most += 1
                 published = publisher.publish(state)
+            if interrupted and isinstance(client, RankClients):
+                client.calm()
             publisher.wait()
         except CrashNow:
             pass
@@ -334,6 +339,10 @@ class World(Disturbances, Upkeep):
             return
         except PulseError as error:
             check(client.hit > 0 or self.destroyed, f"{what} failed without a fault: {error!r}")
+
+
+def _interrupt() -> None:
+    raise Boom
 
 
 RULES: dict[str, int] = {
