@@ -153,7 +153,7 @@ class RankClients:
     def __init__(self, net: Net, size: int) -> None:
         self.each = [Client(net) for _ in range(size)]
         self.lost = False
-        self._one_fate = False
+        self._one_fate = self.disturbed = False
 
     @property
     def dead(self) -> bool:
@@ -168,6 +168,7 @@ class RankClients:
         self.each[0].hit += value - self.hit
 
     def expect(self, faults: list[Fault]) -> None:
+        self.disturbed = bool(faults)
         self._one_fate = any(int(fault.where * 7919) % 2 for fault in faults)
         for rank, client in enumerate(self.each):
             client.expect([fault for fault in faults if int(fault.where * 997) % len(self.each) == rank])
@@ -235,7 +236,9 @@ class RankTrainer:
         places = [{spec.name: self._box(spec, rank) for spec in state.specs} for rank in range(self._size)]
         self._step += 1
         steps = [self._step] * self._size
-        if self._size > 1 and self._rng.random() < 0.02:  # interrupted before the call, it goes on with its next step
+        if (
+            self._size > 1 and self._clients.disturbed and self._rng.random() < 0.1
+        ):  # interrupted before the call, it goes on with its next step
             steps[self._rng.randrange(self._size)] += 1
             self._clients.hit += 1
         requests = [
