@@ -6,7 +6,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,14 @@ def says(proxy: Proxy, status: int, code: str, *, method: str = ".*", path: str 
 
 
 def refused(address: str, *, match: str, hint: str, error: type[StoreError] = StoreError, **options: Any) -> None:
-    """The first look of a worker and the first version of a trainer are refused, soon, and in a line."""
-    for call in (
+    """The first look of a worker and the first version of a trainer are refused, soon, and in a line; side by side,
+    as some wait for an answer."""
+    calls = (
         lambda: Subscriber(open_store(address, **options), stream="s").sync(),
         lambda: Publisher(open_store(address, **options), stream="s").publish({"w": np.zeros(4, np.uint16)}),
-    ):
+    )
+
+    def refuse(call: Callable[[], object]) -> None:
         began = time.monotonic()
         with pytest.raises(error, match=match) as caught:
             call()
@@ -59,6 +63,9 @@ def refused(address: str, *, match: str, hint: str, error: type[StoreError] = St
         assert "\n" not in str(caught.value)
         assert hint in caught.value.hint
         assert caught.value.retryable == issubclass(error, StoreUnavailable)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(refuse, calls))
 
 
 def test_a_bucket_that_does_not_exist(s3: str) -> None:
@@ -113,9 +120,13 @@ def test_a_port_at_which_nothing_listens_and_one_that_is_silent() -> None:
         silent.listen(20)
         where, nowhere = (f"http://127.0.0.1:{each.getsockname()[1]}" for each in (silent, taken))
         away: Any = {"error": StoreUnavailable, **KEYS}
-        refused("s3://bucket/x", endpoint=nowhere, match="nothing answers at", hint="running", **away)
-        refused("s3://bucket/x", endpoint=where, match="does not answer in time", hint="port", **away)
-    refused("s3://bucket/x", endpoint="http://no-host.invalid", match="host of", hint="name", **away)
+        cases = (
+            {"endpoint": nowhere, "match": "nothing answers at", "hint": "running"},
+            {"endpoint": where, "match": "does not answer in time", "hint": "port"},
+            {"endpoint": "http://no-host.invalid", "match": "host of", "hint": "name"},
+        )
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda case: refused("s3://bucket/x", **case, **away), cases))
 
 
 def test_https_to_a_server_that_speaks_http(s3: str) -> None:
