@@ -70,7 +70,7 @@ _SKEW = 4
 _PAYS, _STILL_PAYS = 0.10, 0.08
 """Of the bytes of a patch: what a history must save to be turned on, and to stay on."""
 _SAMPLE, _MIN_SAMPLE = 32, 2
-"""One block in so many is measured, and so many blocks at least."""
+"""One block in so many is measured, and so many blocks at least, of several ranks one of each."""
 _MIN_MEASURED, _OFTEN, _SELDOM = 2, 4, 8
 """So many measurements it takes to decide; so many versions are measured one after another, then one in so many."""
 _KEPT = 0.5
@@ -87,11 +87,12 @@ class HistoryPolicy:
     blocks from the next version on; one that does not is turned off. Ranks decide alike, by what all of them measure.
     """
 
-    def __init__(self, folds: Collection[int]) -> None:
+    def __init__(self, folds: Collection[int], ranks: int = 1) -> None:
         self.forced: bool | None = None
         """What is done whatever it saves, for tests."""
         self.on = False
         self._memory = Memory.of(folds)
+        self._least = 1 if ranks > 1 else _MIN_SAMPLE
         self._saves = 0.0
         self._measured = 0
 
@@ -106,13 +107,13 @@ class HistoryPolicy:
             return Recorder(_most_of_rank(base))
         if self.forced is not None:
             return None
-        sample = _sample(base)
+        sample = self._sample(base)
         return Recorder(most_remembered(_nbytes(base, sample)), sample)
 
     def note(self, draft: PendingVersion, base: Baseline, version: int, nbytes: int, *, threads: int | None) -> Note:
         """What this rank can remember at ``version``, to which ``draft`` leads from ``base`` by a patch of ``nbytes``
         on all ranks. Measures what a history saves, where that is to be known. Other ranks must hear of it: `agree`."""
-        sample = _sample(base)
+        sample = self._sample(base)
 
         def after(history: History, of: Collection[int] | None, most: int) -> History:
             window = None
@@ -150,6 +151,12 @@ class HistoryPolicy:
         if self._measured >= _MIN_MEASURED:
             self.on = self._saves >= (_STILL_PAYS if self.on else _PAYS)
 
+    def _sample(self, base: Baseline) -> list[int]:
+        """Some of this rank's blocks, evenly spread."""
+        blocks = len(base.blocks)
+        count = min(blocks, max(self._least, blocks // _SAMPLE))
+        return [(2 * k + 1) * blocks // (2 * count) for k in range(count)]
+
     def _measure(
         self, draft: PendingVersion, base: Baseline, sample: Sequence[int], threads: int | None
     ) -> tuple[int, int]:
@@ -178,13 +185,6 @@ class HistoryPolicy:
 def _most_of_rank(base: Baseline) -> int:
     """The bytes that a rank remembers, at most: more than its share of what all may, since some change more."""
     return min(most_remembered(base.layout.nbytes), _SKEW * most_remembered(_nbytes(base)))
-
-
-def _sample(base: Baseline) -> list[int]:
-    """Some of the blocks, evenly spread."""
-    blocks = len(base.blocks)
-    count = min(blocks, max(_MIN_SAMPLE, blocks // _SAMPLE))
-    return [(2 * k + 1) * blocks // (2 * count) for k in range(count)]
 
 
 def _nbytes(base: Baseline, indices: Sequence[int] | None = None) -> int:

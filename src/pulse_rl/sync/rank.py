@@ -81,7 +81,7 @@ class RankPublisher:
 
     def __init__(self, stream: Stream, ranks: RankGroup, settings: Settings, *, listener: Listener | None) -> None:
         self.shard_bytes = DEFAULT_SHARD_BYTES
-        self.history = HistoryPolicy(settings.folds)
+        self.history = HistoryPolicy(settings.folds, ranks.size)
         self._stream = stream
         self._ranks = ranks
         self._settings = settings
