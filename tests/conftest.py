@@ -31,7 +31,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("search", deadline=None, max_examples=2000)
-settings.register_profile("quick", settings.get_profile("suite"), max_examples=10)
+settings.register_profile("few", settings.get_profile("suite"), max_examples=10)
 settings.load_profile("suite")
 
 # In all processes that tests start, too: models as small as these are faster without torch's threads.
@@ -46,19 +46,18 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _is_quick(config: pytest.Config) -> bool:
-    return bool(config.getoption("markexpr") == "not slow")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--few", action="store_true", help="the first and the last of many parameters, and few examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if _is_quick(config) and not config.getoption("--hypothesis-profile"):
-        settings.load_profile("quick")
+    if config.getoption("--few"):
+        settings.load_profile("few")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with many parameters, a quick run takes the first and the last, unless one is asked for by name."""
-    if not _is_quick(config) or any("::" in argument for argument in config.args):
+    if not config.getoption("--few"):
         return
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -80,7 +79,7 @@ def pytest_collection() -> Iterator[Any]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A quick run does not import what it would leave out as a whole: some of it imports transformers, for seconds."""
-    if not _is_quick(config):
+    if config.getoption("markexpr") != "not slow":
         return None
     files = [collection_path] if collection_path.suffix == ".py" else list(collection_path.rglob("test_*.py"))
     slow = ["\npytestmark = pytest.mark.slow" in file.read_text() for file in files]
