@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, verify_stream
+from pulse_rl import LocalStore, MemoryStore, Publisher, Subscriber, verify_stream
 
 PROGRAM = """
 import random, sys, threading, time, numpy as np
@@ -40,6 +41,24 @@ if how == "exception":
 if how == "exit":
     sys.exit(3)
 """
+
+
+def test_where_no_thread_can_be_started_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program that ends, on some versions of Python."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr("pulse_rl._util.threads.start_new_thread", refuse)
+    monkeypatch.setattr("pulse_rl._util.serial.start_new_thread", refuse)
+    store, state = MemoryStore(), {name: np.ones((3000, 1000), np.float32) for name in "ab"}
+    with Publisher(store, stream="s", threads=4) as publisher:
+        publisher.submit(state)
+        state["b"][0] = 2
+        root = publisher.publish(state).root
+    with Subscriber(store, stream="s", threads=4) as worker:
+        worker.sync()
+        assert (worker.version, worker.root) == (1, root)
 
 
 @pytest.mark.slow

@@ -169,7 +169,10 @@ class SerialThread(NotCopyable):
         self._operations.put(operation)
         if not self._serving.locked():
             idle_seconds = _IDLE_SECONDS if self._idle_seconds is None else self._idle_seconds
-            start_new_thread(_serve, (self._operations, self._serving, self._ident, idle_seconds))
+            try:
+                start_new_thread(_serve, (self._operations, self._serving, self._ident, idle_seconds))
+            except RuntimeError:  # there are no more: the process has too many, or the program ends
+                _serve(self._operations, self._serving, self._ident, 0.0)
 
 
 def mark_worker() -> None:

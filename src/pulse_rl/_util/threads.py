@@ -138,8 +138,13 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | N
             pending.append(call)
             calls.put(call)
             if started < threads:
-                started += 1
-                start_new_thread(_work_off, (calls, getattr(running, "operation", None)))
+                try:
+                    start_new_thread(_work_off, (calls, getattr(running, "operation", None)))
+                    started += 1
+                except RuntimeError:  # there are no more: the process has too many, or the program ends
+                    threads = started
+            if not started:
+                call.run()
             if len(pending) > threads:
                 yield _next(pending)
         while pending:
