@@ -81,6 +81,9 @@ def test_a_damaged_fold_is_avoided() -> None:
     links = links_of_sync(store, late, seen)
     assert links[:3] == ("the anchor of version 0", "the fold 0->4", "the fold 4->8")
     assert late.root == state_root(trainer.state)
+    found = {report.version: report.problems for report in verify_stream(store, "s") if not report.ok}
+    assert list(found) == [16]
+    assert "the fold 0->16" in found[16][0]
 
 
 def test_a_link_that_lies_is_avoided() -> None:

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .._util.threads import checked_threads
-from ..errors import EmptyStream, InputError, PulseError, StoreUnavailable
+from ..errors import DigestMismatch, EmptyStream, InputError, PulseError, StoreUnavailable
 from ..events import Listener, checked_listener
 from ..state.checkpoint import as_state
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream.manifest import Link, Manifest, is_digest, links_of
-from ..stream.names import FILE
+from ..stream.names import FILE, PATCH
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 from ..sync.catch_up import catch_up, follow_link
 from ..sync.host_state import HostState
 
@@ -51,9 +52,9 @@ def verify_stream(
     """Replays the stream ``stream`` of ``store`` from its first version and yields one report per version.
 
     Every patch is applied to its base version, every anchor is restored on its own, and every file beside the weights
-    is read; with ``trusted_keys`` (Ed25519
-    public keys, 64 hexadecimal digits each) every manifest must be signed by one of them, and all must be of the stream
-    ``stream_id``, or of the newest one's where that is not given. ``threads``: the maximum number (None: one per core);
+    is read. So is every fold, which is applied where there is no patch. With ``trusted_keys`` (Ed25519 public keys, 64
+    hexadecimal digits each) every manifest must be signed by one of them, and all must be of the stream ``stream_id``,
+    or of the newest one's where that is not given. ``threads``: the maximum number (None: one per core);
     ``on_event`` gets the events of the replay. Raises InputError; while it yields EmptyStream and StoreUnavailable.
     Problems with a version are in its report.
     """
@@ -96,10 +97,12 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
         good: list[str] = []
         problems = _check_files(where, manifest, checked)
         named = links_of(manifest)
+        folded = [link for link in folds if link.version == version]
         if manifest.patch and manifest.patch.base not in listed:
             # The base was collected as garbage, and the anchor leads here; or a relay took a fold in the patch's place.
-            folded = [link for link in folds if link.version == version]
             named = [*(link for link in named if link.base is None), *folded] or named
+        else:
+            problems += _check_folds(where, folded)
         for link in named:
             try:
                 host = reached_by(link)
@@ -118,6 +121,20 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
         with where.limited():
             found = report(version)
         yield found
+
+
+def _check_folds(where: Stream, folds: list[Link]) -> list[str]:
+    """Which of the folds that nobody needs here are damaged. A link that leads to nothing may be anybody's."""
+    problems = []
+    for link in folds:
+        try:
+            for payload in where.resolved(link).payloads or ():
+                where.fetch(payload, PATCH)
+        except DigestMismatch as error:
+            problems.append(f"{link}: {error}")
+        except UNREADABLE:
+            continue
+    return problems
 
 
 def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> list[str]:
