@@ -85,6 +85,10 @@ def test_a_client_names_what_the_operator_allowed(
         assert worker.open(info(world, "a", **places)) is None, places
     monkeypatch.setenv("PULSE_ENGINE_ALLOWED", "")
     assert isinstance(worker.open(info(world, "a")), InputError)
+    monkeypatch.delenv("PULSE_ENGINE_ALLOWED")
+    assert worker.open(info(world, "a")) is None
+    for name in ("cache", "base"):
+        assert isinstance(worker.open(info(world, "a", **{name: str(cache)})), InputError), name
 
 
 def test_a_session_that_does_not_open_leaves_none(world: World, worker: Worker) -> None:

@@ -24,14 +24,12 @@ _PLAIN = re.compile(r"[A-Za-z0-9._:/-]*")
 
 def require_allowed(info: InitInfo) -> None:
     """Raises InputError where a client names a store, a cache or a checkpoint that the operator did not allow: another
-    than the addresses in `ALLOWED`, and what lies below them. Where that is not set, all are: the operator trusts
-    whoever reaches the engine."""
+    than the addresses in `ALLOWED`, and what lies below them. Where that is not set, any store may be read, and no
+    folder of this machine be written or loaded: whoever reaches the engine may not be its operator."""
     allowed = os.environ.get(ALLOWED)
-    if allowed is None:
-        return
-    roots = [_place(address) for address in allowed.split()]
+    roots = [_place(address) for address in (allowed or "").split()]
     named = {
-        "store": _place(info.store),
+        "store": None if allowed is None else _place(info.store),
         "cache": None if info.cache is None else _path(info.cache),
         "base": None if info.base is None else _path(info.base),
     }
