@@ -156,7 +156,6 @@ class Model:
             check(self.disk.misread or not passed, f"the patch of {version} starts at {base}, not at {passed}")
             check(said["patch"]["base_root"] == self.versions[base].root, f"version {version} has a wrong base")
         part = said["patch"] and said["patch"]["parts"][0]
-        self.by_history += bool(said["patch"] and self._needed(self.disk, said["patch"]))
         self.versions[version] = Committed(
             data,
             said["root"],
@@ -165,6 +164,8 @@ class Model:
             said["publisher"],
             (part["sha256"], part["bytes"]) if part else None,
         )
+        # Last: it runs code of the library, in which an interrupt may come.
+        self.by_history += bool(said["patch"] and self._needed(self.disk, said["patch"]))
 
     def listed(self, disk: Disk) -> list[int]:
         """The versions whose manifests are stored, damaged or not."""
