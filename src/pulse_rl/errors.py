@@ -241,7 +241,10 @@ class TrainerLeft(TrainerLost):
 
 class Diverged(LocoError):
     kind = "diverged"
-    default_hint = "Restart the trainers from a common checkpoint; do not publish this state."
+    default_hint = (
+        "Do not publish this state. Restart the trainers from a common checkpoint; if it is loaded within the `with`, "
+        "call rejoin() on all of them then."
+    )
 
 
 class NonFinite(LocoError):
