@@ -96,3 +96,18 @@ def test_a_commit_is_not_repeated_below_what_came_since(rng: Rng) -> None:
     store.hidden = set(names(store.inner, "policy/epochs"))
     assert one.publish(states[3]).version == 3, "it has to take the stream over: it sees nothing of the other one"
     assert [name[-6:] for name in names(store, "policy/versions")] == ["2.json", "3.json"]
+
+
+def test_who_was_superseded_does_not_come_back_when_its_head_is_gone(rng: Rng) -> None:
+    """It claimed the stream again, and gave a version a number that had been used."""
+    states = history(rng, 4)
+    store = MemoryStore()
+    one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
+    one.publish(states[0])
+    two.publish(states[1])
+    two.publish(states[2], anchor=True)
+    gc_stream(store, "policy", keep=1, grace_seconds=0)
+    store.put("policy/versions/000000000002.json", b"{")
+    with pytest.raises(PublisherConflict, match="taken over"):
+        one.publish(states[3])
+    assert two.publish(states[3]).version == 3

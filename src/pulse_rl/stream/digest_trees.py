@@ -28,6 +28,7 @@ from .stream import Stream
 _TRIES = 2
 _MIN_HEADER, _ENTRY_BYTES = 1 << 16, 1 << 10
 """More than the tensors of any real model take in a header, which is parsed before it is proved."""
+_MOST_COMPARED = 32 << 20
 _ENTRY_VALUES = 8 + MAX_DIMS
 _HINT = "Publish a version with an anchor."
 
@@ -91,15 +92,37 @@ def _count(stream: Stream, root: str) -> int:
 
 def copy_digests(source: Stream, target: Stream, manifest: Manifest, *, leaves: bool) -> None:
     """Stores in ``target`` what ``source`` has of a version's digests, if it is right; nothing depends on it but
-    subscribers that select. Raises StoreError, but not NotFound."""
-    with suppress(NotFound, FormatError, IntegrityError):
+    subscribers that select. Raises StoreError, but not NotFound; StoreUnavailable where they are damaged on their way,
+    in another manner each time."""
+    name = source.names.digests_of(manifest.root, TENSORS)
+    names = [name, source.names.digests_of(manifest.root, LEAVES)] if leaves else [name]
+
+    def copy() -> None:
         if leaves:
             put_digests(target, read_tree(source, manifest)[0], leaves=True)
             return
-        name = source.names.digests_of(manifest.root, TENSORS)
         count, rest = divmod(source.store.head(name).nbytes, 32)
         if not rest and count <= MAX_TENSORS:
             target.store.put(name, read_digests(source, manifest.root, count))
+
+    with suppress(NotFound, FormatError, IntegrityError):
+        try:
+            copy()
+        except (FormatError, IntegrityError):
+            # No later look comes back to them: what is only damaged on its way must not be left out.
+            for each in names:
+                _require_same_twice(source.store, each)
+            copy()
+
+
+def _require_same_twice(store: Store, name: str) -> None:
+    """Raises StoreUnavailable where an object does not arrive alike twice; and NotFound, DigestMismatch."""
+    nbytes = min(_length(store, name), _MOST_COMPARED)
+    if _at_most(store, name, nbytes) != _at_most(store, name, nbytes):
+        raise StoreUnavailable(
+            f"{name} is damaged on its way, in another manner each time",
+            hint="Something between here and the store changes bytes. Try again.",
+        )
 
 
 def _parsed(data: bytes, manifest: Manifest, name: str) -> StateDigest:

@@ -233,11 +233,12 @@ class Committer:
 
     def reclaim(self) -> None:
         """The store no longer holds the head: claims the stream again, and goes on from there. Raises PublisherConflict
-        if somebody else has begun another stream under its name."""
+        if another publisher has taken over, or has begun another stream under its name."""
+        self._require_newest()
         other = self._stream.newest(anybody=True).manifest
         if other and other.stream_id != self.stream_id:
             self._refuse(f"the stream {self._stream.name!r} was deleted and recreated by another publisher")
-        self._find_head()
+        self._find_head(lost=True)
         self._claim()
 
     def manifest(self, content: Content, uploaded: Uploaded, metadata: Metadata) -> Manifest:
@@ -299,7 +300,14 @@ class Committer:
                 self._stream.put_anchor_link(manifest.version, sum(p.bytes for p in manifest.anchor.shards))
         return True
 
-    def _find_head(self) -> None:
+    def _require_newest(self) -> None:
+        """Raises PublisherConflict if another publisher has claimed the stream since."""
+        newer = self._stream.claims.after(self.epoch, self.publisher, self._stream.stream_id or "")
+        if newer:
+            self._refuse(f"another publisher has taken over {self._stream.name!r} with epoch {newer}")
+
+    def _find_head(self, *, lost: bool = False) -> None:
+        """``lost``: the store no longer holds the one that was known."""
         begins = self.head is None
         found = self._stream.newest(self.version)
         if found.listed and not found.manifest and begins:  # before a stream is recreated, a second look
@@ -310,7 +318,7 @@ class Committer:
         elif found.listed and begins:  # all are damaged, or a stranger's
             self._minted = self._stream.claims.stream_id() or self._minted
         last = -1 if self.version is None else self.version
-        if begins:  # what cannot be read may have been versions, and no number is used again
+        if begins or lost:  # what cannot be read may have been versions, and no number is used again
             last = max(plausible((version for version in found.listed if version > last), last), default=last)
         self.next = next_unused(found.listed, last)
 
