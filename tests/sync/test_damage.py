@@ -8,7 +8,7 @@ from hashlib import sha256
 import msgspec
 import pytest
 
-from pulse_rl import MemoryStore, PulseError, Subscriber, verify_stream
+from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, verify_stream
 from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, FallbackUsed, Synced
 from pulse_rl.stream.manifest import AnchorRef, Manifest, Payload
@@ -252,3 +252,23 @@ def test_a_synced_event_tells_only_of_what_was_followed(rng: Rng) -> None:
     (synced,) = [e for e in seen if isinstance(e, Synced)]
     assert synced.links == ("the anchor of version 2", "the patch 2->3")
     assert synced.previous == 0
+
+
+def test_a_worker_whose_version_was_given_again_starts_from_an_anchor(rng: Rng) -> None:
+    """Somebody took manifests away; a restarted publisher gave their numbers to other states. The next patch is of
+    these, and cannot be applied to what the worker has."""
+    states, store = history(rng, 6), MemoryStore()
+    with Publisher(store, stream="policy") as publisher:
+        for state in states[:4]:
+            publisher.publish(state)
+    worker = Subscriber(store, stream="policy")
+    worker.sync()
+    for version in (2, 3):
+        store.delete(f"policy/versions/{version:012}.json")
+    with Publisher(store, stream="policy") as publisher:
+        publisher.publish(states[4])
+        publisher.publish(states[5], anchor=True)
+        publisher.publish(states[4])
+        assert publisher.publish(states[0]).version == 5
+    worker.sync()
+    assert (worker.version, worker.root) == (5, state_root(states[0]))

@@ -176,9 +176,13 @@ class Stream:
         named += [(file.payload, FILE) for file in manifest.files if files]
         return all(self._has(self.names.payload(payload.sha256, kind)) for payload, kind in named)
 
+    def forget_manifests(self) -> None:
+        """Forgets the manifests that were read."""
+        self._manifests = ManifestCache()
+
     def forget(self) -> None:
         """Forgets the manifests that were read, and which stream they were of."""
-        self._manifests = ManifestCache()
+        self.forget_manifests()
         self._unreadable = UnreadableObjects(self._on_refused)
         self._accepted = None
         self.stream_id = None

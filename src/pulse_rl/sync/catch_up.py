@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import NamedTuple
 
 from .._util.threads import ordered_map
-from ..errors import ChainGap, CorruptManifest, DigestMismatch, FormatError, InputError, WrongHistory
+from ..errors import (
+    ChainGap,
+    CorruptManifest,
+    DigestMismatch,
+    FormatError,
+    InputError,
+    PulseError,
+    WrongBase,
+    WrongHistory,
+)
 from ..events import FallbackUsed, PhaseTimer, progress_to
 from ..patch import Patch, parse_patch
 from ..patch.header import MAX_HEADER_BYTES
@@ -18,6 +27,7 @@ from ..stream import anchor
 from ..stream.manifest import Link, Manifest
 from ..stream.names import PATCH
 from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
 from .host_state import HostState
 from .planner import BROKEN_LINK, Planner
 from .selection import Selection
@@ -49,11 +59,12 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     timer, route = PhaseTimer(), Planner(stream, target)
     beside: HostState | None = None
     passed: list[Link] = []
+    astray = False
     while host.version != target:
         # 1. Plan, from where the state is, without the links that have failed.
         try:
             follower = beside or host
-            path = route.plan(follower.version, knows=follower.knows)
+            path = route.plan(None if astray and not beside else follower.version, knows=follower.knows)
         except ChainGap:
             if beside is None:
                 raise
@@ -77,6 +88,10 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     passed.append(_apply_link(follower, stream, item))
                     route.followed(item.link, knows=follower.knows)
                 except BROKEN_LINK as error:
+                    if not astray and follower is host and _is_astray(host, stream, error):
+                        astray = True  # the link may be good; the next plan begins with an anchor
+                        stream.forget_manifests()
+                        break
                     # Where the history was wanting, or is forgotten since it may be wrong, the link may be good.
                     wanting = isinstance(error, WrongHistory) or (knew and not follower.knows)
                     if not (wanting and route.lacks_history(item.planned, item.link)):
@@ -91,6 +106,17 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
             host.replace(passed, beside.state, beside.digest, beside.history, knows=beside.knows)
         timer.end("fetch")
     return timer.seconds
+
+
+def _is_astray(host: HostState, stream: Stream, error: PulseError) -> bool:
+    """Whether the store has another state under the host's version: somebody has taken manifests away, and their
+    numbers were given again by a publisher that has never seen them."""
+    if not isinstance(error, WrongBase) or isinstance(error, WrongHistory) or host.version is None:
+        return False
+    with suppress(*UNREADABLE):
+        known = stream.manifest(host.version)
+        return known.root != host.digest.root or (stream.has_version(host.version) and not stream.has_manifest(known))
+    return False
 
 
 def follow_link(host: HostState, stream: Stream, link: Link) -> None:
