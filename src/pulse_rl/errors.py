@@ -242,8 +242,7 @@ class TrainerLeft(TrainerLost):
 class Diverged(LocoError):
     kind = "diverged"
     default_hint = (
-        "Do not publish this state. Restart the trainers from a common checkpoint; if it is loaded within the `with`, "
-        "call rejoin() on all of them then."
+        "Restart all from a common checkpoint, or call rejoin() on all after loading one; do not publish this state."
     )
 
 

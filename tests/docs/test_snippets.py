@@ -9,7 +9,6 @@ import inspect
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,6 @@ CHECKOUT = Path(__file__).parents[2]
 PAGES = {path.stem: path for path in [CHECKOUT / "README.md", *(CHECKOUT / "docs").glob("*.md")]}
 RUN = ("README", "own-loop", "stores", "regions", "monitoring", "restart", "mismatch", "integrate", "checkpoints")
 """Pages whose examples are run here, all of a page in one namespace."""
-PROGRAMS = ("quickstart", "loco-guide", "sharded")
-"""Pages whose first examples are whole programs; those of `sharded` run in tests/integrations/fsdp."""
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -70,7 +67,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     subscriber.sync(target=0)
     subscriber.save("checkpoint.safetensors")
     subscriber.sync()
-    engine = SimpleNamespace(model=model, pause=int, resume=dict, drop_prefix_cache=int)
     return {
         "pulse_rl": pulse_rl,
         "model": model,
@@ -83,7 +79,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "optimizer": torch.optim.AdamW(model.parameters()),
         "batches": [torch.zeros(1, 16, dtype=torch.bfloat16)],
         "loss": lambda model, batch: model(batch).sum(),
-        "engine": engine,
+        "engine": SimpleNamespace(model=model, pause=int, resume=dict, drop_prefix_cache=int),
         "subscriber": subscriber,
         "published": published,
         "MyStore": pulse_rl.MemoryStore,
@@ -188,7 +184,7 @@ def test_calls_have_the_arguments_that_there_are(page: str) -> None:
     for code in blocks(page):
         try:
             for function, call in calls(code):
-                given = dict(zip((k.arg for k in call.keywords if k.arg), repeat(None)))
+                given = dict.fromkeys(k.arg for k in call.keywords if k.arg)
                 inspect.signature(function).bind(*call.args, **given)
         except ModuleNotFoundError as error:
             pytest.skip(f"{error.name} is not installed here; the page's own suite has it")

@@ -266,9 +266,8 @@ def test_a_worker_whose_version_was_given_again_starts_from_an_anchor(rng: Rng) 
     for version in (2, 3):
         store.delete(f"policy/versions/{version:012}.json")
     with Publisher(store, stream="policy") as publisher:
-        publisher.publish(states[4])
-        publisher.publish(states[5], anchor=True)
-        publisher.publish(states[4])
+        for number in (4, 5, 4):
+            publisher.publish(states[number], anchor=number == 5)
         assert publisher.publish(states[0]).version == 5
     worker.sync()
     assert (worker.version, worker.root) == (5, state_root(states[0]))
