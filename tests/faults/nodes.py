@@ -10,12 +10,12 @@ from random import Random
 from pulse_rl import GroupMember, PulseError, Update
 
 from .model import STREAM, Model, check
-from .store import CrashNow, Fault, Net
+from .store import STALE_CHANGES, CrashNow, Fault, Net
 from .worker import Setup, Worker
 
 _GROUP = "g"
 _TIMEOUT_SECONDS = 15.0
-_NOTE = re.compile(r"(.+)-[0-9]{15}-[^-]+-.*")
+_NOTE = re.compile(r"(.+)-[0-9]{15}-[^-]+-(?!away).*")
 _NOTES = f"{STREAM}/groups/{_GROUP}/members"
 
 
@@ -74,27 +74,26 @@ class Group:
     """The members of one group, whoever comes and goes."""
 
     def __init__(self, net: Net, model: Model, counts: Counter[str], cache: Path, setup: Setup) -> None:
-        self._net, self._model, self._counts, self._cache, self._setup = net, model, counts, cache, setup
+        self._disk = net.disk
+        self._new_member = lambda name: GroupWorker(net, model, counts, cache, setup, name=name)
         self.members: list[GroupWorker] = []
         self._named = 0
 
     def join(self) -> None:
         self._named += 1
-        member = GroupWorker(
-            self._net, self._model, self._counts, self._cache, self._setup, name=f"worker-{self._named}"
-        )
-        self.members.append(member)
+        self.members.append(self._new_member(f"worker-{self._named}"))
 
     def leave(self, rng: Random) -> None:
         self.members.pop(rng.randrange(len(self.members))).close()
 
     def poll(self, worker: GroupWorker, faults: list[Fault], rng: Random) -> None:
         before = worker.live.version
+        seen = self._noted(STALE_CHANGES * any(fault.kind == "stale" for fault in faults))
         worker.poll(faults)
         if worker.client.dead:
             worker.restart("cold", rng)
         elif worker.live.version != before and worker.live.version is not None:
-            self._together(worker, worker.live.version)
+            self._together(worker, worker.live.version, seen)
 
     def converge(self, head: int | None) -> None:
         """Everybody polls until all are at the head."""
@@ -106,17 +105,22 @@ class Group:
         states = ", ".join(f"{member} ({member.why})" for member in self.members)
         check(False, f"the group did not reach version {head}: {states}")
 
-    def _together(self, first: GroupWorker, version: int) -> None:
-        """Nobody activates a version first that another member, whose note is fresh, has not staged."""
-        if any(member is not first and (member.live.version or -1) >= version for member in self.members):
-            return  # the group has switched while others were silent: whoever comes back follows
+    def _noted(self, behind: int) -> dict[str, float]:
+        """When each member that is not away wrote last, as a listing has it that is ``behind`` by so many changes."""
         notes: dict[str, float] = {}
-        for info in self._net.disk.list(_NOTES):
+        for info in self._disk.stale_list(_NOTES, None, behind):
             if found := _NOTE.fullmatch(info.name.rpartition("/")[2]):
                 notes[found[1]] = max(info.modified, notes.get(found[1], info.modified))
-        newest = max(notes.values(), default=0.0)
+        return notes
+
+    def _together(self, first: GroupWorker, version: int, seen: dict[str, float]) -> None:
+        """Nobody activates a version first that another member has not staged whose note it must have ``seen`` fresh: a
+        stale listing may show one that has just come back as silent."""
+        if any(member is not first and (member.live.version or -1) >= version for member in self.members):
+            return  # the group has switched while others were silent: whoever comes back follows
+        newest = max(self._noted(0).values(), default=0.0)
         for member in self.members:
-            if member is first or not member.present or newest - notes.get(member.name, -1e9) > _TIMEOUT_SECONDS:
+            if member is first or not member.present or newest - seen.get(member.name, -1e9) > _TIMEOUT_SECONDS:
                 continue
             staged = member.subscriber.version
             check(staged is not None and staged >= version, f"{first} activates {version} before {member} has it")

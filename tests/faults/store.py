@@ -16,7 +16,7 @@ from pulse_rl import MemoryStore
 from pulse_rl.errors import AlreadyExists, StoreUnavailable
 from pulse_rl.store import Data, ObjectInfo
 
-_STALE_CHANGES = 4  # how many changes a stale listing may be behind
+STALE_CHANGES = 4  # how many changes a stale listing may be behind
 
 FAULTS: dict[str, tuple[str, ...]] = {
     "drop": ("put", "put_new", "get", "head", "list", "delete"),
@@ -60,7 +60,7 @@ class Disk(MemoryStore):
         super().__init__()
         self._on_create = on_create
         self.misread = False  # a client was given a damaged manifest that is whole here
-        self._changes: deque[tuple[str, tuple[bytes, float] | None]] = deque(maxlen=_STALE_CHANGES)
+        self._changes: deque[tuple[str, tuple[bytes, float] | None]] = deque(maxlen=STALE_CHANGES)
         self._now = 0.0
         self.changes = 0
         self.damaged: set[str] = set()
@@ -216,7 +216,7 @@ class Client:
         fault = self._before("list", folder)
         if fault is None:
             return iter(tuple(self.net.disk.list(folder, start_after)))
-        return iter(self.net.disk.stale_list(folder, start_after, 1 + int(fault.where * _STALE_CHANGES)))
+        return iter(self.net.disk.stale_list(folder, start_after, 1 + int(fault.where * STALE_CHANGES)))
 
     def _write(self, call: str, name: str, act: Callable[[], None]) -> None:
         fault = self._before(call, name)
