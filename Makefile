@@ -211,20 +211,20 @@ clean:
 
 # Random sequences of faults against an exact model (streams, fleets with relays, groups), and a SIGKILL at every store
 # call of real processes. A sequence that breaks a promise is shrunk and printed. 100,000 sequences of streams take an hour
-# on two cores. Two more programs run for as long as one likes:
-#   python -m tests.faults hostile --minutes 60      workers beside a hostile co-writer, in real time
-#   python -m tests.faults interrupts --count 20000  calls interrupted by signals and retried at once
-#   python -m tests.faults exits --count 500         programs that end at any moment, with everything under way
-#   python -m tests.faults ranks --count 20          ranks that are killed, interrupted, and skip steps, started again
+# on two cores. By the same driver, with --sequences, --minutes, --seed and --only:
+#   python -m tests.faults hostile     workers beside a hostile co-writer, in real time: an hour
+#   python -m tests.faults interrupts  20,000 calls interrupted by signals and retried at once
+#   python -m tests.faults exits       programs that end at any moment, with everything under way
+#   python -m tests.faults ranks       ranks that are killed, interrupted, and skip steps, started again
 SEQUENCES ?= 10000
 FAULT_SEED ?= 1
 faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults streams --sequences $(SEQUENCES) --seed $(FAULT_SEED)
 	$(BIN)/python -m tests.faults fleet --sequences $$(($(SEQUENCES) / 4)) --seed $(FAULT_SEED)
 	$(BIN)/python -m tests.faults groups --sequences $$(($(SEQUENCES) / 2)) --seed $(FAULT_SEED)
-	$(BIN)/python -m tests.faults kills --all
-	$(BIN)/python -m tests.faults exits --count 200
-	$(BIN)/python -m tests.faults ranks --count 3
+	$(BIN)/python -m tests.faults kills
+	$(BIN)/python -m tests.faults exits --sequences 200
+	$(BIN)/python -m tests.faults ranks --sequences 3
 
 # Fuzzes the native codecs under the address and undefined-behaviour sanitizers, each for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60

@@ -1,9 +1,9 @@
 """The long version: ``python -m tests.faults streams --sequences 10000 --seed 1``, ``--only SEED`` to replay one.
 
-``streams``, ``fleet`` and ``groups`` are worlds of random sequences. The others are programs in real time: ``kills``
-kills processes at every call to a store, ``interrupts`` interrupts calls at random moments, ``hostile`` writes what it
-likes into a stream's folder, ``exits`` ends programs with everything under way, ``ranks`` kills, interrupts and
-misleads the ranks of a sharded trainer.
+``streams``, ``fleet`` and ``groups`` are worlds of random steps. The others are programs in real time. A sequence of
+``kills`` kills one role at each of its calls to a store; of ``interrupts`` interrupts 1,000 calls; of ``hostile``
+writes what it likes into a stream's folder for five minutes; of ``exits`` ends a program with everything under way;
+of ``ranks`` kills, interrupts and misleads the ranks of a sharded trainer.
 """
 
 from __future__ import annotations
@@ -13,28 +13,19 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from importlib import import_module
 
-from . import exits, hostile, interrupts, kills
-from .driver import WORLDS, described, run, search, shrunk
+from .driver import PROGRAMS, WORLDS, described, run, search, shrunk
 
 _SEEDS_APART = 10**9
-PROGRAMS: dict[str, Callable[[list[str]], int]] = {
-    "kills": kills.main,
-    "interrupts": interrupts.main,
-    "hostile": hostile.main,
-    "exits": exits.main,
-    "ranks": lambda argv: import_module("tests.faults.rank_runs").main(argv),  # which needs torch
-}
+_SAID_EVERY_SECONDS = 30.0
+SEQUENCES = {"kills": 4, "interrupts": 20, "hostile": 12, "exits": 500, "ranks": 20}
 
 
 def main(argv: list[str]) -> int:
-    if argv and argv[0] in PROGRAMS:
-        return PROGRAMS[argv[0]](argv[1:])
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("world", choices=[*WORLDS, *PROGRAMS])
-    parser.add_argument("--sequences", type=int, default=10_000)
+    parser.add_argument("kind", choices=[*WORLDS, *PROGRAMS])
+    parser.add_argument("--sequences", type=int, help="10,000 of a world")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="none begins later")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", type=int, metavar="SEED", help="replay one sequence and print its steps")
@@ -43,31 +34,37 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.only is not None:
         only = None if args.steps is None else [int(number) for number in args.steps.split(",") if number]
-        outcome = run(args.only, args.world, concurrent=args.concurrent, only=only)
+        outcome = run(args.only, args.kind, concurrent=args.concurrent, only=only)
         if outcome.violation:
-            print(described(outcome if args.steps or args.concurrent else shrunk(outcome)))
+            print(described(shrunk(outcome) if outcome.steps and not (args.steps or args.concurrent) else outcome))
             return 1
         print("\n".join(outcome.trace))
         print(f"sequence {outcome.seed}: {len(outcome.steps)} steps, nothing wrong")
         return 0
 
-    started, done, steps = time.monotonic(), 0, 0
-    injected, counts = Counter[str](), Counter[str]()
-    seeds = [args.seed * _SEEDS_APART + k for k in range(args.sequences)]
-    for outcome in search(args.world, seeds, jobs=args.jobs, concurrent=args.concurrent):
+    started = said = time.monotonic()
+    done, steps, injected, counts = 0, 0, Counter[str](), Counter[str]()
+    first = args.seed * _SEEDS_APART
+    seeds = list(range(first, first + (args.sequences or SEQUENCES.get(args.kind, 10_000))))
+    for outcome in search(args.kind, seeds, jobs=args.jobs, concurrent=args.concurrent):
         if outcome.violation:
             print(described(outcome))
             return 1
         done, steps = done + 1, steps + len(outcome.steps)
         injected += outcome.injected
         counts += outcome.counts
-        if done % 500 == 0:
-            print(f"{done} sequences, {steps} steps, {time.monotonic() - started:.0f} s", flush=True)
+        now = time.monotonic()
+        if now - said > _SAID_EVERY_SECONDS:
+            print(f"{done} sequences, {steps} steps, {now - started:.0f} s", flush=True)
+            said = now
+        if now - started > 60 * args.minutes:
+            break
     seconds = time.monotonic() - started
-    print(f"{args.world}, seed {args.seed}: {done} sequences, {steps} steps, no violation, {seconds:.0f} s")
+    print(f"{args.kind}, seed {args.seed}: {done} sequences, {steps} steps, no violation, {seconds:.0f} s")
     for title, numbers in (("faults injected", injected), ("what happened", counts)):
         listed = ", ".join(f"{kind} {number}" for kind, number in numbers.most_common())
-        print(f"{title}: {sum(numbers.values())} ({listed})")
+        if numbers:
+            print(f"{title}: {sum(numbers.values())} ({listed})")
     return 0
 
 

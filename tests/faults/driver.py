@@ -1,7 +1,7 @@
-"""The driver of all sequences of random steps: each is a function of its seed, and one that breaks a promise is shrunk.
+"""The driver of all stress tests: sequences by their seed, up to the first that breaks a promise.
 
-Programs that kill processes (`kills`), interrupt them (`interrupts`) or write into their store (`hostile`) in real time
-are started by the same command.
+A sequence of a world is a function of its seed: these run on all cores, and one that breaks a promise is shrunk. A
+sequence of a program has real processes, signals and time: these run one after another.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from multiprocessing import get_context
 from random import Random
 from traceback import format_exc
@@ -27,6 +28,7 @@ from pulse_rl.sync import baseline, catch_up, commit, group, planner, publisher
 from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 
+from . import exits, hostile, interrupts, kills
 from .fleet import Fleet
 from .groups import World as GroupWorld
 from .hostile_world import HostileWorld
@@ -74,6 +76,15 @@ WORLDS: dict[str, Callable[[Random, str, Interrupter], World]] = {
 }
 
 
+PROGRAMS: dict[str, Callable[[int], Counter[str]]] = {
+    "kills": kills.sequence,
+    "interrupts": interrupts.sequence,
+    "hostile": hostile.sequence,
+    "exits": exits.sequence,
+    "ranks": lambda seed: import_module("tests.faults.rank_runs").sequence(seed),  # which needs torch
+}
+
+
 @dataclass
 class Outcome:
     """What one sequence did, with the numbers of its ``steps``; ``violation`` is empty unless a promise was broken."""
@@ -85,6 +96,14 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)
     violation: str = ""
     trace: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        """Any exception is a violation: the library promises typed errors, and what meets another one is at fault."""
+        try:
+            yield
+        except Exception as error:
+            self.violation = f"{type(error).__name__}: {error}\n{format_exc(limit=-6)}"
 
 
 def _post_at_once(self: serial.SerialThread, work: Callable[[], Any]) -> serial.Operation[Any]:
@@ -122,23 +141,30 @@ def repeatable(rng: Random) -> Iterator[None]:
         yield
 
 
-@named_in_small_patches()
 def run(seed: int, kind: str = "streams", *, concurrent: bool = False, only: Collection[int] | None = None) -> Outcome:
-    """One sequence in a world of the ``kind``, or ``only`` some of its steps: each has chance of its own, which is the
-    same whatever is left out. ``concurrent`` keeps the library's threads: a seed does not repeat exactly then.
+    """One sequence of the ``kind``, or ``only`` some of its steps in a world: each has chance of its own, which is the
+    same whatever is left out. ``concurrent`` keeps the library's threads: a seed does not repeat exactly then."""
+    outcome = Outcome(seed, kind)
+    if kind in WORLDS:
+        _go_through(outcome, concurrent, only)
+    else:
+        with outcome.judged():
+            outcome.counts = PROGRAMS[kind](seed)
+    return outcome
 
-    Any exception is a violation: the library promises typed errors, and a world that meets another one is at fault.
-    """
-    rng, outcome = Random(seed), Outcome(seed, kind)
+
+@named_in_small_patches()
+def _go_through(outcome: Outcome, concurrent: bool, only: Collection[int] | None) -> None:
+    seed, rng = outcome.seed, Random(outcome.seed)
     with ExitStack() as stack:
         interrupter = stack.enter_context(Interrupter())
         threads = STEADY if rng.random() < _THREADED else INLINE
         if not concurrent:
             stack.enter_context(repeatable(Random(seed ^ 0x5EED)))
-        world = WORLDS[kind](rng, CONCURRENT if concurrent else threads, interrupter)
+        world = WORLDS[outcome.kind](rng, CONCURRENT if concurrent else threads, interrupter)
         stack.callback(world.close)
         rules = world.rules()
-        try:
+        with outcome.judged():
             for number in range(rng.randint(*rng.choice(_STEPS))):
                 if only is not None and number not in only:
                     continue
@@ -150,10 +176,7 @@ def run(seed: int, kind: str = "streams", *, concurrent: bool = False, only: Col
                 world.settled(chance)
             world.trace.append("finish")
             world.finish(Random(f"{seed}/finish"))
-        except Exception as error:
-            outcome.violation = f"{type(error).__name__}: {error}\n{format_exc(limit=-6)}"
         outcome.injected, outcome.counts, outcome.trace = world.injected, world.counts, world.trace
-    return outcome
 
 
 def shrunk(found: Outcome, tries: int = 300) -> Outcome:
@@ -184,26 +207,34 @@ def run_chunk(kind: str, seeds: list[int], concurrent: bool) -> list[Outcome]:
 
 
 def search(kind: str, seeds: list[int], *, jobs: int | None = None, concurrent: bool = False) -> Iterator[Outcome]:
-    """The outcomes of many sequences, run by processes of their own, up to the first that breaks a promise; that one
-    is shrunk."""
+    """The outcomes of many sequences, those of worlds by processes of their own, up to the first that breaks a promise;
+    that one is shrunk."""
+    if kind in PROGRAMS:
+        for seed in seeds:
+            yield (outcome := run(seed, kind))
+            if outcome.violation:
+                return
+        return
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
     with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn")) as pool:
-        for outcomes in pool.map(run_chunk, [kind] * len(chunks), chunks, [concurrent] * len(chunks)):
-            for outcome in outcomes:
-                if outcome.violation:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    yield outcome if concurrent else shrunk(outcome)
-                    return
-                yield outcome
+        try:
+            for outcomes in pool.map(run_chunk, [kind] * len(chunks), chunks, [concurrent] * len(chunks)):
+                for outcome in outcomes:
+                    if outcome.violation:
+                        yield outcome if concurrent else shrunk(outcome)
+                        return
+                    yield outcome
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def described(outcome: Outcome) -> str:
     """What a sequence that breaks a promise did, and how to see it again."""
-    steps = ",".join(map(str, outcome.steps))
+    steps = f" --steps {','.join(map(str, outcome.steps))}" if outcome.steps else ""
     return "\n".join(
         [
             *outcome.trace,
             f"\nVIOLATION in sequence {outcome.seed} of {outcome.kind}: {outcome.violation}",
-            f"replay: python -m tests.faults {outcome.kind} --only {outcome.seed} --steps {steps}",
+            f"replay: python -m tests.faults {outcome.kind} --only {outcome.seed}{steps}",
         ]
     )

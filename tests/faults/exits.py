@@ -1,7 +1,5 @@
 """Programs that end at a random moment, with all that Pulse does for them under way and left open.
 
-    python -m tests.faults exits --count 500 [--seed 1] [--only SEED]
-
 Submissions, a follower, many subscribers, a relay, a group and rounds of PULSELoCo (where torch is installed) run in
 daemon threads; the main thread ends by itself, by an exception, by `sys.exit` or by an interrupt. No program ends by a
 signal or hangs, all that was submitted is there, and both stores are whole. Each program is a fork of one that has
@@ -10,7 +8,6 @@ imported all, made before it has a thread: it ends as any other.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import shutil
@@ -49,37 +46,30 @@ _HAS_TORCH = importlib.util.find_spec("torch") is not None
 _kept: list[object] = []
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults exits", description=__doc__)
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, metavar="SEED", help="one program")
-    args = parser.parse_args(argv)
+class AsAnyOther(BaseException):
+    """Ends a program with a traceback, past what is caught on its way."""
+
+
+def sequence(seed: int) -> Counter[str]:
+    """One program: how it ended, and the versions that it left. In the program's own process it does not return."""
     if _HAS_TORCH:
         import torch  # noqa: F401 - so that each program has it already
 
         import pulse_rl.loco  # noqa: F401
-    seeds = [args.only] if args.only is not None else [args.seed * 10**6 + k for k in range(args.count)]
-    ends, versions = Counter[str](), 0
-    for seed in seeds:
-        rng = Random(seed)
-        end = rng.choice(list(_ENDS))
-        folder = Path(tempfile.mkdtemp())
-        sys.stdout.flush()
-        child = os.fork()
-        if not child:
-            return _program(rng, folder, end)  # and the interpreter goes down as it does at any end
-        wrong = _awaited(child, _ENDS[end])
-        found, torn = _looked_at(folder)
-        said = (folder / _SAID).read_text(errors="replace")
-        shutil.rmtree(folder)
-        if wrong or torn:
-            print(f"program {seed}, which ends by {end}: {wrong or torn}\n{said[-4000:]}")
-            return 1
-        ends[end] += 1
-        versions += found
-    print(f"{sum(ends.values())} programs ended, {versions} versions: {', '.join(f'{k} {n}' for k, n in ends.items())}")
-    return 0
+    rng = Random(seed)
+    end = rng.choice(list(_ENDS))
+    folder = Path(tempfile.mkdtemp())
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        sys.exit(_program(rng, folder, end))  # and the interpreter goes down as it does at any end
+    wrong = _awaited(child, _ENDS[end])
+    found, torn = _looked_at(folder)
+    said = (folder / _SAID).read_text(errors="replace")
+    shutil.rmtree(folder)
+    wrong = wrong or torn
+    assert not wrong, f"a program that ends by {end}: {wrong}\n{said[-4000:]}"
+    return Counter({end: 1, "versions": found})
 
 
 def _awaited(child: int, expected: int) -> str:
@@ -142,7 +132,7 @@ def _program(rng: Random, folder: Path, end: str) -> int:
         if rng.random() < 0.3:
             break
     if end == "exception":
-        raise ValueError("as any other")
+        raise AsAnyOther
     if end == "interrupt":
         with suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -197,7 +187,3 @@ def _rounds() -> None:
         optimizer.zero_grad()
         net(torch.ones(1, 300)).square().mean().backward()
         optimizer.step()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

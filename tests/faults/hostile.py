@@ -1,7 +1,5 @@
 """A hostile co-writer in real time: one publisher and three trusting workers, processes of their own, over a folder.
 
-    python -m tests.faults hostile --minutes 60
-
 The co-writer writes, replaces, deletes and replays what it likes for some seconds, then rests and leaves everything as
 it is; the publisher and the workers never rest. The publisher keeps a record outside of the store. Checked: what a live
 model holds is, to the last bit, a version that the publisher has signed, and never an older one than before; nobody
@@ -10,7 +8,6 @@ meets an error that is not the library's; and once the co-writer rests, everybod
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing as mp
 import os
 import shutil
@@ -38,6 +35,7 @@ from .model import STREAM, Committed, Snapshot, check
 from .world import SIGNER, STREAM_ID
 
 _WORKERS = 3
+_SECONDS = 300.0
 _RAGE_SECONDS = 12.0
 _MAX_SECONDS = 60.0  # from the co-writer's rest until everybody must be at the head
 _POLL_SECONDS = 0.05
@@ -178,7 +176,7 @@ def publish(place: Place, seed: int) -> None:
             if rng.random() < 0.01:
                 publisher = None
             time.sleep(_POLL_SECONDS)
-        record.write(f"errors {dict(errors)}\n")
+        record.writelines(f"error {kind} {number}\n" for kind, number in errors.items())
 
 
 def follow(place: Place, number: int, seed: int) -> None:
@@ -208,7 +206,7 @@ def follow(place: Place, number: int, seed: int) -> None:
                     update.acknowledge()
                     record.write(f"holds {update.version} {live.root()}\n")
                 time.sleep(_POLL_SECONDS)
-        record.write(f"errors {dict(errors)}\n")
+        record.writelines(f"error {kind} {number}\n" for kind, number in errors.items())
 
 
 class Judge:
@@ -221,7 +219,7 @@ class Judge:
         self._committed: dict[int, set[str]] = {}
         self.head = -1
         self.at: dict[str, int] = {}
-        self.checked = 0
+        self.counts = Counter[str]()
 
     def look(self) -> None:
         # The workers' records first: what these hold was offered before, and is in the publisher's by then.
@@ -232,12 +230,17 @@ class Judge:
             elif words[0] == "committed":
                 self.head = int(words[1])
                 self._committed.setdefault(self.head, set()).add(words[2])
+                self.counts["versions"] += 1
+            else:
+                self.counts[words[1]] += int(words[2])
         for worker, lines in held.items():
             for words in lines:
                 if words[0] == "started":
                     self.at.pop(worker, None)
                 elif words[0] == "holds":
                     self._judge(worker, int(words[1]), words[2])
+                else:
+                    self.counts[words[1]] += int(words[2])
 
     def _judge(self, worker: str, version: int, root: str) -> None:
         check(root in self._offered, f"{worker} holds version {version} with a root that nobody has signed: {root}")
@@ -247,7 +250,7 @@ class Judge:
             check(not self._committed_elsewhere(root, version), f"{worker} holds {root} as version {version}")
         check(version >= self.at.get(worker, -1), f"{worker} went back from {self.at.get(worker)} to {version}")
         self.at[worker] = version
-        self.checked += 1
+        self.counts["checked"] += 1
 
     def _committed_elsewhere(self, root: str, version: int) -> bool:
         return any(root in roots for other, roots in self._committed.items() if other != version)
@@ -264,8 +267,9 @@ class Judge:
         return [line.split(maxsplit=2) for line in whole.splitlines()]
 
 
-def run(seconds: float, seed: int, tell: Any = print) -> dict[str, float]:
-    """So many seconds of it. Raises Violation, and RuntimeError where a process has ended."""
+def run(seconds: float, seed: int) -> Counter[str]:
+    """So many seconds of it; what happened, with the errors that were met. Raises Violation, and RuntimeError where a
+    process has ended."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         place = Place(Path(folder) / "store", Path(folder) / "records", context.Event(), context.Event())
@@ -279,29 +283,24 @@ def run(seconds: float, seed: int, tell: Any = print) -> dict[str, float]:
         processes.append(context.Process(target=rage, args=(place, seed + 99), daemon=True, name="co-writer"))
         for process in processes:
             process.start()
-        judge, slowest, rests, started = Judge(place.records), 0.0, 0, time.monotonic()
+        judge, started = Judge(place.records), time.monotonic()
         try:
-            while not rests or time.monotonic() - started < seconds:
+            while not judge.counts["rests"] or time.monotonic() - started < seconds:
                 _watch(judge, processes, min(_RAGE_SECONDS, seconds))
                 place.calm.set()
-                slowest, rests = max(slowest, _catch_up(judge, processes)), rests + 1
+                judge.counts["seconds behind"] += round(_catch_up(judge, processes))
+                judge.counts["rests"] += 1
                 place.calm.clear()
-                if rests % 20 == 0:
-                    tell(f"{rests} rests, head {judge.head}, {judge.checked} versions checked, slowest {slowest:.1f} s")
             place.ended.set()
             for process in processes:
                 process.join(30)
             judge.look()
-            errors = {
-                file.name: file.read_text().splitlines()[-1] for file in place.records.iterdir() if file.is_file()
-            }
-            tell(f"errors that were met: {errors}")
         finally:
             place.ended.set()
             for process in processes:
                 process.kill()
                 process.join()
-    return {"rests": rests, "checked": judge.checked, "versions": judge.head + 1, "slowest_seconds": round(slowest, 1)}
+    return judge.counts
 
 
 def _watch(judge: Judge, processes: list[Any], seconds: float) -> None:
@@ -341,12 +340,5 @@ def _look(judge: Judge, processes: list[Any]) -> None:
         raise RuntimeError(f"{', '.join(dead)} ended: an error that is not the library's, see above")
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults hostile", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args(argv)
-    result = run(args.minutes * 60, args.seed, tell=lambda text: print(text, flush=True))
-    facts = ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in result.items())
-    print(f"{facts}: nothing unsigned, nobody went back, everybody went on")
-    return 0
+def sequence(seed: int) -> Counter[str]:
+    return run(_SECONDS, seed)

@@ -1,19 +1,15 @@
 """Publishes and syncs interrupted at any moment by a timer's signal, and called again at once.
 
-    python -m tests.faults interrupts --count 20000 [--store local] [--model torch] [--seed 1]
-
 After each round the host state and the live model are compared with what was published, to the last bit. A round that
 does not end is shown with the stacks of all threads.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import signal
 import tempfile
-import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any, TypeVar
@@ -27,6 +23,7 @@ from tests.support.publishers import tuned
 
 R = TypeVar("R")
 _ELEMENTS = 200_000
+_INTERRUPTS = 1000
 _ROUND_SECONDS = 120.0
 _DELAYS = (0.00005, 0.0003, 0.001, 0.004, 0.01)
 
@@ -112,7 +109,7 @@ def changed(numbers: np.random.Generator, state: Mapping[str, Bits]) -> dict[str
 
 
 @named_in_small_patches()
-def run(store: Store, *, count: int, model: str, seed: int, tell: Callable[[str], None] = print) -> dict[str, int]:
+def run(store: Store, *, count: int, model: str, seed: int) -> Counter[str]:
     """Rounds of publish and sync until ``count`` calls were interrupted. Raises AssertionError for a wrong bit or a
     lost update; ends the process where a round hangs."""
     numbers, rng = np.random.default_rng(seed), Random(seed)
@@ -122,7 +119,7 @@ def run(store: Store, *, count: int, model: str, seed: int, tell: Callable[[str]
         for name in ("embed", "layer")
     }
     live: Any = TorchModel(state) if model == "torch" else NumpyModel()
-    rounds, started = 0, time.monotonic()
+    rounds = 0
     with (
         tuned(store, stream="s", history=True, folds=(2, 4), threads=2) as publisher,
         Subscriber(store, stream="s", threads=2) as subscriber,
@@ -152,32 +149,13 @@ def run(store: Store, *, count: int, model: str, seed: int, tell: Callable[[str]
             assert subscriber.root == root == state_root(subscriber.state), f"{where}: a wrong host state"
             assert live.root() == root, f"{where}: a wrong live model"
             rounds += 1
-            if rounds % 500 == 0:
-                seconds = time.monotonic() - started
-                tell(f"{interrupted.count} interrupts, {rounds} rounds, version {head.version}, {seconds:.0f} s")
         faulthandler.cancel_dump_traceback_later()
         versions = subscriber.version or 0
-    return {
-        "interrupts": interrupted.count,
-        "rounds": rounds,
-        "versions": versions,
-        "threads": threading.active_count(),
-    }
+    return Counter(interrupts=interrupted.count, rounds=rounds, versions=versions)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults interrupts", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--count", type=int, default=20_000, help="interrupts")
-    parser.add_argument("--store", choices=("memory", "local"), default="memory")
-    parser.add_argument("--model", choices=("numpy", "torch"), default="numpy")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args(argv)
-    started = time.monotonic()
+def sequence(seed: int) -> Counter[str]:
+    """So many interrupts with one kind of store and of model."""
     with tempfile.TemporaryDirectory(prefix="interrupts-") as folder:
-        store = LocalStore(folder) if args.store == "local" else MemoryStore()
-        result = run(
-            store, count=args.count, model=args.model, seed=args.seed, tell=lambda text: print(text, flush=True)
-        )
-    facts = ", ".join(f"{number} {what}" for what, number in result.items())
-    print(f"{facts}: no hang, no wrong bit, no lost update; {time.monotonic() - started:.0f} s")
-    return 0
+        store = LocalStore(folder) if seed % 4 < 2 else MemoryStore()
+        return run(store, count=_INTERRUPTS, model=("numpy", "torch")[seed % 2], seed=seed)

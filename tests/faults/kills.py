@@ -1,29 +1,24 @@
 """Real processes that SIGKILL themselves at one store call after another, and what is left of the stream.
 
-    python -m tests.faults kills --all                             the long run of every role
-    python -m tests.faults kills publisher --versions 5 [--json]   every kill point of one role
-
-A run is repeated with the kill at its call 1, 2, 3 … until it gets through: killed before the call has any effect,
-after it has all of it, and in its midst (a payload half written, a created object not yet linked). After each kill a
-fresh process goes on to the end, and everything is checked. Processes are forked from a parent that has only imported
-the library: it has no threads and no state of its own.
+One sequence is one role. Its program is repeated with the kill at its call 1, 2, 3 … until it gets through: killed
+before the call has any effect, after it has all of it, and in its midst (a payload half written, a created object not
+yet linked). After each kill a fresh process goes on to the end, and everything is checked. Processes are forked from a
+parent that has only imported the library: it has no threads and no state of its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import signal
 import tempfile
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -92,21 +87,6 @@ def follow(store: FusedStore, folder: Path, fuse: Fuse, stops: Iterable[int]) ->
             update.acknowledge()
 
 
-@dataclass
-class Survived:
-    """What a role's kill points came to."""
-
-    role: str
-    kills: int = 0
-    calls: int = 0
-    modes: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def add(self, mode: str, kills: int = 1) -> None:
-        self.kills += kills
-        self.modes[mode] = self.modes.get(mode, 0) + kills
-
-
 def require(what: bool, why: str) -> None:
     if not what:
         raise AssertionError(why)
@@ -151,40 +131,50 @@ def check_links(root: Path) -> None:
             require(sha256(data).hexdigest() == payload.sha256, f"{link} is damaged")
 
 
-def publisher_points(folder: Path, steps: int, modes: Iterable[str]) -> Survived:
-    """A publisher killed at each of its calls, and restarted."""
-    result = Survived("publisher")
+def at_every_call(
+    folder: Path, modes: Iterable[str], act: Callable[[Path, Fuse], None], check: Callable[[Path, int], None]
+) -> Counter[str]:
+    """A program killed at each of its calls. ``check`` is made after each kill, with the call's number, and with 0 of
+    the run that nothing killed."""
+    result = Counter[str]()
     for mode in modes:
-        at = 0
-        while True:
-            at += 1
-            root, log = folder / f"{mode}-{at}", folder / f"{mode}-{at}.log"
-            log.touch()
-            ended = forked(lambda: publish(FusedStore(root, Fuse(at, mode)), log, steps, False))  # noqa: B023
+        for at in count(1):
+            own = folder / f"{mode}-{at}"
+            own.mkdir()
+            ended = forked(lambda: act(own, Fuse(at, mode)))  # noqa: B023
+            require(ended in (0, -signal.SIGKILL), f"{mode} call {at}: ended with {ended}")
+            require(forked(lambda: check(own, at if ended else 0)) == 0, f"{mode} call {at}: not survived")  # noqa: B023
+            shutil.rmtree(own)
             if ended == 0:
                 break
-            require(ended == -signal.SIGKILL, f"publisher, {mode} call {at}: ended with {ended}")
-            before = manifests(root)
-
-            def restart() -> None:
-                publish(FusedStore(root, Fuse()), log, steps, bool(before) and at % 2 == 0)  # noqa: B023
-                check_stream(root, steps, before, log)  # noqa: B023
-
-            require(forked(restart) == 0, f"publisher, {mode} call {at}: the restart failed")
-            result.add(mode)
-            shutil.rmtree(root)
-        result.calls = max(result.calls, at - 1)
-        # The run that nothing killed is checked like the others, and had all kinds of calls among its own.
-        kinds = [path.name for path in (root / STREAM / "links").iterdir()]
-        require(len([k for k in kinds if "-anchor-" in k]) > 1, f"too few anchors: {kinds}")
-        require(len([k for k in kinds if "-anchor-" not in k]) >= steps // 3, f"too few folds: {kinds}")
-        require(forked(lambda: check_stream(root, steps, {}, log)) == 0, "the whole run")  # noqa: B023
+            result[mode] += 1
+        result["calls"] = max(result["calls"], at - 1)
     return result
 
 
-def crash_loops(folder: Path, steps: int, lives: Iterable[int], restarts: int = 12) -> Survived:
+def publisher_points(folder: Path, steps: int, modes: Iterable[str]) -> Counter[str]:
+    """A publisher killed at each of its calls, and restarted."""
+
+    def act(own: Path, fuse: Fuse) -> None:
+        (own / "log").touch()
+        publish(FusedStore(own / "store", fuse), own / "log", steps, False)
+
+    def check(own: Path, at: int) -> None:
+        root, before = own / "store", manifests(own / "store")
+        if at:
+            publish(FusedStore(root, Fuse()), own / "log", steps, bool(before) and at % 2 == 0)
+        else:  # it is checked like the others, and had all kinds of calls among its own
+            kinds = [path.name for path in (root / STREAM / "links").iterdir()]
+            require(len([k for k in kinds if "-anchor-" in k]) > 1, f"too few anchors: {kinds}")
+            require(len([k for k in kinds if "-anchor-" not in k]) >= steps // 3, f"too few folds: {kinds}")
+        check_stream(root, steps, before, own / "log")
+
+    return at_every_call(folder, modes, act, check)
+
+
+def crash_loops(folder: Path, steps: int, lives: Iterable[int], restarts: int = 12) -> Counter[str]:
     """Publishers that live for so many calls each, one after another; the last one lives to the end."""
-    result = Survived("publisher in a crash loop")
+    result = Counter[str]()
     for life in lives:
         root, log = folder / f"loop-{life}", folder / f"loop-{life}.log"
         log.touch()
@@ -197,7 +187,7 @@ def crash_loops(folder: Path, steps: int, lives: Iterable[int], restarts: int = 
             if ended == 0:
                 break
             require(ended == -signal.SIGKILL, f"life {life}: ended with {ended}")
-            result.add(MODES[k % 3])
+            result[MODES[k % 3]] += 1
 
         def finish() -> None:
             publish(FusedStore(root, Fuse()), log, steps, False)  # noqa: B023
@@ -218,43 +208,34 @@ def check_live(live: Path, roots: list[str]) -> int:
     return version
 
 
-def subscriber_points(folder: Path, steps: int, modes: Iterable[str]) -> Survived:
+def published(folder: Path, steps: int) -> tuple[Path, list[str]]:
+    """A store with a whole stream, and the roots of its versions."""
+    whole = folder / "store"
+    require(forked(lambda: publish(FusedStore(whole, Fuse()), folder / "log", steps, False)) == 0, "publishing")
+    return whole, [json.loads(data)["root"] for _, data in sorted(manifests(whole).items())]
+
+
+def subscriber_points(folder: Path, steps: int, modes: Iterable[str]) -> Counter[str]:
     """A subscriber with a cache and a live file, killed at each of its calls, and restarted."""
-    result = Survived("subscriber")
-    root = folder / "store"
-    require(forked(lambda: publish(FusedStore(root, Fuse()), folder / "log", steps, False)) == 0, "publishing")
-    roots = [json.loads(data)["root"] for _, data in sorted(manifests(root).items())]
+    root, roots = published(folder, steps)
     stops = sorted({0, 1, len(roots) // 2})
-    for mode in modes:
-        at = 0
-        while True:
-            at += 1
-            own = folder / f"{mode}-{at}"
-            own.mkdir()
-            fuse = Fuse(at, mode)
-            ended = forked(lambda: follow(FusedStore(root, fuse), own, fuse, stops))  # noqa: B023
-            if ended == 0:
-                require(check_live(own / "live.safetensors", roots) == len(roots) - 1, "the whole run")
-                kept = list(own.glob(f"cache/{STREAM}/payloads/*"))
-                require(len(kept) > len(stops) and all(map(is_whole, kept)), f"the cache holds {len(kept)} payloads")
-                break
-            require(ended == -signal.SIGKILL, f"subscriber, {mode} call {at}: ended with {ended}")
 
-            def restart() -> None:
-                served = check_live(own / "live.safetensors", roots)  # noqa: B023
-                held = {p.name for p in own.glob(f"cache/{STREAM}/payloads/*") if is_whole(p)}  # noqa: B023
-                follow(FusedStore(root, Fuse(), own / "fetched"), own, Fuse(), [])  # noqa: B023
-                now = check_live(own / "live.safetensors", roots)  # noqa: B023
-                require(now == len(roots) - 1 >= served, f"it was at {served} and ended at {now}")
-                fetched = own / "fetched"  # noqa: B023
-                names = {Path(line).name for line in fetched.read_text().split()} if fetched.exists() else set()
-                require(not names & held, f"{names & held} were in the cache and downloaded again")
+    def check(own: Path, at: int) -> None:
+        live, fetched = own / "live.safetensors", own / "fetched"
+        served = check_live(live, roots)
+        kept = list(own.glob(f"cache/{STREAM}/payloads/*"))
+        held = {p.name for p in kept if is_whole(p)}
+        if not at:
+            require(served == len(roots) - 1, "the whole run")
+            require(len(stops) < len(kept) == len(held), f"the cache holds {len(kept)} payloads, {len(held)} whole")
+            return
+        follow(FusedStore(root, Fuse(), fetched), own, Fuse(), [])
+        now = check_live(live, roots)
+        require(now == len(roots) - 1 >= served, f"it was at {served} and ended at {now}")
+        names = {Path(line).name for line in fetched.read_text().split()} if fetched.exists() else set()
+        require(not names & held, f"{names & held} were in the cache and downloaded again")
 
-            require(forked(restart) == 0, f"subscriber, {mode} call {at}: the restart failed")
-            result.add(mode)
-            shutil.rmtree(own)
-        result.calls = max(result.calls, at - 1)
-    return result
+    return at_every_call(folder, modes, lambda own, fuse: follow(FusedStore(root, fuse), own, fuse, stops), check)
 
 
 def payloads_of(manifest: bytes, *kinds: str) -> list[str]:
@@ -268,100 +249,55 @@ def is_whole(payload: Path) -> bool:
     return sha256(payload.read_bytes()).hexdigest() == payload.name.partition(".")[0]
 
 
-def gc_points(folder: Path, steps: int, modes: Iterable[str]) -> Survived:
+def gc_points(folder: Path, steps: int, modes: Iterable[str]) -> Counter[str]:
     """``pulse gc`` killed at each of its calls, and run again; what is to be kept can be restored in between, too."""
-    result = Survived("gc")
-    whole = folder / "store"
-    require(forked(lambda: publish(FusedStore(whole, Fuse()), folder / "log", steps, False)) == 0, "publishing")
-    roots = [json.loads(data)["root"] for _, data in sorted(manifests(whole).items())]
-    for mode in (m for m in modes if m != "midst"):
-        at = 0
-        while True:
-            at += 1
-            root = folder / f"{mode}-{at}"
-            shutil.copytree(whole, root)
-            keep = 2
-            ended = forked(
-                lambda: gc_stream(FusedStore(root, Fuse(at, mode)), STREAM, keep=keep, grace_seconds=0)  # noqa: B023
-            )
-            require(ended in (0, -signal.SIGKILL), f"gc, {mode} call {at}: ended with {ended}")
+    whole, roots = published(folder, steps)
+    keep = 2
 
-            def check() -> None:
-                # Whatever is still named is still there: links go before manifests, manifests before payloads.
-                check_links(root)  # noqa: B023
-                named_payloads = {digest for data in manifests(root).values() for digest in payloads_of(data)}  # noqa: B023
-                there = {path.name.partition(".")[0] for path in (root / STREAM / "payloads").iterdir()}  # noqa: B023
-                first = min(manifests(root))  # noqa: B023
-                lost = named_payloads - there - set(payloads_of(manifests(root)[first], "patch"))  # noqa: B023
-                require(not lost, f"a manifest names {lost}, which are gone")
-                for _ in range(2):
-                    for version in range(len(roots) - keep, len(roots)):  # noqa: B023
-                        reader = Subscriber(LocalStore(root), stream=STREAM, threads=1)  # noqa: B023
-                        reader.sync(version)
-                        require(reader.root == roots[version], f"version {version} was lost")
-                    gc_stream(LocalStore(root), STREAM, keep=keep, grace_seconds=0)  # noqa: B023
-                left = manifests(root)  # noqa: B023
-                require(all(r.ok for r in verify_stream(LocalStore(root), STREAM, threads=1)), "what is left")  # noqa: B023
-                named = b"".join(left.values())
-                for path in (root / STREAM / "payloads").glob("*.safetensors"):  # noqa: B023
-                    require(path.stem.encode() in named, "a payload is left that nothing names")
+    def act(own: Path, fuse: Fuse) -> None:
+        shutil.copytree(whole, own, dirs_exist_ok=True)
+        gc_stream(FusedStore(own, fuse), STREAM, keep=keep, grace_seconds=0)
 
-            require(forked(check) == 0, f"gc, {mode} call {at}: something was lost")
-            shutil.rmtree(root)
-            if ended == 0:
-                break
-            result.add(mode)
-        result.calls = max(result.calls, at - 1)
-    return result
+    def check(root: Path, _: int) -> None:
+        # Whatever is still named is still there: links go before manifests, manifests before payloads.
+        check_links(root)
+        named = {digest for data in manifests(root).values() for digest in payloads_of(data)}
+        there = {path.name.partition(".")[0] for path in (root / STREAM / "payloads").iterdir()}
+        lost = named - there - set(payloads_of(manifests(root)[min(manifests(root))], "patch"))
+        require(not lost, f"a manifest names {lost}, which are gone")
+        for _ in range(2):
+            for version in range(len(roots) - keep, len(roots)):
+                reader = Subscriber(LocalStore(root), stream=STREAM, threads=1)
+                reader.sync(version)
+                require(reader.root == roots[version], f"version {version} was lost")
+            gc_stream(LocalStore(root), STREAM, keep=keep, grace_seconds=0)
+        require(all(r.ok for r in verify_stream(LocalStore(root), STREAM, threads=1)), "what is left")
+        left = b"".join(manifests(root).values())
+        for path in (root / STREAM / "payloads").glob("*.safetensors"):
+            require(path.stem.encode() in left, "a payload is left that nothing names")
+
+    return at_every_call(folder, [mode for mode in modes if mode != "midst"], act, check)
 
 
-ROLES: dict[str, Callable[[Path, int, Iterable[str]], Survived]] = {
+ROLES: dict[str, Callable[[Path, int, Iterable[str]], Counter[str]]] = {
     "publisher": publisher_points,
     "subscriber": subscriber_points,
     "gc": gc_points,
-    "loop": lambda folder, steps, modes: crash_loops(folder, steps, range(1, 25, 1 if steps > 5 else 3)),
+    "loop": lambda folder, steps, _: crash_loops(folder, steps, range(1, 25)),
 }
+VERSIONS = {"publisher": 21, "subscriber": 33, "gc": 13, "loop": 8}
+"""Of the long run of each role."""
 
 
-def run(role: str, versions: int, modes: Iterable[str]) -> Survived:
-    """Every kill point of one role, in a temporary folder. Raises AssertionError for the first that is not survived."""
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="killed-") as folder:
-        result = ROLES[role](Path(folder), versions, modes)
-    result.seconds = time.monotonic() - started
-    return result
+def run(role: str, versions: int, modes: Iterable[str] = MODES) -> Counter[str]:
+    """Every kill point of one role, by mode, with the number of its ``calls``. Raises AssertionError for the first that
+    is not survived."""
+    with tempfile.TemporaryDirectory(prefix="killed-") as folder, patch.object(os, "fsync", lambda fd: None):
+        # What a killed process wrote is there without fsync; that is for power cuts.
+        return ROLES[role](Path(folder), versions, modes)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.faults kills", description="kill real processes at every store call"
-    )
-    parser.add_argument("role", nargs="?", choices=list(ROLES))
-    parser.add_argument("--all", action="store_true", help="every role, long")
-    parser.add_argument("--versions", type=int, default=5)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
-    os.fsync = lambda fd: None  # what a killed process wrote is there without it; that is for power cuts
-    if args.all == bool(args.role):
-        parser.error("give a role or --all")
-    plan: list[tuple[str, int]] = [(args.role, args.versions)]
-    if args.all:
-        plan = [("publisher", 21), ("subscriber", 33), ("gc", 13), ("loop", 8)]
-    total = 0
-    for role, versions in plan:
-        result = run(role, versions, args.modes)
-        total += result.kills
-        report: dict[str, Any] = asdict(result)
-        if args.json:
-            print(json.dumps(report), flush=True)
-            continue
-        kinds = ", ".join(f"{count} {mode}" for mode, count in result.modes.items())
-        print(
-            f"{result.role}: {versions} versions, killed {result.kills} times ({kinds} the call), all survived;"
-            f" {result.seconds:.0f} s",
-            flush=True,
-        )
-    if not args.json:
-        print(f"{total} kill points survived: every committed version verified, every restart at the head")
-    return 0
+def sequence(seed: int) -> Counter[str]:
+    """The long run of one role, each in its turn."""
+    role = list(ROLES)[seed % len(ROLES)]
+    return run(role, VERSIONS[role])

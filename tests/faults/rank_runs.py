@@ -1,16 +1,12 @@
 """Real ranks of a sharded trainer that are killed, interrupted, and that skip steps, and start again.
 
-    python -m tests.faults ranks --count 20 [--versions 200] [--sizes 2 3 4] [--seed 1]
-
 An interrupt is caught, and its rank goes on with its next step, as a program may. Every committed version is one step
 of all ranks, to the bit, and the chain is whole.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -34,29 +30,17 @@ _ROWS, _COLUMNS, _KINDS = 23, 64, 50
 _TIMEOUT_SECONDS = 20.0
 _MOST_SECONDS = 60.0
 _FULL, _PARTED = 0, 7
+_VERSIONS = 200
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults ranks", description=__doc__)
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--versions", type=int, default=200)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args(argv)
-    for k in range(args.count):
-        began, size = time.monotonic(), args.sizes[k % len(args.sizes)]
-        folder = Path(tempfile.mkdtemp(prefix="pulse-ranks-"))
-        try:
-            starts = _run(Random(args.seed * 10**6 + k), folder, size, args.versions)
-            wrong = _looked_at(folder, size)
-        finally:
-            shutil.rmtree(folder)
-        if wrong:
-            print(f"run {k} of seed {args.seed}, {size} ranks: {wrong}")
-            return 1
-        ends = ", ".join(f"{end} {number}" for end, number in starts.items())
-        print(f"run {k}: {size} ranks, {ends}, {time.monotonic() - began:.0f} s", flush=True)
-    return 0
+def sequence(seed: int) -> Counter[str]:
+    """Two, three or four ranks in their turn, until there are so many versions."""
+    size = 2 + seed % 3
+    with tempfile.TemporaryDirectory(prefix="pulse-ranks-") as folder:
+        starts = _run(Random(seed), Path(folder), size, _VERSIONS)
+        wrong = _looked_at(Path(folder), size)
+    assert not wrong, f"{size} ranks: {wrong}"
+    return starts + Counter(versions=_VERSIONS)
 
 
 def state_of(step: int, rank: int) -> npt.NDArray[np.int32]:
@@ -179,7 +163,3 @@ def _looked_at(folder: Path, size: int) -> str:
             return f"version {version} is not step {step} of all ranks: {found[:, 0].tolist()}"
         steps.append(step)
     return "" if steps == sorted(set(steps)) else f"the steps of the versions are {steps}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

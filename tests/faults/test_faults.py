@@ -121,7 +121,7 @@ def test_interrupted_calls_that_are_retried_at_once(store: str, model: str, tmp_
 
 @pytest.mark.slow
 def test_workers_beside_a_hostile_co_writer_in_real_time() -> None:
-    result = hostile.run(3, seed=2, tell=lambda _: None)
+    result = hostile.run(3, seed=2)
     assert result["rests"]
     assert result["checked"]
 
