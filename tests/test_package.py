@@ -106,7 +106,7 @@ def test_kinds_are_distinct_and_stable() -> None:
     kinds = {c.__name__: c.kind for c in error_classes()}
     assert len(set(kinds.values())) == len(kinds)
     plain = {"PulseError": "error", "InputError": "input", "FormatError": "format", "IntegrityError": "integrity"}
-    plain |= {"StoreError": "store", "StreamError": "stream", "LocoError": "loco", "EngineError": "engine"}
+    plain |= {"StoreError": "store", "StreamError": "stream", "EngineError": "engine"}
     for name, kind in kinds.items():
         assert kind == plain.get(name, re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
 

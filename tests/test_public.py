@@ -49,7 +49,7 @@ MODULES = (
 )
 """Whatever their ``__all__`` names is public, or without one the classes that they define, and nothing else is."""
 
-MOST_NAMES, MOST_AT_THE_ROOT = 120, 45
+MOST_NAMES, MOST_AT_THE_ROOT = 110, 45
 
 HANDED_OUT = {
     "pulse_rl.integrations.engines.handle.EngineSync",
@@ -58,7 +58,9 @@ HANDED_OUT = {
     "pulse_rl.study.run.StateSequence",
     "pulse_rl.testing.Guarantee",
     "pulse_rl.integrations.engines.transport.SubscriberOptions",
+    "pulse_rl.maintenance.verify.AuditReport",
     "pulse_rl.maintenance.verify.Module",
+    "pulse_rl.maintenance.verify.VersionReport",
     "pulse_rl.plan.fleet.FleetPlan",
     "pulse_rl.plan.fleet.WayPlan",
     "pulse_rl.plan.model.MeasuredInputs",
@@ -71,6 +73,7 @@ HANDED_OUT = {
     "pulse_rl.stream.manifest.PatchRef",
     "pulse_rl.stream.manifest.Payload",
     "pulse_rl.stream.manifest.Signature",
+    "pulse_rl.sync.gc.GcPlan",
     "pulse_rl.sync.publisher.PublisherSettings",
 }
 """Types that users receive and never make, and those of keywords: documented in docs/reference, and not exported."""
@@ -160,7 +163,7 @@ def test_it_is_small() -> None:
 
 def test_no_call_takes_more_than_ten_arguments() -> None:
     """Records that the library makes are not counted."""
-    received = {"Published", "EngineSync", "Round", "GcPlan"}
+    received = {"Published", "EngineSync", "Round"}
     made = [(name, value) for name, value in CLASSES if value.__name__ not in received]
     for name, value in [*made, *FUNCTIONS, *METHODS]:
         if not isinstance(value, property) and (taken := signature(value)):

@@ -38,7 +38,7 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Spec:
-    """What all programs of a run know. ``method`` is one of `pulse_rl.plan.METHODS`, ``workers`` are their names,
+    """What all programs of a run know. ``method`` is one of `pulse_rl.plan.model.METHODS`, ``workers`` are their names,
     ``trace`` is the folder of recorded runs and ``folder`` takes the logs."""
 
     method: str

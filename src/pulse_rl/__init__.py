@@ -16,13 +16,13 @@ from .errors import PulseError
 from .events import Published
 from .maintenance.compaction import anchor_stream, fold_stream
 from .maintenance.relay import Relay
-from .maintenance.verify import AuditReport, VersionReport, audit, verify_stream
+from .maintenance.verify import audit, verify_stream
 from .state.checkpoint import StateSource, as_state, unwrapped
 from .state.digest import state_digest
 from .state.tensors import Bits, State, TensorSpec
 from .store import HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.signing import Signer
-from .sync.gc import GcPlan, gc_stream
+from .sync.gc import gc_stream
 from .sync.group import GroupMember
 from .sync.publisher import Publisher
 from .sync.request import Submission
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AuditReport",
     "Bits",
-    "GcPlan",
     "GroupMember",
     "HttpStore",
     "LocalStore",
@@ -58,7 +56,6 @@ __all__ = [
     "TensorSpec",
     "TensorUpdate",
     "Update",
-    "VersionReport",
     "__version__",
     "anchor_stream",
     "as_state",

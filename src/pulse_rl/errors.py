@@ -6,8 +6,7 @@
     ├── ConcurrentUse           two threads use one object
     ├── InputError              the caller's input is unusable
     │   ├── UnsupportedTensor   a dtype or layout without a plain bit view
-    │   ├── StateMismatch       names, dtypes or shapes differ from what is required
-    │   └── InvalidName         an invalid stream or object name
+    │   └── StateMismatch       names, dtypes or shapes differ from what is required
     ├── FormatError             malformed bytes
     │   ├── CorruptPatch
     │   ├── CorruptManifest
@@ -29,15 +28,12 @@
     │   ├── PublisherConflict   another publisher committed to the stream
     │   ├── RankLost            a rank of a sharded trainer died or stalled; no version was lost
     │   ├── StreamRecreated      the stream was deleted and recreated
-    │   ├── MemberConflict      a newer process is the group's member of this name
-    │   └── SubscriberPoisoned  the host state is not a verified version
+    │   └── MemberConflict      a newer process is the group's member of this name
     ├── EngineError             a live engine refused a call, or is not what it should be
     │   └── EngineUnavailable   the engine does not answer
-    └── LocoError
-        ├── TrainerLost         a trainer died or stalled; the round had no effect
-        │   └── TrainerLeft     a trainer left before the others: fewer batches, skipped steps
-        ├── Diverged            the trainers do not hold the same theta
-        └── NonFinite           a pseudo-gradient with NaN or Inf
+    ├── TrainerLost             a trainer died, stalled or left; the round had no effect
+    ├── Diverged                the trainers do not hold the same theta
+    └── NonFinite               a pseudo-gradient with NaN or Inf
 
 Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence on what to do. ``retryable``
 says whether the same call may succeed later although its caller changes nothing: a store comes back, a missing object
@@ -84,11 +80,6 @@ class UnsupportedTensor(InputError):
 class StateMismatch(InputError):
     kind = "state_mismatch"
     default_hint = "Both states must have the same tensor names, dtypes and shapes."
-
-
-class InvalidName(InputError):
-    kind = "invalid_name"
-    default_hint = "Use letters, digits, '.', '_' and '-'; start with a letter or a digit."
 
 
 class FormatError(PulseError):
@@ -206,12 +197,6 @@ class MemberConflict(StreamError):
     default_hint = "Give each member of a group its own name, and stop the older of two processes of one name."
 
 
-class SubscriberPoisoned(StreamError):
-    kind = "subscriber_poisoned"
-    retryable = True
-    default_hint = "Call sync() again: it restores a verified version from an anchor."
-
-
 class EngineError(PulseError):
     kind = "engine"
     default_hint = "See the engine's log; it goes on with the weights that it has."
@@ -223,30 +208,19 @@ class EngineUnavailable(EngineError):
     default_hint = "Check the address, and that the server is up."
 
 
-class LocoError(PulseError):
-    kind = "loco"
-
-
-class TrainerLost(LocoError):
+class TrainerLost(PulseError):
     kind = "trainer_lost"
     default_hint = "Reinitialise torch.distributed with the remaining trainers, then call rejoin() (docs/loco.md, 5)."
 
 
-class TrainerLeft(TrainerLost):
-    kind = "trainer_left"
-    default_hint = (
-        "It had fewer batches, or a GradScaler that skipped steps; even them out, or go on as after TrainerLost."
-    )
-
-
-class Diverged(LocoError):
+class Diverged(PulseError):
     kind = "diverged"
     default_hint = (
         "Restart all from a common checkpoint, or call rejoin() on all after loading one; do not publish this state."
     )
 
 
-class NonFinite(LocoError):
+class NonFinite(PulseError):
     kind = "non_finite"
     default_hint = (
         "Call rewind() to go back to the last common round, or restore a checkpoint; then lower the learning rate."

@@ -25,7 +25,6 @@ __all__ = [
     "DensityDrift",
     "Event",
     "FallbackUsed",
-    "FoldFailed",
     "Folded",
     "Hint",
     "Listener",
@@ -176,7 +175,7 @@ class FallbackUsed(OneLine):
 @dataclass(frozen=True, slots=True, repr=False)
 class CallFailed(OneLine):
     """A ``call`` ("publish", "sync", "relay", or "gc" of a relay's target) raised an error; ``kind`` is the error's
-    stable name (`pulse_rl.errors`)."""
+    stable name (`pulse_rl.errors`). After a "fold" that could not be made or stored readers use the patches instead."""
 
     stream: str
     call: str
@@ -222,16 +221,6 @@ class Folded(OneLine):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class FoldFailed(OneLine):
-    """A fold could not be made or stored. Readers use the patches instead."""
-
-    stream: str
-    base: int
-    version: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, repr=False)
 class Relayed(OneLine):
     """A relay's target is now at ``version``; it was at ``previous`` (None: it had none). ``links`` are the roles of
     what was copied, ``nbytes`` the bytes of payloads that were fetched for it."""
@@ -265,14 +254,13 @@ Event = (
     | CallFailed
     | Hint
     | Folded
-    | FoldFailed
     | Relayed
     | DensityDrift
 )
 """All that a listener may be handed."""
 
 Listener = Callable[[Event], None]
-"""Called from the thread that publishes or syncs, but with `Progress`, `Folded` and `FoldFailed` also from others."""
+"""Called from the thread that publishes or syncs, but with `Progress` and those of folds also from others."""
 
 
 def checked_listener(listener: Any) -> Listener | None:

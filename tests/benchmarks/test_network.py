@@ -15,7 +15,8 @@ from benchmarks.network.run import WORKER_RATES, Spec, nodes
 from benchmarks.network.shape import delete_commands
 from benchmarks.network.table import ReplayResult, WorkerResult, summary
 from pulse_rl import MemoryStore
-from pulse_rl.plan import METHODS, Scenario, make_plan
+from pulse_rl.plan import Scenario, make_plan
+from tests.support.plans import METHODS
 from tests.support.states import weights
 
 STEP = 0.5

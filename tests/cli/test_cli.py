@@ -198,7 +198,7 @@ def test_errors_are_one_line_with_a_hint(pulse: Pulse, pair: Any, tmp_path: Path
         (("inspect", old), "corrupt_patch", "magic"),
         (("publish", old, tmp_path / "file", "--stream", "s"), "store", "file"),
         (("publish", old, "ftp://x", "--stream", "s"), "input", "ftp://x"),
-        (("publish", old, tmp_path / "store", "--stream", "../s"), "invalid_name", "../s"),
+        (("publish", old, tmp_path / "store", "--stream", "../s"), "input", "../s"),
         (("follow", tmp_path / "store", "--stream", "s", "--out", out, "--once"), "empty_stream", "'s'"),
         (("verify", tmp_path / "store", "--stream", "s"), "empty_stream", "'s'"),
     ]

@@ -117,6 +117,5 @@ def test_which_errors_are_retryable() -> None:
     """One rule for all programs: the same call may succeed later although its caller changes nothing."""
     classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, PulseError)]
     assert {cls.kind for cls in classes if cls.retryable} == {
-        "not_found", "store_unavailable", "store_full", "empty_stream", "chain_gap", "subscriber_poisoned",
-        "engine_unavailable",
+        "not_found", "store_unavailable", "store_full", "empty_stream", "chain_gap", "engine_unavailable",
     }  # fmt: skip

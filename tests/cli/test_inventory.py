@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from pulse_rl import Bits, GroupMember, MemoryStore, Publisher, State, Subscriber, gc_stream, open_store, state_root
-from pulse_rl.errors import InvalidName
+from pulse_rl.errors import InputError
 from pulse_rl.integrations.torch import to_torch
 from pulse_rl.metrics import Heartbeat, fan_out
 from tests.support.commands import Pulse
@@ -79,7 +79,7 @@ def test_workers_say_what_they_hold(pulse: Pulse, tmp_path: Path, rng: Rng) -> N
     store = open_store(tmp_path)
     for name, version in (("w-1", 1), ("w", 2), ("w-1", 0)):
         Subscriber(store, stream="policy", on_event=fan_out(Heartbeat(store, name))).sync(version)
-    with pytest.raises(InvalidName):
+    with pytest.raises(InputError):
         Heartbeat(store, "a/b")
     pulse("follow", tmp_path, "--stream", "policy", "--out", tmp_path / "out", "--once", "--name", "cli")
     member = GroupMember(Subscriber(store, stream="policy"), group="all", name="m")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pulse_rl.cli import main
-from pulse_rl.plan import METHODS
+from tests.support.plans import METHODS
 from tests.support.reports import STUDY
 
 SEVEN = ["--params", "7B", "--density", "0.0055", "--step-seconds", "50", "--bandwidth", "0.2Gbit"]

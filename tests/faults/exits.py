@@ -33,7 +33,6 @@ from pulse_rl import (
     Relay,
     Subscriber,
     Subscribers,
-    VersionReport,
     open_store,
     verify_stream,
 )
@@ -89,7 +88,7 @@ def _awaited(child: int, expected: int) -> str:
 def _looked_at(folder: Path) -> tuple[int, str]:
     """The number of versions, and what is wrong with a store that is left."""
     submitted = len(list(folder.glob(f"{_SUBMITTED}*")))
-    reports: list[VersionReport] = []
+    reports = []
     with suppress(EmptyStream):
         reports += verify_stream(LocalStore(folder / "store"), "s", threads=1)
     bad = [f"version {report.version}: {report.problems}" for report in reports if not report.ok]

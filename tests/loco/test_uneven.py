@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl.errors import InputError, TrainerLeft, TrainerLost
+from pulse_rl.errors import InputError, TrainerLost
 from pulse_rl.loco import PulseLoCo
 from tests.support.loco_reference import Job, pulse_loco, root_of
 from tests.support.trainers import Group, Trainer, each, together
@@ -34,12 +34,11 @@ def fewer_batches(trainer: Trainer) -> None:
             if trainer.rank == early:
                 continue
             started = time.monotonic()
-            with pytest.raises(TrainerLeft, match=f"trainer {early} left after {where}") as caught:
+            with pytest.raises(TrainerLost, match=f"trainer {early} left after {where}") as caught:
                 steps(loop, job, trainer.rank, 6 - batches)
             assert "this one has taken 2" in str(caught.value)
             assert "fewer batches" in caught.value.hint
             assert time.monotonic() - started < 10
-            assert isinstance(caught.value, TrainerLost), "and the others can go on without it"
 
 
 def an_error_in_the_loop(trainer: Trainer) -> None:
@@ -54,7 +53,7 @@ def an_error_in_the_loop(trainer: Trainer) -> None:
         steps(loop, job, trainer.rank, 3)
         with pytest.raises(TrainerLost, match="trainer 1 left with OSError: no such batch") as caught:
             steps(loop, job, trainer.rank, 1)
-        assert not isinstance(caught.value, TrainerLeft)
+        assert "fewer batches" not in caught.value.hint
 
 
 def other_parameters(trainer: Trainer) -> None:
@@ -109,7 +108,7 @@ def skipped_steps(trainer: Trainer) -> None:
         batch()
         if trainer.rank == 1:  # as many batches as the others
             return
-        with pytest.raises(TrainerLeft, match=r"trainer 1 left after 1 of 2 inner steps of round 2.*has taken 2") as e:
+        with pytest.raises(TrainerLost, match=r"trainer 1 left after 1 of 2 inner steps of round 2.*has taken 2") as e:
             batch()
         assert "GradScaler" in e.value.hint
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from pulse_rl.errors import InputError
-from pulse_rl.plan import METHODS, Fleet, Scenario, from_study, make_fleet_plan, make_plan
+from pulse_rl.plan import Fleet, Scenario, from_study, make_fleet_plan, make_plan
 from pulse_rl.plan.fleet import WAYS, catch_up_bytes, density_of
 from pulse_rl.plan.model import bandwidth_for, sync_bytes, utilisation
+from tests.support.plans import METHODS
 from tests.support.reports import STUDY
 
 PAPER = Scenario(params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=0.2e9)

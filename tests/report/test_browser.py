@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from pulse_rl._util.settings import format_bandwidth, format_bytes, format_duration, format_percent
-from pulse_rl.plan import METHODS, Scenario, make_plan
+from pulse_rl.plan import Scenario, make_plan
 from pulse_rl.plan.model import MethodPlan
 from pulse_rl.report import read_run, render
 from pulse_rl.report.document import planned
 from tests.support import chromium
 from tests.support.chromium import Chromium
+from tests.support.plans import METHODS
 from tests.support.reports import HOSTILE, PARAMETERS, START, published, study, synced, write, write_run
 
 EXECUTABLE = chromium.find()

@@ -10,9 +10,10 @@ import pytest
 import quickjs
 
 from pulse_rl._util import settings as units
-from pulse_rl.plan import METHODS, Scenario, make_plan
+from pulse_rl.plan import Scenario, make_plan
 from pulse_rl.report.data import study_data
 from pulse_rl.report.document import planned, script_source
+from tests.support.plans import METHODS
 from tests.support.reports import study
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import LocalStore, Publisher, open_store
-from pulse_rl.errors import InputError, InvalidName, NotFound, StoreError, StoreUnavailable
+from pulse_rl.errors import InputError, NotFound, StoreError, StoreUnavailable
 from tests.support.states import run_python
 from tests.support.stores import names, unreachable_store
 
@@ -112,7 +112,7 @@ def test_a_bad_name_touches_no_file(tmp_path: Path, name: str) -> None:
         lambda: store.delete(name),
     ]
     for call in calls:
-        with pytest.raises(InvalidName):
+        with pytest.raises(InputError):
             call()
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from pulse_rl import MemoryStore
-from pulse_rl.errors import AlreadyExists, InvalidName, NotFound
+from pulse_rl.errors import AlreadyExists, InputError, NotFound
 from pulse_rl.store import Data, ObjectInfo
 from pulse_rl.store.base import check_name, joined
 
@@ -94,7 +94,7 @@ class HidesErrors(MemoryStore):
     def put(self, name: str, data: Data) -> None:
         try:
             super().put(name, data)
-        except InvalidName:
+        except InputError:
             raise
         except ValueError:
             return

@@ -9,7 +9,6 @@ from pulse_rl.events import (
     Event,
     FallbackUsed,
     Folded,
-    FoldFailed,
     Hint,
     Progress,
     Published,
@@ -27,6 +26,6 @@ ONE_OF_EACH: list[Event] = [
     FallbackUsed("policy", "the patch 0->1", "its bytes do not match", "corrupt_patch"),
     Hint("policy", 1, "wide_dtype", "nearly all elements changed", "publish the compute dtype"),
     Folded("policy", 0, 8, 100, 400),
-    FoldFailed("policy", 0, 8, "gone"),
+    CallFailed("policy", "fold", "store", "the fold 0->8: gone"),
     DensityDrift("policy", 60, 0.1, 0.003, 0.03),
 ]

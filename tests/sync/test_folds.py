@@ -7,7 +7,7 @@ import pytest
 
 from pulse_rl import MemoryStore, Publisher, Subscriber, fold_stream, state_root, verify_stream
 from pulse_rl.errors import ChainGap, StoreUnavailable
-from pulse_rl.events import Event, FoldFailed, Synced
+from pulse_rl.events import CallFailed, Event, Synced
 from tests.support.folds import fold_link
 from tests.support.manifests import folds_of, manifest_of
 from tests.support.states import TinyTrainer
@@ -137,7 +137,9 @@ def test_a_fold_that_cannot_be_stored_does_not_fail_the_publisher() -> None:
 
     store, seen = NoLinks(), []
     trainer = published(store, 10, folds=(4,), on_event=seen.append)
-    assert [e.version for e in seen if isinstance(e, FoldFailed)] == [4, 8]
+    assert [(e.kind, e.reason) for e in seen if isinstance(e, CallFailed)] == [
+        ("store_unavailable", f"the fold {base}->{base + 4}: away") for base in (0, 4)
+    ]
     late = Subscriber(store, stream="s", threads=1)
     late.sync()
     assert late.root == state_root(trainer.state)

@@ -287,7 +287,7 @@ def test_an_interrupted_apply_poisons_until_the_state_is_verified(rng: Rng) -> N
     for ask in (lambda: subscriber.state, lambda: subscriber.root, subscriber.full_update):
         with pytest.raises(PulseError) as caught:
             ask()
-        assert caught.value.kind == "subscriber_poisoned"
+        assert caught.value.kind == "integrity"
     subscriber.sync()
     assert subscriber.status == "ready"
     assert snapshot(subscriber.state) == snapshot(states[1])

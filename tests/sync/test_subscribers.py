@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Store, Subscribers, Update, state_root
-from pulse_rl.errors import ChainGap, InputError, InvalidName
+from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import CallFailed, Event
 from pulse_rl.store.server import FolderServer
 from pulse_rl.sync.polling import Schedule, Turn
@@ -285,7 +285,7 @@ def test_refusals() -> None:
         ):
             with pytest.raises(InputError):
                 wrong()
-        with pytest.raises(InvalidName):
+        with pytest.raises(InputError):
             subscribers.add("../a")
         assert list(subscribers) == ["a"]
 

@@ -17,9 +17,9 @@ from .._util.settings import (
     parse_share,
 )
 from ..errors import InputError
-from ..plan import METHODS, Fleet, Scenario, from_study, make_fleet_plan, make_plan
+from ..plan import Fleet, Scenario, from_study, make_fleet_plan, make_plan
 from ..plan.fleet import WAYS, FleetPlan, catch_up_bytes
-from ..plan.model import Plan
+from ..plan.model import METHODS, Plan
 from .output import Console, read_study
 
 _LABELS = {

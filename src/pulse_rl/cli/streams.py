@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .._util.settings import format_bytes
-from ..errors import InputError, InvalidName, PulseError
+from ..errors import InputError, PulseError
 from ..events import Published
 from ..maintenance.compaction import anchor_stream, fold_stream
 from ..maintenance.verify import verify_stream
@@ -238,7 +238,7 @@ def check(store: Store) -> list[tuple[str, bool, str]]:
             findings.append((name.removeprefix("test_").replace("_", " "), not seen, seen))
     finally:
         for written in sorted(suite.written):
-            with suppress(InvalidName):  # a test tries such names, too
+            with suppress(InputError):  # a test tries such names, too
                 store.delete(written)
     return findings
 

@@ -104,7 +104,7 @@ class PulseCallback(TrainerCallback):
     permission is found at once. After it a store that is away (`PulseError.retryable`) is logged as a warning, and the
     training goes on: the next version has it all. Other errors (PublisherConflict, UnsupportedTensor) end the training
     at its next step. At its end all errors are logged and kept in `error`, so that the program can still save its
-    model. Raises InputError, InvalidName and StoreError.
+    model. Raises InputError and StoreError.
     """
 
     def __init__(

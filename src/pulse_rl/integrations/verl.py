@@ -46,7 +46,7 @@ class PulseCheckpointEngine(CheckpointEngine):
     The version of an update is found by a number that the manager hands to all ranks, so neither a retried update nor
     one of a restarted actor is mistaken for another. A worker that joins late or restarts fetches what it lacks. The
     metadata of a version has verl's ``global_steps``. Errors carry their hint as a note, which Ray prints. Raises
-    InputError, InvalidName and StoreError.
+    InputError and StoreError.
     """
 
     wire_format = "named_tensors"

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from .._util.collective import Bytes, GlooTransport
-from ..errors import CorruptMessage, Diverged, InputError, TrainerLeft, TrainerLost
+from ..errors import CorruptMessage, Diverged, InputError, TrainerLost
 from ..state.digest import StateDigest
 
 T = TypeVar("T")
@@ -235,7 +235,10 @@ class TrainerNotes:
         left = {rank: note for rank, note in others.items() if note.left is not None}
         if on_purpose := {rank: note for rank, note in left.items() if note.left == ""}:
             where = "; ".join(f"trainer {rank} left after {note}" for rank, note in on_purpose.items())
-            return TrainerLeft(f"{where}; this one has taken {self._own.inner_step} of round {self._own.round}")
+            return TrainerLost(
+                f"{where}; this one has taken {self._own.inner_step} of round {self._own.round}",
+                hint="It had fewer batches, or a GradScaler that skipped steps: even them out, or call rejoin().",
+            )
         if left:
             return TrainerLost("; ".join(f"trainer {rank} left with {note.left}" for rank, note in left.items()))
         at = (self._own.round, self._own.inner_step)

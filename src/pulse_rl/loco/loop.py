@@ -210,7 +210,7 @@ class OuterLoop(NotCopyable):
 
     def close(self) -> None:
         """Removes the hooks and leaves the group; the model holds theta, or the local steps of a round under way. The
-        others get TrainerLeft in their next round."""
+        others get TrainerLost in their next round."""
         self.__exit__(None, None, None)
 
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:

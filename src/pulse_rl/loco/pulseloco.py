@@ -45,7 +45,7 @@ class PulseLoCo(OuterLoop):
 
     Memory on the host: 17 bytes per parameter. Raises InputError for settings out of range and for parameters that
     cannot be trained, and UnsupportedTensor, with the name, for those that cannot be kept equal; from inside ``step()``
-    of the last inner optimizer TrainerLost and TrainerLeft (see `rejoin`), NonFinite (see `rewind`), Diverged,
+    of the last inner optimizer TrainerLost (see `rejoin`), NonFinite (see `rewind`), Diverged,
     CorruptMessage, InputError.
     """
 

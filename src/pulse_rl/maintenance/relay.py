@@ -64,7 +64,7 @@ class Relay:
     ``trusted_keys``, ``stream_id`` and ``allow_recreated`` are those of `Subscriber`; where the stream is recreated, a
     relay that follows restarts empties the target's copy first. ``threads``: the most requests to the source at a time
     (None: one per core), with up to 8 MiB in memory for each. ``on_event`` gets `Relayed`, `FallbackUsed` and
-    `CallFailed`. Raises InputError, InvalidName and StoreError.
+    `CallFailed`. Raises InputError and StoreError.
 
     It holds nothing that is not in the stores: one that is killed goes on where it was, and one thread uses it at a
     time.

@@ -38,7 +38,6 @@ from ..events import (
     Event,
     FallbackUsed,
     Folded,
-    FoldFailed,
     Listener,
     Progress,
     Published,
@@ -150,7 +149,7 @@ class Heartbeat:
     ``name``: the worker's (default: of the machine and the process). The worker needs the right to write and delete
     below ``STREAM/workers``; where it cannot, that is logged once, and it goes on. There is one object for each worker,
     and `gc_stream` deletes those at versions that are gone. Whoever can write to the store can write what is not so.
-    Raises InvalidName and what `open_store` raises.
+    Raises InputError and what `open_store` raises.
     """
 
     def __init__(self, store: Store | str, name: str | None = None) -> None:
@@ -322,6 +321,8 @@ class PrometheusMetrics:
                 self._published(event)
             case Synced():
                 self._synced(event)
+            case CallFailed(call="fold"):
+                self._fold_failures.labels(event.stream, PUBLISHER).inc()
             case CallFailed():
                 role = PUBLISHER if event.call == "publish" else SUBSCRIBER
                 self._call_failures.labels(event.stream, role, event.kind).inc()
@@ -332,8 +333,6 @@ class PrometheusMetrics:
             case Folded():
                 if event.nbytes < event.patch_bytes:
                     self._fold_bytes.labels(event.stream, PUBLISHER).inc(event.nbytes)
-            case FoldFailed():
-                self._fold_failures.labels(event.stream, PUBLISHER).inc()
             case DensityDrift():
                 self._drifts.labels(event.stream, PUBLISHER).inc()
 

@@ -4,10 +4,9 @@
 """
 
 from .fleet import Fleet, make_fleet_plan
-from .model import METHODS, Scenario, from_study, make_plan
+from .model import Scenario, from_study, make_plan
 
 __all__ = [
-    "METHODS",
     "Fleet",
     "Scenario",
     "from_study",

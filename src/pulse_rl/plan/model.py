@@ -180,8 +180,8 @@ class Crossover:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `make_plan` predicts for ``scenario``: ``methods`` has one entry for each of ``METHODS``, ``full_wins`` says
-    when a full sync takes less time than a patch.
+    """What `make_plan` predicts for ``scenario``: ``methods`` has one entry for each of full, zstd, auto and history,
+    ``full_wins`` says when a full sync takes less time than a patch.
     """
 
     scenario: Scenario

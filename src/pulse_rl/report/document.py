@@ -15,8 +15,8 @@ from importlib.resources import files
 from typing import Any
 
 from .._util.settings import format_bandwidth, format_bytes, format_duration, format_number, format_percent
-from ..plan import METHODS, Scenario, make_plan
-from ..plan.model import MethodPlan
+from ..plan import Scenario, make_plan
+from ..plan.model import METHODS, MethodPlan
 from .data import study_data
 
 

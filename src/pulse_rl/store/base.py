@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from ..errors import AlreadyExists, FormatError, InvalidName, NotFound, StoreError, StoreUnavailable
+from ..errors import AlreadyExists, FormatError, InputError, NotFound, StoreError, StoreUnavailable
 
 Data = bytes | Iterable[bytes | memoryview]
 """Bytes, or chunks of them in order."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+NAME_HINT = "Use letters, digits, '.', '_' and '-'; start with a letter or a digit."
 MAX_NAME = 512
 MAX_LISTED = 1_000_000
 
@@ -31,7 +32,7 @@ class ObjectInfo(NamedTuple):
 
 @runtime_checkable
 class Store(Protocol):
-    """Object names are relative paths of letters, digits, '.', '_' and '-'; others raise InvalidName.
+    """Object names are relative paths of letters, digits, '.', '_' and '-'; others raise InputError.
 
     Every call may raise StoreError, or StoreUnavailable, after which it is unknown whether a write took effect.
     """
@@ -69,14 +70,14 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """``name`` itself; raises InvalidName for what could leave the store's folder or hide in it."""
+    """``name`` itself; raises InputError for what could leave the store's folder or hide in it."""
     if not is_name(name):
-        raise InvalidName(f"{name[:80]!r} is not a valid object name")
+        raise InputError(f"{name[:80]!r} is not a valid object name", hint=NAME_HINT)
     return name
 
 
 def check_folder(name: str) -> str:
-    """``name`` itself, which is a folder's, or "" for the whole store; raises InvalidName."""
+    """``name`` itself, which is a folder's, or "" for the whole store; raises InputError."""
     return name and check_name(name)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import InvalidName, StreamError
-from ..store.base import Store
+from ..errors import InputError, StreamError
+from ..store.base import NAME_HINT, Store
 
 PATCH, SHARD, FILE = "patch", "safetensors", "file"
 """The kinds of payload: a patch, one file of an anchor, and a file beside the weights."""
@@ -109,7 +109,7 @@ ObjectName = VersionName | PayloadName | DigestsName | FoldName | AnchorName | E
 
 @dataclass(frozen=True, slots=True)
 class StreamNames:
-    """The names of the objects of ``stream``. Raises InvalidName for a stream that could escape its folder."""
+    """The names of the objects of ``stream``. Raises InputError for a stream that could escape its folder."""
 
     stream: str
 
@@ -202,7 +202,7 @@ class StreamNames:
 
 @dataclass(frozen=True, slots=True)
 class GroupNames:
-    """The names of the notes by which the members of ``group`` switch versions together. Raises InvalidName."""
+    """The names of the notes by which the members of ``group`` switch versions together. Raises InputError."""
 
     stream: StreamNames
     group: str
@@ -262,9 +262,9 @@ def plausible(numbers: Iterable[int], after: int) -> list[int]:
 
 
 def check_word(word: object, what: str) -> None:
-    """Raises InvalidName unless ``word`` can be one part of a name."""
+    """Raises InputError unless ``word`` can be one part of a name."""
     if not isinstance(word, str) or not _WORD.fullmatch(word):
-        raise InvalidName(f"{word!r} is not a valid name for {what}")
+        raise InputError(f"{word!r} is not a valid name for {what}", hint=NAME_HINT)
 
 
 def payload_digest(name: str) -> str | None:

@@ -52,7 +52,7 @@ def checked_stream_id(stream_id: str) -> str:
 class Stream:
     """Versions, payloads, claims, and links: objects whose names say all that planning needs (docs/format.md, 6).
 
-    Raises InvalidName. With ``trusted`` keys only what one of them has signed is believed. ``signer`` signs claims and
+    Raises InputError. With ``trusted`` keys only what one of them has signed is believed. ``signer`` signs claims and
     folds' links. ``stream_id``: only versions of this very stream are read; None: of whatever stream has the name. The
     listener ``on_refused`` is told once of each version that `newest` passes over.
     """

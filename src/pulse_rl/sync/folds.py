@@ -15,8 +15,8 @@ from .._util.serial import shield
 from .._util.settings import checked_collection
 from .._util.threads import ordered_map
 from ..codec import Changes
-from ..errors import InputError
-from ..events import Event, Folded, FoldFailed
+from ..errors import InputError, PulseError
+from ..events import CallFailed, Event, Folded
 from ..patch.build import encode_proved
 from ..patch.undo import UndoLog
 from ..stream.manifest import Payload
@@ -49,7 +49,7 @@ class FoldMaker:
     ``folds`` are the spans in versions. What is due follows from the versions that the ranks have published together,
     and is the same on all. A fold whose span these ranks have not published with these slices (a restart, a version
     without a patch) is left out, and so are those of ``skip``, as (base, version). ``tell`` gets `Folded` and
-    `FoldFailed`. It keeps the old bits of what changed since the last multiple of each span: about 6 bytes for every
+    `CallFailed`. It keeps the old bits of what changed since the last multiple of each span: about 6 bytes for every
     BF16 weight that changed at least once in that time. Raises InputError.
     """
 
@@ -125,7 +125,9 @@ class FoldMaker:
         try:
             nbytes = self._fold(log, patch_bytes, at)
         except Exception as error:  # whatever it is: the version is there, and so is its patch
-            return FoldFailed(self._stream.name, log.base, at.version, str(error))
+            kind = error.kind if isinstance(error, PulseError) else PulseError.kind
+            fold = f"the fold {log.base}->{at.version}"
+            return CallFailed(self._stream.name, "fold", kind, f"{fold}: {error}")
         return Folded(self._stream.name, log.base, at.version, nbytes, patch_bytes)
 
     def _fold(self, log: UndoLog, patch_bytes: int, at: Baseline) -> int:

@@ -93,7 +93,7 @@ class GroupMember(NotCopyable):
 
     Call `poll` regularly, at least a few times in ``timeout_seconds``, which is the same for all members: one that has
     not done so for that long (by the store's clock) no longer holds up the others. One that comes back joins at the
-    group's version. A restarted process takes its name over from the one before. Raises InputError and InvalidName.
+    group's version. A restarted process takes its name over from the one before. Raises InputError.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class Publisher(Closing, NotCopyable):
     so.
 
     A stream has one Publisher at a time: a new one takes over when it first publishes, and the one before is refused
-    with PublisherConflict at its next commit; the chain stays whole. Raises InputError, InvalidName and StoreError.
+    with PublisherConflict at its next commit; the chain stays whole. Raises InputError and StoreError.
 
     Interrupts do no harm: the work is done on a thread of its own. After one, `head` says whether the version was
     committed. One thread uses it at a time (ConcurrentUse). It cannot be copied, pickled, or used in a forked process.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
-from ..errors import EmptyStream, InputError, PulseError, StreamRecreated, SubscriberPoisoned
+from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
 from ..events import FallbackUsed, Listener, Synced, checked_listener, failures_to
 from ..patch.history import History
 from ..patch.history_file import beside, load_history, save_history
@@ -53,7 +53,7 @@ class Subscriber(Closing, NotCopyable):
     StreamRecreated; with ``allow_recreated`` it starts over with the new one instead. ``select``: names of tensors, or
     patterns such as ``"layers.0.*"``: only these are fetched, held, verified and shown (None: all). ``threads``: the
     maximum number of threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises
-    InputError, InvalidName and StoreError.
+    InputError and StoreError.
 
     Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves at a verified
     version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by
@@ -169,7 +169,7 @@ class Subscriber(Closing, NotCopyable):
     def state(self) -> State:
         """The verified state as read-only views, which the next `sync` overwrites: copy what you keep.
 
-        Raises EmptyStream before the first sync and SubscriberPoisoned after an interrupted one.
+        Raises EmptyStream before the first sync and IntegrityError after an interrupted one.
         """
         return self._serial.run(self._state)
 
@@ -356,7 +356,10 @@ class Subscriber(Closing, NotCopyable):
 
     def _ready(self) -> HostState:
         if self._host.poisoned:
-            raise SubscriberPoisoned("the last sync was interrupted while it applied a patch")
+            raise IntegrityError(
+                "the last sync was interrupted while it applied a patch",
+                hint="Call sync() again: it restores a verified version from an anchor.",
+            )
         if self._host.version is None:
             raise EmptyStream(f"nothing was synced from {self.stream.name!r} yet", hint="Call sync() first.")
         return self._host

@@ -86,7 +86,7 @@ class Subscribers(Closing, NotCopyable):
     read together. ``cache``, ``trusted_keys`` and ``allow_recreated`` are those of `Subscriber`, for each, and
     ``patience_seconds`` its attribute. A stream that fails (`failures`, and `CallFailed` to ``on_event``) is tried
     again after ever longer, up to a minute, and holds up no other. ``on_event`` is called by one thread at a time.
-    Raises InputError, InvalidName and StoreError.
+    Raises InputError and StoreError.
     """
 
     def __init__(

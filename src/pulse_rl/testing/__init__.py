@@ -34,7 +34,7 @@ from itertools import pairwise
 from threading import Barrier
 from typing import Any, ClassVar
 
-from ..errors import AlreadyExists, InvalidName, NotFound, StoreError, StoreUnavailable
+from ..errors import AlreadyExists, InputError, NotFound, StoreError, StoreUnavailable
 from ..store import Store
 from ..store.base import MAX_NAME
 
@@ -414,7 +414,7 @@ class StoreConformance(ABC):
             for call, act in calls.items():
                 if (call, name) == ("list", ""):  # the whole store
                     continue
-                raises(InvalidName, f"{call} with the name {name[:20]!r}", act, name)
+                raises(InputError, f"{call} with the name {name[:20]!r}", act, name)
         equal(_names(store, "kept"), ["kept/x"], "the names after calls that were refused")
 
     @checks(Guarantee.CALLS)

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pulse_rl import LocalStore, Signer, Store
 from pulse_rl.errors import InputError
-from pulse_rl.events import Event, Folded, FoldFailed
+from pulse_rl.events import CallFailed, Event, Folded
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from tests.support.manifests import folds_of
 from tests.support.sharded import followed, gathered, policy, require_equal, step
@@ -84,7 +84,7 @@ def failures(trainer: Trainer) -> None:
                 store.fail(1)  # the first is for the patch
             published = publisher.publish(state)
         publisher.wait()
-        assert [type(event) for event in events if isinstance(event, Folded | FoldFailed)] == [FoldFailed]
+        assert [type(event) for event in events if isinstance(event, Folded | CallFailed)] == [CallFailed]
         for seed in (3, 4):
             state = model.state_dict()
             step(state, seed)

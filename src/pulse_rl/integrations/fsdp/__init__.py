@@ -48,8 +48,8 @@ class ShardedPublisher(Publisher):
     published with an anchor and no patch. Calls also raise StateMismatch, where the ranks do not have each element
     once, and RankLost, if a rank dies: then nothing was committed or all of it; start the ranks again. A version that
     one rank cancels, or gives up to ``replace`` it, is cancelled on all. An error that nobody has asked a `Submission`
-    for is raised by `wait` and `close`, which releases the ranks' group. Making one is a collective. Raises InputError,
-    InvalidName and RankLost.
+    for is raised by `wait` and `close`, which releases the ranks' group. Making one is a collective. Raises InputError
+    and RankLost.
     """
 
     def __init__(

@@ -1,0 +1,3 @@
+"""What plans predict."""
+
+METHODS = ("full", "zstd", "auto", "history")
