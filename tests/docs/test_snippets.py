@@ -127,6 +127,9 @@ def test_the_quick_start_in_two_processes(tmp_path: Path, monkeypatch: pytest.Mo
     (first,) = printed(tmp_path / "trainer.py")
     assert first[0].startswith("version 0 of policy: the full state of ")
     assert len(first) == 10
+    text = PAGES["quickstart"].read_text()
+    said, seen = (float(re.findall(r"version 7 of policy: ([\d.]+)% ch", found)[0]) for found in (text, first[7]))
+    assert seen == pytest.approx(said, rel=0.1)
     ((last,),) = printed(tmp_path / "worker.py")
     assert last.startswith("at version 9, step 9, root ")
     monkeypatch.chdir(tmp_path)

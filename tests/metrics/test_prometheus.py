@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +107,11 @@ def test_dashboard_and_alerts_name_only_what_is_there(rng: Rng, registry: Collec
         for name, chosen in used:
             assert name in labels, expression
             assert {*re.findall(r"(\w+)=", chosen)} <= labels[name], expression
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool of Prometheus on the path")
+def test_alerts_fire_for_what_they_say_and_for_nothing_usual() -> None:
+    subprocess.run(["promtool", "test", "rules", "alerts.yaml"], cwd=Path(__file__).parent, check=True)
 
 
 def test_a_scrape_of_real_syncs_parses_and_names_follow_the_conventions(rng: Rng, registry: CollectorRegistry) -> None:
