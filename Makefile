@@ -91,7 +91,7 @@ bench-vllm: $(ENGINES)/.ready
 # Under 25 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive
 # sequences, and of a test with many parameters the first and the last.
 quick: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not slow" --few -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --few -n 3 --dist worksteal $(ARGS)
 
 # The real trainers (Hugging Face, TRL, PEFT), with an environment of their own. Skipped where their wheels cannot be had.
 TRAINERS := .venv-trainers

@@ -102,6 +102,7 @@ def here(code: str) -> str:
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_examples_run(page: str, world: dict[str, Any]) -> None:
     found = blocks(page)

@@ -312,6 +312,7 @@ def test_events_and_refusals(rng: Rng) -> None:
         Relay(source, MemoryStore(), stream="policy", allow_recreated=True, stream_id="0" * 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [None, 1])
 def test_from_bucket_to_bucket(s3: str, rng: Rng, threads: int | None) -> None:
     """Payloads are read from one object store while they are written to another."""

@@ -116,6 +116,7 @@ def test_what_goes_on_breaking_is_unavailable() -> None:
             HttpStore(f"http://127.0.0.1:{taken.getsockname()[1]}").head("a/b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nX-", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"])
 def test_slow_bytes_end_at_the_deadline(begin: bytes) -> None:
     """A byte now and then would keep a timeout for each packet alive."""

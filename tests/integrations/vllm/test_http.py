@@ -39,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
 def handler() -> Iterator[tuple[type[Handler], Server]]:
     kind = type("Fresh", (Handler,), {"seen": [], "answers": {}})
     server = HTTPServer(("127.0.0.1", 0), kind)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield kind, Server(f"http://127.0.0.1:{server.server_port}/", 5.0)
     server.shutdown()
