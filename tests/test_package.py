@@ -20,6 +20,7 @@ from tests.support.verl_stub import integration
 
 ELSEWHERE = {
     "pulse_rl.integrations.vllm.engine",
+    "pulse_rl.integrations.vllm.trainer",
     "pulse_rl.integrations.scatter_kernel",
 }
 """Imported by an engine's own process only (`make test-vllm`), or where Triton is (`make test-trainers`)."""

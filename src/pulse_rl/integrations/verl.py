@@ -19,11 +19,11 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from .._util.settings import checked_number
 from ..errors import EngineError, InputError, PulseError
 from ..events import Event, FallbackUsed, Hint, Metadata
-from ..state.cast import compute_dtype_named
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
-from .torch import _TORCH, host_tensors
+from .torch import host_tensors
+from .weights import host_copy, torch_dtype
 
 __all__ = ["PulseCheckpointEngine"]
 
@@ -70,7 +70,7 @@ class PulseCheckpointEngine(CheckpointEngine):
                 hint="Set checkpoint_engine.engine_kwargs.pulse.store and .stream.",
             )
         self._store, self._stream = _shared(store), stream
-        self._dtype = None if dtype is None else _TORCH[compute_dtype_named(dtype).name]
+        self._dtype = torch_dtype(dtype)
         self._timeout = checked_number("timeout_seconds", timeout_seconds)
         self._publisher = self._new_publisher(signing_key, trusted_keys) if is_master else None
         self._subscriber = Subscriber(
@@ -124,7 +124,7 @@ class PulseCheckpointEngine(CheckpointEngine):
             for _ in weights:
                 pass
             return {}
-        state = {name: self._taken(tensor) for name, tensor in weights}
+        state = {name: host_copy(tensor, self._dtype) for name, tensor in weights}
         metadata: Metadata = {_SYNC: self._sync} | ({} if global_steps is None else {"global_steps": global_steps})
         published = await asyncio.to_thread(self._publisher.publish, state, metadata=metadata)
         return {
@@ -133,11 +133,6 @@ class PulseCheckpointEngine(CheckpointEngine):
             "pulse/bytes": published.patch_bytes or published.anchor_bytes,
             "pulse/publish_seconds": published.seconds,
         }
-
-    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory, cast before it leaves the device: some of verl's generators reuse their tensors."""
-        cast = self._dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > self._dtype.itemsize
-        return tensor.detach().to(self._dtype if cast else tensor.dtype).to("cpu", copy=True)
 
     def _new_publisher(self, signing_key: str | None, trusted_keys: Collection[str] | None) -> Publisher:
         if trusted_keys and not signing_key:

@@ -26,6 +26,7 @@ __all__ = [
     "as_saved",
     "base_of",
     "cast_to_host",
+    "host_copy",
     "is_sharded",
     "policy_weights",
     "torch_dtype",
@@ -131,6 +132,12 @@ def cast_to_host(tensor: torch.Tensor, target: torch.dtype | None, *, keep: bool
     narrow = tensor.detach().to(_computed(tensor.dtype, target))
     whole = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
     return whole.cpu() if keep else whole.new_empty(0)
+
+
+def host_copy(tensor: torch.Tensor, target: torch.dtype | None) -> torch.Tensor:
+    """A copy in host memory, cast to ``target`` if it is wider, before it leaves the device: generators of weights may
+    use their tensors again."""
+    return tensor.detach().to(_computed(tensor.dtype, target)).to("cpu", copy=True)
 
 
 def torch_dtype(dtype: str | None) -> torch.dtype | None:

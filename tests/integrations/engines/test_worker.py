@@ -48,6 +48,15 @@ def worker(world: World) -> Any:
     made.close()
 
 
+def test_an_update_waits_for_its_version(world: World, worker: Worker) -> None:
+    assert worker.open(info(world, "")) is None
+    version = world.publish()
+    assert worker.update(version, wait_seconds=60.0) is None
+    assert worker.status()["version"] == version
+    assert "did not have version" in str(worker.update(version + 1, wait_seconds=0.1))
+    assert worker.status()["version"] == version
+
+
 def test_an_owner_keeps_the_worker_by_being_heard_of(
     world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -298,6 +298,11 @@ class Session:
             for change in located(loader_map, name, indices, values)
         ]
 
+    def stage(self, version: int, seconds: float) -> None:
+        """Waits until ``version`` is staged, for at most ``seconds``. Collective; raises EngineError after that, or
+        what the look at the store raised."""
+        self._node.together(lambda: self.staging.wait_for(version, seconds))
+
     # -- in the pause
 
     def update(self, version: int | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import PulseError
+from ...errors import EngineError, PulseError
 from ...events import Event, Metadata, Synced
 from ...state.bits import differing
 from ...state.checkpoint import as_state
@@ -223,6 +223,19 @@ class Staging:
         self.release()
         self.state.asked += 1
         self._wake.set()
+
+    def wait_for(self, version: int, seconds: float) -> None:
+        """Lets the thread look until it holds ``version``; returns at once where another process of the node leads.
+        Raises what it last met in the store, or EngineError, once ``seconds`` have passed."""
+        deadline = time.monotonic() + seconds
+        while self.subscriber is not None and (self.held is None or self.held.version != version):
+            if self.state.answered >= self.state.asked:
+                failure = self.state.error
+                late = EngineError(f"the store did not have version {version} within {seconds:g} s")
+                if time.monotonic() > deadline or (failure is not None and not failure.retryable):
+                    raise failure or late
+                self.ask(None)
+            time.sleep(_LOCAL_POLL_SECONDS)
 
     def host_state(self) -> State | None:
         """The state that the host holds; leader only."""

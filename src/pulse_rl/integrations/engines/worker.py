@@ -96,14 +96,17 @@ class Worker:
         """Forgets the error of the last update."""
         self._error = None
 
-    def update(self, version: int | None, owner: str = "") -> PulseError | None:
-        """`Session.update`, or why it failed, on all workers. ``owner``: of the handle that asks, if one does."""
+    def update(self, version: int | None, owner: str = "", wait_seconds: float = 0.0) -> PulseError | None:
+        """`Session.update`, or why it failed, on all workers. ``owner``: of the handle that asks, if one does.
+        ``wait_seconds``: how long to wait for a ``version`` that is not staged yet."""
 
         def work() -> None:
             if owner:
                 self._hear(owner)
-            self._require_awake()
-            self._opened().update(version)
+            session = self._awake()
+            if version is not None and wait_seconds > 0:
+                session.stage(version, wait_seconds)
+            session.update(version)
             self._heard_of_owner = time.monotonic()  # its owner waited for it, and could not renew the lease
 
         return self._noting(work)

@@ -47,10 +47,13 @@ class PulseInitInfo(InitInfo, WeightTransferInitInfo):
 
 @dataclass
 class PulseUpdateInfo(WeightTransferUpdateInfo):
-    """``version``: which to go to; None: the newest that is staged. ``owner``: of the handle that asks, if one does."""
+    """``version``: which to go to; None: the newest that is staged. ``owner``: of the handle that asks, if one does.
+    ``wait_seconds``: how long to wait for a ``version`` that is not staged yet; an engine generates nothing
+    meanwhile."""
 
     version: int | None = None
     owner: str = ""
+    wait_seconds: float = 0.0
 
 
 class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateInfo]):
@@ -78,7 +81,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PulseUpdateInfo) -> None:
-        self._raise_on_the_last(self.worker.update(update_info.version, update_info.owner))
+        self._raise_on_the_last(self.worker.update(update_info.version, update_info.owner, update_info.wait_seconds))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: `update_weights` returns when the device has the bits."""

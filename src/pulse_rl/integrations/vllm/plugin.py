@@ -27,8 +27,18 @@ def register() -> None:
 
     if BACKEND not in Factory._registry:
         Factory.register_engine(BACKEND, "pulse_rl.integrations.vllm.engine", "PulseWeightTransferEngine")
+    register_trainer()
     keep_plain_weights()
     remember_before_processing()
+
+
+def register_trainer() -> None:
+    """Makes the backend known to trainers that speak vLLM's own API. May be called again."""
+    from vllm.distributed.weight_transfer import factory
+
+    trainers = getattr(factory, "WeightTransferTrainerFactory", None)  # older ones have none
+    if trainers is not None and BACKEND not in trainers._registry:
+        trainers.register_engine(BACKEND, "pulse_rl.integrations.vllm.trainer", "PulseTrainerEngine")
 
 
 def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
