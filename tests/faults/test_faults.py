@@ -7,21 +7,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Subscriber
+from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, State, Subscriber
+from pulse_rl.errors import ChainGap
 from tests.support.interrupts import Interrupter
 
 from . import hostile, interrupts
 from .driver import WORLDS, described, repeatable, run, search, shrunk
-from .model import Violation, check
+from .model import GAP, MUST, Model, Violation, check
 from .modes import INLINE, STEADY
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 from .trainer import Trainer
-from .world import RULES, THREADED, World
+from .world import RULES, SIGNER, THREADED, World
 
 _SEED = 20260203
 chance = st.integers(0, 2**32 - 1).map(Random)
@@ -199,3 +201,22 @@ def test_the_model_knows_what_can_be_reached() -> None:
             world.disk.delete(name)
     assert world.model.reach(world.disk)[0] == "gap"
     assert isinstance(world.disk, MemoryStore)
+
+
+def test_the_model_knows_that_an_unsigned_fold_leads_nowhere() -> None:
+    model = Model()
+    disk = model.disk = Disk(model.created)
+    model.signed = True
+    with Publisher(disk, stream="s", anchor_ratio=1e9, folds=(2,), signer=SIGNER, threads=1) as publisher:
+        for k in range(3):
+            state = State.of({"a": Bits(np.r_[np.full(500, k), np.zeros(5000)].astype(np.uint16), "BF16")})
+            model.offer(state)
+            publisher.publish(state)
+    assert model.versions[2].patch
+    disk.delete(f"s/payloads/{model.versions[2].patch[0]}.patch")
+    assert model.reach(disk)[2] == MUST
+    link = next(name for name in disk.names("s/links") if "anchor" not in name)
+    disk.put(link, (disk.peek(link) or b"").rpartition(b"\n")[0] + b"\n")
+    assert model.reach(disk)[2] == GAP
+    with pytest.raises(ChainGap, match="not signed"):
+        Subscriber(disk, stream="s", trusted_keys=[SIGNER.public_key], threads=1).sync()
