@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,16 @@ def test_workers_say_what_they_hold(pulse: Pulse, tmp_path: Path, rng: Rng) -> N
     assert len(names(store, "policy/workers")) == 3, "one object a worker"
     assert "w-1  version 0  2 behind" in pulse("status", tmp_path)
     with Publisher(store, stream="policy") as publisher:
+        assert publisher.wait_for(2, workers={"w", "cli"}) == publisher.wait_for(2, workers=2) == ()
+        assert publisher.wait_for(2, workers=["w", "w-1", "x"], timeout_seconds=0) == ("w-1", "x")
+        assert publisher.wait_for(2, workers=4, timeout_seconds=0) == ("w-1", "?")
+        assert publisher.wait_for(2, workers=3, most_behind=2) == ()
+        with pytest.raises(InputError, match="collection"):
+            publisher.wait_for(2, workers="w")
+        later = threading.Timer(0.2, Heartbeat(store, "x").beat, ("policy", 2))
+        later.start()
+        assert publisher.wait_for(2, workers=["x"]) == ()
+        Heartbeat(store, "x").beat("policy", 2)
         publisher.publish({"w": weights(rng, 500)}, anchor=True)
     for note in names(store, "policy/groups"):  # the group is at an old version, too
         store.delete(note)

@@ -13,15 +13,14 @@ from ..errors import EmptyStream, PulseError
 from ..events import Metadata
 from ..store import Store
 from ..stream.manifest import Manifest
-from ..stream.names import AnchorName, VersionName, WorkerName, streams_in
+from ..stream.names import AnchorName, VersionName, streams_in
 from ..stream.signing import trusted_by
-from ..stream.stream import Stream
+from ..stream.stream import MAX_WORKERS, Stream
 from ..sync.notices import absence
 from .arguments import number
 from .output import Console
 from .streams import open_lasting
 
-_MAX_WORKERS = 10_000
 _SHOWN_ANCHORS = 5
 
 
@@ -195,10 +194,9 @@ def _followers(stream: Stream) -> dict[str, Any]:
         if modified >= said.get((worker, group), (0.0, 0, ""))[0]:
             said[worker, group] = (modified, version, step)
 
-    for info in islice(store.list(names.workers), _MAX_WORKERS):
-        if isinstance(name := names.parse(info.name), WorkerName):
-            hear(name.worker, None, info.modified, name.version, "")
-    for info in islice(store.list(names.groups), _MAX_WORKERS):
+    for worker, (version, modified) in stream.workers().items():
+        hear(worker, None, modified, version, "")
+    for info in islice(store.list(names.groups), MAX_WORKERS):
         group, note = names.parse_note(info.name) or (None, None)
         if note is not None and note.version is not None:
             hear(note.member, group, info.modified, note.version, note.step)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from typing import NamedTuple
 
 from .._util.faults import hit
@@ -25,10 +26,12 @@ from ..store.wrappers import DEFAULT_LATE_SECONDS, BoundedStore, bounded_in, exp
 from . import manifest as manifests
 from .claims import Claims
 from .manifest import Link, Manifest, ManifestCache, Payload, is_stream_id, with_payloads
-from .names import FILE, PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName
+from .names import FILE, PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName, WorkerName
 from .signing import MAX_FOLD_BYTES, Signer, TrustedKeys, fold_name, read_fold, write_fold
 from .unreadable import UnreadableObjects, read_again
 
+MAX_WORKERS = 10_000
+"""Of a stream, which are looked at."""
 _AT_ONCE = 8
 """Requests for lengths."""
 
@@ -271,6 +274,15 @@ class Stream:
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
         raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
+
+    def workers(self) -> dict[str, tuple[int, float]]:
+        """The versions that workers say they hold (`Heartbeat`), and when they said so, in Unix seconds; by name."""
+        said: dict[str, tuple[int, float]] = {}
+        for info in islice(self.store.list(self.names.workers), MAX_WORKERS):
+            name = self.names.parse(info.name)
+            if isinstance(name, WorkerName) and info.modified >= said.get(name.worker, (0, 0.0))[1]:
+                said[name.worker] = (name.version, info.modified)
+        return said
 
     def _read_fold(self, fold: FoldName) -> tuple[tuple[Payload, ...], bytes]:
         """What the link of a fold lists, and its content."""

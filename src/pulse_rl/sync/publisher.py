@@ -25,8 +25,11 @@ from ..stream.manifest import Manifest
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream, checked_stream_id
 from .folds import checked_folds
+from .polling import jittered
 from .rank import RankPublisher, Settings, unlike
 from .request import LocalState, PublishRequest, Submission, Submissions
+
+_LOOK_SECONDS = 1.0
 
 
 def _shared(store: Store | str, stream: Stream, settings: Settings) -> dict[str, Any]:
@@ -286,6 +289,33 @@ class Publisher(Closing, NotCopyable):
         """Waits until what was submitted is published, the background folds are stored, and old versions deleted."""
         self._serial.run(self._rank.keep_up)
         self._submissions.raise_unasked()
+
+    def wait_for(
+        self, version: int, *, workers: int | Collection[str], most_behind: int = 0, timeout_seconds: float = 600.0
+    ) -> tuple[str, ...]:
+        """Waits until workers hold ``version``, or one that is at most ``most_behind`` older: a bound on staleness.
+
+        ``workers``: how many, or their names, as they say themselves in the store (`pulse_rl.metrics.Heartbeat`, or
+        ``pulse follow --name``). Returns those that are still behind after ``timeout_seconds``, of a number those
+        that were heard of and as many "?" as were not: none, if all is well. Looks about once a second. Whoever can
+        write to the store can say what is not so. Raises InputError and StoreError.
+        """
+        if isinstance(workers, str) or (isinstance(workers, int) and workers < 0):
+            raise InputError("workers must be a number of workers, or a collection of their names")
+        oldest = version - checked_number("most_behind", most_behind)
+        deadline = time.monotonic() + checked_number("timeout_seconds", timeout_seconds)
+        while True:
+            held = self._stream.workers()
+            there = {worker for worker, (of, _) in held.items() if of >= oldest}
+            if isinstance(workers, int):
+                missing = max(0, workers - len(there))
+                late = [*sorted(held.keys() - there), *["?"] * missing][:missing]
+            else:
+                late = sorted(set(workers) - there)
+            left = deadline - time.monotonic()
+            if not late or left <= 0:
+                return tuple(late)
+            time.sleep(min(jittered(_LOOK_SECONDS), left))
 
     def close(self) -> None:
         """Waits for what was submitted and for the background folds, and releases the baseline. What is committed
