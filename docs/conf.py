@@ -17,7 +17,7 @@ author = "The Pulse developers"
 copyright = "The Pulse developers, Apache-2.0"  # noqa: A001
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_title = f"Pulse {__version__}"
 html_extra_path: list[str] = []

@@ -23,7 +23,7 @@ index. `python docs/make_commands.py` generates this page.
 | 130 | interrupted (Ctrl-C), at any time from the start on |
 
 `pulse follow` and `pulse relay` without `--once` go on for ever. At an error that may pass although nobody changes
-the command they say once what for they wait and try again, after a time that grows to a minute. Such errors are
+the command they say once what they wait for and try again, after a time that grows to a minute. Such errors are
 `retryable` in [errors](reference/errors.md): a stream or a store's folder that is not there yet (`empty_stream`,
 `not_found`), a store that is away (`store_unavailable`), a full disk (`store_full`), a version that cannot be reached
 (`chain_gap`). All others, such as a store that refuses access (`store`), a manifest that no trusted key has signed
@@ -39,10 +39,12 @@ def page() -> str:
 
 
 def _section(name: str, summary: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    # What a command is given comes first, and what every command takes last.
     actions = [action for action in parser._actions if action.dest != "help"]
+    actions.sort(key=lambda action: (bool(action.option_strings), action.dest in ("json", "threads")))
     yield f"## pulse {name}\n"
     yield f"{summary[:1].upper()}{summary[1:]}{'' if summary.endswith('?') else '.'}\n"
-    usage = " ".join(_usage(action) for action in sorted(actions, key=lambda action: bool(action.option_strings)))
+    usage = " ".join(map(_usage, actions))
     yield f"```\npulse {name} {usage}\n```\n"
     yield "| argument | meaning |\n|---|---|"
     for action in actions:
